@@ -42,8 +42,8 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
     from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     build_optimizers_without_dynamo()
@@ -57,7 +57,11 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
         settings = Settings(Path(folder, "run"), sync=sync, compile=compiles, **options)
         spec = RunSpec.make(module.build(config), settings, Recipe(recipe, config), comm)
         exact = deterministic(sync == "exact", comm.device)
-        with Session(spec, comm) as session, exact, TrainingLoop(session, StopSignals()) as loop:
+        with (
+            open_session(spec, comm) as session,
+            exact,
+            TrainingLoop(session, StopSignals()) as loop,
+        ):
             for _ in range(steps + WARM_UP):
                 start = time.perf_counter()
                 loop.step()

@@ -75,8 +75,8 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
     from stepladder.rank.preemption import StopSignals
     from stepladder.train.determinism import deterministic
     from stepladder.train.job_runner import load_job
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
@@ -91,7 +91,7 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
                 deterministic(sync == "exact", comm.device),
             )
             with (
-                Session(spec, comm) as session,
+                open_session(spec, comm) as session,
                 exact,
                 TrainingLoop(session, StopSignals()) as loop,
             ):

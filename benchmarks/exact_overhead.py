@@ -47,8 +47,8 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     from stepladder.train.comm import Comm
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
@@ -63,7 +63,7 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
             rank_comm = Comm(World(), comm.device) if alone else comm
             session = stack.enter_context(
-                Session(RunSpec.make(job, settings, Recipe(name), rank_comm), rank_comm)
+                open_session(RunSpec.make(job, settings, Recipe(name), rank_comm), rank_comm)
             )
             loops[name] = stack.enter_context(TrainingLoop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}

@@ -174,8 +174,8 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     from stepladder.recipes import mlp, mnist
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
@@ -194,7 +194,7 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             options |= {"global_batch": 128, "microbatch": 16, "snapshot_every": 10**6}
             settings = Settings(Path(folder) / str(every), **options)
             session = stack.enter_context(
-                Session(RunSpec.make(job, settings, Recipe(net), comm), comm)
+                open_session(RunSpec.make(job, settings, Recipe(net), comm), comm)
             )
             loops.append(stack.enter_context(TrainingLoop(session, StopSignals())))
         stack.enter_context(deterministic(True, comm.device))

@@ -118,8 +118,8 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     from stepladder.storage.snapshot import weights_sha256
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     job, took = build(config), {"state": 0, "peak": 0}
@@ -136,7 +136,7 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     settings = Settings(
         **options, sync=sync, shard=shard or "none", progress=False, snapshot_every=10**6
     )
-    with Session(RunSpec.make(job, settings, Recipe("gpt"), comm), comm) as session:
+    with open_session(RunSpec.make(job, settings, Recipe("gpt"), comm), comm) as session:
         with (
             deterministic(sync == "exact", comm.device),
             TrainingLoop(session, StopSignals()) as loop,

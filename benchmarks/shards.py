@@ -46,8 +46,8 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
     from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.mnist import Config, build
     from stepladder.train.job import Recipe
+    from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
-    from stepladder.train.session import Session
     from stepladder.train.trainer import TrainingLoop
 
     with process_group(World.detect(), torch.device("cpu")) as comm, ExitStack() as stack:
@@ -64,7 +64,7 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
                 snapshot_every=10**6,
             )
             session = stack.enter_context(
-                Session(RunSpec.make(job, settings, Recipe(name), comm), comm)
+                open_session(RunSpec.make(job, settings, Recipe(name), comm), comm)
             )
             loops[name] = stack.enter_context(TrainingLoop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in folders}

@@ -49,6 +49,7 @@ WITHOUT_TORCH = [
     "launcher",
     "train.job",
     "train.job_file",
+    "train.job_source",
     "tools.learn",
     "tools.doctor",
     "cli",
@@ -82,7 +83,6 @@ MAX_LINES_OF_MOST_FUNCTIONS = 35
 TO_SPLIT = {
     "storage/rundir.py",
     "tools/dcp.py",
-    "evaluate",
     "submit",
     "rank_profile",
     "run_command",

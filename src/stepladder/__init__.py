@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stepladder.train.optimizers import Optimizers
     from stepladder.train.process_group import process_group
     from stepladder.train.replica_check import ReplicasDiffer
-    from stepladder.train.state import TrainResult
+    from stepladder.train.train_result import TrainResult
     from stepladder.train.trainer import Trainer
 
 _NAMES = {
@@ -44,7 +44,7 @@ _NAMES = {
     "train.metrics.loggers": ("Logger",),
     "train.optimizers": ("Optimizers",),
     "train.replica_check": ("ReplicasDiffer",),
-    "train.state": ("TrainResult",),
+    "train.train_result": ("TrainResult",),
     "train.trainer": ("Trainer",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -10,7 +10,7 @@ import pytest
 
 from processes import refused, run
 from stepladder.core.errors import InputError
-from stepladder.train.job_file import read_config_fields, validate_not_job
+from stepladder.train.job_source import read_config_fields, validate_not_job
 
 JOB = """
 import torch

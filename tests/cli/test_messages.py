@@ -211,13 +211,13 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         "torch.nn.ParameterList([torch.ones(4, 4), torch.ones(0, 4)])",
         "torch.optim.Adafactor",
         (),
-        "Adafactor cannot step a weight without elements, as the one of shape [0, 4]",
+        "Adafactor cannot step a weight without elements, such as the one of shape [0, 4]",
     ),
     "the same in slices": (
         "torch.nn.ParameterList([torch.ones(4, 4), torch.ones(0, 4)])",
         "torch.optim.Adafactor",
         ("--shard", "optimizer"),
-        "Adafactor cannot step a weight without elements, as the one of shape [0, 4]",
+        "Adafactor cannot step a weight without elements, such as the one of shape [0, 4]",
     ),
 }
 

@@ -191,7 +191,7 @@ def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(
         port = str(free.getsockname()[1])
     env = RANK | {"RANK": rank, "MASTER_PORT": port, "OMP_DYNAMIC": "false"}  # in a new interpreter
     refused(
-        run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all ranks have met within 2 s"
+        run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all ranks have joined within 2 s"
     )
     assert not list(tmp_path.iterdir())
 

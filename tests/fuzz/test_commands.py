@@ -13,7 +13,8 @@ from odd import prepare, values
 from fuzzing import Fuzz
 from stepladder.cli import COMMANDS, HIDDEN, cli
 from stepladder.cli.options import JobCommand, option
-from stepladder.train.job_file import find_job, read_config_fields
+from stepladder.train.job_file import find_job
+from stepladder.train.job_source import read_config_fields
 
 pytestmark = pytest.mark.ranks
 

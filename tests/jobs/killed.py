@@ -103,7 +103,7 @@ if "AS_NCCL" in os.environ:
     collectives.destroy_group = lambda _, under_way: leave(True, under_way)
     collectives.poll_work = lambda work, _, until: wait(work, True, until)
 
-Session._level = levelling(Session._level)
+Session._synchronize = levelling(Session._synchronize)
 TrainingLoop.step = noting(TrainingLoop.step)
 before(Comm, "init_process_group", "meeting")
 for name in ("_start", "combine", "start_sum"):  # the last two by way of shared memory

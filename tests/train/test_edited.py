@@ -42,14 +42,14 @@ def test_a_resume_after_an_edit_names_the_file_and_what_has_no_effect(tmp_path: 
     job.write_text(JOB)
     first = run("train", job, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    again = run("train", job, "--epochs", 2, cwd=tmp_path)
-    assert "has changed" not in again.stderr
+    second = run("train", job, "--epochs", 2, cwd=tmp_path)
+    assert "has changed" not in second.stderr
     job.write_text(JOB.replace("lr=0.05", "lr=0.1"))
     edited = run("train", job, "--epochs", 3, cwd=tmp_path)
     assert edited.returncode == 0, edited.stderr
     assert "  job.py has changed since this run was started" in edited.stderr
-    said = "lr of the optimizer is 0.1 in job.py, 0.05 in the snapshot: the snapshot's is used. HINT: --fresh"
-    assert edited.stderr.count(said) == 1
+    message = "lr of the optimizer is 0.1 in job.py, 0.05 in the snapshot: the snapshot's is used. HINT: --fresh"
+    assert edited.stderr.count(message) == 1
 
     shutil.rmtree(tmp_path / "runs" / "job" / SNAPSHOTS)
     before = (tmp_path / "runs" / "job" / METRICS).read_bytes()
@@ -63,29 +63,29 @@ def test_a_resume_after_an_edit_names_the_file_and_what_has_no_effect(tmp_path: 
     assert run("train", job, "--epochs", 4, "--fresh", cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("kept", ["lock", "result.json", ""])
-def test_lost_snapshots_are_noticed_by_what_is_left(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("remaining", ["lock", "result.json", ""])
+def test_lost_snapshots_are_noticed_by_what_is_left(remaining: str, tmp_path: Path) -> None:
     """Also where the run was killed, and has no result. A run that had none yet begins again."""
     run_dir = RunDir(tmp_path, 0.0)
     (tmp_path / METRICS).write_text('{"step": 89, "lr": 1.0}\n{"step": 90, "lr": 1.0}\n{"ste')
-    if kept == "lock":
+    if remaining == "lock":
         (tmp_path / SNAPSHOTS / "step_00000090").mkdir(parents=True)
         run_dir.heartbeat()
         shutil.rmtree(tmp_path / SNAPSHOTS)
-    elif kept:
-        (tmp_path / kept).write_text(json.dumps({"steps": 90}))
+    elif remaining:
+        (tmp_path / remaining).write_text(json.dumps({"steps": 90}))
     run_dir.close()
-    again = RunDir(tmp_path, 0.0)
+    second = RunDir(tmp_path, 0.0)
     try:
-        if kept:
+        if remaining:
             with pytest.raises(
                 InputError, match=f"no snapshot any more, and its {METRICS} has 90 steps"
             ):
-                again.refuse_lost_snapshots()
+                second.refuse_lost_snapshots()
         else:
-            again.refuse_lost_snapshots()
+            second.refuse_lost_snapshots()
     finally:
-        again.close()
+        second.close()
 
 
 def job(schedule: bool, *groups: dict[str, Any]) -> Job:

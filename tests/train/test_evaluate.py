@@ -94,8 +94,8 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process_and_reads_each_sample
     for number, (samples, batch_size) in enumerate(SIZES):
         expected = {name: value.hex() for name, value in alone[number][0].items()}
         for rank in range(world_size):
-            found = {name: value.hex() for name, value in by_rank[rank][number][0].items()}
-            assert found == expected, f"rank {rank}, {samples} samples in batches of {batch_size}"
+            result = {name: value.hex() for name, value in by_rank[rank][number][0].items()}
+            assert result == expected, f"rank {rank}, {samples} samples in batches of {batch_size}"
         read = [sample for rank in range(world_size) for sample in by_rank[rank][number][1]]
         assert sorted(read) == list(range(samples))
 
@@ -107,15 +107,15 @@ def test_a_metric_is_its_sum_over_its_count_never_a_mean_of_means(
     alone: list[tuple[dict[str, float], list[int]]], number: int
 ) -> None:
     samples = SIZES[number][0]
-    found, read = alone[number]
-    whole = mixed(model_of().eval(), data_of(samples))
+    result, read = alone[number]
+    totals = mixed(model_of().eval(), data_of(samples))
     assert read == list(range(samples))
-    assert found["always_one"] == 1.0
-    assert found["mean_number"] == (samples - 1) / 2
+    assert result["always_one"] == 1.0
+    assert result["mean_number"] == (samples - 1) / 2
     for name in ("loss", "accuracy", "per_output", "rounded"):
-        total, count = whole[name]
-        assert found[name] == pytest.approx(float(total.detach()) / count, rel=1e-6)
-    assert math.isnan(found["uncounted"])
+        total, count = totals[name]
+        assert result[name] == pytest.approx(float(total.detach()) / count, rel=1e-6)
+    assert math.isnan(result["uncounted"])
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_a_metric_is_its_sum_over_its_count_never_a_mean_of_means(
 )
 def test_sums_over_batches_lose_no_integer_that_float32_would(value: torch.Tensor) -> None:
     source = open_source(torch.zeros(3), torch.device("cpu"), seed=0)
-    found = evaluate(
+    result = evaluate(
         nn.Identity(), source, lambda model, batch: {"sum": (value, 1)}, ALONE, batch_size=1
     )
-    assert found == {"sum": 2**24 + 1}
+    assert result == {"sum": 2**24 + 1}
 
 
 def test_a_small_batch_that_is_very_wrong_weighs_by_its_samples() -> None:
@@ -179,22 +179,22 @@ def test_each_batch_counts_as_progress_so_that_a_long_evaluation_is_no_hang() ->
 def test_metrics_come_in_the_order_of_the_first_batch() -> None:
     names = iter((["b", "a"], ["a", "b"], ["a", "b"]))
     metrics: Callable[..., Metrics] = lambda *_: {name: (torch.ones(()), 1) for name in next(names)}  # noqa: E731
-    found = evaluate(
+    result = evaluate(
         nn.Identity(), open_source(torch.zeros(3), ALONE.device, 0), metrics, ALONE, batch_size=1
     )
-    assert list(found) == ["b", "a"]
+    assert list(result) == ["b", "a"]
 
 
-@pytest.mark.parametrize(("given", "said"), [(2, "shorter"), (4, "longer")])
+@pytest.mark.parametrize(("given", "problem"), [(2, "shorter"), (4, "longer")])
 def test_a_source_that_gives_another_number_of_batches_than_asked_for_is_an_error(
-    given: int, said: str
+    given: int, problem: str
 ) -> None:
     class Odd(TensorSource):
         def batches(self, requests: Any) -> Any:
             yield from islice(cycle(super().batches(requests)), given)
 
     source = Odd(torch.zeros(3), ALONE.device)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=problem):
         evaluate(nn.Identity(), source, lambda *_: {"n": (torch.ones(()), 1)}, ALONE, batch_size=1)
 
 

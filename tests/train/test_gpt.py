@@ -28,7 +28,7 @@ from stepladder.recipes.gpt import (
     read_tokens,
     summed,
 )
-from stepladder.train.recorder import ProgressBar
+from stepladder.train.progress_bar import ProgressBar
 
 LINE = "to be, or not to be: that is the question.\n"
 TINY = "--layers", 1, "--width", 16, "--heads", 2, "--block", 8, "--steps", 4, "--sync", "exact"
@@ -59,21 +59,23 @@ def test_a_text_is_characters_and_anything_else_bytes(
 ) -> None:
     raw = data.encode() if isinstance(data, str) else data
     (tmp_path / "input.txt").write_bytes(raw)
-    found, characters = read_tokens(tmp_path / "input.txt", 8)
+    tokens_read, characters = read_tokens(tmp_path / "input.txt", 8)
     if points:
         assert characters.tolist() == points
-        assert "".join(chr(points[token]) for token in found.tolist()) == data
+        assert "".join(chr(points[token]) for token in tokens_read.tolist()) == data
     else:
-        assert len(characters) == 0 and found.tolist() == (tokens or list(raw))
+        assert len(characters) == 0 and tokens_read.tolist() == (tokens or list(raw))
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "cannot read"), ("too short", "has 9 tokens")])
+@pytest.mark.parametrize(
+    ("text", "printed"), [(None, "cannot read"), ("too short", "has 9 tokens")]
+)
 def test_a_text_that_is_missing_or_too_short_is_refused(
-    tmp_path: Path, text: str | None, said: str
+    tmp_path: Path, text: str | None, printed: str
 ) -> None:
     if text is not None:
         (tmp_path / "input.txt").write_text(text)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=printed):
         build(tiny(tmp_path))
 
 
@@ -104,16 +106,16 @@ def test_the_loss_is_over_each_token_of_the_validation_split_but_the_first(folde
 
 
 def test_blocks_begin_anywhere_and_count_all_their_tokens(folder: Path) -> None:
-    job, seen = build(tiny(folder)), set()
+    job, starts = build(tiny(folder)), set()
 
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.update(x[:, 0].tolist())
+            starts.update(x[:, 0].tolist())
             return torch.zeros(*x.shape, 8 * SPAN)
 
     rows = torch.arange(8 * SPAN).expand(2000, 8 * SPAN)
     total, count = loss(Looking(), rows)
-    assert (count, seen) == (2000 * 8, set(range(8 * (SPAN - 1))))
+    assert (count, starts) == (2000 * 8, set(range(8 * (SPAN - 1))))
     assert float(total) / count == pytest.approx(math.log(8 * SPAN), abs=1e-3)
     assert job.train_data.shape[1] == 8 * SPAN
 
@@ -126,19 +128,21 @@ def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
     changed = x.clone()
     changed[0, 5] = (x[0, 5] + 1) % 5
     with torch.no_grad():
-        one, other = model(x)[0], model(changed)[0]
-    assert torch.equal(one[:5], other[:5])
-    assert all(not torch.equal(one[place], other[place]) for place in range(5, 8))
+        output, changed_output = model(x)[0], model(changed)[0]
+    assert torch.equal(output[:5], changed_output[:5])
+    assert all(
+        not torch.equal(output[position], changed_output[position]) for position in range(5, 8)
+    )
 
 
 def test_what_is_likeliest_is_drawn_where_nothing_is_left_to_chance() -> None:
     model = GPT(Config(layers=1, width=16, heads=2, block=8), torch.arange(5, dtype=torch.int32))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    found = continued(model, torch.tensor([1, 2]), 20, temperature=0)
-    assert len(found) == 22 and found[:2].tolist() == [1, 2]
+    tokens_read = continued(model, torch.tensor([1, 2]), 20, temperature=0)
+    assert len(tokens_read) == 22 and tokens_read[:2].tolist() == [1, 2]
     with torch.no_grad():
-        assert found[12] == model(found[None, 4:12])[0, -1].argmax(), (
+        assert tokens_read[12] == model(tokens_read[None, 4:12])[0, -1].argmax(), (
             "the last tokens of a block are seen"
         )
 
@@ -169,10 +173,10 @@ def test_one_hash_on_any_number_of_processes_and_a_sample(tmp_path: Path, folder
         hashes[ranks] = result["weights_sha256"]
         assert 0 < result["metrics"]["val_loss"] < 3.5
     assert len(set(hashes.values())) == 1, hashes
-    words = "recipe", "sample", "runs/4", "--prompt", "to be", "--tokens", 12, "--json"
-    said = [json.loads(run(*words, cwd=tmp_path).stdout) for _ in range(2)]
-    assert said[0] == said[1] and said[0]["step"] == 4
-    assert said[0]["text"].startswith("to be") and len(said[0]["text"]) == 17
+    arguments = "recipe", "sample", "runs/4", "--prompt", "to be", "--tokens", 12, "--json"
+    printed = [json.loads(run(*arguments, cwd=tmp_path).stdout) for _ in range(2)]
+    assert printed[0] == printed[1] and printed[0]["step"] == 4
+    assert printed[0]["text"].startswith("to be") and len(printed[0]["text"]) == 17
     for wrong, text in (("€", "--prompt has '€'"), ("", "--prompt is empty")):
         done = run("recipe", "sample", "runs/4", "--prompt", wrong, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.startswith(f"error: {text}"), done.stderr

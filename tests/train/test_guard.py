@@ -50,35 +50,35 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def plant(what: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def plant(fault: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
-        if what == "weight":
+        if fault == "weight":
             model[2].weight[1, 3] += 1e-6
             model[2].bias[0] = 7
-        elif what == "start":
+        elif fault == "start":
             model[0].bias.zero_()
-        elif what == "buffer":
+        elif fault == "buffer":
             model[1].running_mean[0] = -0.5
-        elif what == "optimizer":
+        elif fault == "optimizer":
             optimizer.state[model[2].bias]["exp_avg_sq"][1] *= 2
-        elif what == "rate":
+        elif fault == "rate":
             optimizer.param_groups[0]["lr"] = 0.2
-        elif what == "weight and rate":
+        elif fault == "weight and rate":
             model[0].weight[0, 0] = 0
             optimizer.param_groups[0]["lr"] = 0.2
-        elif what == "frozen":
+        elif fault == "frozen":
             del optimizer.state[model[0].weight]
 
 
-def checked(comm: Comm, what: str, odd: int, first: bool) -> tuple[Any, ...] | None:
+def checked(comm: Comm, fault: str, odd: int, first: bool) -> tuple[Any, ...] | None:
     """What the guard raises where `what` is planted on rank `odd`."""
     model, optimizer = trained()
     guard = ReplicaCheck(model, optimizer, comm)
-    seed = 1 if what == "order" and comm.world.rank == odd else 0
+    seed = 1 if fault == "order" and comm.world.rank == odd else 0
     if not first:
         guard.check(3, b"12345678")
     if comm.world.rank == odd:
-        plant(what, model, optimizer)
+        plant(fault, model, optimizer)
     try:
         guard.check(4, fingerprint_order(Plan(10, 4, 2, seed), 0))
     except ReplicasDiffer as error:
@@ -87,7 +87,7 @@ def checked(comm: Comm, what: str, odd: int, first: bool) -> tuple[Any, ...] | N
 
 
 def all_checked(comm: Comm, odd: int) -> dict[str, Any]:
-    return {what: checked(comm, what, odd, what == "start") for what in PLANTS}
+    return {fault: checked(comm, fault, odd, fault == "start") for fault in PLANTS}
 
 
 @pytest.mark.ranks
@@ -95,17 +95,17 @@ def all_checked(comm: Comm, odd: int) -> dict[str, Any]:
 def test_the_first_differing_tensor_is_named_with_its_rank_and_cause(
     world_size: int, odd: int
 ) -> None:
-    for rank, found in enumerate(run_ranks(all_checked, world_size, odd)):
-        assert found.pop("nothing") is None
-        for what, (step, kind, tensor, ranks, cause, text) in found.items():
-            expected = PLANTS[what]
+    for rank, outcome in enumerate(run_ranks(all_checked, world_size, odd)):
+        assert outcome.pop("nothing") is None
+        for fault, (step, kind, tensor, ranks, cause, text) in outcome.items():
+            expected = PLANTS[fault]
             assert expected is not None
             assert (step, kind, tensor, ranks) == (4, *expected[:2], [odd]), (
-                f"{what} seen by rank {rank}"
+                f"{fault} seen by rank {rank}"
             )
             assert expected[3] in cause
-            said = f"after step 4, {expected[2]} of rank {odd} differs from the others'. Likely cause: "
-            assert text == said + cause
+            expected_text = f"after step 4, {expected[2]} of rank {odd} differs from the others'. Likely cause: "
+            assert text == expected_text + cause
 
 
 def test_alone_there_is_nothing_to_compare() -> None:
@@ -136,19 +136,19 @@ def test_the_most_common_value_is_right_and_rank_0s_where_there_is_none(
 # -- in training -----------------------------------------------------------------------------------
 
 
-def trained_by(comm: Comm, run_dir: Path, what: str, **settings: Any) -> dict[str, Any] | str:
+def trained_by(comm: Comm, run_dir: Path, fault: str, **settings: Any) -> dict[str, Any] | str:
     """The result of 5 steps, or the guard's word. `what` happens on rank 1 while it trains, in step
     3.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    rate = 0.1 * (1 + comm.world.rank) if what == "rate" else 0.1
+    rate = 0.1 * (1 + comm.world.rank) if fault == "rate" else 0.1
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     passes = []
 
     def loss(model: Any, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         passes.append(1)
-        if len(passes) == 3 and comm.world.rank == 1 and what == "weight":
+        if len(passes) == 3 and comm.world.rank == 1 and fault == "weight":
             with torch.no_grad():
                 model[0].weight[0, 0] += 1
         x, y = batch
@@ -156,10 +156,10 @@ def trained_by(comm: Comm, run_dir: Path, what: str, **settings: Any) -> dict[st
 
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
     job = Job(model, optimizer, loss, (x, x.sum(1, keepdim=True)))
-    seed = comm.world.rank if what == "order" else 0
-    asked = Settings(run_dir, global_batch=8, seed=seed, progress=False, **settings)
+    seed = comm.world.rank if fault == "order" else 0
+    run_settings = Settings(run_dir, global_batch=8, seed=seed, progress=False, **settings)
     try:
-        return Trainer(job, asked, comm=comm).fit().as_json()
+        return Trainer(job, run_settings, comm=comm).fit().as_json()
     except (ReplicasDiffer, InputError) as error:
         return str(error)
 
@@ -169,24 +169,27 @@ def all_trained(comm: Comm, folder: Path) -> dict[str, Any]:
         "one pass": {"guard_every": 1}, "microbatches": {"guard_every": 2, "microbatch": 2},
         "exact": {"guard_every": 1, "sync": "exact"},
     }  # fmt: skip
-    found = {
-        name: trained_by(comm, folder / name, "nothing", **asked) for name, asked in runs.items()
+    outcome = {
+        name: trained_by(comm, folder / name, "nothing", **run_settings)
+        for name, run_settings in runs.items()
     }
-    for what in ("rate", "weight", "order"):
-        found[what] = trained_by(comm, folder / what, what, guard_every=2, snapshot_every=1)
-    found["unguarded"] = trained_by(comm, folder / "unguarded", "weight")
-    return found
+    for fault in ("rate", "weight", "order"):
+        outcome[fault] = trained_by(comm, folder / fault, fault, guard_every=2, snapshot_every=1)
+    outcome["unguarded"] = trained_by(comm, folder / "unguarded", "weight")
+    return outcome
 
 
 @pytest.mark.ranks
 def test_training_stops_where_replicas_differ_and_not_before(tmp_path: Path) -> None:
-    for found in run_ranks(all_trained, 2, tmp_path):
+    for outcome in run_ranks(all_trained, 2, tmp_path):
         assert [
-            found[name]["steps"] for name in ("one pass", "microbatches", "exact", "unguarded")
+            outcome[name]["steps"] for name in ("one pass", "microbatches", "exact", "unguarded")
         ] == [5] * 4
-        assert found["rate"].startswith("after step 0, learning rate of group 0 of rank 1 differs")
-        assert found["weight"].startswith("after step 4, parameter 0.weight of rank 1 differs")
-        assert found["order"].startswith("seed is 0 on rank 0, and 1 on rank 1")
+        assert outcome["rate"].startswith(
+            "after step 0, learning rate of group 0 of rank 1 differs"
+        )
+        assert outcome["weight"].startswith("after step 4, parameter 0.weight of rank 1 differs")
+        assert outcome["order"].startswith("seed is 0 on rank 0, and 1 on rank 1")
     assert not (tmp_path / "weight" / "snapshots" / "step_00000004").exists(), "kept what differs"
 
 
@@ -201,11 +204,11 @@ def test_the_guard_costs_a_settings_line_and_no_resume(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("uneven", "found"), [("more", "41 samples against 40"), ("other", "other values")]
+    ("uneven", "outcome"), [("more", "41 samples against 40"), ("other", "other values")]
 )
 def test_ranks_that_see_different_data_are_refused_before_anything_is_written(
-    uneven: str, found: str, tmp_path: Path
+    uneven: str, outcome: str, tmp_path: Path
 ) -> None:
     done = run("train", JOBS / "uneven.py", "--nproc", 2, cwd=tmp_path, env={"UNEVEN": uneven})
-    refused(done, f"rank 1 sees other training data than rank 0: {found}", "stepladder data info")
+    refused(done, f"rank 1 sees other training data than rank 0: {outcome}", "stepladder data info")
     assert not (tmp_path / "runs").exists()

@@ -41,17 +41,20 @@ def test_the_bits_are_the_same_on_any_number_of_processes(first: str, tmp_path: 
 
 
 def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -> None:
-    whole = train(*MLP, *FROM, "--steps", 6, "--run-dir", "runs/whole", cwd=tmp_path)
+    uninterrupted = train(*MLP, *FROM, "--steps", 6, "--run-dir", "runs/whole", cwd=tmp_path)
     train(*MLP, *FROM, "--steps", 4, "--run-dir", "runs/a", cwd=tmp_path)
     (tmp_path / "runs" / "first").rename(tmp_path / "gone")
     resumed = train(*MLP, *FROM, "--steps", 6, "--run-dir", "runs/a", cwd=tmp_path)
-    assert (resumed["resumed_from_step"], resumed["weights_sha256"]) == (4, whole["weights_sha256"])
-    other = run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", cwd=tmp_path)
-    refused(other, "was started with init_from=runs/first", "--init-from runs/first to resume")
+    assert (resumed["resumed_from_step"], resumed["weights_sha256"]) == (
+        4,
+        uninterrupted["weights_sha256"],
+    )
+    third = run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", cwd=tmp_path)
+    refused(third, "was started with init_from=runs/first", "--init-from runs/first to resume")
 
 
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("flags", "problem"),
     [
         (("--init-from", "runs/none"), "runs/none has no good snapshot"),
         ((*FROM, "--hidden", 32), "is of another model"),
@@ -61,7 +64,7 @@ def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_begun_with_is_one_line_and_leaves_nothing(
-    flags: tuple[Any, ...], found: str, first: str, tmp_path: Path
+    flags: tuple[Any, ...], problem: str, first: str, tmp_path: Path
 ) -> None:
-    refused(run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", *flags, cwd=tmp_path), found)
+    refused(run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", *flags, cwd=tmp_path), problem)
     assert not (tmp_path / "runs" / "a").exists()

@@ -21,8 +21,9 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.exit_record import END_FILE, end_file
 from stepladder.train.job import mean_loss
-from stepladder.train.job_file import ConfigField, find_job, load_job_file, read_config_fields
+from stepladder.train.job_file import find_job, load_job_file
 from stepladder.train.job_runner import join_process_group, load_job, train_file
+from stepladder.train.job_source import ConfigField, read_config_fields
 
 GOOD = """
 import os
@@ -142,7 +143,7 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "problem"),
     [
         ("class Config:\n    lr: float = 1.0\n", "no function build"),
         ("class Config: ...\nbuild = 3\n", "no function build"),
@@ -176,9 +177,9 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
     ],
 )
 def test_a_file_that_is_no_job_says_what_is_missing(
-    job_file: Callable[[str], Path], text: str, found: str
+    job_file: Callable[[str], Path], text: str, problem: str
 ) -> None:
-    with pytest.raises(InputError, match=f"my_job.py.*{found}"):
+    with pytest.raises(InputError, match=f"my_job.py.*{problem}"):
         read_config_fields(job_file(text))
 
 
@@ -249,7 +250,7 @@ def build(config):
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "found"),
+    ("text", "given", "problem"),
     [
         (SIZES.replace("@dataclass\n", ""), {}, "Config in my_job.py is not a dataclass"),
         (SIZES, {}, "Config.lr in my_job.py has no default"),
@@ -292,9 +293,9 @@ def test_what_a_job_file_leaves_out_is_said(
     restored_imports: None,
     text: str,
     given: dict[str, Any],
-    found: str,
+    problem: str,
 ) -> None:
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match=problem):
         load_job(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
 
 

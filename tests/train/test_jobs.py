@@ -72,8 +72,8 @@ def runs(
     for nproc, workers in ((1, 0), (1, 2), (2, 0), (2, 2)):
         folder = tmp_path_factory.mktemp(f"own-{nproc}-{workers}")
         (folder / "seen").mkdir()
-        asked = ("--nproc", nproc, "--workers", workers, "--seen-dir", "seen", "--microbatch", 3)
-        done[nproc, workers] = train(OWN, *asked, cwd=folder), folder
+        options = ("--nproc", nproc, "--workers", workers, "--seen-dir", "seen", "--microbatch", 3)
+        done[nproc, workers] = train(OWN, *options, cwd=folder), folder
     return done
 
 
@@ -83,7 +83,7 @@ Runs = dict[tuple[int, int], tuple[dict[str, Any], Path]]
 def test_an_item_is_the_same_on_any_number_of_processes_and_workers_and_new_in_each_epoch(
     runs: Runs,
 ) -> None:
-    seen = []
+    items_read = []
     for _, folder in runs.values():
         items = [
             json.loads(line)
@@ -92,8 +92,8 @@ def test_an_item_is_the_same_on_any_number_of_processes_and_workers_and_new_in_e
         ]
         assert sorted(index for index, _ in items) == sorted(2 * list(range(40)))
         assert len({x for _, x in items}) == 80
-        seen.append(sorted(items))
-    assert all(items == seen[0] for items in seen)
+        items_read.append(sorted(items))
+    assert all(items == items_read[0] for items in items_read)
 
 
 def test_a_mean_loss_on_a_short_last_batch_counts_with_its_true_weight(runs: Runs) -> None:
@@ -118,8 +118,8 @@ def test_a_schedule_per_epoch_moves_only_there(runs: Runs) -> None:
 def test_an_evaluation_of_equal_weights_is_equal_to_the_bit_on_any_number_of_processes(
     tmp_path: Path,
 ) -> None:
-    asked = (OWN, "--lr", 0, "--epochs", 1)
-    results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
+    options = (OWN, "--lr", 0, "--epochs", 1)
+    results = [train(*options, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
     assert len({result["weights_sha256"] for result in results}) == 1
     assert [result["metrics"] for result in results] == [results[0]["metrics"]] * 3
 
@@ -130,16 +130,16 @@ def test_an_evaluation_of_equal_weights_is_equal_to_the_bit_on_any_number_of_pro
 def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_same_size(
     tmp_path: Path,
 ) -> None:
-    asked = (OWN, "--batch-per-rank", 5, "--lr-scale", "linear", "--warmup-steps", 4, "--lr", 0.1)
-    done = run("train", *asked, "--nproc", 2, "--steps", 6, cwd=tmp_path)
+    options = (OWN, "--batch-per-rank", 5, "--lr-scale", "linear", "--warmup-steps", 4, "--lr", 0.1)
+    done = run("train", *options, "--nproc", 2, "--steps", 6, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "global batch 10 = 2 x 5" in done.stderr
     assert "learning rate 0.2 at the start (batch 5 per process, --lr-scale linear)" in done.stderr
     assert "after a linear warm-up of 4 steps" in done.stderr
     rates = [line["lr"] for line in lines(tmp_path / "runs/own") if "lr" in line]
     assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.1, 0.1])  # then halved by the schedule
-    refused(run("train", *asked, cwd=tmp_path), "global_batch=10", "5", "HINT: --nproc 2")
-    assert train(*asked, "--nproc", 2, cwd=tmp_path)["resumed_from_step"] == 6
+    refused(run("train", *options, cwd=tmp_path), "global_batch=10", "5", "HINT: --nproc 2")
+    assert train(*options, "--nproc", 2, cwd=tmp_path)["resumed_from_step"] == 6
 
 
 # -- recipes ---------------------------------------------------------------------------------------
@@ -172,9 +172,12 @@ def test_images_of_recipe_digits_move_by_one_pixel_at_most() -> None:
         for down in range(3)
         for right in range(3)
     }
-    found = moved(image.expand(200, 1, 8, 8))
-    where = [{place for place, at in places.items() if torch.equal(one[0], at)} for one in found]
-    assert all(len(one) == 1 for one in where)
+    shifted = moved(image.expand(200, 1, 8, 8))
+    where = [
+        {offset for offset, at in places.items() if torch.equal(sample[0], at)}
+        for sample in shifted
+    ]
+    assert all(len(sample) == 1 for sample in where)
     assert set.union(*where) == places.keys(), "200 draws meet all nine"
 
 

@@ -61,36 +61,36 @@ def fit(run_dir: Path, *loggers: Any, comm: Comm | None = None, **settings: Any)
 
 
 def test_a_user_s_own_object_gets_the_curves(tmp_path: Path) -> None:
-    own = Curves()
-    result = fit(tmp_path / "run", own, epochs=2)
-    assert {"train/loss", "train/lr", "eval/error"} == own.values.keys()
-    assert own.values["eval/error"] == result["metrics"]["error"]
-    assert [step for step, name in own.points if name == "eval/error"] == [8, 16]
-    assert own.closed == 1
+    curves = Curves()
+    result = fit(tmp_path / "run", curves, epochs=2)
+    assert {"train/loss", "train/lr", "eval/error"} == curves.values.keys()
+    assert curves.values["eval/error"] == result["metrics"]["error"]
+    assert [step for step, name in curves.points if name == "eval/error"] == [8, 16]
+    assert curves.closed == 1
     assert list((tmp_path / "run/tensorboard").iterdir()), "TensorBoard always"
 
 
 def test_steps_that_are_trained_again_give_no_second_point(tmp_path: Path) -> None:
-    own = Curves()
-    fit(tmp_path / "run", own, epochs=2)
-    first = list(own.points)
-    for lost in ("snapshots", "result.json", "lock"):  # the last says that there was a snapshot
-        path = tmp_path / "run" / lost
+    curves = Curves()
+    fit(tmp_path / "run", curves, epochs=2)
+    first = list(curves.points)
+    for removed in ("snapshots", "result.json", "lock"):  # the last says that there was a snapshot
+        path = tmp_path / "run" / removed
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    fit(tmp_path / "run", own, epochs=3)  # from step 0, for no snapshot is left
-    assert own.points[: len(first)] == first
-    new = own.points[len(first) :]
+    fit(tmp_path / "run", curves, epochs=3)  # from step 0, for no snapshot is left
+    assert curves.points[: len(first)] == first
+    new = curves.points[len(first) :]
     assert new and min(step for step, _ in new) > 0
-    assert len(set(own.points)) == len(own.points)
-    assert [step for step, name in own.points if name == "eval/error"] == [8, 16, 24]
+    assert len(set(curves.points)) == len(curves.points)
+    assert [step for step, name in curves.points if name == "eval/error"] == [8, 16, 24]
 
 
 def test_a_damaged_record_of_the_loggers_keeps_nobody_from_training(tmp_path: Path) -> None:
     fit(tmp_path / "run", Curves())
     (tmp_path / "run/loggers.json").write_text('{"Curves-0": {"la')
-    own = Curves()
-    assert fit(tmp_path / "run", own, epochs=2)["steps"] == 16
-    assert [step for step, name in own.points if name == "eval/error"] == [16]
+    curves = Curves()
+    assert fit(tmp_path / "run", curves, epochs=2)["steps"] == 16
+    assert [step for step, name in curves.points if name == "eval/error"] == [16]
 
 
 @pytest.mark.parametrize("lost_at", [0, 9])
@@ -109,9 +109,9 @@ def test_a_logger_that_raises_is_off_and_training_goes_on(
 
 
 def points_on_a_rank(comm: Comm, run_dir: Path) -> tuple[int, int]:
-    own = Curves()
-    fit(run_dir, own, comm=comm)
-    return len(own.points), own.closed
+    curves = Curves()
+    fit(run_dir, curves, comm=comm)
+    return len(curves.points), curves.closed
 
 
 @pytest.mark.ranks
@@ -216,12 +216,14 @@ def test_wandb_gets_no_secret_that_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It uploads the command line."""
-    seen: list[list[str]] = []
-    asked = SimpleNamespace(init=lambda **_: seen.append(sys.argv), Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", asked)
+    arguments: list[list[str]] = []
+    fake_wandb = SimpleNamespace(
+        init=lambda **_: arguments.append(sys.argv), Settings=lambda **_: None
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb)
     monkeypatch.setattr(sys, "argv", ["train", "--hf-token", "abc"])
     Wandb({}, tmp_path, {})
-    assert seen == [["train", "--hf-token", "***"]] and sys.argv[-1] == "abc"
+    assert arguments == [["train", "--hf-token", "***"]] and sys.argv[-1] == "abc"
 
 
 FULL = """
@@ -238,5 +240,7 @@ logger.close()
 
 def test_a_disk_that_takes_no_more_ends_tensorboard_with_a_line(tmp_path: Path) -> None:
     done = run(sys.executable, "-c", FULL, cwd=tmp_path, command=())
-    said = "stepladder: tensorboard is off, training goes on: OSError: [Errno 27] File too large\n"
-    assert (done.returncode, done.stderr) == (0, said)
+    message = (
+        "stepladder: tensorboard is off, training goes on: OSError: [Errno 27] File too large\n"
+    )
+    assert (done.returncode, done.stderr) == (0, message)

@@ -52,20 +52,22 @@ def make_job(second: str = "Muon") -> Job:
     torch.manual_seed(0)
     model, data = Net(), torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
-    rest = [param for param in model.parameters() if all(param is not one for one in matrices)]
-    one = torch.optim.AdamW(rest, lr=0.01)
-    other: Any = (
+    vectors = [
+        param for param in model.parameters() if all(param is not matrix for matrix in matrices)
+    ]
+    adamw = torch.optim.AdamW(vectors, lr=0.01)
+    matrix_optimizer: Any = (
         torch.optim.Muon(matrices, lr=0.02)
         if second == "Muon"
         else torch.optim.SGD(matrices, 0.1, 0.9)
     )
     schedules = (
-        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.9**step),
-        torch.optim.lr_scheduler.StepLR(other, 2, 0.5),
+        torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 0.9**step),
+        torch.optim.lr_scheduler.StepLR(matrix_optimizer, 2, 0.5),
     )
     return Job(
         model,
-        Optimizers(one, other),
+        Optimizers(adamw, matrix_optimizer),
         loss,
         data,
         eval_data=data[:25],
@@ -113,19 +115,29 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 def test_exact_has_the_same_bits_with_shards_with_recomputation_and_through_a_stop(
     tmp_path: Path,
 ) -> None:
-    whole = fit(alone(), tmp_path / "whole", {"sync": "exact"})
-    parts, found = tmp_path / "parts", {"sync": "exact"}
-    run_ranks(fit, 3, parts, found | {"steps": 3, "shard": "optimizer", "checkpoint_blocks": True})
-    last = run_ranks(fit, 2, parts, found)[0]
-    assert last["weights_sha256"] == whole["weights_sha256"] and last["metrics"] == whole["metrics"]
+    unsharded = fit(alone(), tmp_path / "whole", {"sync": "exact"})
+    parts, options = tmp_path / "parts", {"sync": "exact"}
+    run_ranks(
+        fit, 3, parts, options | {"steps": 3, "shard": "optimizer", "checkpoint_blocks": True}
+    )
+    last = run_ranks(fit, 2, parts, options)[0]
+    assert (
+        last["weights_sha256"] == unsharded["weights_sha256"]
+        and last["metrics"] == unsharded["metrics"]
+    )
     assert lines(parts) == lines(tmp_path / "whole")
-    one, other = state_of(parts)["average"], state_of(tmp_path / "whole")["average"]
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    averages, expected_averages = (
+        state_of(parts)["average"],
+        state_of(tmp_path / "whole")["average"],
+    )
+    assert averages.keys() == expected_averages.keys() and all(
+        torch.equal(averages[name], expected_averages[name]) for name in averages
+    )
 
 
 @pytest.mark.ranks
 def test_full_has_the_curve_norms_and_average_of_one_process(tmp_path: Path) -> None:
-    whole = fit(alone(), tmp_path / "whole", {}, "SGD")
+    unsharded = fit(alone(), tmp_path / "whole", {}, "SGD")
     parts = tmp_path / "parts"
     run_ranks(fit, 2, parts, {"steps": 3, "shard": "full", "checkpoint_blocks": True}, "SGD")
     run_ranks(fit, 3, parts, {"steps": 5, "shard": "full"}, "SGD")
@@ -133,10 +145,13 @@ def test_full_has_the_curve_norms_and_average_of_one_process(tmp_path: Path) -> 
     for name in ("loss", "grad_norm", "lr"):
         expected = [line[name] for line in lines(tmp_path / "whole")]
         assert [line[name] for line in lines(parts)] == pytest.approx(expected, rel=1e-4)
-    assert last["metrics"]["nats"] == pytest.approx(whole["metrics"]["nats"], rel=1e-4)
-    one, other = state_of(parts)["average"], state_of(tmp_path / "whole")["average"]
-    for name in other:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-5)
+    assert last["metrics"]["nats"] == pytest.approx(unsharded["metrics"]["nats"], rel=1e-4)
+    averages, expected_averages = (
+        state_of(parts)["average"],
+        state_of(tmp_path / "whole")["average"],
+    )
+    for name in expected_averages:
+        torch.testing.assert_close(averages[name], expected_averages[name], rtol=1e-3, atol=1e-5)
 
 
 def test_an_average_is_what_its_formula_says_and_is_evaluated(tmp_path: Path) -> None:
@@ -155,8 +170,8 @@ def test_an_average_is_what_its_formula_says_and_is_evaluated(tmp_path: Path) ->
     job.model.eval()
     with torch.no_grad():
         total, count = loss(job.model, job.eval_data)
-    said = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert said["nats"] == pytest.approx(float(total) / count, rel=1e-5)
+    last_line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last_line["nats"] == pytest.approx(float(total) / count, rel=1e-5)
 
 
 def test_each_optimizer_steps_its_own_as_it_does_alone() -> None:
@@ -172,9 +187,9 @@ def test_each_optimizer_steps_its_own_as_it_does_alone() -> None:
                 parts = [Optimizers(*parts)]
                 parts[0].load_state_dict(parts[0].state_dict())
             net(torch.ones(2, 6)).sum().backward()
-            for one in parts:
-                one.step()
-                one.zero_grad()
+            for optimizer in parts:
+                optimizer.step()
+                optimizer.zero_grad()
         return list(net.parameters()), parts
 
     apart, _ = stepped(False)
@@ -195,8 +210,8 @@ def test_a_norm_is_logged_where_nothing_is_clipped(tmp_path: Path) -> None:
         "progress": False,
     }
     norms = {}
-    for name, most in (("clipped", 0.01), ("measured", math.inf)):
-        job = replace(make_job("SGD"), clip_norm=most)
+    for name, max_norm in (("clipped", 0.01), ("measured", math.inf)):
+        job = replace(make_job("SGD"), clip_norm=max_norm)
         Trainer(job, Settings(tmp_path / name, **settings), comm=alone()).fit()
         (norms[name],) = [line["grad_norm"] for line in lines(tmp_path / name)]
     assert norms["clipped"] == norms["measured"] > 0.01, "it is the norm before it is clipped"
@@ -205,21 +220,21 @@ def test_a_norm_is_logged_where_nothing_is_clipped(tmp_path: Path) -> None:
 def test_recomputed_blocks_keep_less_and_change_nothing() -> None:
     saved: list[int] = []
     grads = []
-    for again in (False, True):
-        job, kept = make_job(), 0
-        if again:
+    for recomputes in (False, True):
+        job, num_saved = make_job(), 0
+        if recomputes:
             checkpoint_blocks(job)
             checkpoint_blocks(job)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
-            kept += tensor.numel()
+            nonlocal num_saved
+            num_saved += tensor.numel()
             return tensor
 
         torch.manual_seed(1)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             total, _ = loss(job.model, job.train_data)
-            saved.append(kept)
+            saved.append(num_saved)
         total.backward()
         grads.append([param.grad for param in job.model.parameters()])
     assert saved[1] < saved[0]

@@ -27,7 +27,7 @@ from stepladder.train.phases import (
 
 
 @pytest.fixture
-def words() -> list[int]:
+def slots() -> list[int]:
     return [0] * progress.WORDS
 
 
@@ -39,14 +39,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_phase_writes_its_word_and_adds_its_seconds(words: list[int], clock: list[float]) -> None:
-    phase = Phases(words)
+def test_a_phase_writes_its_word_and_adds_its_seconds(slots: list[int], clock: list[float]) -> None:
+    phase = Phases(slots)
     with phase(READING):
-        assert words[progress.PHASE] == progress.READING
+        assert slots[progress.PHASE] == progress.READING
         clock[0] = 2.0
     for part in (FORWARD_PASS, BACKWARD_PASS):
         with phase(part):
-            assert words[progress.PHASE] == progress.COMPUTING
+            assert slots[progress.PHASE] == progress.COMPUTING
             clock[0] += 1.5
     assert dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True)) == {
         "data": 2.0, "compute": 3.0, "wait": 0.0, "optimizer": 0.0, "snapshot": 0.0
@@ -55,15 +55,15 @@ def test_a_phase_writes_its_word_and_adds_its_seconds(words: list[int], clock: l
 
 
 def test_what_encloses_others_leaves_their_word_and_is_not_timed(
-    words: list[int], clock: list[float]
+    slots: list[int], clock: list[float]
 ) -> None:
-    phase = Phases(words)
+    phase = Phases(slots)
     with phase(STEPPING):
         with phase(READING):
             pass
         clock[0] = 9.0
         with phase(BETWEEN_STEPS):
-            assert words[progress.PHASE] == progress.READING
+            assert slots[progress.PHASE] == progress.READING
     assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
 
 
@@ -79,37 +79,37 @@ def test_what_encloses_others_leaves_their_word_and_is_not_timed(
     ],
 )
 def test_while_data_moves_within_a_rank_s_own_work_it_waits(
-    around: tuple[Phase, ...], expected: dict[str, float], words: list[int], clock: list[float]
+    around: tuple[Phase, ...], expected: dict[str, float], slots: list[int], clock: list[float]
 ) -> None:
-    phase = Phases(words)
+    phase = Phases(slots)
     with phase(STEPPING), phase(UPDATING):
         pass  # what BETWEEN leaves as the word
     with ExitStack() as stack:
-        for one in around:
-            stack.enter_context(phase(one))
+        for outer in around:
+            stack.enter_context(phase(outer))
         clock[0] += 1.0
         with phase(EXCHANGING):
             clock[0] += 5.0
         clock[0] += 1.0
-    found = dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True))
-    assert {key: seconds for key, seconds in found.items() if seconds} == expected
+    by_key = dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True))
+    assert {key: seconds for key, seconds in by_key.items() if seconds} == expected
 
 
 def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(
-    words: list[int],
+    slots: list[int],
 ) -> None:
-    seen = []
+    events = []
 
     @contextmanager
     def observe(mark: str) -> Iterator[None]:
-        seen.append(f"{mark} begins")
+        events.append(f"{mark} begins")
         try:
             yield
         finally:
-            seen.append(f"{mark} ends")
+            events.append(f"{mark} ends")
 
-    phase = Phases(words)
+    phase = Phases(slots)
     phase.observer = observe
     with phase(STARTING), pytest.raises(KeyError), phase(STEPPING), phase(READING):
         raise KeyError
-    assert seen == ["step begins", "data begins", "data ends", "step ends"]
+    assert events == ["step begins", "data begins", "data ends", "step ends"]

@@ -21,8 +21,10 @@ from stepladder.train.metrics.ranking import (
 NAN = math.nan
 
 
-def among(scores: list[float], held_out: int, others: list[int]) -> int:
-    return int(rank_among(torch.tensor([scores]), torch.tensor([held_out]), torch.tensor([others])))
+def among(scores: list[float], held_out: int, candidates: list[int]) -> int:
+    return int(
+        rank_among(torch.tensor([scores]), torch.tensor([held_out]), torch.tensor([candidates]))
+    )
 
 
 def test_a_rank_counts_the_others_that_are_not_below() -> None:
@@ -61,8 +63,8 @@ def test_hits_and_gains_are_sums_over_users() -> None:
 
 def test_a_broken_model_hits_nothing() -> None:
     users, items = 5, 30
-    others = torch.arange(1, 21).repeat(users, 1)
-    sums = ranking_metrics(torch.full((users, items), NAN), torch.zeros(users, dtype=torch.long), others,
+    candidates = torch.arange(1, 21).repeat(users, 1)
+    sums = ranking_metrics(torch.full((users, items), NAN), torch.zeros(users, dtype=torch.long), candidates,
                            torch.zeros(users, items))  # fmt: skip
     assert {name: float(total) for name, (total, _) in sums.items()} == dict.fromkeys(sums, 0.0) | {
         "hr@50_all": users

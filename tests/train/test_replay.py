@@ -34,10 +34,10 @@ from stepladder.rank.preemption import StopSignals
 from stepladder.storage.snapshot import weights_sha256
 from stepladder.train.determinism import deterministic
 from stepladder.train.job_file import load_job_file
+from stepladder.train.opening import open_session
 from stepladder.train.process_group import process_group
 from stepladder.train.recompute_check import find_wrong_ranks
 from stepladder.train.run_spec import RunSpec
-from stepladder.train.session import Session
 from stepladder.train.trainer import TrainingLoop
 from tasks import RANKS, said_by, tasks
 
@@ -99,7 +99,9 @@ def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[Traini
         **{"global_batch": 24, "microbatch": 2} | asked,
     )
     with ExitStack() as stack:
-        session = stack.enter_context(Session(RunSpec.make(job, settings, Recipe(), comm), comm))
+        session = stack.enter_context(
+            open_session(RunSpec.make(job, settings, Recipe(), comm), comm)
+        )
         stack.enter_context(deterministic(True, comm.device))
         yield stack.enter_context(TrainingLoop(session, StopSignals()))
 
@@ -402,8 +404,8 @@ def test_ranks_of_another_launcher_say_it_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: rank 0 on ")
     assert (
-        "--replay-every on 1 process: it repeats its own work, which finds no fault that lasts"
-        in done.stderr
+        "--replay-every on 1 process: it repeats its own work, which detects transient faults,"
+        " not a permanent defect" in done.stderr
     )
 
 

@@ -87,8 +87,8 @@ def test_a_source_resumed_at_any_step_gives_the_same_batches(data: Any, num_work
 
 def test_items_do_not_depend_on_the_number_of_workers() -> None:
     reading = [Reading(Noisy(), workers, "") for workers in (0, 2)]
-    for one in reading:
-        one.advance(8)
+    for reader in reading:
+        reader.advance(8)
     assert reading[0].outcome() == reading[1].outcome()
 
 
@@ -181,11 +181,11 @@ def test_a_snapshot_has_the_score_of_its_own_weights_or_none(tmp_path: Path) -> 
 def test_half_of_what_an_evaluation_takes_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for job, said in ((tiny_job(), False), (replace(tiny_job(), metrics=None), True)):
-        Trainer(job, Settings(tmp_path / str(said), global_batch=8)).fit()
+    for job, is_warned in ((tiny_job(), False), (replace(tiny_job(), metrics=None), True)):
+        Trainer(job, Settings(tmp_path / str(is_warned), global_batch=8)).fit()
         assert (
-            "no evaluation: that takes eval_data and metrics" in capsys.readouterr().err
-        ) == said
+            "no evaluation: it needs eval_data and metrics" in capsys.readouterr().err
+        ) == is_warned
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -307,9 +307,9 @@ def test_resumed_on_another_number_of_ranks_each_sample_is_used_once_and_the_cur
 ) -> None:
     for num_ranks, until in ((before, stop_at), (after, 18)):
         run_ranks(fit_to, num_ranks, tmp_path / "run", until)
-    found = audit(tmp_path / "run")
-    assert (found.lost, found.repeated, found.ok) == (0, 0, True)
-    assert [epoch.never_seen for epoch in found.epochs] == [0, 0]
+    report = audit(tmp_path / "run")
+    assert (report.lost, report.repeated, report.ok) == (0, 0, True)
+    assert [epoch.never_seen for epoch in report.epochs] == [0, 0]
     assert losses(tmp_path / "run") == pytest.approx(losses_alone, rel=1e-5)
 
 
@@ -335,8 +335,8 @@ def test_a_command_stopped_by_steps_ends_with_the_same_bits(tmp_path: Path) -> N
 def test_sigterm_in_mid_run_exits_75_with_a_snapshot_and_resumes_to_the_same_bits(
     nproc: int, tmp_path: Path
 ) -> None:
-    asked = (*MLP, "--nproc", nproc, "--epochs", 10**6)
-    with started("train", *asked, cwd=tmp_path) as running:
+    options = (*MLP, "--nproc", nproc, "--epochs", 10**6)
+    with started("train", *options, cwd=tmp_path) as running:
         running.wait_for(tmp_path / "runs/mlp/metrics.jsonl")
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 75
@@ -347,8 +347,8 @@ def test_sigterm_in_mid_run_exits_75_with_a_snapshot_and_resumes_to_the_same_bit
         max(path.name for path in (tmp_path / "runs/mlp/snapshots").iterdir())
         == f"step_{stopped:08d}"
     )
-    resumed = train(*asked, "--steps", stopped + 8, cwd=tmp_path)
+    resumed = train(*options, "--steps", stopped + 8, cwd=tmp_path)
     assert resumed["resumed_from_step"] == stopped
-    unbroken = train(*asked, "--steps", stopped + 8, "--run-dir", "unbroken", cwd=tmp_path)
+    unbroken = train(*options, "--steps", stopped + 8, "--run-dir", "unbroken", cwd=tmp_path)
     assert resumed["weights_sha256"] == unbroken["weights_sha256"]
     assert audited(tmp_path / "runs/mlp")["ok"]

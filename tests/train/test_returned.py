@@ -25,16 +25,16 @@ ROWS = torch.ones(16, 2), torch.ones(16, 1)
 
 def fit(folder: Path, **parts: Any) -> None:
     model = torch.nn.Linear(2, 1)
-    whole: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "loss": lambda model, batch: (model(batch[0]).sum(), 8),
         "train_data": ROWS,
     } | parts
-    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), **whole)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
     Trainer(job, Settings(folder / "run", steps=1, global_batch=8, progress=False)).fit()
 
 
 @pytest.mark.parametrize(
-    ("returned", "found"),
+    ("returned", "problem"),
     [
         (lambda total: 0.5, "0.5"),
         (lambda total: None, "None"),
@@ -56,11 +56,11 @@ def fit(folder: Path, **parts: Any) -> None:
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_is_refused(
-    returned: Any, found: str, tmp_path: Path
+    returned: Any, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError) as caught:
         fit(tmp_path, loss=lambda model, batch: returned(model(batch[0]).sum()))
-    assert caught.value.found.startswith(f"loss of the Job has returned {found}")
+    assert caught.value.found.startswith(f"loss of the Job has returned {problem}")
     assert "(sum, count)" in caught.value.hint
 
 
@@ -145,7 +145,7 @@ class Unsized(Dataset[int]):
 
 
 @pytest.mark.parametrize(
-    ("data", "found"),
+    ("data", "problem"),
     [
         (None, "is a NoneType"),
         ("x", "is a str"),
@@ -164,9 +164,9 @@ class Unsized(Dataset[int]):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_data_of_no_samples_is_refused_before_anything_is_made(
-    data: Any, found: str, tmp_path: Path
+    data: Any, problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=f"job's data.*{found}|{found}"):
+    with pytest.raises(InputError, match=f"job's data.*{problem}|{problem}"):
         fit(tmp_path, train_data=data)
     assert not list(tmp_path.iterdir())
 
@@ -209,8 +209,8 @@ def test_best_must_name_a_metric(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [float("nan"), -1.0, 1j])
 def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
-    told = re.escape(f"without a gradient: {torch.tensor(count).item()})")
-    with pytest.raises(InputError, match=told):
+    message = re.escape(f"without a gradient: {torch.tensor(count).item()})")
+    with pytest.raises(InputError, match=message):
         parse_loss((torch.ones((), requires_grad=True), torch.tensor(count)), 4)
 
 

@@ -385,17 +385,17 @@ def save_where_one_cannot(comm: Comm, folder: Path) -> str:
     state.shard(Settings(folder, shard="optimizer"), comm)
     saving = SnapshotSaver(state, comm)
     if comm.world.is_first:
-        saving.store = Snapshots(folder)
+        saving.open(Snapshots(folder))
     saving.save({})
-    saving.part.failure()
+    saving.part_writer.failure()
     if not comm.world.is_first:
-        saving.part.save(folder / "gone", 1, state.shards.slices())  # type: ignore[union-attr]
+        saving.part_writer.save(folder / "gone", 1, state.shards.slices())  # type: ignore[union-attr]
     try:
-        saving.finish()
+        saving.wait()
     except InputError as error:
         return str(error)
     finally:
-        saving.end()
+        saving.close()
     return ""
 
 

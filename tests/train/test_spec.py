@@ -99,9 +99,9 @@ def test_two_owners_that_disagree_are_refused() -> None:
 
 
 def test_the_plan_has_the_configs_global_batch() -> None:
-    found = spec(Config(global_batch=10), epochs=2)
-    assert (found.plan.global_batch, found.plan.steps_per_epoch, found.num_steps) == (10, 2, 4)
-    assert found.definition["global_batch"] == 10
+    run = spec(Config(global_batch=10), epochs=2)
+    assert (run.plan.global_batch, run.plan.steps_per_epoch, run.num_steps) == (10, 2, 4)
+    assert run.definition["global_batch"] == 10
 
 
 def test_only_what_a_config_says_lies_outside_may_change() -> None:
@@ -121,6 +121,6 @@ def test_a_failure_that_cannot_come_any_more_is_said(tmp_path: Path) -> None:
     """Its step was done by an earlier attempt. One that has come is not mentioned."""
     settings = Settings(tmp_path, fail_at=((0, 2), (1, 3), (0, 5)))
     (tmp_path / "failed-at-0-2").touch()
-    said = ["  --fail-at 1:3 does nothing: step 3 is done; --fresh begins again"]
-    assert describe_missed_failures(settings, 4) == said
+    expected = ["  --fail-at 1:3 does nothing: step 3 is done; --fresh begins again"]
+    assert describe_missed_failures(settings, 4) == expected
     assert describe_missed_failures(settings, 0) == []

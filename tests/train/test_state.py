@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from stepladder import Job, TrainResult, mean_loss
-from stepladder.train.state import BEST, Best, TrainState
+from stepladder.train.state import BEST, TrainState
+from stepladder.train.train_result import Best
 
 
 def state(kind: str = "max") -> TrainState:
@@ -48,18 +49,18 @@ def test_a_snapshot_without_a_best_value_is_loaded() -> None:
     ("kind", "best"), [("max", Best("score", 0.8, 2)), ("min", Best("score", 0.1, 3))]
 )
 def test_the_best_value_is_kept_with_its_step(kind: str, best: Best) -> None:
-    found = state(kind)
-    for found.step, score in enumerate([0.3, 0.8, 0.1, math.nan, 0.8], start=1):
-        found.record_evaluation({"score": score})
-    assert found.best == best
+    train_state = state(kind)
+    for train_state.step, score in enumerate([0.3, 0.8, 0.1, math.nan, 0.8], start=1):
+        train_state.record_evaluation({"score": score})
+    assert train_state.best == best
 
 
 def test_a_score_is_of_the_weights_as_they_are() -> None:
-    found = state("min")
-    found.record_evaluation({"score": 0.5})
-    assert found.score == -0.5
-    found.step += 1
-    assert found.score is None
+    train_state = state("min")
+    train_state.record_evaluation({"score": 0.5})
+    assert train_state.score == -0.5
+    train_state.step += 1
+    assert train_state.score is None
 
 
 def test_a_result_is_read_back_also_one_without_a_best_value() -> None:

@@ -112,10 +112,10 @@ QUICKEST = "one has not seen the others meet"
 def test_a_lost_rank_s_slices_are_with_another_one(
     nproc: int, kills: str, env: dict[str, str], tmp_path: Path
 ) -> None:
-    whole = train(JOB, *EXACT, "--run-dir", "whole", cwd=tmp_path, env={"AVERAGED": "1"})
+    uninterrupted = train(JOB, *EXACT, "--run-dir", "whole", cwd=tmp_path, env={"AVERAGED": "1"})
     result = survived(tmp_path, kills, "--nproc", nproc, *COPIES, AVERAGED="1", **env)
-    assert result["weights_sha256"] == whole["weights_sha256"]
-    assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)  # of the average
+    assert result["weights_sha256"] == uninterrupted["weights_sha256"]
+    assert result["metrics"] == pytest.approx(uninterrupted["metrics"], rel=1e-6)  # of the average
 
 
 def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(
@@ -124,9 +124,9 @@ def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(
     env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
     done = run("train", JOB, *EXACT, "--nproc", 4, *COPIES, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("stepladder: ")]
+    messages = [line for line in done.stderr.splitlines() if line.startswith("stepladder: ")]
     assert (
-        told[-3:]
+        messages[-3:]
         == [
             "stepladder: in-place recovery: continuing with 2 processes",  # nobody has joined these two since
             "stepladder: both processes that had a slice of the optimizer's state are lost",
@@ -148,11 +148,13 @@ def test_slices_of_two_lost_neighbours_on_two_nodes(tmp_path: Path, unbroken: st
             for _ in "12"
         ]
         ended = [node.end() for node in nodes]
-        said = [node.err.read_text() for node in nodes]
-    assert ended == [0, 0], said
-    lost = "stepladder: both processes that had a slice of the optimizer's state are lost: restarting all"
-    for text in said:
-        assert text.count(lost) == 1 and "Traceback" not in text and "has joined" not in text, text
+        outputs = [node.err.read_text() for node in nodes]
+    assert ended == [0, 0], outputs
+    state_lost = "stepladder: both processes that had a slice of the optimizer's state are lost: restarting all"
+    for text in outputs:
+        assert (
+            text.count(state_lost) == 1 and "Traceback" not in text and "has joined" not in text
+        ), text
     assert (
         json.loads((tmp_path / RUN_DIR / "result.json").read_text())["weights_sha256"] == unbroken
     )
@@ -185,15 +187,15 @@ def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did
     tmp_path: Path,
 ) -> None:
     long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 100
-    whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
+    uninterrupted = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
     result = survived(tmp_path, "1:forward:2 0:levelled-2:*", "--nproc", 2, sync=long)
-    assert result["weights_sha256"] == whole
+    assert result["weights_sha256"] == uninterrupted
 
 
 @pytest.mark.slow
 def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
     long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 6
-    whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
+    uninterrupted = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
     env = {"KILL": "1:forward:8 0:group-2:*", "KILLED": str(tmp_path)}
     done = run("train", JOB, *long, "--nproc", 2, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, (
@@ -201,7 +203,7 @@ def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path)
     )
     assert "stepladder: all processes that had the state are lost\n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == whole
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == uninterrupted
     audit = audited(tmp_path / RUN_DIR)
     assert audit["ok"] and audit["attempts"] == 2, audit
 
@@ -235,11 +237,11 @@ def test_before_they_have_met_all_begin_again(rank: int, tmp_path: Path, unbroke
 def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(
     tmp_path: Path, unbroken: str
 ) -> None:
-    asked = "train", JOB, *EXACT, "--nproc", 2, "--on-loss", "stop"
+    options = "train", JOB, *EXACT, "--nproc", 2, "--on-loss", "stop"
     env = {"KILL": "1:forward:9", "KILLED": str(tmp_path)}
-    done = run(*asked, cwd=tmp_path, env=env)
+    done = run(*options, cwd=tmp_path, env=env)
     assert (
         done.returncode == 1 and "continuing" not in done.stderr and "restarting" not in done.stderr
     ), done.stderr
-    result = train(*asked[1:], cwd=tmp_path, env=env)
+    result = train(*options[1:], cwd=tmp_path, env=env)
     assert (result["weights_sha256"], result["resumed_from_step"]) == (unbroken, 6)

@@ -33,7 +33,7 @@ from stepladder.slurm.cluster import (
     refuse_unknown_nodes,
 )
 from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
-from stepladder.train.job_file import validate_not_job
+from stepladder.train.job_source import validate_not_job
 
 OURS = (
     "--nodes",

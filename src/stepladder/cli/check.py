@@ -18,7 +18,7 @@ from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.finding import Fault, texts
 from stepladder.tools.check.output import as_json as json_text
 from stepladder.tools.check.output import as_sarif, lines_of
-from stepladder.train.job_file import validate_not_job
+from stepladder.train.job_source import validate_not_job
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

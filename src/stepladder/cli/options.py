@@ -23,13 +23,8 @@ from stepladder.core.settings import Settings
 from stepladder.core.terminal import rich_console
 from stepladder.core.traces import SHOW_ALL
 from stepladder.launcher.script import Script
-from stepladder.train.job_file import (
-    RECIPES_FOLDER,
-    ConfigField,
-    find_job,
-    has_build,
-    read_config_fields,
-)
+from stepladder.train.job_file import RECIPES_FOLDER, find_job
+from stepladder.train.job_source import ConfigField, has_build, read_config_fields
 
 if TYPE_CHECKING:
     from rich.table import Table

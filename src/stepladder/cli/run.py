@@ -22,7 +22,7 @@ from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd
-from stepladder.train.job_file import validate_not_job
+from stepladder.train.job_source import validate_not_job
 
 NO_EFFECT = (
     "event-log-handler",

@@ -9,7 +9,8 @@ from stepladder.core.secrets import masked_command
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.supervisor import run_local
-from stepladder.train.job_file import RECIPES_FOLDER, relative_to_cwd
+from stepladder.train.job_file import RECIPES_FOLDER
+from stepladder.train.job_source import relative_to_cwd
 
 # Flags of `train` that a tool may have been given for the job, beside those of its Config.
 SETTINGS = (

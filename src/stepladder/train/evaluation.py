@@ -1,13 +1,14 @@
-"""Exact evaluation: each sample once, on any number of processes; sums and counts, never a mean of
-means.
+"""Exact evaluation: each sample once, on any number of processes.
+
+Sums and counts are added over all samples; means are never averaged.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ import torch
 from stepladder.data.source import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
-from stepladder.train.return_values import find_doubtful_counts, validate_counts, validate_metrics
+from stepladder.train.generators import seed_generators
+from stepladder.train.return_values import (
+    find_doubtful_counts,
+    validate_counts,
+    validate_metrics,
+)
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
@@ -28,62 +34,97 @@ def evaluate(
     metrics: Metrics,
     comm: Comm,
     batch_size: int,
-    together: bool = False,
-    doubt: Callable[[list[str]], None] = lambda _: None,
+    equal_passes: bool = False,
+    warn: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Each metric's sum over count, over all samples of `source`; {} where it has none. A
-    collective.
+    """Return each metric's sum divided by its count, over all samples. A collective.
 
-    Batches have fixed boundaries and every rank takes each world_size-th. Their sums meet as
-    float64 in a table with one row per batch, where each entry comes from one rank and all others
-    add zero; the rows are then added in order. So the result has the same bits on any number of
-    processes.
+    Batches have fixed boundaries, and the ranks take them in turn. Their results go into a float64
+    table with one row per batch. Each entry comes from one rank and the others add zero; then the
+    rows are added in order. So the metrics have the same bits on any number of processes.
 
-    together: all ranks make as many passes, since each gathers weights with the others.  doubt:
-    gets lines on what the counts may mean, on each rank."""
-    edges = list(range(0, len(source), batch_size))
-    if not edges:
+    Args:
+        model: Evaluated in eval mode.
+        source: The samples.
+        metrics: Returns the sum and the count of each metric for a batch.
+        comm: The ranks that share the batches.
+        batch_size: Samples per batch.
+        equal_passes: Whether all ranks make equally many passes, since a pass gathers weights.
+        warn: Gets lines about doubtful counts, on each rank.
+
+    Returns:
+        The metrics by name, {} if there are no samples.
+    """
+    num_samples = len(source)
+    bounds = [
+        (first, min(first + batch_size, num_samples)) for first in range(0, num_samples, batch_size)
+    ]
+    if not bounds:
         return {}
-    mine = list(range(comm.world.rank, len(edges), comm.world.world_size))
-    own = len(mine)
-    if together:
-        mine += [0] * (-(-len(edges) // comm.world.world_size) - own)
-    requests = ((0, np.arange(edges[i], min(edges[i] + batch_size, len(source)))) for i in mine)
+    own_batches = range(comm.world.rank, len(bounds), comm.world.world_size)
+    passes = list(own_batches)
+    if equal_passes:  # idle passes compute the first batch, and their results are dropped
+        max_passes = -(-len(bounds) // comm.world.world_size)
+        passes += [0] * (max_passes - len(own_batches))
+    requests = ((0, np.arange(*bounds[number])) for number in passes)
+    with eval_mode(model), closing(source.batches(requests)) as batches:
+        results = _compute_metrics(model, metrics, comm, zip(passes, batches, strict=True))
+    names = _agree_on_names(results, comm)
+    table = np.zeros((len(bounds), len(names), 2))
+    for number, result in zip(own_batches, results, strict=False):
+        table[number] = [[float(value) for value in result[name]] for name in names]
+    table = comm.sum(table)
+    sizes = [end - first for first, end in bounds]
+    validate_counts(table[:, :, 1], names)
+    warn(find_doubtful_counts(table[:, :, 1], sizes, names))
+    return _means_of(table, names)
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Set a model to eval mode for the length of the block.
+
+    Each module gets its own mode back, since the user may have frozen some of them.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    results = []
-    with closing(source.batches(requests)) as batches:  # ends the workers of a map-style Dataset
-        for i, (_, batch) in zip(mine, batches, strict=True):
-            comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
-            seed_generators(
-                i, comm.device
-            )  # for metrics that draw: by the batch, not by who happens to evaluate it
-            results.append(metrics(model, batch))
-            validate_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
-    for module, training in modes:  # each its own: some may be frozen
-        module.training = training
-    names = json.loads(
-        comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None)
-    )
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _compute_metrics(
+    model: torch.nn.Module,
+    metrics: Metrics,
+    comm: Comm,
+    numbered_batches: Iterable[tuple[int, Any]],
+) -> list[dict[str, Any]]:
+    """Return what `metrics` returns for each batch, given with its number."""
+    results: list[dict[str, Any]] = []
+    for number, (_, batch) in numbered_batches:
+        comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
+        # For metrics that draw random numbers: keyed by the batch, not by the rank.
+        seed_generators(number, comm.device)
+        result = metrics(model, batch)
+        validate_metrics(result, list(results[0]) if results else None)
+        results.append(result)
+    return results
+
+
+def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:
+    """Return the names of the metrics of the first rank, which always has a batch. A collective."""
+    own_names = json.dumps(list(results[0])).encode() if results else None
+    names: list[str] = json.loads(comm.broadcast_bytes(own_names))
     if results:
         validate_metrics(results[0], names)
-    table = np.zeros((len(edges), len(names), 2))
-    for i, result in zip(mine[:own], results[:own], strict=True):
-        table[i] = [
-            [float(total), float(count)] for total, count in (result[name] for name in names)
-        ]
-    table = comm.sum(table)
-    validate_counts(table[:, :, 1], names)
-    sizes = [min(batch_size, len(source) - edge) for edge in edges]
-    doubt(find_doubtful_counts(table[:, :, 1], sizes, names))
-    sums = np.add.reduce(table, axis=0)
-    return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}
+    return names
 
 
-def seed_generators(number: int, device: torch.device) -> None:
-    """The generators that a model on `device` draws from. torch.manual_seed takes up to a
-    millisecond.
-    """
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
+def _means_of(table: np.ndarray, names: list[str]) -> dict[str, float]:
+    """Return sum / count of each metric, from a table of shape (batches, names, 2)."""
+    means = {}
+    for name, (total, count) in zip(names, np.add.reduce(table, axis=0), strict=True):
+        means[name] = float(total / count) if count else math.nan
+    return means

@@ -1,4 +1,4 @@
-"""How ranks meet: on which device each computes, where the first one listens, with which backend."""
+"""How a process group is formed: devices, backends, the store, memory that ranks share."""
 
 from __future__ import annotations
 
@@ -20,25 +20,35 @@ from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
 from stepladder.train.shared_memory import SharedMemory
 
+NO_SEGMENT = -1  # in place of the number of a group, on a rank that shares no memory
+
 
 def init_process_group(
     world: World, device: torch.device, timeout_seconds: float, use_nccl: bool
 ) -> None:
-    """The other ranks of `world`, in the default process group. by_nccl: what is on cards goes that
-    way.
+    """Make torch's default process group of the ranks of a world. A collective.
+
+    Args:
+        world: The ranks.
+        device: The device of this rank.
+        timeout_seconds: How long this rank, and later each collective, waits for other ranks.
+        use_nccl: Whether tensors on GPUs are exchanged by NCCL; tensors on the host always by gloo.
     """
-    by_torchrun = world.init_method == "env://"
-    first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
-    if world.num_nodes > 1 and first:
-        name_interface(first)
-    elif first:
+    is_torchrun = world.init_method == "env://"
+    if is_torchrun:
+        first_host = os.environ.get("MASTER_ADDR")
+    else:
+        first_host = urlsplit(world.init_method).hostname
+    if world.num_nodes > 1 and first_host:
+        name_interface(first_host)
+    elif first_host:
         os.environ |= on_this_machine()
         bind_store_to_loopback()
-    if use_nccl and wire() is not None:  # the others are to go on after a loss
+    if use_nccl and wire() is not None:  # after a loss, the other ranks continue in place
         os.environ |= NCCL_ERRORS_RAISE
-    if by_torchrun:
-        await_name("MASTER_ADDR", first or "", timeout_seconds)
-    store = _store_in_file(world, timeout_seconds)
+    if is_torchrun:
+        await_name("MASTER_ADDR", first_host or "", timeout_seconds)
+    store = _open_file_store(world, timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         init_method=None if store else world.init_method,
@@ -50,53 +60,70 @@ def init_process_group(
     )
 
 
-def _store_in_file(world: World, timeout_seconds: float) -> Store | None:
-    """Return the store of ranks that meet in a file, which serves group after group, each with its
-    own keys.
+def _open_file_store(world: World, timeout_seconds: float) -> Store | None:
+    """Return the store of ranks whose rendezvous is a file, None for another rendezvous.
+
+    One file serves one group after the other, each with its own prefix of keys.
     """
-    where = urlsplit(world.init_method)
-    if where.scheme != "file" or not where.query:
+    url = urlsplit(world.init_method)
+    if url.scheme != "file" or not url.query:
         return None
-    store = FileStore(where.path, world.world_size)
+    store = FileStore(url.path, world.world_size)
     store.set_timeout(timedelta(seconds=timeout_seconds))
-    return PrefixStore(where.query, store)
+    return PrefixStore(url.query, store)
 
 
 def join_shared_memory(
     world: World, device: torch.device, timeout_seconds: float
 ) -> SharedMemory | None:
-    """That of the default group, whose ranks all call this: where one launcher has started them on
-    one machine, and they compute on its CPU. Raises RuntimeError where one has gone."""
-    segment = mapped() if device.type == "cpu" else None
-    memory = None if segment is None else SharedMemory(segment)
-    # All gather, whatever each has: without our launcher, ranks may guess different numbers of
-    # nodes.
-    mine = torch.tensor([-1 if memory is None else memory.last_exchange, os.getpid()])
-    found = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(found, mine)
-    numbers, pids = torch.stack(found).T.tolist()
-    if memory is None or min(numbers) < 0:
+    """Return the memory that the ranks of the default group share, None if there is none.
+
+    There is one for ranks that one launcher has started on one machine and that compute on its CPU.
+    A collective.
+
+    Raises:
+        RuntimeError: If a rank was lost meanwhile.
+    """
+    memory: SharedMemory | None = None
+    segment = mapped()
+    if segment is not None and device.type == "cpu":
+        memory = SharedMemory(segment)
+    # All ranks take part, whatever each of them has: without our launcher, ranks may disagree about
+    # the number of nodes.
+    own_number = NO_SEGMENT if memory is None else memory.last_exchange
+    own_entry = torch.tensor([own_number, os.getpid()])
+    entries = [torch.empty_like(own_entry) for _ in range(world.world_size)]
+    dist.all_gather(entries, own_entry)
+    numbers, pids = torch.stack(entries).T.tolist()
+    if memory is None or NO_SEGMENT in numbers:
         return None
     memory.join_group(world.rank, pids, max(numbers) + 1, timeout_seconds)
     return memory
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Of the default group's collectives from now on."""
+    """Set how long the collectives of the default group wait from now on."""
     set_group_timeout(timedelta(seconds=seconds))
 
 
 def pick_device(name: str, world: World) -> torch.device:
-    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where
-    there is one.
+    """Return the device on which this rank computes.
 
-    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError
-    where a GPU was asked for and none is seen."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    The ranks of a node take its GPUs in turn. The GPU becomes torch's current device.
+
+    Args:
+        name: "cpu", "cuda", or "auto", which is a GPU if there is one.
+        world: The ranks.
+
+    Raises:
+        InputError: If `name` is "cuda" and torch sees no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not has_gpu):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        found, hint = GpuSetup.detect().explain_absence()
-        raise InputError(f"--device cuda, but {found}", hint)
+    if not has_gpu:
+        reason, hint = GpuSetup.detect().explain_absence()
+        raise InputError(f"--device cuda, but {reason}", hint)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

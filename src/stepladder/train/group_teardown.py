@@ -1,10 +1,10 @@
-"""How a rank waits in a process group that may break, and how it leaves it.
+"""How a rank waits for collectives that other ranks may never join, and how it leaves its group.
 
-gloo: work that is under way ends in its own time, as connections end. NCCL: its kernels may wait
-for a lost rank for ever, so its communicators are aborted (torch.distributed's
-`_abort_process_group`), and the errors of a collective come to who waits for it instead of ending
-the process (TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and TORCH_NCCL_BLOCKING_WAIT=1 in torch's
-"ProcessGroupNCCL Environment Variables")."""
+gloo: a collective under way ends when its connections end. NCCL: its kernels may wait for a lost
+rank for ever, so its communicators are aborted, and a collective raises its errors where it is
+waited for, instead of ending the process. See TORCH_NCCL_ASYNC_ERROR_HANDLING and
+TORCH_NCCL_BLOCKING_WAIT in torch's "ProcessGroupNCCL Environment Variables".
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,72 +24,96 @@ from stepladder.rank.torch_fixes import abort_process_group
 
 GLOO_POLL_INTERVAL = timedelta(seconds=0.05)
 NCCL_POLL_INTERVAL_S = 5e-5
-MIN_GROUP_LIFETIME_S = 10.0  # for gloo's threads of a group that was left, at least
-NCCL_ABORT_TIMEOUT_S = 20.0  # NCCL's own abort may wait for a card that does not answer
+MIN_GROUP_LIFETIME_S = 10.0  # after a group was left: gloo's threads may still use it
+NCCL_ABORT_TIMEOUT_S = 20.0  # NCCL's own abort may wait for a GPU that does not answer
 NCCL_ERRORS_RAISE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
-class Started(Protocol):
-    """A collective under way."""
+class StartedCollective(Protocol):
+    """A collective that was started."""
 
     @property
-    def is_finished(self) -> bool: ...
+    def is_finished(self) -> bool:
+        """Whether it is done or has failed."""
 
 
-_former: list[
-    tuple[Any, list[Started], float]
-] = []  # groups that were left, with what was under way, and when
+class FormerGroup(NamedTuple):
+    """A process group that was left, with the collectives that were under way then."""
+
+    group: Any
+    under_way: list[StartedCollective]
+    left_at: float
+
+    def is_in_use(self, now: float) -> bool:
+        """Return whether threads of gloo may still use the group."""
+        is_recent = now - self.left_at < MIN_GROUP_LIFETIME_S
+        return is_recent or not all(collective.is_finished for collective in self.under_way)
+
+
+_former_groups: list[FormerGroup] = []
 
 
 def can_use_nccl(world: World, device: torch.device) -> bool:
-    """Whether ranks reduce by NCCL, which wants a card for each. Later groups are parts of the
-    first.
+    """Return whether the ranks exchange tensors by NCCL, which needs a GPU for each rank.
+
+    The groups that are formed after a loss consist of ranks of the first group.
     """
     return device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
 
 
-def poll_work(work: dist.Work, by_nccl: bool, until: float) -> None:
-    """For a collective. until: raises PeerLost after that monotonic time, where nobody else would.
+def poll_work(work: dist.Work, by_nccl: bool, deadline: float) -> None:
+    """Wait a moment for a collective.
 
-    NCCL's own wait would not end with a lost rank, and one with a time limit fails for good when
-    that is over."""
+    NCCL's own wait would not end with a lost rank. A wait with a time limit would make the
+    collective fail for good at that limit.
+
+    Args:
+        work: The collective.
+        by_nccl: Whether NCCL carries it out.
+        deadline: The monotonic time after which a collective of NCCL has timed out.
+
+    Raises:
+        PeerLost: After the deadline.
+    """
     if by_nccl:
         time.sleep(NCCL_POLL_INTERVAL_S)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise PeerLost(
                 "timed out: a collective is not done by the time that --timeout gives it"
             )
         return
-    with suppress(RuntimeError):  # also that it took too long so far
+    with suppress(RuntimeError):  # raised also if it is not done yet
         work.wait(GLOO_POLL_INTERVAL)
 
 
-def destroy_group(by_nccl: bool, under_way: Collection[Started]) -> None:
-    """The default group. Whoever frees gloo's waits for its threads, which may need the GIL: not
-    before they rest.
+def destroy_group(by_nccl: bool, under_way: Collection[StartedCollective]) -> None:
+    """Leave the default group, and keep it until its threads are idle.
 
-    Raises PeerLost where NCCL cannot be left.
+    Freeing a group of gloo waits for its threads, which may need the GIL.
+
+    Args:
+        by_nccl: Whether the group uses NCCL.
+        under_way: The collectives that are under way.
+
+    Raises:
+        PeerLost: If NCCL cannot be aborted.
     """
     now = time.monotonic()
-    _former.append((dist.group.WORLD, list(under_way), now))
+    _former_groups.append(FormerGroup(dist.group.WORLD, list(under_way), now))
     if by_nccl:
-        _abort()
+        _abort_nccl()
     else:
         with suppress(Exception):
             dist.destroy_process_group()
-    _former[:] = [
-        (group, left, then)
-        for group, left, then in _former
-        if now - then < MIN_GROUP_LIFETIME_S or not all(one.is_finished for one in left)
-    ]
+    _former_groups[:] = [former for former in _former_groups if former.is_in_use(now)]
 
 
-def _abort() -> None:
-    def end() -> None:
+def _abort_nccl() -> None:
+    def abort() -> None:
         with suppress(Exception):
             abort_process_group()
 
-    thread = threading.Thread(target=end, name="abort", daemon=True)
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
     thread.start()
     thread.join(NCCL_ABORT_TIMEOUT_S)
     if thread.is_alive() or dist.is_initialized():

@@ -19,24 +19,35 @@ if TYPE_CHECKING:
 class Job:
     """Everything about the task, nothing about the machine.
 
-    loss: `loss(model, batch) -> (sum, count)`, the sum over the batch as a scalar tensor that backward
-        accepts, and what it counts (samples, tokens, ...), a number or a tensor of one. A loss that returns
-        one tensor is taken as a mean over the samples of the batch. The gradient of a step is that of
-        sum / count over all of it.
-    train_data, eval_data: a tensor, a tuple or dict of tensors (first dimension: samples), or a map-style
-        Dataset. `batch` has the same form: tensors indexed by samples, or the Dataset's items collated.
-    metrics: `metrics(model, batch) -> {name: (sum, count)}`, called in eval mode without gradients. One
-        function for all, so that they share the forward pass.
-    derived: further metrics from the means of all samples, such as the root of a mean square.
-    optimizer: of the model's parameters; several of them as one are `Optimizers(one, other)`.
-    schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch; or several.
-    clip_norm: largest norm of the whole gradient, or None. Each step's norm is logged; math.inf clips nothing.
-    ema_decay: of an exponential moving average of the weights, such as 0.999, which is evaluated in their place.
-    blocks: kinds of modules whose weights --shard full gathers together, and whose activations
-        --checkpoint-blocks computes again; by default those that repeat in a list.
-    unit: what the loss counts, for the speed that is shown.
-    best: (metric, "max" | "min"); the snapshot with the best value is kept.
-    num_workers, collate: as DataLoader has them, for a map-style Dataset.  eval_batch: samples per batch there.
+    Args:
+        model: The module whose parameters are trained.
+        optimizer: Of the model's parameters. Several optimizers as one are
+            `Optimizers(first, second)`.
+        loss: `loss(model, batch) -> (sum, count)`: the sum over the batch as a scalar tensor that
+            backward accepts, and what it counts (samples, tokens, ...), a number or a tensor of
+            one number. A loss that returns one tensor is taken as a mean over the samples of the
+            batch. The gradient of a step is that of sum / count over the whole global batch.
+        train_data: A tensor, a tuple or dict of tensors (first dimension: samples), or a map-style
+            Dataset. `batch` has the same form: tensors indexed by samples, or the Dataset's items
+            collated.
+        eval_data: The evaluation data, in one of the same forms.
+        metrics: `metrics(model, batch) -> {name: (sum, count)}`, called in eval mode without
+            gradients. One function returns all metrics, so that they share the forward pass.
+        schedule: A learning-rate scheduler, or a tuple of several.
+        schedule_per: Whether schedules are stepped after each optimizer step or once per epoch.
+        clip_norm: Largest norm of the whole gradient, or None. The norm of each step is logged;
+            math.inf clips nothing.
+        best: (metric, "max" | "min"): the snapshot with the best value of the metric is kept.
+        num_workers: Processes that read a map-style Dataset, as in DataLoader.
+        collate: Makes a batch of a Dataset's items, as `collate_fn` of DataLoader.
+        eval_batch: Samples per batch of an evaluation.
+        derived: `derived(metrics) -> {name: value}`: further metrics computed from the means over
+            all samples, such as the root of a mean square.
+        unit: What the loss counts, for the speed that is shown.
+        blocks: Kinds of modules whose weights --shard full gathers together, and whose activations
+            --checkpoint-blocks recomputes. By default those that repeat in a list.
+        ema_decay: Decay of an exponential moving average of the weights, such as 0.999. The average
+            is evaluated in place of the weights.
     """
 
     model: torch.nn.Module
@@ -63,7 +74,7 @@ class Job:
 
     @property
     def schedules(self) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
-        """All of them."""
+        """The schedules as a tuple, whether there are none, one or several."""
         if self.schedule is None:
             return ()
         return self.schedule if isinstance(self.schedule, tuple) else (self.schedule,)
@@ -72,8 +83,10 @@ class Job:
 def mean_loss(
     criterion: Callable[..., torch.Tensor],
 ) -> Callable[[torch.nn.Module, Batch], SumAndCount]:
-    """A plain criterion such as `F.cross_entropy`, a mean over the batch, as a job's loss on (x, y)
-    batches.
+    """Return a job's loss on (x, y) batches, made of a criterion such as `F.cross_entropy`.
+
+    Args:
+        criterion: `criterion(output, y)` returns the mean over the batch.
     """
 
     def loss(model: torch.nn.Module, batch: Batch) -> SumAndCount:
@@ -85,15 +98,19 @@ def mean_loss(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where a job comes from: its name, and the Config that it was built with. Part of the run's
-    definition.
+    """The origin of a job: its name, and the Config that it was built with.
 
-    config: the job file's Config, or its values by name. Its epochs, global_batch and seed, where
-    it has them, are
-        the run's.  outside: fields that say where files lie, and may change when a run is resumed;
-        by default
-        those that the Config itself lists in `outside_definition`, and data_dir.  job_file: shown
-        in config.json."""
+    Both are part of the run's definition, so a resumed run must have the same ones.
+
+    Args:
+        name: The name of the job.
+        config: The job file's Config, or its values by name. If it has epochs, global_batch or
+            seed, they are those of the run.
+        outside: Fields of the Config that say where files lie, and may change when a run is
+            resumed. By default those that the Config lists in `outside_definition`. `data_dir` is
+            always one of them.
+        job_file: The path of the job file, for config.json.
+    """
 
     name: str = "job"
     config: Any = field(default_factory=dict)
@@ -111,23 +128,17 @@ class Recipe:
             )
 
     def with_sizes(self, **sizes: int) -> Recipe:
-        """The same job with other epochs, global_batch or seed: to try it out, whatever its Config
-        says.
-        """
+        """Return the same job with other epochs, global_batch or seed than its Config has."""
         return replace(self, config={**self.config, **sizes})
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The Config's part of what a resumed run must have in common with the one that it
-        continues.
-        """
-        return {
-            name: value
-            for name, value in self.masked_config.items()
-            if name not in (*self.outside, "data_dir")
-        }
+        """The part of the Config that a resumed run must have in common with the first one."""
+        free_fields = {*self.outside, "data_dir"}
+        config = self.masked_config
+        return {name: value for name, value in config.items() if name not in free_fields}
 
     @property
     def masked_config(self) -> dict[str, Any]:
-        """The Config as files, pages and services may have it: with masks for what may be secret."""
+        """The Config for files, pages and services: what may be secret is masked."""
         return {name: masked(value, name) for name, value in self.config.items()}

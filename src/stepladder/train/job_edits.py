@@ -1,4 +1,4 @@
-"""What is said where a run is resumed with another job file than it was started with."""
+"""What is printed if a run is resumed with a job file that has changed since the run began."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from stepladder.core.stored import sha256_of
 from stepladder.train.job import Job
 
-# A schedule changes these, so the snapshot's values are not the job file's.
-SCHEDULED = {
+# A schedule changes these settings, so the snapshot's values differ from those of the job file.
+SCHEDULED_SETTINGS = {
     "lr",
     "initial_lr",
     "momentum",
@@ -24,14 +24,14 @@ SCHEDULED = {
 
 
 def is_edited(config: dict[str, Any] | None, job_file: str | None) -> bool:
-    """Return whether config.json names another SHA-256 than the job file has now."""
-    about = config.get("environment") if config is not None else None
-    stored = about.get("job_sha256") if isinstance(about, dict) else None
+    """Return whether config.json has another SHA-256 than the job file has now."""
+    environment = config.get("environment") if config is not None else None
+    stored = environment.get("job_sha256") if isinstance(environment, dict) else None
     return stored is not None and stored != sha256_of(job_file)
 
 
 def read_optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what each group of parameters is set to, without the parameters."""
+    """Return the settings of each group of parameters, without the parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -42,45 +42,43 @@ def describe_edits(job_file: str | None, job: Job, built: list[dict[str, Any]]) 
     """Return the lines for a resume whose job file was edited.
 
     Args:
-        job_file: that was edited.
-        job: its optimizer has its settings from the snapshot.
-        built: what the job file has set them to.
+        job_file: The path of the edited file.
+        job: Its optimizer has the settings of the snapshot.
+        built: The settings that the job file gives the optimizer, by group.
     """
     name = Path(job_file or "the job file").name
     lines = [
-        f"  {name} has changed since this run was started: its steps from here on are by the file as it is now"
+        f"  {name} has changed since this run was started: its steps from here on are by the file"
+        " as it is now"
     ]
-    for number, (before, now) in enumerate(
-        zip(built, read_optimizer_settings(job.optimizer), strict=False)
-    ):
+    restored = read_optimizer_settings(job.optimizer)
+    for number, (in_file, in_snapshot) in enumerate(zip(built, restored, strict=False)):
         group = f" (group {number})" if len(built) > 1 else ""
-        for setting, value in before.items():
-            if (
-                (setting in SCHEDULED and job.schedules)
-                or setting not in now
-                or is_same(value, now[setting])
-            ):
+        for setting, value in in_file.items():
+            is_scheduled = setting in SCHEDULED_SETTINGS and bool(job.schedules)
+            if is_scheduled or setting not in in_snapshot or is_same(value, in_snapshot[setting]):
                 continue
             lines.append(
-                f"  {setting} of the optimizer{group} is {text(value)} in {name}, {text(now[setting])} in the"
-                " snapshot: the snapshot's is used. HINT: --fresh to begin again"
+                f"  {setting} of the optimizer{group} is {as_text(value)} in {name},"
+                f" {as_text(in_snapshot[setting])} in the snapshot: the snapshot's is used."
+                " HINT: --fresh to begin again"
             )
     return lines
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Return whether two settings are equal, tensors or lists in place of tuples included."""
-    return text(one) == text(other)
+def is_same(first: Any, second: Any) -> bool:
+    """Return whether two settings are equal, where tensors and lists may stand for tuples."""
+    return as_text(first) == as_text(second)
 
 
-def text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a setting as a person would type it."""
     if isinstance(value, torch.Tensor):
-        return (
-            text(value.item()) if value.numel() == 1 else f"a tensor of shape {list(value.shape)}"
-        )
+        if value.numel() == 1:
+            return as_text(value.item())
+        return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(text, value))})"
+        return f"({', '.join(map(as_text, value))})"
     if isinstance(value, float):
         return f"{value:g}"
     return repr(value)

@@ -1,4 +1,4 @@
-"""From a job file to a trained result: what each rank of `stepladder train` does."""
+"""What each rank of `stepladder train` does: from a job file to a trained result."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ from stepladder.train.build_errors import explain_build_errors
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_file import load_job_file, raise_on_exit, validate_int_size
+from stepladder.train.job_file import load_job_file, raise_on_exit
+from stepladder.train.job_source import validate_int_size
 from stepladder.train.process_group import process_group
 from stepladder.train.run_spec import resolve_sizes
 from stepladder.train.trainer import Trainer
 
 
 def train_file(request: TrainRequest) -> int:
-    """Train the job of a file as the rank that this process is. Returns the exit code."""
+    """Train the job of a file, as the rank that this process is, and return the exit code."""
     if World.detect().init_method == "env://":
-        die_with_parent()  # torchrun's ranks live in sessions of their own, and would outlive it
-    here = Path.cwd()
+        die_with_parent()  # ranks of torchrun have sessions of their own, and would outlive it
+    folder = Path.cwd()
     with join_process_group(request) as (build, recipe, comm):
         job = build()
         with raise_on_early_exit():
-            result = Trainer(job, resolve_paths(here, request.settings), recipe, comm).fit()
+            settings = resolve_paths(request.settings, folder)
+            result = Trainer(job, settings, recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
             show(json.dumps(result.as_json()), sys.stdout)
@@ -57,8 +59,9 @@ def train_file(request: TrainRequest) -> int:
 
 @contextmanager
 def raise_on_early_exit() -> Iterator[None]:
-    """Raise RuntimeError where the job ends the process with the exit code of a run that is done or
-    stopped.
+    """Raise RuntimeError if the job exits in the block with the code of a run that ended well.
+
+    The launcher would take the run for complete, or for stopped with a snapshot.
     """
     try:
         yield
@@ -70,59 +73,71 @@ def raise_on_early_exit() -> Iterator[None]:
         raise
 
 
-def resolve_paths(folder: Path, settings: Settings) -> Settings:
-    """Paths mean what they meant there, where the job has gone elsewhere since."""
+def resolve_paths(settings: Settings, folder: Path) -> Settings:
+    """Return the settings with paths relative to `folder`, if the job has left that folder."""
     if Path.cwd() == folder:
         return settings
     keep_end_file(folder)
-    source = settings.init_from and str(folder / settings.init_from)
-    return replace(settings, run_dir=folder / settings.run_dir, init_from=source)
+    init_from = settings.init_from and str(folder / settings.init_from)
+    return replace(settings, run_dir=folder / settings.run_dir, init_from=init_from)
 
 
 @contextmanager
-def join_process_group(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
-    """The ranks' process group for the length of the block: how to build the job, and what is known
-    before.
+def join_process_group(
+    request: TrainRequest,
+) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
+    """Join the ranks' process group for the length of the block.
+
+    Yields:
+        A function that builds the job, the job's name and Config, and the ranks.
     """
-    world, settings = World.detect(), request.settings
+    world = World.detect()
+    settings = request.settings
     build, recipe = load_job(request, world)
     validate_world_unchanged(request.job, world)
     with ExitStack() as stack:
-        group = process_group(world, pick_device(settings.device, world), settings.timeout)
+        device = pick_device(settings.device, world)
+        group = process_group(world, device, settings.timeout)
         try:
             comm = stack.enter_context(group)
         except torch.distributed.DistError as error:
-            if PROGRESS in os.environ:  # our launcher knows what became of the others
+            if PROGRESS in os.environ:  # our launcher knows what has happened to the other ranks
                 raise
             raise InputError(
-                f"{world.describe()}: not all ranks have met within {settings.timeout:g} s ({one_line(error)})",
-                "start all of them, with the same MASTER_ADDR and MASTER_PORT; --timeout SECONDS to wait longer",
+                f"{world.describe()}: not all ranks have joined within {settings.timeout:g} s"
+                f" ({one_line(error)})",
+                "start all of them, with the same MASTER_ADDR and MASTER_PORT;"
+                " --timeout SECONDS to wait longer",
             ) from error
         yield build, recipe, comm
 
 
 def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
-    path, given, settings = request.job, request.config, request.settings
+    """Import the job file, make its Config and seed the generators.
+
+    Returns:
+        A function that builds the job, and the job's name and Config.
+
+    Raises:
+        InputError: If the file, its Config or its build cannot be used.
+    """
+    path = request.job
+    settings = request.settings
     validate_init_from(settings)
     module = load_job_file(path)
-    config_type: Any = getattr(module, "Config", None)
-    if settings.batch_per_rank is not None and hasattr(config_type, "global_batch"):
-        batch = settings.batch_per_rank * world.world_size
-        given = {**given, "global_batch": batch}  # a schedule counts its steps by it
-    validate_config(path, config_type, given)
+    config_class: Any = getattr(module, "Config", None)
+    values = request.config
+    if settings.batch_per_rank is not None and hasattr(config_class, "global_batch"):
+        # A schedule of the job counts its steps by the global batch.
+        values = {**values, "global_batch": settings.batch_per_rank * world.world_size}
+    validate_config(path, config_class, values)
     validate_build_signature(path, module.build)
-    config = config_type(**given)
+    config = config_class(**values)
     for field in fields(config):
         validate_int_size(path, field.name, getattr(config, field.name))
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
-    seed = resolve_sizes(settings, recipe).seed
-    for draw in (
-        random.seed,
-        np.random.seed,
-        torch.manual_seed,
-    ):  # for a build that has no generator of its own
-        draw(seed)
+    seed_all(resolve_sizes(settings, recipe).seed)
 
     def build() -> Job:
         build_optimizers_without_dynamo()
@@ -137,59 +152,60 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     return build, recipe
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators, for a build that has no generator of its own."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def validate_world_unchanged(path: Path, world: World) -> None:
-    """Raises InputError where the job file has taken away what says which rank this is, or has
-    changed it.
-    """
-    found = World.detect()
-    if (found.rank, found.world_size) != (world.rank, world.world_size):
+    """Raise InputError if the job file has changed the variables that say which rank this is."""
+    present = World.detect()
+    if (present.rank, present.world_size) != (world.rank, world.world_size):
         raise InputError(
             f"{path.name} has changed the environment variables that say which rank this is",
-            "leave RANK, WORLD_SIZE and those beside them in os.environ",
+            "leave RANK, WORLD_SIZE and the variables of their kind in os.environ",
         )
 
 
 def validate_init_from(settings: Settings) -> None:
-    """Raises InputError where --init-from names no run with a snapshot, before the job file is
-    compiled.
-    """
+    """Raise InputError if --init-from is needed and names no run with a snapshot."""
     if settings.init_from is not None and not snapshot_paths(settings.run_dir / SNAPSHOTS):
         source = Path(settings.init_from)
         if not snapshot_paths(source / SNAPSHOTS):
-            newest_snapshot(source)
+            newest_snapshot(source)  # raises
 
 
-def validate_config(path: Path, config: Any, given: dict[str, Any]) -> None:
-    """Raises InputError where it is no dataclass, or a field without a default was not given."""
-    if not (is_dataclass(config) and isinstance(config, type)):
+def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:
+    """Raise InputError if Config is no dataclass, or a field has neither default nor value."""
+    if not (is_dataclass(config_class) and isinstance(config_class, type)):
         raise InputError(
             f"Config in {path.name} is not a dataclass", "@dataclass above class Config"
         )
-    for field in fields(config):
-        if (
-            field.init
-            and field.name not in given
-            and field.default is field.default_factory is MISSING
-        ):
+    for field in fields(config_class):
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if field.init and not has_default and field.name not in values:
             flag = "--" + field.name.replace("_", "-")
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
 
 
 def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
-    """Raises InputError where it cannot be called with a Config alone."""
-    with suppress(ValueError):  # a callable of C's, which does not tell
+    """Raise InputError if `build` cannot be called with a Config alone."""
+    with suppress(ValueError):  # raised for a function of C, whose signature is unknown
         try:
             inspect.signature(build).bind(None)
         except TypeError as error:
-            found = f"build in {path.name} cannot be called with a config alone: {one_line(error)}"
-            raise InputError(found, "def build(config: Config) -> stepladder.Job: ...") from error
+            raise InputError(
+                f"build in {path.name} cannot be called with a config alone: {one_line(error)}",
+                "def build(config: Config) -> stepladder.Job: ...",
+            ) from error
 
 
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
-    """The classical rule for a batch that grows with the ranks: rate x sqrt(ranks) or x ranks, if
-    asked for.
+    """Scale the Config's `lr` for a global batch that grows with the ranks, as --lr-scale asks.
 
-    Linear: Goyal et al. 2017, section 2.1; square root: Krizhevsky 2014, section 5.
+    Linear scaling: Goyal et al. 2017, section 2.1. Square root: Krizhevsky 2014, section 5.
     """
     if settings.lr_scale == "none":
         return
@@ -202,4 +218,4 @@ def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
             f"--lr-scale {settings.lr_scale}, but Config.lr is {config.lr!r:.60}", "lr: float"
         )
     factor = math.sqrt(world.world_size) if settings.lr_scale == "sqrt" else world.world_size
-    object.__setattr__(config, "lr", config.lr * factor)  # of a frozen one too
+    object.__setattr__(config, "lr", config.lr * factor)  # works on a frozen dataclass too

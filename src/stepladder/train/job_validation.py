@@ -1,9 +1,9 @@
-"""What is wrong with a job's parts, before anything is done with them."""
+"""Validation of a job's parts, before anything is done with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,104 +13,109 @@ from stepladder.train.job import Job
 from stepladder.train.optimizers import list_optimizers
 
 
-def is_schedule(part: Any) -> bool:
-    return part is None or all(
-        hasattr(one, "step") for one in (part if isinstance(part, tuple) else (part,))
-    )
+class PartRule(NamedTuple):
+    """What one part of a job must be, and what the HINT shows as an example."""
+
+    is_valid: Callable[[Any], bool]
+    example: str
 
 
-# Of a job: what is sound, and what to write.
-JOB_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (
-        lambda part: isinstance(part, torch.nn.Module),
+def is_optional_function(value: Any) -> bool:
+    return value is None or callable(value)
+
+
+def is_schedule(value: Any) -> bool:
+    schedules = value if isinstance(value, tuple) else (value,)
+    return value is None or all(hasattr(schedule, "step") for schedule in schedules)
+
+
+def is_ema_decay(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and 0 <= value < 1)
+
+
+def is_clip_norm(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and value > 0)
+
+
+def is_best(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple) and value[1:] in (("max",), ("min",)))
+
+
+def is_classes(value: Any) -> bool:
+    return isinstance(value, tuple) and {type(item) for item in value} <= {type}
+
+
+JOB_PARTS = {
+    "model": PartRule(
+        lambda value: isinstance(value, torch.nn.Module),
         "torch.nn.Linear(20, 1), or another module",
     ),
-    "optimizer": (
-        lambda part: isinstance(part, torch.optim.Optimizer),
+    "optimizer": PartRule(
+        lambda value: isinstance(value, torch.optim.Optimizer),
         "torch.optim.SGD(model.parameters(), lr=0.1)",
     ),
-    "loss": (callable, "a function of (model, batch) that returns (sum, count)"),
-    "metrics": (
-        lambda part: part is None or callable(part),
-        "a function of (model, batch), or None",
+    "loss": PartRule(callable, "a function of (model, batch) that returns (sum, count)"),
+    "metrics": PartRule(is_optional_function, "a function of (model, batch), or None"),
+    "derived": PartRule(is_optional_function, "a function of the metrics' means, or None"),
+    "collate": PartRule(is_optional_function, "a function of a list of samples, or None"),
+    "schedule": PartRule(
+        is_schedule, "a scheduler of torch.optim.lr_scheduler, or a tuple of them"
     ),
-    "derived": (
-        lambda part: part is None or callable(part),
-        "a function of the metrics' means, or None",
+    "schedule_per": PartRule(lambda value: value in ("step", "epoch"), '"step" or "epoch"'),
+    "ema_decay": PartRule(is_ema_decay, "0.999, or None"),
+    "clip_norm": PartRule(is_clip_norm, "1.0, or None"),
+    "best": PartRule(is_best, '("loss", "min")'),
+    "unit": PartRule(
+        lambda value: isinstance(value, str) and value.isprintable(), '"tokens", or another word'
     ),
-    "collate": (
-        lambda part: part is None or callable(part),
-        "a function of a list of samples, or None",
-    ),
-    "schedule": (
-        is_schedule,
-        "a scheduler of torch.optim.lr_scheduler, or a tuple of them",
-    ),
-    "schedule_per": (lambda part: part in ("step", "epoch"), '"step" or "epoch"'),
-    "ema_decay": (
-        lambda part: part is None or (isinstance(part, float) and 0 <= part < 1),
-        "0.999, or None",
-    ),
-    "clip_norm": (
-        lambda part: part is None or (isinstance(part, (int, float)) and part > 0),
-        "1.0, or None",
-    ),
-    "best": (
-        lambda part: part is None or (isinstance(part, tuple) and part[1:] in (("max",), ("min",))),
-        '("loss", "min")',
-    ),
-    "unit": (
-        lambda part: isinstance(part, str) and part.isprintable(),
-        '"tokens", or another word',
-    ),
-    "blocks": (
-        lambda part: isinstance(part, tuple) and {*map(type, part)} <= {type},
-        "(Block,), of classes",
-    ),
-    "num_workers": (lambda part: isinstance(part, int) and part >= 0, "0, or more"),
-    "eval_batch": (lambda part: isinstance(part, int) and part >= 1, "1, or more"),
+    "blocks": PartRule(is_classes, "(Block,), of classes"),
+    "num_workers": PartRule(lambda value: isinstance(value, int) and value >= 0, "0, or more"),
+    "eval_batch": PartRule(lambda value: isinstance(value, int) and value >= 1, "1, or more"),
 }
 
 
 def validate_parts(job: Job) -> None:
-    """Raises InputError for the first part of a job that is not what its docstring says."""
-    for name, (is_sound, wanted) in JOB_PARTS.items():
-        if not is_sound(value := getattr(job, name)):
-            raise InputError(f"{name} of the Job is {one_line(repr(value))}", f"{name}={wanted}")
+    """Raise InputError for the first part of a job that is not what the docstring of Job says."""
+    for name, rule in JOB_PARTS.items():
+        value = getattr(job, name)
+        if not rule.is_valid(value):
+            raise InputError(
+                f"{name} of the Job is {one_line(repr(value))}", f"{name}={rule.example}"
+            )
     validate_unwrapped(job.model)
 
 
 def validate_parameters(job: Job) -> None:
-    """Raises InputError where the optimizer moves parameters that no gradient synchronisation would
-    see.
+    """Raise InputError if the optimizer has parameters that are not the model's.
+
+    Their gradients would not be synchronized.
     """
-    known = {id(p) for p in job.model.parameters()}
+    model_parameters = {id(param) for param in job.model.parameters()}
     foreign = [
-        p.shape
-        for group in job.optimizer.param_groups
-        for p in group["params"]
-        if id(p) not in known
+        param for param in _parameters_of(job.optimizer) if id(param) not in model_parameters
     ]
     if foreign:
         raise InputError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, the first of shape"
-            f" {list(foreign[0])}",
-            "make them part of the model (a submodule), and build the optimizer from model.parameters()",
+            f"the optimizer has {len(foreign)} parameters that are not the model's, the first of"
+            f" shape {list(foreign[0].shape)}",
+            "make them part of the model (a submodule), and build the optimizer from"
+            " model.parameters()",
         )
 
 
 def validate_adafactor(job: Job) -> None:
-    """Raises InputError where Adafactor has a weight without elements: it divides by their number."""
+    """Raise InputError if Adafactor has a weight without elements: it divides by their number."""
     for optimizer in list_optimizers(job.optimizer):
-        params = [
-            param
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        ]
-        empty = [param for param in params if not param.numel()]
-        if empty and isinstance(optimizer, torch.optim.Adafactor):
-            raise InputError(
-                f"Adafactor cannot step a weight without elements, as the one of shape {list(empty[0].shape)}",
-                "torch.optim.Adafactor([p for p in model.parameters() if p.numel()])",
-            )
+        if not isinstance(optimizer, torch.optim.Adafactor):
+            continue
+        for param in _parameters_of(optimizer):
+            if param.requires_grad and not param.numel():
+                raise InputError(
+                    "Adafactor cannot step a weight without elements, such as the one of shape"
+                    f" {list(param.shape)}",
+                    "torch.optim.Adafactor([p for p in model.parameters() if p.numel()])",
+                )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""Several optimizers in one job, which the rest of the code takes for one."""
+"""Several optimizers in one job, used as one."""
 
 from __future__ import annotations
 
@@ -10,65 +10,78 @@ import torch
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers as one: `Optimizers(Muon(matrices), AdamW(others))`. They step one after
-    the other.
+    """Several optimizers as one: `Optimizers(Muon(matrices), AdamW(other_parameters))`.
 
-    Each keeps its settings and may have its schedule: Job(..., schedule=(one, other)). param_groups
-    are those of all, in their order. No parameter may be in two of them (ValueError)."""
+    They step one after the other. Each keeps its own settings, and may have its own schedule:
+    `Job(..., schedule=(first, second))`.
+
+    Args:
+        *optimizers: The optimizers; `param_groups` are the groups of all of them, in this order.
+
+    Raises:
+        ValueError: If a parameter is in two of them.
+    """
+
+    _state: Any
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers: tuple[
-            torch.optim.Optimizer, ...
-        ] = ()  # whose state torch's __init__ would empty
-        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        # Empty at first: torch's __init__ sets an empty `state`, which must not reach them.
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        super().__init__([group for part in optimizers for group in part.param_groups], {})
         self.optimizers = optimizers
         self._join()
 
     @property
     def state(self) -> Any:
-        """One mapping for all of them, by parameter."""
+        """The state of all optimizers, by parameter."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        for one in self.optimizers:
-            one.state = state
+        for optimizer in self.optimizers:
+            optimizer.state = state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each. closure: computes the loss anew, once, before them."""
+        """Step each optimizer once.
+
+        Args:
+            closure: Computes the loss again, once, before the first of them steps.
+        """
         loss = None if closure is None else closure()
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As an Optimizer's. Raises ValueError where the groups are not those of these optimizers."""
-        groups, at = state_dict["param_groups"], 0
+        """Load what `state_dict` has returned.
+
+        Raises:
+            ValueError: If its groups are not the groups of these optimizers.
+        """
+        groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
-        for one in self.optimizers:
-            mine = groups[at : at + len(one.param_groups)]
-            at += len(mine)
-            numbers = [
-                number
-                for group in mine
-                for number in group["params"]
-                if number in state_dict["state"]
-            ]
-            one.load_state_dict(
-                {"state": {n: state_dict["state"][n] for n in numbers}, "param_groups": mine}
-            )
+        states = state_dict["state"]
+        first = 0
+        for optimizer in self.optimizers:
+            end = first + len(optimizer.param_groups)
+            own_groups = groups[first:end]
+            first = end
+            numbers = [number for group in own_groups for number in group["params"]]
+            own_states = {number: states[number] for number in numbers if number in states}
+            optimizer.load_state_dict({"state": own_states, "param_groups": own_groups})
         self._join()
 
     def _join(self) -> None:
+        """Make one state and one list of groups of those of all optimizers."""
         joined: Any = defaultdict(dict)
-        for one in self.optimizers:
-            joined.update(one.state)
+        for optimizer in self.optimizers:
+            joined.update(optimizer.state)
         self.state = joined
-        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+        self.param_groups = [group for part in self.optimizers for group in part.param_groups]
 
 
 def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Those that it consists of, or itself."""
+    """Return the optimizers that an `Optimizers` consists of, or any other optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)

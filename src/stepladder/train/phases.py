@@ -1,11 +1,11 @@
-"""Where a step's time goes: a phase says where this rank is, adds its seconds, and marks a trace
-when asked.
+"""The phases of a step: a phase says what this rank does, and adds up its seconds.
 
     with comm.phases(READING):
         batch = next(batches)
 
-The launcher's hang explainer reads the word, timing.jsonl gets the seconds, `stepladder profile`
-observes."""
+The launcher reads the phase of a rank that hangs, timing.jsonl gets the seconds, and
+`stepladder profile` observes the phases as marks in a trace.
+"""
 
 from __future__ import annotations
 
@@ -19,105 +19,127 @@ from stepladder.rank.progress import TIMED
 
 Observer = Callable[[str], AbstractContextManager[Any]]
 UNTIMED_COLUMN = len(TIMED)
+ALL: list[Phase] = []
 
 
 class Phase:
-    """A part of a run. word: of rank/progress.py, 0 to leave it.  mark: its name in a trace."""
+    """A part of a run.
 
-    def __init__(self, word: int, mark: str = "") -> None:
-        self.word, self.mark = word, mark
-        self.column = list(TIMED).index(word) if word in TIMED else UNTIMED_COLUMN
+    Args:
+        code: What the launcher reads, a constant of rank/progress.py; 0 keeps the code that is set.
+        mark: The name of the phase in a trace, "" for none.
+
+    Attributes:
+        column: The index of its seconds among the keys of timing.jsonl.
+    """
+
+    def __init__(self, code: int, mark: str = "") -> None:
+        self.code = code
+        self.mark = mark
+        self.column = list(TIMED).index(code) if code in TIMED else UNTIMED_COLUMN
         ALL.append(self)
 
 
-ALL: list[Phase] = []
 STARTING = Phase(progress.STARTING)
-STEPPING = Phase(0, "step")  # a whole step, around the next five
+STEPPING = Phase(0, "step")  # a whole step, which the next five lie in
 READING = Phase(progress.READING, "data")
 FORWARD_PASS = Phase(progress.COMPUTING, "forward")
 BACKWARD_PASS = Phase(progress.COMPUTING, "backward")
 WAITING = Phase(progress.WAITING, "gradients")
-EXCHANGING = Phase(
-    0, "exchange"
-)  # within others: data moves between ranks, and this one waits for it
 UPDATING = Phase(progress.UPDATING, "optimizer")
+EXCHANGING = Phase(0, "exchange")  # within other phases: this rank waits for data of other ranks
 BETWEEN_STEPS = Phase(0, "between steps")
-REPLAYING = Phase(0, "replay")  # around reading, forward and backward of another rank's microbatch
+REPLAYING = Phase(0, "replay")  # around the passes that repeat another rank's microbatch
 EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
 REGROUPING = Phase(progress.WAITING)
-COMPUTE_COLUMNS = {
-    BACKWARD_PASS.column,
-    FORWARD_PASS.column,
-    UPDATING.column,
-}  # what is MOVING within these counts as a wait
+# Within these, the time of EXCHANGING counts as waiting.
+COMPUTE_COLUMNS = {FORWARD_PASS.column, BACKWARD_PASS.column, UPDATING.column}
 
 
 class Phases:
-    """This rank's phases. `seconds`: spent per key of timing.jsonl since they were last taken.
+    """The phases of one rank. A phase may lie within another one, but not within itself.
 
-    observer: asked for a context manager around each phase that has a mark; None: nobody looks. A
-    phase may lie within another, but not within itself. It costs half a microsecond.  at: the
-    column of the one under way."""
+    Entering and leaving a phase costs half a microsecond.
+
+    Args:
+        slots: The numbers that this rank's launcher reads.
+
+    Attributes:
+        seconds: The seconds spent in each column since `take_seconds`.
+        column: The column of the phase under way.
+        observer: Returns a context manager for each phase that has a mark; None if nobody observes.
+        timer: Returns the context manager of a phase. The same as calling the object, without a
+            Python frame: a step makes six such calls.
+    """
 
     observer: Observer | None
 
-    def __init__(self, words: Any) -> None:
+    def __init__(self, slots: Any) -> None:
         self.seconds = [0.0] * (UNTIMED_COLUMN + 1)
-        self.at, self.observer = UNTIMED_COLUMN, None
-        # A call without a frame of Python: a step makes six.
-        timed = {phase: _Timed(self, words, phase) for phase in ALL}
-        self.of = (timed | {EXCHANGING: _Moving(self, words, EXCHANGING)}).__getitem__
+        self.column = UNTIMED_COLUMN
+        self.observer = None
+        timers: dict[Phase, PhaseTimer] = {phase: PhaseTimer(self, slots, phase) for phase in ALL}
+        timers[EXCHANGING] = ExchangeTimer(self, slots, EXCHANGING)
+        self.timer = timers.__getitem__
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        return self.of(phase)
+        return self.timer(phase)
 
     def take_seconds(self) -> list[float]:
-        """Seconds per key of timing.jsonl since the last call."""
-        taken = self.seconds[:UNTIMED_COLUMN]
+        """Return the seconds of each key of timing.jsonl since the last call."""
+        seconds = self.seconds[:UNTIMED_COLUMN]
         self.seconds[:] = [0.0] * len(self.seconds)
-        return taken
+        return seconds
 
 
-class _Timed(AbstractContextManager[None]):
-    """One phase of one rank; made once, entered in every step."""
+class PhaseTimer(AbstractContextManager[None]):
+    """The context manager of one phase, made once and entered in every step."""
 
-    __slots__ = ("around", "began", "marked", "owner", "phase", "words")
+    __slots__ = ("mark_context", "outer_column", "phase", "phases", "slots", "start")
 
-    def __init__(self, owner: Phases, words: Any, phase: Phase) -> None:
-        self.owner, self.words, self.phase = owner, words, phase
-        self.marked: AbstractContextManager[Any] | None = None
+    def __init__(self, phases: Phases, slots: Any, phase: Phase) -> None:
+        self.phases = phases
+        self.slots = slots
+        self.phase = phase
+        self.mark_context: AbstractContextManager[Any] | None = None
+        self.outer_column = UNTIMED_COLUMN
+        self.start = 0.0
 
     def __enter__(self) -> None:
-        owner, phase = self.owner, self.phase
-        self.around, owner.at = owner.at, phase.column
-        if phase.word:
-            self.words[progress.PHASE] = phase.word
-        if owner.observer is not None and phase.mark:
-            self.marked = owner.observer(phase.mark)
-            self.marked.__enter__()
-        self.began = perf_counter()
+        phases = self.phases
+        phase = self.phase
+        self.outer_column = phases.column
+        phases.column = phase.column
+        if phase.code:
+            self.slots[progress.PHASE] = phase.code
+        if phases.observer is not None and phase.mark:
+            self.mark_context = phases.observer(phase.mark)
+            self.mark_context.__enter__()
+        self.start = perf_counter()
 
     def __exit__(self, *raised: Any) -> None:
-        owner = self.owner
-        owner.at = self.around
-        owner.seconds[self.phase.column] += perf_counter() - self.began
-        if self.marked is not None:
-            marked, self.marked = self.marked, None
-            marked.__exit__(*raised)
+        phases = self.phases
+        phases.column = self.outer_column
+        phases.seconds[self.phase.column] += perf_counter() - self.start
+        if self.mark_context is not None:
+            mark_context = self.mark_context
+            self.mark_context = None
+            mark_context.__exit__(*raised)
 
 
-class _Moving(_Timed):
-    """Where the weights of a block are gathered within its forward pass, that is no work of this
-    rank's.
+class ExchangeTimer(PhaseTimer):
+    """The context manager of EXCHANGING, whose time is not counted as this rank's own work.
+
+    It may lie within a forward pass, where the weights of a block are gathered.
     """
 
     __slots__ = ()
 
     def __exit__(self, *raised: Any) -> None:
-        if self.around in COMPUTE_COLUMNS:
-            seconds = perf_counter() - self.began
-            self.owner.seconds[self.around] -= seconds
-            self.owner.seconds[WAITING.column] += seconds
+        if self.outer_column in COMPUTE_COLUMNS:
+            seconds = perf_counter() - self.start
+            self.phases.seconds[self.outer_column] -= seconds
+            self.phases.seconds[WAITING.column] += seconds
         super().__exit__(*raised)

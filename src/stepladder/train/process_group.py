@@ -1,4 +1,4 @@
-"""The ranks' process group, for the length of a block: how it comes about, and how they leave it."""
+"""The ranks' process group for the length of a block: how it is formed, and how it ends."""
 
 from __future__ import annotations
 
@@ -23,86 +23,102 @@ from stepladder.rank.torch_fixes import (
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
 
+JOINED_KEY = "stepladder/joined"  # in the store: how many ranks have joined the group
+JOINED_POLL_INTERVAL_S = 0.01
+
 
 @contextmanager
 def process_group(
     world: World | None = None, device: torch.device | None = None, timeout_seconds: float = 600
 ) -> Iterator[Comm]:
-    """The ranks' process group for the length of the block; its `Comm` is the block's value.
+    """Join the ranks' process group for the length of the block.
 
-    world: by default as the environment says, `World.detect()`.  device: by default this rank's
-    GPU, or the CPU where there is none.  timeout_seconds: how long a collective waits for ranks
-    that do not come. Raises InputError where the environment is half set, and in the block PeerLost
-    where another rank has gone.
+    The group uses gloo on CPUs, and NCCL on GPUs with gloo beside it for values on the host. If
+    several ranks share a GPU, it uses gloo only, since NCCL refuses them. A group that the calling
+    script has made already is used as it is, and not ended.
 
-    Destroyed at its end, but not after an error: that would wait, up to the timeout, for
-    collectives that ranks have begun and others will not join. The error must get out, and this
-    process end.
+    The group is destroyed at the end of the block, but not after an error: that would wait, up to
+    the timeout, for collectives that other ranks will not join. The error must leave the block, and
+    this process must end.
 
-    gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo
-    only, since NCCL refuses them. A group that the caller's script has made already is used as it
-    is, and left."""
-    # gradients are added within backward, and the process may end right after it
+    Args:
+        world: The ranks; by default those that the environment describes, `World.detect()`.
+        device: The device of this rank; by default its GPU, or the CPU if there is none.
+        timeout_seconds: How long a collective waits for ranks that do not come.
+
+    Yields:
+        The collectives of the group.
+
+    Raises:
+        InputError: If the environment describes the ranks incompletely.
+        PeerLost: In the block, if another rank was lost.
+    """
+    # Gradients are added within backward, and the process may end right after it.
     keep_backward_context_from_gloo()
     if dist.is_initialized():
-        adopted = _world_of_the_script()
-        yield Comm(adopted, device or pick_device("auto", adopted))
+        world = _world_of_script()
+        yield Comm(world, device or pick_device("auto", world))
         wait_for_gloo()
         return
     world = world or World.detect()
     device = device or pick_device("auto", world)
     comm = Comm(world, device, timeout_seconds=timeout_seconds)
-    if (number := joins()) is not None:
+    launcher = wire()
+    number = joins()
+    if number is not None:  # other ranks train already, and form a group with this one later
         comm.members = [number]
-    elif comm.alone and wire() is None:  # else others may join it
-        yield comm
-        return
     elif not comm.alone:
         comm.init_process_group(timeout_seconds)
-        _count("joined", 1)
-        if (launcher := wire()) is not None:
+        _count_joined(1)
+        if launcher is not None:
             launcher.say_met()
-    with _left_together(comm):
+    elif launcher is None:  # no other rank can ever join
+        yield comm
+        return
+    with _end_together(comm):
         yield comm
 
 
 @contextmanager
-def _left_together(comm: Comm) -> Iterator[None]:
+def _end_together(comm: Comm) -> Iterator[None]:
+    """End the group after the block, at the same time on all ranks."""
     try:
         yield
-    except InputError as error:  # mostly all ranks have it at the same place
-        if not dist.is_initialized():  # the others have gone
+    except InputError as error:  # in most cases all ranks raise it at the same point
+        if not dist.is_initialized():  # the other ranks were lost
             raise
-        error.speaks = _leave_after_all(error, comm.world)
+        error.speaks = _end_after_all_joined(error, comm.world)
         dist.destroy_process_group()
         raise
-    with suppress(Exception):  # one that has failed has closed its connections already
-        comm.all_reduce(
-            torch.zeros(1)
-        ).wait()  # all leave together: gloo may abort a rank whose peers have gone
+    with suppress(Exception):  # a group that has failed has closed its connections already
+        # All ranks end together: gloo may abort a rank whose peers have ended.
+        comm.all_reduce(torch.zeros(1)).wait()
     comm.leave_shared_memory()
     with suppress(Exception):
         dist.destroy_process_group()
     wait_for_gloo()
 
 
-def _leave_after_all(error: InputError, world: World) -> bool:
-    """Whether this rank says it. gloo complains of a rank that goes while another one joins."""
-    end = time.monotonic() + SECONDS_TO_LEAVE
-    with suppress(RuntimeError):  # the store is gone already
-        while _count("joined") < world.world_size and time.monotonic() < end:
-            time.sleep(0.01)
+def _end_after_all_joined(error: InputError, world: World) -> bool:
+    """Wait until all ranks have joined, and return whether this rank prints the error.
+
+    gloo reports an error of its own if a rank ends while another one joins.
+    """
+    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    with suppress(RuntimeError):  # the store has ended already
+        while _count_joined() < world.world_size and time.monotonic() < deadline:
+            time.sleep(JOINED_POLL_INTERVAL_S)
     return says_it(str(error), get_default_store(), world)
 
 
-def _count(what: str, more: int = 0) -> int:
-    """How many ranks have joined the group, with so many more."""
-    count: int = get_default_store().add(f"stepladder/{what}", more)
+def _count_joined(more: int = 0) -> int:
+    """Add to the number of ranks that have joined the group, and return it."""
+    count: int = get_default_store().add(JOINED_KEY, more)
     return count
 
 
-def _world_of_the_script() -> World:
-    """Who this process is in a group that is there already."""
+def _world_of_script() -> World:
+    """Return the world of a process group that the calling script has made."""
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -1,17 +1,15 @@
-"""What a run writes while it trains: metrics.jsonl, timing.jsonl, the ledger, scalars for loggers,
-progress.
+"""What a run writes while it trains: metrics.jsonl, timing.jsonl, the ledger, logged scalars.
 
-Losses stay tensors until a flush, so a step never waits for a number. A flush is a collective
-(losses and times are added over ranks in one all-reduce); ranks agree on when."""
+Losses stay tensors until a flush, so no step waits for a number. A flush is a collective: losses
+and times are added over ranks in one all-reduce. The ranks vote on when to flush.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -19,40 +17,43 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepladder.core.console import is_terminal, printable, show
 from stepladder.core.errors import InputError, placing
 from stepladder.core.jsonl import open_to_append
-from stepladder.core.terminal import rich_console
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import timing_line
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
+from stepladder.train.progress_bar import ProgressBar
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 
-# a flush comes after a second at the latest; what it costs by itself is shared by more steps
+# A flush comes after a second at the latest. With more steps in it, its own cost is spread thinner.
 MAX_PENDING_ROWS = 1000
 FLUSH_INTERVAL_S = 1.0  # a person may be watching
-LINE_INTERVAL_S = 10.0
 SCALARS_INTERVAL_S = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
-# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch),
-# counted, lr, the gradient's norm. A plain tuple, made once per step and taken apart hundreds at a
-# time.
 Loss = torch.Tensor | float | None
+# One step that is not yet written: step, epoch, loss (a sum of this rank, or of all ranks), what
+# the loss counts, learning rate, norm of the gradient. A plain tuple, since one is made in every
+# step.
 Row = tuple[int, int, Loss, float, float, torch.Tensor | None]
 
 
 class Recorder:
-    """The steps that are done and not yet written, and who reads them. Each rank has its ledger;
-    all other files are rank 0's.
+    """Keeps the steps that are done and not yet written, and writes them.
 
-    state: its step and its sums over the epoch are moved here.  loggers: who gets scalars besides
-    TensorBoard."""
+    Each rank has its own ledger. All other files are written by the first rank.
+
+    Args:
+        spec: The run.
+        comm: The ranks that train it.
+        state: Its step and its sums over the epoch are advanced here.
+        ledger: Records which samples this rank trains.
+        loggers: Get scalars besides TensorBoard.
+    """
 
     def __init__(
         self,
@@ -62,241 +63,258 @@ class Recorder:
         ledger: Ledger,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.spec, self.comm, self.state, self.ledger = spec, comm, state, ledger
-        curves = partial(TensorBoard, spec.settings.run_dir / "tensorboard")
-        self.loggers = [*loggers, SafeLogger("tensorboard", curves, {}, lambda: None)]
+        self.spec = spec
+        self.comm = comm
+        self.state = state
+        self.ledger = ledger
+        folder = spec.settings.run_dir / "tensorboard"
+        tensorboard = SafeLogger("tensorboard", partial(TensorBoard, folder), {}, lambda: None)
+        self.loggers = [*loggers, tensorboard]
         self.rows: list[Row] = []
-        self.whole = (
-            spec.by_microbatch or comm.device.type == "cpu"
-        )  # the losses given are over all ranks
-        self.last_flush = perf_counter()
-        self.last_scalars = 0.0
-        shown = spec.settings.progress and comm.world.is_first
-        self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.job.unit)
-        self.files: dict[str, TextIO] = {}  # of the first rank, by their names
+        # Whether the recorded losses are sums over all ranks, not over this rank's samples alone.
+        self.losses_are_global = spec.by_microbatch or comm.device.type == "cpu"
+        self.last_flush_time = perf_counter()
+        self.last_scalars_time = 0.0
+        self.progress_bar = self._make_progress_bar()
+        self.files: dict[str, TextIO] = {}  # by name; on the first rank only
         if comm.world.is_first:
             self.open_files()
 
+    # -- files of the first rank -------------------------------------------------------------------
+
     def open_files(self) -> None:
-        """Those of the first rank, to add to them."""
-        folder = self.spec.settings.run_dir
+        """Open the first rank's files, to append to them."""
         for name in (METRICS, TIMING):
-            with placing(folder / name):
-                self.files[name] = os.fdopen(open_to_append(folder / name), "a", encoding="utf-8")
+            path = self.spec.settings.run_dir / name
+            with placing(path):
+                self.files[name] = os.fdopen(open_to_append(path), "a", encoding="utf-8")
 
     def close_files(self) -> None:
-        """Also where this rank has none yet."""
+        """Close the first rank's files, as far as they are open."""
         for name, file in self.files.items():
             with placing(self.spec.settings.run_dir / name):
                 file.close()
 
-    def _add(self, name: str, text: str) -> None:
-        """Write a text to the end of one of the files, out of this process."""
+    def take_over(self, loggers: Sequence[Logger]) -> None:
+        """Become the recorder of the first rank, in place of a first rank that was lost."""
+        self.loggers[:0] = loggers
+        self.progress_bar = self._make_progress_bar()
+
+    def _make_progress_bar(self) -> ProgressBar:
+        is_shown = self.spec.settings.progress and self.comm.world.is_first
+        return ProgressBar(is_shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
+
+    def _append(self, name: str, text: str) -> None:
+        """Append text to one of the files, past this process's buffer."""
         with placing(self.spec.settings.run_dir / name):
             self.files[name].write(text)
             self.files[name].flush()
 
-    def take_over(self, loggers: Sequence[Logger]) -> None:
-        """Write what the first rank writes, from now on."""
-        self.loggers[:0] = loggers
-        shown = self.spec.settings.progress
-        self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
+    # -- recording ---------------------------------------------------------------------------------
 
     def record_samples(self, indices: list[Any]) -> None:
-        """This rank's part of the next step is computed. indices: of the data set, as its batches
-        held them.
+        """Record which samples this rank has computed for the step under way.
 
-        Before the ranks meet, and out of this process where there are others: a step that some rank
-        has done is in the ledger of each, whichever is killed next."""
+        This comes before the collective of the step, and with several ranks leaves this process at
+        once. So a step that any rank has done is in the ledger of every rank, whichever is killed
+        next.
+
+        Args:
+            indices: Of the data set, an array per batch.
+        """
         step = self.state.step
         self.ledger.record(step + 1, self.spec.plan.epoch_of_step(step), indices)
         if not self.comm.alone:
             self.ledger.flush()
 
-    def step(self, loss: Loss, counted: float, lr: float, norm: torch.Tensor | None = None) -> None:
-        """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this
-        rank's; shape ().
+    def record_step(
+        self, loss: Loss, count: float, learning_rate: float, norm: torch.Tensor | None = None
+    ) -> None:
+        """Record a step as done.
 
-        counted: what the loss counts, over all ranks.  norm: of the gradient, shape ().
+        Args:
+            loss: The sum over the samples of all ranks, shape (). On a GPU with one pass per rank,
+                the sum over this rank's samples.
+            count: What the loss counts, over all ranks.
+            learning_rate: Of the first group of parameters.
+            norm: Of the gradient, shape ().
         """
-        state = self.state
-        epoch = self.spec.plan.epoch_of_step(state.step)
-        state.step += 1
-        self.rows.append((state.step, epoch, loss, counted, lr, norm))
+        epoch = self.spec.plan.epoch_of_step(self.state.step)
+        step = self.state.advance()
+        self.rows.append((step, epoch, loss, count, learning_rate, norm))
 
     @property
     def is_full(self) -> bool:
+        """Whether so many steps are recorded that they must be written."""
         return len(self.rows) >= MAX_PENDING_ROWS
 
     def is_flush_due(self, now: float) -> bool:
-        """Whether a person watching has waited long enough."""
-        return now - self.last_flush > FLUSH_INTERVAL_S
+        """Return whether a person who watches has waited long enough for new lines."""
+        return now - self.last_flush_time > FLUSH_INTERVAL_S
+
+    # -- in-place recovery -------------------------------------------------------------------------
+
+    @property
+    def last_written_step(self) -> int:
+        """The last step that is in metrics.jsonl."""
+        return self.rows[0][0] - 1 if self.rows else self.state.step
+
+    def replace_rows(self, rows: list[Row]) -> None:
+        """Replace the steps that are not yet written."""
+        self.rows = list(rows)
+
+    def rows_as_numbers(self) -> list[Row]:
+        """Return the steps that are not yet written, with each loss as a number."""
+        rows: list[Row] = []
+        for step, epoch, loss, count, rate, norm in self.rows:
+            number = 0.0 if loss is None else float(loss)
+            rows.append((step, epoch, number, count, rate, norm))
+        return rows
+
+    # -- writing -----------------------------------------------------------------------------------
 
     def flush(self, durable: bool = False) -> None:
-        """Write what was recorded. durable: the ledger past the operating system's cache. A
-        collective.
+        """Write the recorded steps. A collective.
 
-        Raises InputError at the first loss that is not finite.
+        Args:
+            durable: Whether the ledger must be on disk afterwards.
+
+        Raises:
+            InputError: At the first loss that is not finite.
         """
-        self.last_flush = perf_counter()
+        self.last_flush_time = perf_counter()
         if self.rows:
             self._write_rows()
         self.ledger.flush(lasting=durable)
 
     def _write_rows(self) -> None:
-        steps, epochs, tensors, counts, rates, tensor_norms = zip(*self.rows, strict=True)
+        steps, epochs, losses, counts, rates, norms = zip(*self.rows, strict=True)
         self.rows.clear()
-        losses, times = self._gather(tensors)
-        for loss in (
-            losses.tolist()
-        ):  # one by one: when the ring was flushed must not change the sum's bits
-            self.state.epoch_loss += loss
-        self.state.epoch_count += sum(counts)
-        means = losses / np.where(np.array(counts) > 0, counts, np.nan)
-        finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
+        loss_sums, seconds = self._sum_over_ranks(losses)
+        self.state.add_to_epoch(loss_sums.tolist(), counts)
+        means = loss_sums / np.where(np.array(counts) > 0, counts, np.nan)
+        num_finite = int(np.isfinite(means).cumprod().sum())  # before the first that is not finite
         if self.comm.world.is_first:
-            norms = read_norms(tensor_norms)
-            self._write_steps(
-                steps[:finite], epochs, zip(means.tolist(), rates, norms, strict=True)
-            )
-            self._write_times(steps[-1], len(steps), times)
-            if perf_counter() - self.last_scalars > SCALARS_INTERVAL_S:
-                self.last_scalars = perf_counter()
-                told = {} if norms[-1] is None else {"train/grad_norm": norms[-1]}
-                self._log({"train/loss": float(means.mean()), "train/lr": rates[-1], **told})
-            in_samples = self.spec.job.unit == "samples"
-            done = len(steps) * self.spec.plan.global_batch if in_samples else sum(counts)
-            self.progress.update(steps[-1], float(means[-1]), done)
-        if finite < len(steps):
-            if not counts[finite] > 0:
-                found = (
-                    f"the loss of step {steps[finite]} counts {counts[finite]:g}, over all ranks"
-                )
-                raise InputError(
-                    found, "loss(model, batch) -> (sum, count), where count is above 0"
-                )
-            raise InputError(
-                f"the loss of step {steps[finite]} is {means[finite]}",
-                "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
-            )
+            norm_values = read_norms(norms)
+            lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
+            self._append(METRICS, lines)
+            timing = timing_line(steps[-1], len(steps), seconds)
+            self._append(TIMING, json.dumps(timing) + "\n")
+            self._log_scalars(float(means.mean()), rates[-1], norm_values[-1])
+            done = sum(counts)
+            if self.spec.job.unit == "samples":
+                done = len(steps) * self.spec.plan.global_batch
+            self.progress_bar.update(steps[-1], float(means[-1]), done)
+        if num_finite < len(steps):
+            raise loss_error(steps[num_finite], means[num_finite], counts[num_finite])
 
-    def _gather(self, tensors: tuple[Loss, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size,
-        keys).
+    def _sum_over_ranks(self, losses: Sequence[Loss]) -> tuple[np.ndarray, np.ndarray]:
+        """Return losses and times of all ranks, added in one all-reduce.
+
+        Returns:
+            Losses over all ranks, shape (steps,), and seconds, shape (world_size, TIMING_KEYS).
         """
-        if self.comm.device.type == "cpu":
-            mine = np.array([0.0 if loss is None else float(loss) for loss in tensors])
-        else:  # all at once
-            zero = torch.zeros((), device=self.comm.device)
-            losses = torch.stack(
-                [loss if isinstance(loss, torch.Tensor) else zero for loss in tensors]
-            )
-            mine = losses.double().cpu().numpy()
-        if self.whole and not self.comm.world.is_first:
-            mine = np.zeros_like(mine)
-        times = np.zeros((self.comm.world.world_size, len(TIMING_KEYS)))
-        times[self.comm.world.rank] = self.comm.phases.take_seconds()
-        both = self.comm.sum(np.concatenate([mine, times.reshape(-1)]))
-        return both[: len(mine)], both[len(mine) :].reshape(times.shape)
+        world = self.comm.world
+        if self.losses_are_global and not world.is_first:
+            own_losses = np.zeros(len(losses))
+        else:
+            own_losses = read_losses(losses, self.comm.device)
+        seconds = np.zeros((world.world_size, len(TIMING_KEYS)))
+        seconds[world.rank] = self.comm.phases.take_seconds()
+        sums = self.comm.sum(np.concatenate([own_losses, seconds.reshape(-1)]))
+        loss_sums, all_seconds = np.split(sums, [len(losses)])
+        return loss_sums, all_seconds.reshape(seconds.shape)
 
-    def _write_steps(
-        self, steps: Any, epochs: Any, values: Iterable[tuple[float, float, float | None]]
-    ) -> None:
-        lines = [
-            f'{{"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}'
-            + ("}\n" if norm is None else f', "grad_norm": {norm!r}}}\n')
-            for step, epoch, (mean, rate, norm) in zip(steps, epochs, values, strict=False)
-        ]
-        self._add(METRICS, "".join(lines))
-
-    def _write_times(self, step: int, count: int, times: np.ndarray) -> None:
-        self._add(TIMING, json.dumps(timing_line(step, count, times)) + "\n")
+    def _log_scalars(self, loss: float, learning_rate: float, norm: float | None) -> None:
+        """Log one point of the training curves, unless the last one is too recent."""
+        now = perf_counter()
+        if now - self.last_scalars_time <= SCALARS_INTERVAL_S:
+            return
+        self.last_scalars_time = now
+        values = {"train/loss": loss, "train/lr": learning_rate}
+        if norm is not None:
+            values["train/grad_norm"] = norm
+        self._log(values)
 
     def end_epoch(self) -> None:
-        """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's
-        metrics.
+        """Write the mean loss and the metrics of an epoch, or of a run's last steps.
+
+        All steps of the epoch must be flushed before.
         """
         state = self.state
-        state.train_loss = state.epoch_loss / state.epoch_count if state.epoch_count else math.nan
+        state.set_train_loss()
         epoch = self.spec.plan.epoch_of_step(state.step - 1)
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
-            self._add(METRICS, json.dumps({"step": state.step, "epoch": epoch, **values}) + "\n")
-            self._log(
-                {f"eval/{name}": value for name, value in values.items() if name != "train_loss"}
-            )
-            self.progress.evaluated(state.step, epoch, values)
+            line = {"step": state.step, "epoch": epoch, **values}
+            self._append(METRICS, json.dumps(line) + "\n")
+            self._log({f"eval/{name}": value for name, value in state.metrics.items()})
+            self.progress_bar.show_evaluation(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:
-            state.epoch_loss, state.epoch_count = 0.0, 0.0
+            state.clear_epoch()
 
     def _log(self, values: dict[str, float]) -> None:
         for logger in self.loggers:
             logger.log(self.state.step, values)
 
     def close(self) -> None:
-        """Write what is left in buffers and end the display; each of them, though one before has
-        failed.
-        """
+        """Close files, loggers and display, each of them even if another one fails."""
         with ExitStack() as at_end:
             at_end.callback(self.ledger.close)
-            if self.files:  # the first rank's
+            if self.files:  # on the first rank
                 for logger in self.loggers:
                     at_end.callback(logger.close)
-                at_end.callback(self.progress.close)
+                at_end.callback(self.progress_bar.close)
                 at_end.callback(self.close_files)
 
 
-def read_norms(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
-    """Of the gradients, all read at once; None where there is none, or none that JSON could say."""
-    known = [norm for norm in tensors if norm is not None]
-    read = iter(torch.stack(known).tolist() if known else [])
-    found = [None if norm is None else next(read) for norm in tensors]
-    return [norm if norm is not None and math.isfinite(norm) else None for norm in found]
+def read_losses(losses: Sequence[Loss], device: torch.device) -> np.ndarray:
+    """Return losses as numbers, shape (steps,). On a GPU all are read at once, in one wait."""
+    if device.type == "cpu":
+        return np.array([float(loss) if loss is not None else 0.0 for loss in losses])
+    zero = torch.zeros((), device=device)
+    tensors = [loss if isinstance(loss, torch.Tensor) else zero for loss in losses]
+    stacked = torch.stack(tensors)
+    return stacked.double().cpu().numpy()
 
 
-class ProgressBar:
-    """Steps, loss and speed on stderr: a bar on a terminal, elsewhere plain lines. Rank 0 only."""
+def read_norms(norms: Sequence[torch.Tensor | None]) -> list[float | None]:
+    """Return norms as numbers, read at once. None for no norm, or one that JSON cannot express."""
+    tensors = [norm for norm in norms if norm is not None]
+    values = iter(torch.stack(tensors).tolist() if tensors else [])
+    numbers: list[float | None] = []
+    for norm in norms:
+        number = math.nan if norm is None else next(values)
+        numbers.append(number if math.isfinite(number) else None)
+    return numbers
 
-    def __init__(self, shown: bool, num_steps: int, start: int, unit: str) -> None:
-        self.num_steps, self.unit, self.done = num_steps, unit, 0.0
-        self.began = self.last_line = time.monotonic()
-        self.stream: TextIO | None = sys.stderr if shown else None
-        self.bar: Progress | None = None
-        if is_terminal(self.stream):
-            self.bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("loss {task.fields[loss]:.4f}"),
-                TextColumn("{task.fields[speed]:,.0f} " + f"{printable(unit)}/s"),
-                console=rich_console(file=self.stream),
-                transient=True,
-            )
-            self.task = self.bar.add_task("", total=num_steps, completed=start, loss=0.0, speed=0.0)
-            self.bar.start()
 
-    def update(self, step: int, loss: float, done: float) -> None:
-        """Steps up to `step` are done; `loss` is the last one's mean. done: samples, or of another
-        unit, since the last call."""
-        self.done += done
-        speed = self.done / max(time.monotonic() - self.began, 1e-9)
-        if self.bar:
-            self.bar.update(self.task, completed=step, loss=loss, speed=speed)
-        elif self.stream and time.monotonic() - self.last_line > LINE_INTERVAL_S:
-            self._line(f"step {step}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} {self.unit}/s")
+def step_lines(
+    steps: Sequence[int],
+    epochs: Sequence[int],
+    means: np.ndarray,
+    rates: Sequence[float],
+    norms: Sequence[float | None],
+) -> str:
+    """Return a line of metrics.jsonl for each of `steps`, without json.dumps, which is slower."""
+    lines = []
+    rows = zip(steps, epochs, means.tolist(), rates, norms, strict=False)
+    for step, epoch, mean, rate, norm in rows:
+        line = f'"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}'
+        if norm is not None:
+            line += f', "grad_norm": {norm!r}'
+        lines.append(f"{{{line}}}\n")
+    return "".join(lines)
 
-    def evaluated(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
-        values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._line(f"epoch {epoch + 1} done, step {step}/{self.num_steps}  {values}")
 
-    def _line(self, text: str) -> None:
-        self.last_line = time.monotonic()
-        if self.bar:
-            self.bar.console.print(printable(text), highlight=False, markup=False)
-        else:
-            show(text, self.stream)
-
-    def close(self) -> None:
-        if self.bar:
-            self.bar.stop()
+def loss_error(step: int, mean: float, count: float) -> InputError:
+    """Return the error for a step whose mean loss is not a finite number."""
+    if not count > 0:
+        return InputError(
+            f"the loss of step {step} counts {count:g}, over all ranks",
+            "loss(model, batch) -> (sum, count), where count is above 0",
+        )
+    return InputError(
+        f"the loss of step {step} is {mean}",
+        "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
+    )

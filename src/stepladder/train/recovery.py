@@ -1,112 +1,199 @@
-"""Going on in place when other ranks are lost: data-parallel ranks each hold the whole state.
+"""In-place recovery: the ranks that remain after a loss are brought to the same state.
 
-Those that are left form a new group. They differ by one step at most, since no rank passes a step's
-meeting before all have come to it: those ahead give their state. What an interrupted step's end had
-changed in the books is taken back on all ranks, and done again."""
+With data parallelism each rank holds the whole state. The remaining ranks form a new process group.
+Their states differ by one step at most, because no rank passes the collective of a step before all
+ranks have entered it. Ranks that are ahead send their state to the others. What the end of an
+interrupted step has changed is undone on every rank, and done again.
+"""
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
 from stepladder.core.errors import StateLost
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
-from stepladder.train.recorder import Recorder
+from stepladder.train.recorder import Recorder, Row
 from stepladder.train.state import TrainState
 
-PROGRESS_RECORD = struct.Struct(
-    "q?"
-)  # steps done; whether something is left to do at the last one's end
-KEPT = "epoch_loss", "epoch_count", "metrics", "evaluated_step", "train_loss", "best"
+POSITION_FORMAT = struct.Struct("q?")  # a `Position` as bytes
+
+
+class Action(IntEnum):
+    """What ranks vote on at the end of each step: the index of its vote in a list of votes."""
+
+    STOP = 0
+    SNAPSHOT = 1
+    FLUSH = 2
+    REGROUP = 3
 
 
 class MembershipChange(Exception):
-    """Another rank waits to join: all meet anew, with it."""
+    """Another rank waits to join, so all ranks leave their group and form one with it."""
+
+
+class Position(NamedTuple):
+    """How far one rank is.
+
+    Args:
+        step: Optimizer steps done, -1 for a rank that has no state yet.
+        has_pending_actions: Whether the end of that step is still to be done.
+    """
+
+    step: int
+    has_pending_actions: bool
+
+
+class JournalEntry(NamedTuple):
+    """What the end of one step may change, as it was before.
+
+    Args:
+        votes: What the ranks agreed to do.
+        rows: The recorded steps that were not yet written.
+        records: Losses and metrics, from `TrainState.records`.
+    """
+
+    votes: list[bool]
+    rows: list[Row]
+    records: dict[str, Any]
+
+
+class StateMessage(NamedTuple):
+    """Everything that one rank sends to bring another one to its own state.
+
+    Args:
+        weights: Of the model. With --shard-copies, only what no slice holds.
+        state: `TrainState.state_dict`.
+        step: Optimizer steps done.
+        evaluated_step: The step of the last evaluation.
+        rows: The recorded steps that are not yet written, with numbers for losses.
+        pending_actions: What is still to be done at the end of the step, or None.
+        unfinished_step: With --shard-copies: a step whose weights are not yet gathered, or None.
+    """
+
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    step: int
+    evaluated_step: int
+    rows: list[Any]
+    pending_actions: list[bool] | None
+    unfinished_step: list[Any] | None
 
 
 class StepJournal:
-    """What a step's end may change, and how it was before.
+    """Makes the end of a step repeatable, as the journal of a database does for a transaction.
 
-    votes: what ranks agreed to do at the last step's end, while that is not done; else None.
+    `open` notes what the end of the step may change, `commit` marks it as done, `rollback` undoes
+    it.
+
+    Attributes:
+        pending_actions: What ranks agreed to do at the end of the last step, by `Action`, while it
+            is not done; else None.
     """
 
     def __init__(self, recorder: Recorder, state: TrainState) -> None:
-        self.recorder, self.state = recorder, state
+        self.recorder = recorder
+        self.state = state
         self.pending_actions: list[bool] | None = None
+        self.entry: JournalEntry | None = None
 
     def open(self, votes: list[bool]) -> None:
-        """A step's end begins."""
-        self.pending_actions = self.votes_before = votes
-        self.rows = list(self.recorder.rows)
-        self.values = {name: getattr(self.state, name) for name in KEPT}
+        """Begin the end of a step."""
+        self.pending_actions = votes
+        self.entry = JournalEntry(votes, list(self.recorder.rows), self.state.records())
 
-    def close(self) -> None:
-        """It is done."""
+    def commit(self) -> None:
+        """Mark the end of the step as done."""
         self.pending_actions = None
 
-    def reopen(self) -> None:
-        """It is to be done again, for some rank has not done it."""
-        self.pending_actions = self.votes_before
-        self.recorder.rows = list(self.rows)
-        for name, value in self.values.items():
-            setattr(self.state, name, value)
+    def rollback(self) -> None:
+        """Undo the end of the last step: it is done again, since some rank has not done it."""
+        assert self.entry is not None
+        self.pending_actions = self.entry.votes
+        self.recorder.replace_rows(self.entry.rows)
+        self.state.restore_records(self.entry.records)
 
     def synchronize(self, comm: Comm, model: torch.nn.Module) -> int:
-        """Bring all ranks to where those are that are ahead, and note in the ledger who they are. A
-        collective.
+        """Bring every rank to the state of the most advanced ones. A collective.
 
-        Returns the last step written.
+        Returns:
+            The last step that is in metrics.jsonl.
+
+        Raises:
+            StateLost: If no rank has the state, or a slice of it.
         """
-        mine = PROGRESS_RECORD.pack(self.state.step, self.pending_actions is not None)
-        standings = [PROGRESS_RECORD.unpack(found) for found in comm.gather_bytes(mine)]
-        top = max(step for step, _ in standings)
-        if top < 0:
+        own_position = Position(self.state.step, self.pending_actions is not None)
+        gathered = comm.gather_bytes(POSITION_FORMAT.pack(*own_position))
+        positions = [Position(*POSITION_FORMAT.unpack(data)) for data in gathered]
+        last_step = max(position.step for position in positions)
+        if last_step < 0:
             raise StateLost("all processes that had the state are lost")
-        found = (
-            None if self.state.shard_replicas is None else self.state.shard_replicas.find_holders()
-        )
-        if self.state.shard_replicas is not None and found is None:
+        replicas = self.state.shard_replicas
+        holders = None if replicas is None else replicas.find_holders()
+        if replicas is not None and holders is None:
             raise StateLost("both processes that had a slice of the optimizer's state are lost")
-        # Before any rank can go on with what another one gives it: that one may be killed next.
-        self.recorder.ledger.change(top, comm.members, comm.group_number, comm.loss_reasons)
-        if self.state.step == top and (top, True) in standings:
-            self.reopen()
-        source = next(rank for rank, (step, _) in enumerate(standings) if step == top)
-        if any(step < top for step, _ in standings):
-            given = self._given(model) if comm.world.rank == source else None
-            given = broadcast_state(comm, given, source, wanted=self.state.step < top)
-            if self.state.step < top:
-                self._adopt(given, model)
-        if self.state.shard_replicas is not None and found is not None:
-            self.state.shards = self.state.shard_replicas.reshard(*found)
-        return self.recorder.rows[0][0] - 1 if self.recorder.rows else self.state.step
+        # The ledger first: a rank may be killed right after it has sent its state to the others.
+        self.recorder.ledger.change(last_step, comm.members, comm.group_number, comm.loss_reasons)
+        if self.state.step == last_step and Position(last_step, True) in positions:
+            self.rollback()
+        if any(position.step < last_step for position in positions):
+            self._send_state(comm, model, [position.step for position in positions])
+        if replicas is not None and holders is not None:
+            self.state.replace_shards(replicas.reshard(*holders))
+        return self.recorder.last_written_step
 
-    def _given(self, model: torch.nn.Module) -> list[Any]:
-        """All that another rank needs to stand where this one stands."""
-        rows = [
-            (step, epoch, 0.0 if loss is None else float(loss), counted, lr, norm)
-            for step, epoch, loss, counted, lr, norm in self.recorder.rows
-        ]
-        standing, copies = (self.state.step, self.state.evaluated_step), self.state.shard_replicas
-        weights, taken = (
-            (model.state_dict(), None) if copies is None else copies.state_for_behind(model)
+    def _send_state(self, comm: Comm, model: torch.nn.Module, steps: list[int]) -> None:
+        """Send the state of the first rank at the last step to the ranks that are behind.
+
+        Args:
+            comm: The ranks.
+            model: The model of this rank.
+            steps: The steps done by each rank.
+        """
+        last_step = max(steps)
+        source = steps.index(last_step)
+        is_behind = self.state.step < last_step
+        message = list(self._make_message(model)) if comm.world.rank == source else None
+        received = broadcast_state(comm, message, source, wanted=is_behind)
+        if is_behind:
+            self._adopt(StateMessage(*received), model)
+
+    def _make_message(self, model: torch.nn.Module) -> StateMessage:
+        replicas = self.state.shard_replicas
+        weights: dict[str, torch.Tensor] = {}
+        unfinished_step = None
+        if replicas is None:
+            weights = model.state_dict()
+        else:
+            weights, unfinished_step = replicas.state_for_behind(model)
+        return StateMessage(
+            weights,
+            self.state.state_dict(),
+            self.state.step,
+            self.state.evaluated_step,
+            self.recorder.rows_as_numbers(),
+            self.pending_actions,
+            unfinished_step,
         )
-        return [weights, self.state.state_dict(), standing, rows, self.pending_actions, taken]
 
-    def _adopt(self, given: Any, model: torch.nn.Module) -> None:
-        """Stand where the rank stands that has given this."""
-        weights, stored, (step, evaluated), rows, votes, taken = given
-        copies = self.state.shard_replicas
-        if copies is not None:
-            copies.apply_step(taken)
-        model.load_state_dict(weights, strict=copies is None)
-        self.state.load_state_dict(stored, step, slices=copies is None)
-        self.state.evaluated_step = evaluated
-        self.recorder.rows = [
-            (row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in rows
-        ]
-        if votes is not None:
-            self.open(votes)
+    def _adopt(self, message: StateMessage, model: torch.nn.Module) -> None:
+        """Bring this rank to the state of the rank that has sent the message."""
+        replicas = self.state.shard_replicas
+        if replicas is not None:
+            replicas.apply_step(message.unfinished_step)
+        model.load_state_dict(message.weights, strict=replicas is None)
+        self.state.load_state_dict(
+            message.state,
+            message.step,
+            message.evaluated_step,
+            with_slices=replicas is None,
+        )
+        self.recorder.replace_rows(
+            [(row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in message.rows]
+        )
+        if message.pending_actions is not None:
+            self.open(message.pending_actions)

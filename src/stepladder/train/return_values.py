@@ -1,5 +1,6 @@
-"""What a job's functions return: taken as it is meant, or refused in a line that names the
-function.
+"""Validation of what a job's functions return: sums, counts and names of metrics.
+
+Each error names the function and shows what it has returned.
 """
 
 from __future__ import annotations
@@ -13,98 +14,130 @@ import torch
 
 from stepladder.core.errors import InputError, one_line
 
-LOSS_HINT = "return (sum, count): the sum over the batch as a scalar tensor with its gradient, and what it counts"
-RESERVED_NAMES = (
-    "step",
-    "epoch",
-    "lr",
-    "grad_norm",
-    "train_loss",
-)  # of a line in metrics.jsonl: no metric can be called so
-MAX_METRIC_NAME_LENGTH = 100
+LOSS_HINT = (
+    "return (sum, count): the sum over the batch as a scalar tensor with its gradient,"
+    " and what it counts"
+)
 METRICS_HINT = (
     'return {"name": (sum, count)}, two numbers for each name, and the same names for each batch'
 )
 DERIVED_HINT = 'return {"name": value}, a number for each name'
+# Other keys of the lines in metrics.jsonl, so no metric can have such a name.
+RESERVED_NAMES = ("step", "epoch", "lr", "grad_norm", "train_loss")
+MAX_METRIC_NAME_LENGTH = 100
+MAX_ITEMS_SHOWN = 4
 
 
 def parse_loss(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    """Sum and count of what `loss` has returned for so many samples; one tensor is their mean."""
-    total: Any
-    count: Any
-    total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    """Return the sum, shape (), and the count of what `loss` has returned.
+
+    Args:
+        result: (sum, count), or one tensor, which is the mean over the samples.
+        samples: How many samples the batch has.
+
+    Raises:
+        InputError: If it is neither of these.
+    """
+    total: Any = result
+    count: Any = None
+    if isinstance(result, tuple) and len(result) == 2:
+        total, count = result
     if not (is_number(total) and isinstance(total, torch.Tensor) and total.requires_grad):
         raise make_error("loss", result, LOSS_HINT)
     if total is result:
-        total, count = total * samples, samples
-    counted = float(count) if is_number(count) else -1.0  # once: on a GPU it waits for the pass
-    if not 0 <= counted < math.inf:
+        total = total * samples
+        count = samples
+    # Converted once: if it is a tensor on a GPU, this waits for the forward pass.
+    count_value = float(count) if is_number(count) else -1.0
+    if not 0 <= count_value < math.inf:
         raise make_error("loss", result, LOSS_HINT)
-    return total if total.ndim == 0 else total.reshape(()), counted
+    return total if total.ndim == 0 else total.reshape(()), count_value
 
 
-def validate_metrics(result: Any, names: list[str] | None) -> None:
-    """Raises InputError where `metrics` has not returned sums and counts. names: those of an
-    earlier batch.
+def validate_metrics(result: Any, expected_names: list[str] | None) -> None:
+    """Raise InputError if `metrics` has not returned a dict of sums and counts.
+
+    Args:
+        result: What it has returned.
+        expected_names: The names that it has returned for an earlier batch.
     """
-    sound = isinstance(result, dict) and all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_number, pair))
-        for pair in result.values()
+    is_valid = (
+        isinstance(result, dict)
+        and bool(result)
+        and all(is_sum_and_count(value) for value in result.values())
+        and (expected_names is None or set(expected_names) == result.keys())
     )
-    if not sound or not result or (names is not None and set(names) != result.keys()):
+    if not is_valid:
         raise make_error("metrics", result, METRICS_HINT)
     validate_metric_names("metrics", result)
 
 
+def is_sum_and_count(value: Any) -> bool:
+    """Return whether a value is a pair of numbers."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
+
+
 def validate_counts(counts: np.ndarray, names: list[str]) -> None:
-    """Raises InputError where a batch's count, shape (batches, names), is nothing that can be
-    counted.
+    """Raise InputError if a count is negative or not finite.
+
+    Args:
+        counts: Of each batch, shape (batches, names).
+        names: Of the metrics.
     """
-    for row in counts[~(np.isfinite(counts) & (counts >= 0)).all(axis=1)]:
-        raise make_error(
-            "metrics",
-            {name: (..., count) for name, count in zip(names, row.tolist(), strict=True)},
-            METRICS_HINT,
-        )
+    is_valid = np.isfinite(counts) & (counts >= 0)
+    for row in counts[~is_valid.all(axis=1)].tolist():
+        result = {name: (..., count) for name, count in zip(names, row, strict=True)}
+        raise make_error("metrics", result, METRICS_HINT)
 
 
 def find_doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str]) -> list[str]:
-    """Return a line for each metric that may be a mean of each batch, counted once, where batches
-    differ in size.
+    """Return a line for each metric that may be the mean of a batch, with a count of 1.
+
+    Means of batches cannot be averaged if the batches differ in size.
 
     Args:
-        counts: of each batch, shape (batches, names).
-        sizes: samples of each batch.
-        names: of the metrics.
+        counts: Of each batch, shape (batches, names).
+        sizes: Samples of each batch.
+        names: Of the metrics.
     """
     if len(set(sizes)) < 2:
         return []
     return [
-        f"  metric {name} counts 1 for each batch, of {max(sizes)} samples as of {min(sizes)}: if it is a batch's"
-        " mean, the result is wrong. HINT: return (sum over the batch, its samples)"
+        f"  metric {name} counts 1 for each batch, of {max(sizes)} samples as of {min(sizes)}:"
+        " if it is a batch's mean, the result is wrong."
+        " HINT: return (sum over the batch, its samples)"
         for name, column in zip(names, counts.T, strict=True)
         if (column == 1).all()
     ]
 
 
-def validate_metric_names(part: str, result: dict[Any, Any]) -> None:
-    """Raises InputError for a metric that no line, file or page could name."""
+def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
+    """Raise InputError for a name that a line, a file or a page could not show.
+
+    Args:
+        function: The part of the job that has returned the result.
+        result: The metrics by name.
+    """
     for name in result:
-        if not (
-            isinstance(name, str) and 0 < len(name) <= MAX_METRIC_NAME_LENGTH and name.isprintable()
-        ):
+        is_short_text = isinstance(name, str) and 0 < len(name) <= MAX_METRIC_NAME_LENGTH
+        if not (is_short_text and name.isprintable()):
             raise InputError(
-                f"{part} of the Job names a metric {one_line(repr(name))}",
+                f"{function} of the Job names a metric {one_line(repr(name))}",
                 "a short text, as accuracy",
             )
         if name in RESERVED_NAMES:
             raise InputError(
-                f"{part} of the Job names a metric {name!r}, which each line has", f"eval_{name}"
+                f"{function} of the Job names a metric {name!r}, which each line has",
+                f"eval_{name}",
             )
 
 
 def parse_derived(result: Any) -> dict[str, float]:
-    """The further metrics that `derived` has returned."""
+    """Return the metrics that `derived` has returned, as numbers.
+
+    Raises:
+        InputError: If it has not returned a dict of numbers.
+    """
     if not (isinstance(result, dict) and all(map(is_number, result.values()))):
         raise make_error("derived", result, DERIVED_HINT)
     validate_metric_names("derived", result)
@@ -112,7 +145,7 @@ def parse_derived(result: Any) -> dict[str, float]:
 
 
 def validate_best(name: str, metrics: dict[str, float]) -> None:
-    """Raises InputError where the Job's `best` names none of the metrics."""
+    """Raise InputError if the job's `best` names none of the metrics."""
     if name not in metrics:
         raise InputError(
             f"best of the Job names the metric {name!r}", f"one of {', '.join(metrics)}; or None"
@@ -120,30 +153,41 @@ def validate_best(name: str, metrics: dict[str, float]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A plain number, or a tensor of one. On a GPU nothing waits for it."""
+    """Return whether a value is a number or a tensor of one number, without waiting for a GPU."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    try:  # the first two cost less to ask for, in every step
+    try:  # int and float before Real: they are tested faster, and this runs in every step
         return isinstance(value, (int, float, Real)) and type(float(value)) is float
     except OverflowError:
         return False
 
 
-def make_error(part: str, result: Any, hint: str) -> InputError:
-    return InputError(f"{part} of the Job has returned {describe(result)}", hint)
+def make_error(function: str, result: Any, hint: str) -> InputError:
+    """Return the error for a function of the job that has returned something else."""
+    return InputError(f"{function} of the Job has returned {describe(result)}", hint)
 
 
 def describe(value: Any) -> str:
-    """In a few words: of a tensor its form, and its number where that is all, such as a count."""
+    """Return a short description of a value; of a tensor its shape, and its number if it is one."""
     if isinstance(value, torch.Tensor):
-        form = f"a tensor of shape {list(value.shape)}"
-        if value.requires_grad:
-            return f"{form}, with a gradient"
-        return f"{form}, without a gradient" + (f": {value.item()}" if value.numel() == 1 else "")
+        return _describe_tensor(value)
     if value is ...:
         return "..."
     if isinstance(value, tuple):
-        return f"({', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''})"
+        items = [describe(item) for item in value[:MAX_ITEMS_SHOWN]]
+        if len(value) > MAX_ITEMS_SHOWN:
+            items.append("...")
+        return f"({', '.join(items)})"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name!r:.40}: {describe(part)}' for name, part in list(value.items())[:4])}}}"
+        pairs = list(value.items())[:MAX_ITEMS_SHOWN]
+        items = [f"{name!r:.40}: {describe(item)}" for name, item in pairs]
+        return f"{{{', '.join(items)}}}"
     return one_line(repr(value))
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    text = f"a tensor of shape {list(tensor.shape)}"
+    if tensor.requires_grad:
+        return f"{text}, with a gradient"
+    text += ", without a gradient"
+    return f"{text}: {tensor.item()}" if tensor.numel() == 1 else text

@@ -1,6 +1,4 @@
-"""What a run is: its plan, its length, its data, and what a resumed one must have in common with
-it.
-"""
+"""The definition of a run: its plan, its length, its data, and what a resumed run must share."""
 
 from __future__ import annotations
 
@@ -38,9 +36,11 @@ from stepladder.train.job_validation import (
 from stepladder.train.optimizer_shards import validate_shard
 from stepladder.train.replica_check import validate_equal_settings
 
+SIZE_DEFAULTS = {"epochs": 1, "global_batch": 64, "seed": 0}
+
 
 class Sizes(NamedTuple):
-    """What both the settings and a job's Config may say; the run has one of each."""
+    """What both the settings and the job's Config may say; a run has one value of each."""
 
     epochs: int
     global_batch: int
@@ -48,33 +48,53 @@ class Sizes(NamedTuple):
 
 
 def resolve_sizes(settings: Settings, recipe: Recipe) -> Sizes:
-    """The Config's, else the settings', else the defaults. Raises InputError where the two differ."""
-    found = {}
-    for name, default in (("epochs", 1), ("global_batch", 64), ("seed", 0)):
-        asked, configured = getattr(settings, name), recipe.config.get(name)
-        if None not in (asked, configured) and asked != configured:
-            raise InputError(
-                f"{name} is {configured} in the job's Config and {asked} in the settings",
-                f"leave {name} to the Config",
-            )
-        found[name] = value = next(
-            value for value in (configured, asked, default) if value is not None
-        )
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise InputError(
-                f"{name} in the job's Config is {value!r:.60}, not a whole number", f"{name}: int"
-            )
-    sizes = Sizes(**found)
-    replace(settings, **sizes._asdict())  # which refuses what is out of range
+    """Return the sizes of the Config, else those of the settings, else the defaults.
+
+    Raises:
+        InputError: If Config and settings contradict each other, or a size is no whole number.
+    """
+    sizes = Sizes(*[_resolve_size(name, settings, recipe) for name in Sizes._fields])
+    replace(settings, **sizes._asdict())  # raises InputError for sizes that are out of range
     return sizes
+
+
+def _resolve_size(name: str, settings: Settings, recipe: Recipe) -> Any:
+    in_settings = getattr(settings, name)
+    in_config = recipe.config.get(name)
+    if in_settings is not None and in_config is not None and in_settings != in_config:
+        raise InputError(
+            f"{name} is {in_config} in the job's Config and {in_settings} in the settings",
+            f"leave {name} to the Config",
+        )
+    value: Any = SIZE_DEFAULTS[name]
+    if in_config is not None:
+        value = in_config
+    elif in_settings is not None:
+        value = in_settings
+    is_whole_number = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole_number:
+        raise InputError(
+            f"{name} in the job's Config is {value!r:.60}, not a whole number", f"{name}: int"
+        )
+    return value
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run, whoever computes it. The plan is the one owner of the global batch.
+    """One run, whichever processes compute it. Only its plan has the global batch.
 
-    num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this
-    rank."""
+    Args:
+        job: The model, its optimizer, the loss and the data.
+        settings: The flags of `stepladder train`.
+        recipe: The job's name and Config.
+        plan: Which samples each step trains.
+        epochs: Passes over the training data.
+        num_steps: Optimizer steps of the whole run.
+        threads: Intra-op threads of each process.
+        device: The device of this rank.
+        train_source: The opened training data.
+        eval_source: The opened evaluation data, None if the job has no evaluation.
+    """
 
     job: Job
     settings: Settings
@@ -89,8 +109,12 @@ class RunSpec:
 
     @staticmethod
     def make(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
-        """Raises InputError where the job, the settings and this many processes do not go together,
-        or ranks have others. A collective."""
+        """Return the run of a job. A collective.
+
+        Raises:
+            InputError: If the job, the settings and the number of processes do not fit each other,
+                or ranks have different settings.
+        """
         validate_equal_settings(comm, settings, recipe)
         validate_parts(job)
         validate_parameters(job)
@@ -100,79 +124,74 @@ class RunSpec:
             validate_checkpointable(job)
         if settings.compile:
             prepare_compiler()
-        epochs, _, seed = sizes = resolve_sizes(settings, recipe)
+        sizes = resolve_sizes(settings, recipe)
 
-        def opened(data: Any) -> Source:
-            return open_source(data, comm.device, seed, job.num_workers, job.collate)
+        def open_data(data: Any) -> Source:
+            return open_source(data, comm.device, sizes.seed, job.num_workers, job.collate)
 
-        train_source = opened(job.train_data)
+        train_source = open_data(job.train_data)
         if settings.capture:
             validate_capturable(train_source, comm.device)
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
-        num_steps = count_steps(epochs, settings.steps, plan)
+        num_steps = count_steps(sizes.epochs, settings.steps, plan)
         validate_fail_at(settings.fail_at, num_steps)
-        threads = threads_per_rank(settings, comm.world.ranks_per_node)
-        eval_source = (
-            None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
-        )
+        has_evaluation = job.eval_data is not None and job.metrics is not None
         return RunSpec(
-            job,
-            settings,
-            recipe,
-            plan,
-            epochs,
-            num_steps,
-            threads,
-            comm.device,
-            train_source,
-            eval_source,
+            job=job,
+            settings=settings,
+            recipe=recipe,
+            plan=plan,
+            epochs=sizes.epochs,
+            num_steps=num_steps,
+            threads=threads_per_rank(settings, comm.world.ranks_per_node),
+            device=comm.device,
+            train_source=train_source,
+            eval_source=open_data(job.eval_data) if has_evaluation else None,
         )
 
     def with_order(self, shuffle: str) -> RunSpec:
-        """This run with the order that it has begun with; "" where it begins now."""
+        """Return this run with the order of samples that it began with; "" for a new run."""
         return replace(self, plan=replace(self.plan, shuffle=shuffle or self.plan.shuffle))
 
     @property
     def by_microbatch(self) -> bool:
-        """Whether each microbatch is a pass of its own, with keyed randomness; else a rank's share
-        is one pass.
+        """Whether each microbatch is a pass of its own, with randomness keyed to it.
+
+        Otherwise a rank computes its whole share of a step in one pass.
         """
         return self.settings.microbatch is not None or self.settings.sync == "exact"
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """Everything that decides what is computed; who computes it, and where files lie, is left
-        out.
+        """Everything that decides what is computed, which a resumed run must have in common.
+
+        Which processes compute it, and where files lie, is not part of it.
         """
-        asked = {
+        definition = {
             name: value
             for name, value in asdict(self.settings).items()
             if name not in FREE_ON_RESUME
         }
-        asked |= {"epochs": self.epochs, "seed": self.plan.seed}
-        asked |= self.recipe.definition
-        asked |= {"recipe": self.recipe.name, "num_samples": self.plan.num_samples}
-        asked["global_batch"] = self.plan.global_batch
-        if self.plan.chunks is not None:  # they decide the order
-            asked["chunks"] = (
-                f"{len(self.plan.chunks.shards)} shards, {key(repr(self.plan.chunks)):x}"
-            )
-        if self.job.schedule is None:  # nothing but the end depends on the number of epochs
-            asked.pop("epochs", None)
-        if (
-            self.settings.sync == "exact"
-        ):  # another number of threads, or another processor, adds in another order
-            asked |= {
-                "threads": self.threads,
-                "machine": describe_machine(self.device, self.settings.compile),
-            }
-        for name in ("compile", "capture"):  # runs from before these could be asked for go on
-            if not asked[name]:
-                del asked[name]
-        return asked
+        definition |= {"epochs": self.epochs, "seed": self.plan.seed}
+        definition |= self.recipe.definition
+        definition |= {"recipe": self.recipe.name, "num_samples": self.plan.num_samples}
+        definition["global_batch"] = self.plan.global_batch
+        chunks = self.plan.chunks
+        if chunks is not None:  # they decide the order of samples
+            definition["chunks"] = f"{len(chunks.shards)} shards, {key(repr(chunks)):x}"
+        if self.job.schedule is None:  # then only the length depends on the number of epochs
+            definition.pop("epochs", None)
+        if self.settings.sync == "exact":
+            # Another number of threads or another processor adds numbers in another order.
+            definition["threads"] = self.threads
+            definition["machine"] = describe_machine(self.device, self.settings.compile)
+        for name in ("compile", "capture"):  # so that runs from before these flags can be resumed
+            if not definition[name]:
+                del definition[name]
+        return definition
 
     def as_json(self) -> dict[str, Any]:
-        """What config.json keeps of it."""
+        """Return what config.json holds of the run."""
         return {
             "definition": self.definition,
             "plan": self.plan.as_json(),
@@ -188,55 +207,67 @@ class RunSpec:
 def make_plan(
     job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int
 ) -> Plan:
-    """The run's plan. Raises InputError where this many processes cannot share a step."""
+    """Return the plan of a run.
+
+    Raises:
+        InputError: If the microbatches of a step are fewer than the processes.
+    """
     min_microbatch = 2 if find_batch_norms(job.model) else 1
-    batch, microbatch = sizes.global_batch, settings.microbatch
+    global_batch = sizes.global_batch
+    microbatch = settings.microbatch
     if settings.batch_per_rank is not None:
-        batch = settings.batch_per_rank * world_size
+        global_batch = settings.batch_per_rank * world_size
         microbatch = microbatch or settings.batch_per_rank
     elif microbatch is None:
-        microbatch = default_microbatch(batch)
+        microbatch = default_microbatch(global_batch)
         if microbatch < min_microbatch:
-            microbatch = batch // largest_divisor(batch, batch // min_microbatch)
+            most_microbatches = global_batch // min_microbatch
+            microbatch = global_batch // largest_divisor(global_batch, most_microbatches)
     chunks = job.train_data.chunks if isinstance(job.train_data, Shards) else None
-    plan = Plan(num_samples, batch, microbatch, sizes.seed, min_microbatch, chunks)
-    most = max(world_size, settings.most_ranks)
-    if most > plan.num_microbatches:
+    plan = Plan(num_samples, global_batch, microbatch, sizes.seed, min_microbatch, chunks)
+    max_ranks = max(world_size, settings.most_ranks)
+    if max_ranks > plan.num_microbatches:
         raise InputError(
-            f"{most} processes for {plan.num_microbatches} microbatches (--global-batch {plan.global_batch},"
-            f" --microbatch {plan.microbatch}): some would never have work",
+            f"{max_ranks} processes for {plan.num_microbatches} microbatches"
+            f" (--global-batch {plan.global_batch}, --microbatch {plan.microbatch}):"
+            " some would never have work",
             f"--nproc {plan.num_microbatches}, or a smaller --microbatch",
         )
     return plan
 
 
-def validate_step(spec: RunSpec, step: int) -> None:
-    """Raises InputError where the run directory has a step that the run does not."""
-    if step > spec.num_steps:
-        raise InputError(
-            f"run directory {spec.settings.run_dir} is at step {step}, past the {spec.num_steps} asked for",
-            "--fresh to begin again, or more --epochs or --steps",
-        )
-
-
 def count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
-    """Optimizer steps of the whole run. steps: a limit below that of the epochs, or None."""
-    whole = epochs * plan.steps_per_epoch
+    """Return the optimizer steps of the whole run.
+
+    Args:
+        epochs: Passes over the training data.
+        steps: A limit that is below the steps of the epochs, or None.
+        plan: Has the steps per epoch.
+    """
+    steps_of_epochs = epochs * plan.steps_per_epoch
     if steps is None:
-        return whole
-    if steps > whole:
+        return steps_of_epochs
+    if steps > steps_of_epochs:
         raise InputError(
-            f"--steps {steps} is more than --epochs {epochs} holds ({whole})",
+            f"--steps {steps} is more than --epochs {epochs} holds ({steps_of_epochs})",
             f"--epochs {-(-steps // plan.steps_per_epoch)}",
         )
     return steps
 
 
-def validate_fail_at(places: Iterable[tuple[int, int]], num_steps: int) -> None:
-    """Raises InputError where `fail_at` names a step that the run has not: nobody would see a
-    recovery.
-    """
-    for rank, step in places:
+def validate_step(spec: RunSpec, step: int) -> None:
+    """Raise InputError if the run directory is at a step that the run does not have."""
+    if step > spec.num_steps:
+        raise InputError(
+            f"run directory {spec.settings.run_dir} is at step {step}, past the {spec.num_steps}"
+            " asked for",
+            "--fresh to begin again, or more --epochs or --steps",
+        )
+
+
+def validate_fail_at(failures: Iterable[tuple[int, int]], num_steps: int) -> None:
+    """Raise InputError if `fail_at` names a step that the run does not have."""
+    for rank, step in failures:
         if step > num_steps:
             raise InputError(
                 f"--fail-at {rank}:{step}: the run's last step is {num_steps}",
@@ -245,43 +276,38 @@ def validate_fail_at(places: Iterable[tuple[int, int]], num_steps: int) -> None:
 
 
 def describe_start(spec: RunSpec, world: World, step: int) -> list[str]:
-    """What rank 0 prints first. step: steps done by earlier attempts."""
+    """Return the lines that the first rank prints at the start of an attempt.
+
+    Args:
+        spec: The run.
+        world: The ranks that train it.
+        step: Steps done by earlier attempts.
+    """
+    lines = describe_run(spec, world)
+    is_started_by_another_launcher = world.world_size > 1 and PROGRESS not in os.environ
+    if is_started_by_another_launcher:
+        lines.append(f"  rank and world size from {world.source}")
     start = f"resumed after step {step}" if step else "new run"
-    where = f"  run directory {spec.settings.run_dir}, {start}"
-    foreign = (
-        world.world_size > 1 and PROGRESS not in os.environ
-    )  # another launcher's ranks, not ours
-    source = [f"  rank and world size from {world.source}"] if foreign else []
-    return [
-        *describe_run(spec, world),
-        *source,
-        where,
-        *describe_missed_failures(spec.settings, step),
-    ]
+    lines.append(f"  run directory {spec.settings.run_dir}, {start}")
+    return lines + describe_missed_failures(spec.settings, step)
 
 
 def describe_run(spec: RunSpec, world: World) -> list[str]:
-    """The effective values of a run, and what depends on the number of ranks."""
-    job, plan, settings = spec.job, spec.plan, spec.settings
+    """Return the effective values of a run, and what depends on the number of ranks."""
+    plan = spec.plan
+    settings = spec.settings
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
     lines = [
         f"{spec.recipe.name} on {processes}, {spec.device.type}, {threads}, --sync {settings.sync}",
         f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches} x"
         f" {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
+        _describe_learning_rate(spec.job, settings),
     ]
-    rates = sorted({group["lr"] for group in job.optimizer.param_groups})
-    rate = f"  learning rate {', '.join(f'{r:g}' for r in rates)} at the start"
-    if settings.batch_per_rank is not None:
-        rate += f" (batch {settings.batch_per_rank} per process, --lr-scale {settings.lr_scale})"
-    if settings.warmup_steps:
-        rate += f", after a linear warm-up of {settings.warmup_steps} steps"
-    if job.schedule is not None:
-        rate += f", then by its schedule, per {job.schedule_per}"
-    lines.append(rate)
-    if depends := find_rank_dependence(job, spec.by_microbatch):
+    dependent_parts = find_rank_dependence(spec.job, spec.by_microbatch)
+    if dependent_parts:
         lines.append(
-            f"  one pass per process: {depends} depend on the number of processes;"
+            f"  one pass per process: {dependent_parts} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
     if settings.shard != "none" and settings.shard_copies == 1 and world.world_size > 1:
@@ -290,35 +316,48 @@ def describe_run(spec: RunSpec, world: World) -> list[str]:
         )
     if settings.replay_every is not None and world.world_size == 1:
         lines.append(
-            "  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts"
+            "  --replay-every on 1 process: it repeats its own work, which detects transient"
+            " faults, not a permanent defect"
         )
-    if (job.eval_data is None) != (job.metrics is None):
-        lines.append("  no evaluation: that takes eval_data and metrics, the job has one of them")
+    if (spec.job.eval_data is None) != (spec.job.metrics is None):
+        lines.append("  no evaluation: it needs eval_data and metrics, the job has one of them")
     if world.note:
         lines.append(f"  {world.note}")
     return lines
 
 
-def describe_missed_failures(settings: Settings, done: int) -> list[str]:
-    """What to say of failures that were asked for, and cannot come any more: their steps are among
-    those done.
-    """
-    missed = [(rank, step) for rank, step in settings.fail_at if step <= done]
+def _describe_learning_rate(job: Job, settings: Settings) -> str:
+    rates = sorted({group["lr"] for group in job.optimizer.param_groups})
+    line = f"  learning rate {', '.join(f'{rate:g}' for rate in rates)} at the start"
+    if settings.batch_per_rank is not None:
+        line += f" (batch {settings.batch_per_rank} per process, --lr-scale {settings.lr_scale})"
+    if settings.warmup_steps:
+        line += f", after a linear warm-up of {settings.warmup_steps} steps"
+    if job.schedule is not None:
+        line += f", then by its schedule, per {job.schedule_per}"
+    return line
+
+
+def describe_missed_failures(settings: Settings, steps_done: int) -> list[str]:
+    """Return a line for each failure of --fail-at that cannot happen: its step is done already."""
     return [
         f"  --fail-at {rank}:{step} does nothing: step {step} is done; --fresh begins again"
-        for rank, step in missed
-        if not has_failed(settings.run_dir, rank, step)
+        for rank, step in settings.fail_at
+        if step <= steps_done and not has_failed(settings.run_dir, rank, step)
     ]
 
 
 def find_rank_dependence(job: Job, by_microbatch: bool) -> str:
-    """What is different on another number of processes, or "" where it is nothing but rounding."""
+    """Return what gives other results on another number of processes, "" for rounding alone."""
     if by_microbatch:
         return ""
     modules = list(job.model.modules())
-    found = []
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules):
-        found.append("batch norm")
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in modules):
-        found.append("dropout")
-    return " and ".join([*found, "in-batch losses"]) if found else ""
+    parts = []
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
+        parts.append("batch norm")
+    dropouts = [module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
+    if any(dropout.p > 0 for dropout in dropouts):
+        parts.append("dropout")
+    if not parts:
+        return ""
+    return " and ".join([*parts, "in-batch losses"])

@@ -1,64 +1,92 @@
-"""The snapshots of a run while it trains: training waits for a copy in memory, threads write it."""
+"""Saving snapshots while a run trains: training waits for a copy in memory, threads write it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.storage.parts import PartWriter
-from stepladder.storage.snapshot import HINT, Snapshots
+from stepladder.storage.snapshot import HINT, Snapshot, Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.state import TrainState
 
-MAX_REASON_BYTES = 200  # bytes of a reason
-PARTS_TIMEOUT_S = 0.3  # that a first rank waits which ends early; a launcher gives it half a second
+MAX_REASON_BYTES = 200
+# The first rank waits so long for the other ranks' parts if it ends early. Its launcher gives it
+# half a second.
+PARTS_TIMEOUT_S = 0.3
 
 
 class SnapshotSaver:
-    """Saves a run's state. With --shard each rank writes its slices, and the first one makes a
-    snapshot of them.
+    """Saves the state of a run.
 
-    place: where the snapshots are; None but on the first rank.
+    With --shard, each rank writes the slices that it holds, and the first rank makes a snapshot of
+    all of them.
+
+    Args:
+        state: The state to save.
+        comm: The ranks that train.
+
+    Attributes:
+        store: The snapshots of the run directory, on the first rank once that is open.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
-        self.state, self.comm = state, comm
+        self.state = state
+        self.comm = comm
         self.store: Snapshots | None = None
-        self.part = PartWriter()
+        self.part_writer = PartWriter()
 
-    def save(self, about: dict[str, Any]) -> None:
-        """Of the last step. A collective. about: for the manifest."""
-        state, comm, parts = self.state, self.comm, 0
+    def open(self, store: Snapshots) -> None:
+        """Save into these snapshots from now on."""
+        self.store = store
+
+    def latest(self, report: Callable[[str], None]) -> Snapshot | None:
+        """Return the newest intact snapshot, on the first rank. Damaged ones are reported."""
+        assert self.store is not None
+        return self.store.latest(report)
+
+    def save(self, manifest: dict[str, Any]) -> None:
+        """Save the state after the last step. A collective.
+
+        Args:
+            manifest: What the manifest says about the run.
+        """
+        state = self.state
+        num_parts = 0
         if state.shards is not None:
-            self._settle()
-            aside = comm.on_first(self._begin)
-            self.part.save(Path(aside), comm.world.rank, state.shards.slices())
-            parts, about = comm.world.world_size, {**about, **state.shards.manifest_entry}
+            self._wait_for_parts()
+            folder = self.comm.on_first(self._begin)
+            self.part_writer.save(Path(folder), self.comm.world.rank, state.shards.slices())
+            num_parts = self.comm.world.world_size
+            manifest = {**manifest, **state.shards.manifest_entry}
         if self.store is not None:
-            self.store.save(state.step, state.job.model, state.state_dict(), about, parts)
+            self.store.save(state.step, state.job.model, state.state_dict(), manifest, num_parts)
 
-    def finish(self) -> None:
-        """Until the snapshot under way is on disk. A collective. Raises InputError where it cannot
-        be written.
+    def wait(self) -> None:
+        """Wait until the snapshot under way is on disk. A collective.
+
+        Raises:
+            InputError: If it cannot be written.
         """
         if self.state.shards is not None:
-            self._settle()
+            self._wait_for_parts()
         if self.store is not None:
             self.store.wait()
 
-    def give_up(self) -> None:
-        """Of the snapshot under way, where a rank that was lost had a part of it."""
-        with suppress(Exception):  # the first rank may have removed what this one writes to
-            self.part.failure()
+    def abandon(self) -> None:
+        """Drop the snapshot under way: a rank that was lost may have had a part of it."""
+        with suppress(Exception):  # the first rank may have removed the folder of this part
+            self.part_writer.failure()
         if self.store is not None:
             self.store.give_up()
 
-    def end(self) -> None:
-        """The last thing, whatever came before."""
-        with suppress(Exception):  # another error is the cause
-            self.part.failure()
+    def close(self) -> None:
+        """End the writing, whatever has happened before."""
+        with suppress(Exception):  # an earlier error is the cause
+            self.part_writer.failure()
         if self.store is not None:
             self.store.end(PARTS_TIMEOUT_S)
 
@@ -66,14 +94,18 @@ class SnapshotSaver:
         assert self.store is not None
         return self.store.begin(self.state.step)
 
-    def _settle(self) -> None:
-        """Until all parts of the snapshot under way are on disk. Raises InputError on all ranks if
-        one is not.
+    def _wait_for_parts(self) -> None:
+        """Wait until all ranks' parts of the snapshot under way are on disk. A collective.
+
+        Raises:
+            InputError: On all ranks, if any rank could not write its part.
         """
-        reason = self.part.failure().encode()[:MAX_REASON_BYTES].ljust(MAX_REASON_BYTES)
-        for rank, found in enumerate(self.comm.gather_bytes(reason)):
-            if said := found.decode(errors="replace").strip():
-                self.give_up()
+        failure = self.part_writer.failure().encode()
+        padded = failure[:MAX_REASON_BYTES].ljust(MAX_REASON_BYTES)  # ranks gather equal lengths
+        for rank, data in enumerate(self.comm.gather_bytes(padded)):
+            reason = data.decode(errors="replace").strip()
+            if reason:
+                self.abandon()
                 raise InputError(
-                    f"rank {rank} could not write its part of a snapshot: {said}", HINT
+                    f"rank {rank} could not write its part of a snapshot: {reason}", HINT
                 )

@@ -1,18 +1,16 @@
-"""Where a run stands: the state that a snapshot keeps beside the weights, and the result that
-`fit()` returns.
-"""
+"""The state of a run, which a snapshot keeps besides the weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepladder.core.settings import Settings
-from stepladder.core.stored import fit
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.comm import Comm
@@ -20,36 +18,45 @@ from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
 from stepladder.train.job import Job
 from stepladder.train.optimizer_shards import OptimizerShards, make_optimizer_shards, restride_state
 from stepladder.train.shard_replicas import ShardReplicas
+from stepladder.train.train_result import Best
 from stepladder.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from stepladder.train.full_shards import FullShards
 
-RESULT_SCHEMA = 1  # of result.json, and of what `train --json` prints
-OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
-EPOCH_SUMS, METRICS, TRAIN_LOSS, BEST = "epoch_sums", "metrics", "train_loss", "best"
+# Keys of a snapshot's state.
+OPTIMIZER = "optimizer"
+SCHEDULE = "schedule"
+SCALER = "scaler"
+EPOCH_SUMS = "epoch_sums"
+METRICS = "metrics"
+TRAIN_LOSS = "train_loss"
+BEST = "best"
 AVERAGE = "average"
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best value of the metric that the job's `best` names, and the step it was reached at."""
-
-    metric: str
-    value: float
-    step: int
+# Attributes of a TrainState that the end of a step may change.
+RECORDS = ("epoch_loss", "epoch_count", "metrics", "evaluated_step", "train_loss", "best")
 
 
 @dataclass
 class TrainState:
-    """Where a run stands. Everything random is keyed, so nothing here belongs to a rank.
+    """The state of a run. All randomness is keyed, so nothing here belongs to a single rank.
 
-    step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the
-    last flush. metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean
-    over the last whole epoch. shards: what spreads the optimizer's state over the ranks; None: each
-    has all of it.  full: the same, where it spreads the weights too. copies: what ranks go on by,
-    where two hold each slice. flat: what has the optimizer step one vector; None: it steps each
-    parameter. average: of the weights, where the job has one."""
+    Args:
+        job: The job whose model and optimizer are part of the state.
+        scaler: Scales the loss with --precision fp16, else does nothing.
+        step: Optimizer steps done.
+        epoch_loss: Sum of the losses of the current epoch, up to the last flush.
+        epoch_count: What these losses count.
+        metrics: Of the last evaluation.
+        evaluated_step: The step after which that evaluation was, -1 before the first.
+        train_loss: Mean loss over the last complete epoch.
+        best: The best evaluation so far, if the job names a metric.
+        shards: With --shard, spreads the optimizer's state over the ranks.
+        full_shards: The same object with --shard full, which spreads the weights too.
+        shard_replicas: With --shard-copies 2, what ranks need to continue after a loss.
+        flat_optimizer: Steps all parameters as one vector, where the optimizer allows it.
+        average: The moving average of the weights, if the job has one.
+    """
 
     job: Job
     scaler: torch.amp.GradScaler = field(
@@ -68,10 +75,10 @@ class TrainState:
     flat_optimizer: FlatOptimizer | None = None
     average: WeightAverage | None = None
 
+    # -- before the first step ---------------------------------------------------------------------
+
     def prepare_model(self, settings: Settings, comm: Comm) -> None:
-        """The model on its device; one that is to be spread goes there block by block, with
-        `spread`.
-        """
+        """Move the model to its device, except a model that `shard` moves block by block."""
         if settings.checkpoint_blocks:
             from stepladder.train.checkpoint_blocks import (
                 checkpoint_blocks,  # late: few jobs ask for it
@@ -82,19 +89,21 @@ class TrainState:
             self.job.model.to(comm.device)
 
     def shard(self, settings: Settings, comm: Comm) -> None:
-        """Over the ranks what the settings ask for. All have the same weights, and no state is
-        loaded yet.
+        """Spread over the ranks what the settings ask for, before any state is loaded.
+
+        All ranks must have the same weights. A collective.
         """
         if settings.shard == "full" and not comm.alone:
-            from stepladder.train.full_shards_exact import (
-                full_shards_class,
-            )  # late: torch's DTensor takes a second to import
+            # Late: torch's DTensor takes a second to import.
+            from stepladder.train.full_shards_exact import full_shards_class
 
-            self.shards = self.full_shards = full_shards_class(settings.sync)(self.job, comm)
+            self.full_shards = full_shards_class(settings.sync)(self.job, comm)
+            self.shards = self.full_shards
         else:
-            self.shards = shards = make_optimizer_shards(settings, self.job.optimizer, comm)
-            if shards is not None and settings.shard_copies > 1:
-                self.shard_replicas = ShardReplicas(shards)
+            optimizer_shards = make_optimizer_shards(settings, self.job.optimizer, comm)
+            self.shards = optimizer_shards
+            if optimizer_shards is not None and settings.shard_copies > 1:
+                self.shard_replicas = ShardReplicas(optimizer_shards)
         if self.shards is None and not self.scaler.is_enabled():
             self.flat_optimizer = make_flat_optimizer(self.job.optimizer, comm.device)
         if self.job.ema_decay is not None:
@@ -102,127 +111,195 @@ class TrainState:
             if self.full_shards is not None:
                 self.full_shards.average = self.average
 
-    @property
-    def gathers_weights(self) -> bool:
-        """Whether all ranks must make as many passes, for they gather weights with each other."""
-        return self.full_shards is not None
-
     def restore(self, settings: Settings, comm: Comm, snapshot: Snapshot | None) -> None:
-        """`spread`, then stand where a snapshot was taken, of any number of ranks with any --shard."""
+        """Shard the state, then load a snapshot, whatever ranks and --shard it was taken with."""
         self.shard(settings, comm)
         if snapshot is None:
             return
         snapshot.restore_model(self.job.model)
         if self.average is not None:
             self.average.reset()
-        if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
+        if snapshot.step == 0:  # made by `stepladder import`: it has weights and nothing else
             return
-        self.load_state_dict(
-            snapshot.state(self.shards.snapshot_prefix if self.shards else None), snapshot.step
-        )
-        if self.shards is not None:
+        if self.shards is None:
+            self.load_state_dict(snapshot.state(), snapshot.step)
+        else:
+            self.load_state_dict(snapshot.state(self.shards.snapshot_prefix), snapshot.step)
             self.shards.load_slices(snapshot.reader)
 
+    # -- in each step ------------------------------------------------------------------------------
+
     @property
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Around an evaluation: in the block the model has the average as its weights, where the
-        job has one.
-        """
-        return nullcontext() if self.average is None else self.average.swapped_in()
+    def gathers_weights(self) -> bool:
+        """Whether a pass gathers weights, so that all ranks must make equally many passes."""
+        return self.full_shards is not None
 
     def step_optimizer(self) -> bool:
-        """The optimizer's. False where the gradient is too large for the scaler, which skips the
-        step: the reduced one, so on all ranks."""
+        """Step the optimizer.
+
+        Returns:
+            False if the scaler skipped the step because the gradient is too large for fp16. All
+            ranks have the same gradient, so all of them skip it.
+        """
         if self.flat_optimizer is not None:
             self.flat_optimizer.step()
             return True
-        scaler, optimizer = self.scaler, self.job.optimizer
+        optimizer = self.job.optimizer
         stepping = nullcontext(optimizer.step) if self.shards is None else self.shards.stepping()
         with step_without_dynamo(), stepping as step:
-            if not scaler.is_enabled():
+            if not self.scaler.is_enabled():
                 step()
                 return True
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            return scaler.get_scale() >= scale
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            return self.scaler.get_scale() >= scale
+
+    def advance(self) -> int:
+        """Count a step as done, and return how many are done."""
+        self.step += 1
+        return self.step
 
     def finish_step(self) -> None:
-        """All weights are as they are after the step."""
+        """Update what follows the weights, once all of them are stepped and gathered."""
         if self.average is not None:
             self.average.update()
         if self.shard_replicas is not None:
             self.shard_replicas.unfinished_step = None
 
-    def level(self) -> None:
-        """After a loss all ranks have all that they need."""
-        if self.shard_replicas is not None and self.shard_replicas.finish_resharding():
-            self.finish_step()
+    # -- losses and metrics ------------------------------------------------------------------------
 
-    def record_evaluation(self, metrics: dict[str, float]) -> None:
-        """What an evaluation after the last step has found."""
-        self.metrics, self.evaluated_step = metrics, self.step
-        score = self.score
-        if score is not None and not math.isnan(score):
-            name, sign = self.job.best[0], self.sign  # type: ignore[index]
-            if self.best is None or score > sign * self.best.value:
-                self.best = Best(name, metrics[name], self.step)
+    def add_to_epoch(self, losses: Iterable[float], counts: Sequence[float]) -> None:
+        """Add the losses of steps to the sums of the current epoch."""
+        for loss in losses:  # one by one: the moment of a flush must not change the bits of the sum
+            self.epoch_loss += loss
+        self.epoch_count += sum(counts)
+
+    def set_train_loss(self) -> None:
+        """Set the mean loss of the epoch that ends."""
+        self.train_loss = math.nan
+        if self.epoch_count:
+            self.train_loss = self.epoch_loss / self.epoch_count
+
+    def clear_epoch(self) -> None:
+        """Begin the sums of the next epoch."""
+        self.epoch_loss = 0.0
+        self.epoch_count = 0.0
 
     @property
-    def sign(self) -> int:
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has the averaged weights, if the job has an average."""
+        if self.average is None:
+            return nullcontext()
+        return self.average.swapped_in()
+
+    def record_evaluation(self, metrics: dict[str, float]) -> None:
+        """Take the metrics of an evaluation after the last step."""
+        self.metrics = metrics
+        self.evaluated_step = self.step
+        score = self.score
+        if self.job.best is None or score is None or math.isnan(score):
+            return
+        name = self.job.best[0]
+        if self.best is None or score > self._sign * self.best.value:
+            self.best = Best(name, metrics[name], self.step)
+
+    @property
+    def _sign(self) -> int:
         return -1 if self.job.best is not None and self.job.best[1] == "min" else 1
 
     @property
     def score(self) -> float | None:
-        """Of the weights as they are: larger is better. None where they were not evaluated, or for
-        no metric.
+        """The value of the job's best metric for the present weights, where larger is better.
+
+        None if the job names no metric, or the weights were not evaluated.
         """
-        if (
-            self.job.best is None
-            or self.evaluated_step != self.step
-            or self.job.best[0] not in self.metrics
-        ):
+        if self.job.best is None or self.evaluated_step != self.step:
             return None
-        return self.sign * self.metrics[self.job.best[0]]
+        name = self.job.best[0]
+        if name not in self.metrics:
+            return None
+        return self._sign * self.metrics[name]
 
     @property
-    def about(self) -> dict[str, Any]:
-        """What a snapshot's manifest says of it: its metrics, and its score where they are of these
-        weights.
-        """
-        return {"metrics": self.metrics} | ({} if self.score is None else {"score": self.score})
+    def manifest_entries(self) -> dict[str, Any]:
+        """What the manifest of a snapshot holds: the metrics, and the score of its own weights."""
+        entries: dict[str, Any] = {"metrics": self.metrics}
+        if self.score is not None:
+            entries["score"] = self.score
+        return entries
+
+    # -- in-place recovery -------------------------------------------------------------------------
+
+    def records(self) -> dict[str, Any]:
+        """Return what the end of a step may change, for `restore_records`."""
+        return {name: getattr(self, name) for name in RECORDS}
+
+    def restore_records(self, records: dict[str, Any]) -> None:
+        """Undo the end of a step."""
+        for name, value in records.items():
+            setattr(self, name, value)
+
+    def replace_shards(self, shards: OptimizerShards) -> None:
+        """Take the slices of the ranks that remain."""
+        self.shards = shards
+
+    def finish_recovery(self) -> None:
+        """Complete a step whose weights were not gathered, once all ranks have the same state."""
+        if self.shard_replicas is not None and self.shard_replicas.finish_resharding():
+            self.finish_step()
+
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Without what `shards.slices` has."""
-        return {
+        """Return the state, without the slices of `shards`."""
+        state = {
             OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
-            SCHEDULE: self._schedules(),
+            SCHEDULE: self._schedule_states(),
             SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
-            BEST: (self.best.metric, self.best.value, self.best.step)
-            if self.best is not None
-            else None,
-        } | (
-            {}
-            if self.average is None
-            else {AVERAGE: {} if self.full_shards is not None else self.average.values}
-        )
+            BEST: self._best_as_tuple(),
+        }
+        if self.average is not None:
+            # With --shard full the average is among the slices.
+            state[AVERAGE] = {} if self.full_shards is not None else self.average.values
+        return state
 
-    def _schedules(self) -> Any:
-        """One schedule's state as it is, so that runs from before there could be several go on."""
-        states = [schedule.state_dict() for schedule in self.job.schedules]
-        return states if isinstance(self.job.schedule, tuple) else next(iter(states), None)
+    def _best_as_tuple(self) -> tuple[str, float, int] | None:
+        if self.best is None:
+            return None
+        return self.best.metric, self.best.value, self.best.step
 
-    def load_state_dict(self, stored: dict[str, Any], step: int, slices: bool = True) -> None:
-        """step: the snapshot's, which may have been written without `best`.  slices: False keeps
-        its own.
+    def _schedule_states(self) -> Any:
+        """Return the state of each schedule; of a single one not in a list, as older runs have."""
+        states: list[Any] = [schedule.state_dict() for schedule in self.job.schedules]
+        if isinstance(self.job.schedule, tuple):
+            return states
+        return next(iter(states), None)
+
+    def load_state_dict(
+        self,
+        stored: dict[str, Any],
+        step: int,
+        evaluated_step: int = -1,
+        with_slices: bool = True,
+    ) -> None:
+        """Load what `state_dict` has returned.
+
+        Args:
+            stored: The state. Older snapshots have no `best` in it.
+            step: The step that the state was taken after.
+            evaluated_step: The step of the last evaluation.
+            with_slices: Whether the optimizer's slices follow the loaded state. False leaves them
+                as they are.
         """
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.full_shards is None:
             restride_state(self.job.optimizer)
-        if slices and (stepper := self.shards or self.flat_optimizer) is not None:
+        stepper = self.shards or self.flat_optimizer
+        if with_slices and stepper is not None:
             stepper.adopt_state()
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
         for schedule, state in zip(self.job.schedules, states, strict=False):
@@ -232,59 +309,10 @@ class TrainState:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(stored[SCALER])
         self.epoch_loss, self.epoch_count = stored[EPOCH_SUMS]
-        self.metrics, self.train_loss = stored[METRICS], stored[TRAIN_LOSS]
-        best = stored.get(BEST)
-        self.best = Best(*best) if best is not None else None
+        self.metrics = stored[METRICS]
+        self.train_loss = stored[TRAIN_LOSS]
+        self.best = None
+        if stored.get(BEST) is not None:
+            self.best = Best(*stored[BEST])
         self.step = step
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The end of one attempt of a run.
-
-    epochs: asked for.  steps: optimizer steps done, in all attempts.  train_loss: mean over the
-    last epoch, None before its end or where it is not finite.  metrics: of the last evaluation,
-    None where not finite. best: None where the job names no metric.  weights_sha256: over
-    parameters and persistent buffers. samples_per_second, seconds: of this attempt.  stopped: by a
-    signal or a time limit, to be resumed."""
-
-    recipe: str
-    world_size: int
-    sync: str
-    epochs: int
-    steps: int
-    train_loss: float | None
-    metrics: dict[str, float | None]
-    best: Best | None
-    weights_sha256: str
-    samples_per_second: float
-    seconds: float
-    resumed_from_step: int
-    run_dir: str
-    stopped: bool
-
-    def as_json(self) -> dict[str, Any]:
-        """What `train --json` prints and result.json holds."""
-        return {"schema": RESULT_SCHEMA, **asdict(self)}
-
-    @staticmethod
-    def from_json(stored: dict[str, Any]) -> TrainResult:
-        """The result of a result.json, also of one without `best`. ValueError where it is none."""
-        result: TrainResult = fit({"best": None, **stored}, TrainResult)
-        return result
-
-    def summary(self) -> list[str]:
-        """The lines for a person: the last values with the best one, and how it ended."""
-        values = {"train_loss": self.train_loss, **self.metrics}
-        known = {name: value for name, value in values.items() if value is not None}
-        lines = ["  ".join(f"{name} {value:.4f}" for name, value in known.items())] if known else []
-        if self.best is not None and lines:
-            lines[0] += (
-                f"  (best {self.best.metric} {self.best.value:.4f}, after step {self.best.step})"
-            )
-        end = (
-            f"stopped at step {self.steps}, to be resumed"
-            if self.stopped
-            else f"{self.steps} steps done"
-        )
-        return [*lines, f"{end}; everything is in {self.run_dir}"]
+        self.evaluated_step = evaluated_step

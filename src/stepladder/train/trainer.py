@@ -1,12 +1,13 @@
-"""The loop that everyone reads first: `fit` takes steps, `step` takes microbatches.
+"""The training loop: `Trainer.fit` takes steps, `TrainingLoop.step` takes microbatches.
 
-What is computed comes from the plan, who computes it from the world; the trainer's own state is the
-number of steps done. Everything random is keyed, so a snapshot holds no per-rank state.
+The plan says what is computed, the world says who computes it. The trainer's own state is the
+number of steps done. All randomness is keyed by step and microbatch, so a snapshot holds no state
+of a single rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -15,10 +16,9 @@ import torch
 
 from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import key
-from stepladder.core.plan import Span, fuse, pass_key, with_idle
+from stepladder.core.plan import Span, pass_key
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
-from stepladder.data.source import Request
 from stepladder.rank import progress
 from stepladder.rank.error_record import note_step
 from stepladder.rank.preemption import StopSignals, kill_once
@@ -32,9 +32,11 @@ from stepladder.train.determinism import (
     deterministic,
     find_batch_norms,
 )
+from stepladder.train.generators import default_generator
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
+from stepladder.train.opening import open_session
 from stepladder.train.phases import (
     BACKWARD_PASS,
     BETWEEN_STEPS,
@@ -44,30 +46,34 @@ from stepladder.train.phases import (
     UPDATING,
     WAITING,
 )
+from stepladder.train.precision import make_autocast
 from stepladder.train.process_group import process_group
+from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
-from stepladder.train.recovery import MembershipChange
+from stepladder.train.recovery import Action, MembershipChange
 from stepladder.train.replica_check import ReplicaCheck, fingerprint_order
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.session import Session
-from stepladder.train.state import TrainResult
 from stepladder.train.sync import make_sync
-from stepladder.train.sync.base import Backward, StepResult
+from stepladder.train.sync.base import Backward, StepResult, Sync
 from stepladder.train.sync.exact import ExactSync
+from stepladder.train.train_result import TrainResult
 from stepladder.train.weight_update import WeightUpdate
-
-STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
-    """Trains a job. `fit()` resumes from the run directory by itself and returns the result.
+    """Trains a job. `fit` resumes from the run directory by itself and returns the result.
 
-    recipe: the job's name and the Config it was built with; a resumed run must have the same. comm:
-    the ranks to train with; by default those that this process finds itself in (torchrun, Slurm,
-    the script's own process group, or alone).  loggers: get the curves besides TensorBoard, on rank
-    0."""
+    Args:
+        job: The model, its optimizer, the loss and the data.
+        settings: How to train, and in which run directory.
+        recipe: The job's name and the Config that it was built with. A resumed run must have the
+            same ones.
+        comm: The ranks to train with. By default those that this process is part of: started by
+            torchrun, by Slurm or with the script's own process group, or this process alone.
+        loggers: Objects that get the curves on rank 0, besides TensorBoard.
+    """
 
     def __init__(
         self,
@@ -77,265 +83,310 @@ class Trainer:
         comm: Comm | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.job, self.settings, self.recipe = job, settings, recipe or Recipe()
-        self.comm, self.loggers = comm, loggers
+        self.job = job
+        self.settings = settings
+        self.recipe = recipe or Recipe()
+        self.comm = comm
+        self.loggers = loggers
 
     def fit(self) -> TrainResult:
-        """Train to the end, or to a stop signal.
+        """Train to the end of the run, or to a stop signal.
 
-        Raises InputError for bad settings, before anything is written.
+        Returns:
+            The result of this attempt, or the stored result if the run was complete already.
+
+        Raises:
+            InputError: If the settings do not fit the job, before anything is written.
         """
         with self._ranks() as comm, naming_storage(self.settings.run_dir), StopSignals() as stop:
             spec = RunSpec.make(self.job, self.settings, self.recipe, comm)
-            with Session(spec, comm, self.loggers) as session:
-                if session.stored_result is not None:
-                    return session.stored_result
+            with open_session(spec, comm, self.loggers) as session:
+                if isinstance(session, TrainResult):
+                    return session
                 with deterministic(self.settings.sync == "exact", comm.device):
-                    while session.journal.pending_actions is not None or not session.is_over:
+                    while session.has_work:
                         try:
                             with TrainingLoop(session, stop) as loop:
-                                loop.end_interrupted_step()
+                                loop.complete_interrupted_step()
                                 while not session.is_over:
                                     loop.step()
                         except (PeerLost, MembershipChange) as reason:
-                            session.regroup(reason)
+                            session.recover(reason)
                 return session.finish(stop.late)
 
     def _ranks(self) -> AbstractContextManager[Comm]:
         if self.comm is not None:
             return nullcontext(self.comm)
         world = World.detect()
-        return process_group(world, pick_device(self.settings.device, world), self.settings.timeout)
+        device = pick_device(self.settings.device, world)
+        return process_group(world, device, self.settings.timeout)
 
 
 class TrainingLoop:
-    """The steps of one attempt. `step()` takes the next; what it would decide anew each time is
-    decided here.
+    """The steps of one attempt: each call of `step` trains on one global batch.
+
+    Everything that is the same in every step is decided in `__init__`. After a loss of ranks the
+    trainer makes a new loop for the ranks that remain.
     """
 
     def __init__(self, session: Session, stop: StopSignals) -> None:
-        self.session, self.stop = session, stop
-        self.job, self.spec, self.comm, self.state = (
-            session.job,
-            session.spec,
-            session.comm,
-            session.state,
-        )
-        self.model, self.optimizer = self.job.model, self.job.optimizer
-        self.plan, self.settings, self.by_microbatch = (
-            self.spec.plan,
-            self.spec.settings,
-            self.spec.by_microbatch,
-        )
-        self.phase, self.words = self.comm.phases.of, self.comm.progress.words
-        self.scales = self.state.scaler.is_enabled()
-        self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
-        if not self.model.training:  # else layers that the user froze with eval() stay so
+        self.session = session
+        self.stop = stop
+        self.spec = session.spec
+        self.job = session.job
+        self.comm = session.comm
+        self.state = session.state
+        self.recorder = session.recorder
+        self.model = self.job.model
+        self.plan = self.spec.plan
+        self.settings = self.spec.settings
+        self.by_microbatch = self.spec.by_microbatch
+        self.phase = self.comm.phases.timer
+        self.slots = self.comm.progress.words
+        if not self.model.training:  # otherwise layers that the user froze with eval() stay frozen
             self.model.train()
-        norms = find_batch_norms(self.model)
-        own = () if self.by_microbatch else [b for layer in norms for b in layer.buffers()]
-        self.replicas = ReplicaCheck(self.model, self.optimizer, self.comm, own)
-        self.statistics = RunningStatistics(self.model) if self.by_microbatch and norms else None
-        # With microbatches, each one's loss and batch statistics are added in the way of its
-        # gradient.
-        extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
-        self.sync = make_sync(
-            self.settings.sync, self.model, self.comm, extra, self.state.full_shards is not None
+
+        self.statistics: RunningStatistics | None = None
+        if self.by_microbatch and find_batch_norms(self.model):
+            self.statistics = RunningStatistics(self.model)
+        self.replicas = ReplicaCheck(
+            self.model, self.job.optimizer, self.comm, self._buffers_of_this_rank()
         )
-        self.update = WeightUpdate(self.spec, self.state, self.sync)
-        self.full_spans, self.last_spans = map(self._share, (0, -1))
-        self.fail_steps = {
-            step for rank, step in self.settings.fail_at if rank == self.comm.world.rank
-        }
+        self.sync = self._make_sync()
+        self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
+        self.share = RankShare(self.spec, self.comm.world, self.state.gathers_weights)
         self.base_key = key(self.plan.seed, "pass")
-        self.generator = torch.default_generator
-        if self.comm.device.type == "cuda":
-            self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        dtype = PRECISIONS.get(self.settings.precision)
-        self.autocast = (
-            torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
-        )
-        passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
-        self.losses = make_loss_programs(self.job.loss, self.settings, passes)
-        self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
+        self.generator = default_generator(self.comm.device)
+        self.autocast = make_autocast(self.settings.precision, self.comm.device)
+        self.scales_loss = self.state.scaler.is_enabled()
+        passes = self.plan.microbatches(0) if self.by_microbatch else self.share.full_batch
+        self.loss_programs = make_loss_programs(self.job.loss, self.settings, passes)
+        self.buffers: ForwardBuffers | None = None
+        if self.settings.sync == "exact":
+            self.buffers = ForwardBuffers(self.model)
         self.replay: RecomputeCheck | None = None
         if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
             self.replay = RecomputeCheck(self.spec, self.comm, self.sync, self._pass)
-        self.batches = self.spec.train_source.batches(self._requests(self.state.step))
+        own_rank = self.comm.world.rank
+        self.failing_steps = {step for rank, step in self.settings.fail_at if rank == own_rank}
+        self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
+
+    def _buffers_of_this_rank(self) -> list[torch.Tensor]:
+        """Return the buffers that may differ between ranks.
+
+        In one pass per rank, batch norm sees only the rank's own share.
+        """
+        if self.by_microbatch:
+            return []
+        layers = find_batch_norms(self.model)
+        return [buffer for layer in layers for buffer in layer.buffers()]
+
+    def _make_sync(self) -> Sync:
+        """Return what adds the gradients over ranks, and `_extra` in the same way."""
+        extra_size = 1 if self.by_microbatch else 0
+        if self.statistics is not None:
+            extra_size += self.statistics.size
+        has_full_shards = self.state.full_shards is not None
+        return make_sync(self.settings.sync, self.model, self.comm, extra_size, has_full_shards)
 
     def __enter__(self) -> TrainingLoop:
-        if self._replicas_due:
-            self._check_replicas(self.state.step)
+        if self._is_replica_check_due:
+            self._check_replicas(next_step=self.state.step)
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         note_step(error, self.state.step + 1)
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
-        if isinstance(error, (PeerLost, RanksDiffer)):  # others may take the step again
-            if self.statistics:
-                self.statistics.cancel()
-            if self.state.shard_replicas is not None:
-                self.state.shard_replicas.copy_gradients()
-            for param in self.model.parameters():
-                param.grad = None
+        if isinstance(error, (PeerLost, RanksDiffer)):
+            self._undo_interrupted_step()
 
-    def _share(self, step: int) -> list[Span]:
-        world, cut = self.comm.world, (list if self.by_microbatch else fuse)
-        size, in_rounds = world.world_size, self.settings.deals_in_rounds
-        shares = [cut(self.plan.share(step, rank, size, in_rounds)) for rank in range(size)]
-        return (
-            shares[world.rank]
-            if self.state.full_shards is None
-            else with_idle(shares[world.rank], shares)
-        )
+    def _undo_interrupted_step(self) -> None:
+        """Leave the model as it was before the step, since other ranks may take the step again."""
+        if self.statistics is not None:
+            self.statistics.cancel()
+        if self.state.shard_replicas is not None:
+            self.state.shard_replicas.copy_gradients()
+        for param in self.model.parameters():
+            param.grad = None
 
-    def _spans(self, step: int) -> list[Span]:
-        """This rank's passes of one step; an epoch's last batch may be cut differently from the
-        others.
-        """
-        return self.last_spans if (step + 1) % self.plan.steps_per_epoch == 0 else self.full_spans
-
-    def _requests(self, first: int) -> Iterator[Request]:
-        """What this rank reads, from step `first` to the end of the run."""
-        for step in range(first, self.spec.num_steps):
-            for span in self._spans(step):
-                yield self.plan.epoch_of_step(step), self.plan.indices(step, span)
-
-    def end_interrupted_step(self) -> None:
-        """What is left to do of a step that ranks were lost in."""
-        if self.session.journal.pending_actions is not None:
-            self._end_step(self.session.journal.pending_actions)
+    def complete_interrupted_step(self) -> None:
+        """Do what ranks agreed on at the end of a step in which ranks were lost."""
+        votes = self.session.journal.pending_actions
+        if votes is not None:
+            self._end_step(votes)
 
     def step(self) -> None:
-        """One optimizer step over one global batch, and what ranks agree to do after it."""
+        """Take one optimizer step over one global batch, then do what the ranks agreed on."""
         with self.phase(STEPPING):
-            spans = self._spans(self.state.step)
-            self.words[STEP] = self.state.step + 1
-            passes = len(self.plan.microbatches(self.state.step)) if self.by_microbatch else 1
-            self.sync.begin(spans[0].number if spans else 0, len(spans), passes)
-            if self.statistics:
-                self.statistics.begin()
-            loss_sum, count, read = None, 0.0, []
-            replay = (
-                self.replay
-                if self.replay is not None and self.replay.is_due(self.state.step)
-                else None
+            spans = self._begin_step()
+            replay = self.replay
+            if replay is not None and not replay.is_due(self.state.step):
+                replay = None
+            backward = (
+                self.sync.backward if replay is None else replay.watching_backward(self.state.step)
             )
-            backward = replay.watching_backward(self.state.step) if replay else self.sync.backward
+            loss_sum: torch.Tensor | None = None
+            count = 0.0
+            indices_read = []
             for span in spans:
                 with self.phase(READING):
                     indices, batch = next(self.batches)
-                read += [indices] if len(span) else []
-                loss, counted = self._pass(span, batch, backward)
+                if len(span):
+                    indices_read.append(indices)
+                loss, pass_count = self._pass(span, batch, backward)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
-                count += counted
-            self.session.recorder.record_samples(read)
+                count += pass_count
+            self.recorder.record_samples(indices_read)
             with self.phase(WAITING):
-                agreed = self._meet(count, loss_sum)
-            if replay:  # before this gradient moves any weight
+                result = self._reduce(count, loss_sum)
+            if replay is not None:  # before this gradient moves any weight
                 replay.compare(self.state.step)
             with self.phase(UPDATING):
-                lr, norm = self._update(agreed)
-            whole = agreed.loss
-            if agreed.extra is not None:
-                whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
-            self.session.recorder.step(whole, agreed.total_count, lr, norm)
-            if (
-                self.state.shard_replicas is not None
-            ):  # from here on it can be ended without ranks that are lost
-                self.session.journal.open(agreed.votes)
+                learning_rate, norm = self._update_weights(result)
+            self.recorder.record_step(
+                self._loss_over_ranks(result), result.total_count, learning_rate, norm
+            )
+            if self.state.shard_replicas is not None:
+                # From here on the step can be completed without the ranks that may be lost.
+                self.session.journal.open(result.votes)
             if self.state.shards is not None:
                 with self.phase(WAITING):
                     self.state.shards.gather()
             self.state.finish_step()
-        self._end_step(agreed.votes)
+        self._end_step(result.votes)
 
-    def _end_step(self, votes: list[bool]) -> None:
-        """A step is done: what comes before the next one."""
-        if (
-            True in votes
-            or self.session.recorder.is_full
-            or self.session.is_epoch_end
-            or self._replicas_due
-        ):
-            self.session.journal.open(votes)
-            with self.phase(BETWEEN_STEPS):
-                self._between_steps(votes)
-        self.session.journal.close()
-        if votes[REGROUP] and not self.session.is_over:
-            raise MembershipChange
+    def _begin_step(self) -> list[Span]:
+        """Prepare one step and return this rank's passes of it."""
+        step = self.state.step
+        spans = self.share.spans(step)
+        self.slots[STEP] = step + 1
+        num_passes = len(self.plan.microbatches(step)) if self.by_microbatch else 1
+        self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
+        if self.statistics is not None:
+            self.statistics.begin()
+        return spans
 
     def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
-        """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
-        self.words[PASS] += 1
+        """Compute forward and backward of one microbatch, or of the rank's whole share.
+
+        Args:
+            span: Which samples of the global batch these are. An idle pass has none of its own.
+            batch: The samples.
+            backward: Takes the loss, what it counts, and values to add over all microbatches.
+
+        Returns:
+            The loss summed over the samples, shape (), and what the loss counts.
+        """
+        self.slots[PASS] += 1
         samples = len(span)
         with self.phase(FORWARD_PASS):
             self.generator.manual_seed(pass_key(self.base_key, self.state.step, span.number))
+            loss_function = self.loss_programs.get(samples, self.job.loss)
             with self.autocast:
-                result = self.losses.get(samples, self.job.loss)(self.model, batch)
+                result = loss_function(self.model, batch)
             if self.buffers is not None:
                 self.buffers.validate_unwritten()
         with self.phase(BACKWARD_PASS):
             loss, count = parse_loss(result, samples)
-            loss, count = (loss, count) if samples else (loss * 0, 0.0)  # an idle one
-            extra = None
-            if self.by_microbatch:
-                extra = loss.detach()
-                if self.statistics:
-                    extra = torch.cat(
-                        [extra.reshape(1).float(), self.statistics.capture() * samples]
-                    )
-            backward(self.state.scaler.scale(loss) if self.scales else loss, count, extra)
-        return loss.detach(), count
+            if not samples:
+                loss = loss * 0
+                count = 0.0
+            extra = self._extra(loss, samples) if self.by_microbatch else None
+            loss_sum = loss.detach()
+            if self.scales_loss:
+                loss = self.state.scaler.scale(loss)
+            backward(loss, count, extra)
+        return loss_sum, count
 
-    def _meet(self, count: float, loss: torch.Tensor | None) -> StepResult:
-        """Add the gradients over ranks, and vote. A signal is anybody's; the time limit is the
-        first rank's, whose word all launchers read."""
-        if self.state.step + 1 in self.fail_steps:
+    def _extra(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return what is added over all microbatches in the same way as their gradients.
+
+        It is the loss, shape (). With batch norm the batch's statistics follow, shape (extra_size,).
+        """
+        loss = loss.detach()
+        if self.statistics is None:
+            return loss
+        return torch.cat([loss.reshape(1).float(), self.statistics.capture() * samples])
+
+    def _reduce(self, count: float, loss: torch.Tensor | None) -> StepResult:
+        """Add the gradients over ranks, and vote on what to do after the step.
+
+        Any rank may vote to stop on a signal. Only the first rank votes to stop at the time limit,
+        since all launchers read its exit record.
+        """
+        if self.state.step + 1 in self.failing_steps:
             kill_once(self.settings.run_dir, self.comm.world.rank, self.state.step + 1)
         now = perf_counter()
-        stop = (self.comm.world.is_first and self.stop.is_late(now)) or self.stop.asked
-        asked = bool(self.words[progress.REGROUP])
-        votes = [
-            stop,
+        is_late = self.comm.world.is_first and self.stop.is_late(now)
+        votes = [  # in the order of Action
+            is_late or self.stop.asked,
             self.session.is_snapshot_due(now),
-            self.session.recorder.is_flush_due(now),
-            asked,
+            self.recorder.is_flush_due(now),
+            bool(self.slots[progress.REGROUP]),
         ]
         return self.sync.finish(count, votes, loss)
 
-    def _update(self, agreed: StepResult) -> tuple[float, torch.Tensor | None]:
-        """The optimizer step on the gradient that all ranks now share. Returns its learning rate,
-        and a norm.
+    def _update_weights(self, result: StepResult) -> tuple[float, torch.Tensor | None]:
+        """Step the optimizer on the gradient that all ranks now share.
+
+        Returns:
+            The learning rate, and the norm of the gradient if the job clips it.
         """
-        if self.statistics and agreed.extra is not None:
-            lo, hi = self.plan.batch(self.state.step)
-            self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        return self.update.apply()
+        if self.statistics is not None and result.extra is not None:
+            first, end = self.plan.batch(self.state.step)
+            self.statistics.finish(result.extra[1:] / (end - first))
+        return self.weight_update.apply()
+
+    def _loss_over_ranks(self, result: StepResult) -> torch.Tensor | float | None:
+        """Return the step's loss; a tensor on a GPU, where reading it would wait for the GPU."""
+        if result.extra is None:
+            return result.loss
+        if self.comm.device.type == "cpu":
+            return result.extra[0].item()
+        return result.extra[0].clone()
+
+    def _end_step(self, votes: list[bool]) -> None:
+        """Complete a step whose weights are updated."""
+        session = self.session
+        is_anything_due = (
+            True in votes
+            or self.recorder.is_full
+            or session.is_epoch_end
+            or self._is_replica_check_due
+        )
+        if not is_anything_due:
+            session.journal.commit()
+            return
+        session.journal.open(votes)
+        with self.phase(BETWEEN_STEPS):
+            self._act_between_steps(votes)
+        session.journal.commit()
+        if votes[Action.REGROUP] and not session.is_over:
+            raise MembershipChange
+
+    def _act_between_steps(self, votes: list[bool]) -> None:
+        """Write, evaluate, save and stop, as the ranks agreed."""
+        session = self.session
+        if self._is_replica_check_due:  # before a snapshot could keep weights that differ
+            self._check_replicas(next_step=self.state.step - 1)
+        is_run_complete = self.state.step == self.spec.num_steps
+        if session.is_epoch_end:
+            session.end_epoch()
+        elif self.recorder.is_full or votes[Action.FLUSH]:
+            session.flush()
+        if votes[Action.STOP] and not is_run_complete:
+            session.stop()
+        if votes[Action.SNAPSHOT] or session.is_stopped or is_run_complete:
+            if self.buffers is not None:  # finds also writes that torch's version counter misses
+                self.buffers.validate_unchanged()
+            session.snapshot()
 
     @property
-    def _replicas_due(self) -> bool:
+    def _is_replica_check_due(self) -> bool:
         every = self.settings.guard_every
         return every is not None and self.state.step % every == 0
 
     def _check_replicas(self, next_step: int) -> None:
-        self.replicas.check(
-            self.state.step, fingerprint_order(self.plan, self.plan.epoch_of_step(next_step))
-        )
-
-    def _between_steps(self, votes: list[bool]) -> None:
-        """What ranks agreed to do before the next step: write, evaluate, save, stop."""
-        session = self.session
-        if self._replicas_due:  # before a snapshot could keep what differs
-            self._check_replicas(self.state.step - 1)
-        done = self.state.step == self.spec.num_steps
-        if session.is_epoch_end:
-            session.end_epoch()
-        elif session.recorder.is_full or votes[FLUSH]:
-            session.flush()
-        session.stopped = votes[STOP] and not done
-        if votes[SNAPSHOT] or session.stopped or done:
-            if self.buffers is not None:  # also those written past torch's count of writes
-                self.buffers.validate_unchanged()
-            session.snapshot()
+        order = fingerprint_order(self.plan, self.plan.epoch_of_step(next_step))
+        self.replicas.check(self.state.step, order)

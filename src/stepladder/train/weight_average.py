@@ -1,8 +1,9 @@
-"""An exponential moving average of the weights: evaluated in their place, and kept in snapshots
-beside them.
+"""An exponential moving average of the weights, which is evaluated in their place.
 
-average = decay * average + (1 - decay) * weights, after each optimizer step (Polyak and Juditsky,
-1992, have the mean over all steps; with a decay, early weights are forgotten)."""
+average = decay * average + (1 - decay) * weights, after each optimizer step. Polyak and Juditsky
+(1992) take the mean over all steps; with a decay, early weights are forgotten. Snapshots keep the
+average besides the weights.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +17,35 @@ from stepladder.storage.slices import Rows, rows_of
 
 
 class WeightAverage:
-    """Of the parameters that are trained; buffers count as they are. Each element by itself: of a
-    rank that holds rows of the weights, their average has the same bits."""
+    """The average of all parameters that are trained; buffers are used as they are.
+
+    Each element is averaged by itself, so on a rank that holds some rows of the weights, the
+    average of these rows has the same bits.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.params = {
-            name: param for name, param in model.named_parameters() if param.requires_grad
-        }
+        self.params: dict[str, nn.Parameter] = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self.params[name] = param
         self.weight = 1.0 - decay
+        self.values: dict[str, torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
-        """The weights as they are now."""
-        self.values = {
-            name: rows_of(param).values.detach().clone() for name, param in self.params.items()
-        }
+        """Set the average to the present weights."""
+        copies = [weights.clone() for weights in self._weights()]
+        self.values = dict(zip(self.params, copies, strict=True))
 
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Add the weights after a step of the optimizer."""
+        averages = list(self.values.values())
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.values.values()), self._weights(), self.weight)
+            torch._foreach_lerp_(averages, self._weights(), self.weight)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """In the block the model has the average as its weights."""
+        """Give the model the average as its weights for the length of the block."""
         self._swap()
         try:
             yield
@@ -47,29 +53,32 @@ class WeightAverage:
             self._swap()
 
     def rows(self) -> dict[str, Rows]:
-        """What this rank has of it, by name."""
-        rows = {name: rows_of(param) for name, param in self.params.items()}
-        return {name: one._replace(values=self.values[name]) for name, one in rows.items()}
+        """Return the rows of the average that this rank has, by the name of the parameter."""
+        rows = {}
+        for name, param in self.params.items():
+            rows[name] = rows_of(param)._replace(values=self.values[name])
+        return rows
 
     @torch.no_grad()
     def load(self, stored: dict[str, torch.Tensor]) -> None:
-        """Take the parts that are this rank's out of a whole average. Raises KeyError for a missing
-        one.
+        """Load this rank's rows from a complete average.
+
+        Raises:
+            KeyError: If it lacks a parameter.
         """
-        for name, one in self.rows().items():
-            whole = stored[name]
-            one.values.copy_(
-                whole[one.first : one.first + len(one.values)] if whole.ndim else whole
-            )
+        for name, rows in self.rows().items():
+            average = stored[name]
+            if average.ndim:
+                average = average[rows.first : rows.first + len(rows.values)]
+            rows.values.copy_(average)
 
     def _weights(self) -> list[torch.Tensor]:
         return [rows_of(param).values.detach() for param in self.params.values()]
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Swap the contents, not the tensors: other objects hold references to the weights."""
         for weights, average in zip(self._weights(), self.values.values(), strict=True):
-            kept = (
-                weights.clone()
-            )  # what points to the weights must go on to do so: only their contents move
+            copy = weights.clone()
             weights.copy_(average)
-            average.copy_(kept)
+            average.copy_(copy)

@@ -1,6 +1,4 @@
-"""A step of the optimizer, on the gradient that all ranks share: warm-up, clipping, fp16's scale,
-schedules.
-"""
+"""The update of the weights in a step: warm-up, clipping, the fp16 scaler, schedules."""
 
 from __future__ import annotations
 
@@ -12,46 +10,67 @@ from stepladder.train.sync.base import Sync
 
 
 class WeightUpdate:
-    """Moves the weights by what `sync` has left in their gradients."""
+    """Updates the weights by the gradients that a `Sync` has put into the parameters.
+
+    Args:
+        spec: The run.
+        state: Its optimizer is stepped.
+        sync: Its parameters have the gradients.
+    """
 
     def __init__(self, spec: RunSpec, state: TrainState, sync: Sync) -> None:
-        self.spec, self.job, self.state, self.sync = spec, spec.job, state, sync
-        self.optimizer, self.schedules = spec.job.optimizer, spec.job.schedules
-        self.scales, self.warmup_steps = state.scaler.is_enabled(), spec.settings.warmup_steps
+        self.spec = spec
+        self.job = spec.job
+        self.optimizer = spec.job.optimizer
+        self.schedules = spec.job.schedules
+        self.warmup_steps = spec.settings.warmup_steps
+        self.state = state
+        self.scales_loss = state.scaler.is_enabled()
+        self.sync = sync
 
     def apply(self) -> tuple[float, torch.Tensor | None]:
-        """The step's learning rate, of the first group, and the gradient's norm before clipping, of
-        shape ().
+        """Update the weights and clear the gradients.
 
-        There is no norm where the job has no `clip_norm`.
+        Returns:
+            The learning rate of the first group of parameters, and the norm of the gradient before
+            clipping, shape (). The norm is None if the job has no `clip_norm`.
         """
-        step, groups, norm = self.state.step, self.optimizer.param_groups, None
-        if self.scales:
+        groups = self.optimizer.param_groups
+        norm = None
+        if self.scales_loss:
             self.state.scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
             norm = self._clip(self.job.clip_norm)
-        warming = step < self.warmup_steps
-        if warming:
-            rates = [group["lr"] for group in groups]
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * (step + 1) / self.warmup_steps
-        lr: float = groups[0]["lr"]
-        stepped = self.state.step_optimizer()
+        is_warm_up = self.state.step < self.warmup_steps
+        if is_warm_up:  # the rates grow linearly to their full values
+            full_rates = [group["lr"] for group in groups]
+            for group, rate in zip(groups, full_rates, strict=True):
+                group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
+        learning_rate: float = groups[0]["lr"]
+        is_stepped = self.state.step_optimizer()
         if self.state.shard_replicas is not None:
-            self.state.shard_replicas.record_step(stepped)
-        if warming:
-            for group, rate in zip(groups, rates, strict=True):
+            self.state.shard_replicas.record_step(is_stepped)
+        if is_warm_up:
+            for group, rate in zip(groups, full_rates, strict=True):
                 group["lr"] = rate
         for param in self.sync.params:
             param.grad = None
         if self.schedules:
-            per_step = self.job.schedule_per == "step"
-            if stepped if per_step else (step + 1) % self.spec.plan.steps_per_epoch == 0:
-                for schedule in self.schedules:
-                    schedule.step()
-        return lr, norm
+            self._step_schedules(is_stepped)
+        return learning_rate, norm
 
-    def _clip(self, most: float) -> torch.Tensor:
+    def _step_schedules(self, is_stepped: bool) -> None:
+        if self.job.schedule_per == "step":
+            is_due = is_stepped
+        else:
+            is_due = (self.state.step + 1) % self.spec.plan.steps_per_epoch == 0
+        if is_due:
+            for schedule in self.schedules:
+                schedule.step()
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the whole gradient to a norm, and return its norm before."""
         if self.state.full_shards is not None:
-            return self.state.full_shards.clip(most)
-        return torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), most).detach()
+            return self.state.full_shards.clip(max_norm)
+        parameters = self.job.model.parameters()
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm).detach()

@@ -1,1 +1,1 @@
-"""Looking at a run: logs and progress while it trains."""
+"""Metrics of rankings, and loggers that show the metrics of a run."""

@@ -1,7 +1,7 @@
-"""Who is told of the curves: TensorBoard, Weights & Biases, MLflow, or an object of the user's own.
-Rank 0 only.
+"""Loggers, which get the curves of a run: TensorBoard, Weights & Biases, MLflow, or a user's own.
 
-Runs of the others are continued by every start in one run directory, which keeps their ids.
+Only the first rank has loggers. Every start in a run directory continues the same runs of Weights &
+Biases and MLflow, whose ids the directory keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from stepladder.core import durable, stored
 from stepladder.core.console import say
@@ -24,36 +24,44 @@ from stepladder.core.errors import InputError, text_of
 from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
 
-LOGGERS_FILE = (
-    "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
-)
+T = TypeVar("T")
+# In the run directory: the id of each logger's run, and the last step of each of its curves.
+LOGGERS_FILE = "loggers.json"
 PROJECT = "stepladder"
-# Seconds to wait for a server that does not answer: all ranks wait meanwhile. MLflow's own default
-# is 14 minutes.
+# How long to wait for a server that does not answer, since all ranks wait meanwhile. MLflow's own
+# default is 14 minutes.
 WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 20.0, "finish_timeout": 30.0}
 MLFLOW_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class Logger(Protocol):
-    """Who is told of the curves, on rank 0 only. What it raises ends it with a warning, never the
-    run.
+    """Gets the curves of a run, on the first rank only.
+
+    An exception that it raises ends the logger with a warning, never the run.
     """
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Scalars by name, after `step` optimizer steps; at most twice a second, and at each
-        evaluation.
+        """Log scalars by name; called at most twice a second, and at each evaluation.
+
+        Args:
+            step: Optimizer steps done.
+            values: The scalars.
         """
 
     def close(self) -> None:
-        """The run is over, or stopped."""
+        """End the logging, as the run is complete or stopped."""
 
 
 class SafeLogger:
-    """A logger that cannot fail the run: it is off once it raises.
+    """A logger that cannot fail the run: it is off once it has raised an exception.
 
-    It gets each point of a curve once, also of steps that are made again.
+    Steps that are trained again after a resume are not logged again.
 
-    state: its part of loggers.json, whose `last` is kept up to date.  store: writes that file.
+    Args:
+        name: For the warning.
+        make: Makes the logger.
+        state: Its part of loggers.json, which is kept up to date here.
+        store: Writes loggers.json.
     """
 
     def __init__(
@@ -63,29 +71,36 @@ class SafeLogger:
         state: dict[str, Any],
         store: Callable[[], None],
     ) -> None:
-        self.name, self.store = name, store
-        self.last: dict[str, int] = state.setdefault("last", {})
+        self.name = name
+        self.store = store
+        self.last_steps: dict[str, int] = state.setdefault("last", {})
         self.logger: Logger | None = None
-        self._try(lambda: setattr(self, "logger", make()))
+        self.logger = self._attempt(make)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        new = {name: value for name, value in values.items() if step > self.last.get(name, 0)}
-        if self.logger is not None and new:
-            self._try(lambda: self.logger.log(step, new))  # type: ignore[union-attr]
-            self.last.update(dict.fromkeys(new, step))
-            self._try(self.store)
+        """Log the scalars whose curves have not reached this step."""
+        new_values = {
+            name: value for name, value in values.items() if step > self.last_steps.get(name, 0)
+        }
+        if self.logger is not None and new_values:
+            self._attempt(partial(self.logger.log, step, new_values))
+            self.last_steps.update(dict.fromkeys(new_values, step))
+            self._attempt(self.store)
 
     def close(self) -> None:
+        """Close the logger, unless it is off."""
         if self.logger is not None:
-            self._try(self.logger.close)
+            self._attempt(self.logger.close)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[[], T]) -> T | None:
+        """Call a function of the logger, and switch the logger off if it raises an exception."""
         try:
-            call()
-        except Exception as error:  # whatever a server, or the user's own object, thinks of
+            return function()
+        except Exception as error:  # a server, or the user's own logger, may raise anything
             self.logger = None
-            first = text_of(error).partition("\n")[0]
-            say(f"{self.name} is off, training goes on: {type(error).__name__}: {first}")
+            message = text_of(error).partition("\n")[0]
+            say(f"{self.name} is off, training goes on: {type(error).__name__}: {message}")
+            return None
 
 
 class Wandb:
@@ -95,7 +110,8 @@ class Wandb:
         import wandb
 
         state.setdefault("id", uuid.uuid4().hex[:12])
-        typed, sys.argv = sys.argv, masked_words(sys.argv)  # which it uploads
+        arguments = sys.argv
+        sys.argv = masked_words(sys.argv)  # wandb uploads them
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -107,17 +123,19 @@ class Wandb:
                 settings=wandb.Settings(silent=True, console="off", **WANDB_TIMEOUTS),
             )
         finally:
-            sys.argv = typed
+            sys.argv = arguments
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        """Log scalars by name."""
         self.run.log(values, step=step)
 
     def close(self) -> None:
+        """End the run, as failed if an exception is being handled."""
         self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 class Mlflow:
-    """A run of MLflow, on the server MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME."""
+    """A run of MLflow, on the server MLFLOW_TRACKING_URI, in MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
         for name, value in MLFLOW_TIMEOUTS.items():
@@ -125,59 +143,67 @@ class Mlflow:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self.metric, self.client = Metric, MlflowClient()
+        self.metric_class = Metric
+        self.client = MlflowClient()
         if "id" in state:
             self.client.update_run(state["id"], status="RUNNING")
         else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            known = self.client.get_experiment_by_name(name)
-            experiment = known.experiment_id if known else self.client.create_experiment(name)
-            state["id"] = self.client.create_run(experiment, run_name=run_dir.name).info.run_id
+            experiment_id = self._find_or_create_experiment()
+            state["id"] = self.client.create_run(experiment_id, run_name=run_dir.name).info.run_id
             params = [Param(key, str(value)) for key, value in config.items()]
             self.client.log_batch(state["id"], params=params)
         self.id = state["id"]
 
+    def _find_or_create_experiment(self) -> Any:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self.client.get_experiment_by_name(name)
+        return experiment.experiment_id if experiment else self.client.create_experiment(name)
+
     def log(self, step: int, values: dict[str, float]) -> None:
-        now = int(time.time() * 1000)
-        self.client.log_batch(
-            self.id, [self.metric(name, value, now, step) for name, value in values.items()]
-        )
+        """Log scalars by name."""
+        now_ms = int(time.time() * 1000)
+        metrics = [self.metric_class(name, value, now_ms, step) for name, value in values.items()]
+        self.client.log_batch(self.id, metrics)
 
     def close(self) -> None:
+        """End the run, as failed if an exception is being handled."""
         self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
 
 
 class TensorBoard:
-    """An event file in `folder`. TensorBoard's own writer has a thread, whose errors nobody can
-    catch.
+    """An event file in a folder.
+
+    TensorBoard's own writer has a thread, whose exceptions cannot be caught.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
-    def writer(self) -> Any:  # late: the import costs 0.2 s, and a short run may log nothing
+    def writer(self) -> Any:
+        """The event file, made late: the import takes 0.2 s, and a short run may log nothing."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time():.0f}.{process}.{time.monotonic_ns()}"
         writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        header = Event(wall_time=time.time(), file_version="brain.Event:2")
+        writer.write(header.SerializeToString())
         return writer
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        """Log scalars by name."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summary = Summary(
-            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        )
-        self.writer.write(
-            Event(wall_time=time.time(), step=step, summary=summary).SerializeToString()
-        )
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        self.writer.write(event.SerializeToString())
 
     def close(self) -> None:
+        """Close the event file, if there is one."""
         if "writer" in vars(self):
             self.writer.close()
 
@@ -189,44 +215,57 @@ BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = 
 
 
 def validate_wandb_login(names: Iterable[str]) -> None:
-    """Raises InputError where W&B would ask who you are, with all ranks waiting for the answer."""
-    if "wandb" in names:
-        import wandb
+    """Raise InputError if wandb would ask who the user is, while all ranks wait for the answer."""
+    if "wandb" not in names:
+        return
+    import wandb
 
-        wandb.setup(wandb.Settings(silent=True))
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(
-            prompt=False, verify=False
-        ):
-            raise InputError(
-                "--log-to wandb: nobody is logged in on this machine",
-                "wandb login, or export WANDB_MODE=offline",
-            )
+    wandb.setup(wandb.Settings(silent=True))
+    is_online = os.environ.get("WANDB_MODE", "online") == "online"
+    if is_online and not wandb.login(prompt=False, verify=False):
+        raise InputError(
+            "--log-to wandb: nobody is logged in on this machine",
+            "wandb login, or export WANDB_MODE=offline",
+        )
 
 
 def open_loggers(
-    run_dir: RunDir | None, own: Sequence[Logger], names: Iterable[str], config: dict[str, Any]
+    run_dir: RunDir | None,
+    user_loggers: Sequence[Logger],
+    names: Iterable[str],
+    config: dict[str, Any],
 ) -> list[SafeLogger]:
-    """On rank 0, which has the run directory: they go on where an earlier start of this run was."""
-    if run_dir is None or not (own or names):
+    """Return the loggers, which continue from the last start in the run directory.
+
+    Args:
+        run_dir: The run directory on the first rank, None on ranks without loggers.
+        user_loggers: The user's own loggers.
+        names: Of BACKENDS.
+        config: The run's definition, which the backends show.
+    """
+    if run_dir is None or not (user_loggers or names):
         return []
     path = run_dir.path / LOGGERS_FILE
     state: dict[str, Any] = {}
-    with suppress(OSError, ValueError):  # damaged: a new run there is better than no training
+    with suppress(OSError, ValueError):  # a damaged file starts new runs instead of no training
         state = stored.loads(stored.read(path), dict[str, dict[str, Any]])
 
     def store() -> None:
-        durable.write(
-            path, json.dumps(state, indent=1) + "\n", fsync=False
-        )  # for it is written at every point
+        text = json.dumps(state, indent=1) + "\n"
+        durable.write(path, text, fsync=False)  # fsync would cost too much at every logged point
 
-    makes: dict[str, Callable[[], Logger]] = {
-        f"{type(logger).__name__}-{number}": partial(lambda logger: logger, logger)
-        for number, logger in enumerate(own)
-    }
+    makers: dict[str, Callable[[], Logger]] = {}
+    for number, logger in enumerate(user_loggers):
+        makers[f"{type(logger).__name__}-{number}"] = partial(return_logger, logger)
     for name in names:
-        makes[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
-    told = [
-        SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makes.items()
+        makers[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
+    loggers = [
+        SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makers.items()
     ]
     store()
-    return told
+    return loggers
+
+
+def return_logger(logger: Logger) -> Logger:
+    """Return a logger that exists already."""
+    return logger

@@ -1,0 +1,280 @@
+"""The start of an attempt: from a run's definition to a `Session` that can take steps.
+
+Only the first rank reads the run directory; it sends what it has read to all ranks, so they cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from stepladder.core.errors import naming
+from stepladder.core.heap import keep_freed_memory
+from stepladder.rank.error_record import note_step
+from stepladder.rank.exit_record import forget_end
+from stepladder.rank.keepsake import has_keeper
+from stepladder.rank.membership import joins
+from stepladder.storage.ledger import Ledger, LedgerHeader
+from stepladder.storage.lock import owner_of
+from stepladder.storage.run_config import environment, refuse_other_definition, shuffle_of
+from stepladder.storage.rundir import (
+    CONFIG,
+    RESULT,
+    SCHEMA,
+    SNAPSHOTS,
+    RunDir,
+    snapshot_paths,
+    stored_in,
+)
+from stepladder.storage.snapshot import Snapshot, newest_snapshot
+from stepladder.train.comm import Comm
+from stepladder.train.determinism import validate_equal_machines
+from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
+from stepladder.train.metrics.loggers import Logger, open_loggers, validate_wandb_login
+from stepladder.train.phases import STARTING
+from stepladder.train.precision import make_scaler
+from stepladder.train.recorder import Recorder
+from stepladder.train.replica_check import validate_equal_data, validate_equal_models
+from stepladder.train.run_spec import (
+    RunSpec,
+    describe_missed_failures,
+    describe_start,
+    validate_step,
+)
+from stepladder.train.session import Session, open_run_dir, print_on_first_rank
+from stepladder.train.snapshot_saver import SnapshotSaver
+from stepladder.train.state import TrainState
+from stepladder.train.train_result import TrainResult
+
+
+class StoredRun(NamedTuple):
+    """What the run directory holds of the run as an attempt begins.
+
+    Args:
+        attempt: The number of this attempt, 0 if the run is complete.
+        result: The contents of result.json if the run is complete, else None.
+        snapshot: The newest intact snapshot, None if the run is new.
+        shuffle: The order of samples that the run began with, "" if the run is new.
+    """
+
+    attempt: int
+    result: dict[str, Any] | None
+    snapshot: Snapshot | None
+    shuffle: str
+
+
+@contextmanager
+def open_session(
+    spec: RunSpec, comm: Comm, loggers: Sequence[Logger] = ()
+) -> Iterator[Session | TrainResult]:
+    """Open an attempt of a run for the length of the block. A collective.
+
+    Args:
+        spec: The run.
+        comm: The ranks that train it.
+        loggers: The user's own loggers, called on the first rank.
+
+    Yields:
+        The session, or the stored result of a run that is complete already.
+    """
+    with ExitStack() as at_end:
+        at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(spec.threads)
+        keep_freed_memory()
+        with comm.phases(STARTING):
+            opening = Opening(spec, comm, loggers, at_end)
+            session = opening.open()
+        state = opening.state
+        with noting_step(state), at_end.pop_all(), noting_step(state):
+            yield session
+
+
+@contextmanager
+def noting_step(state: TrainState) -> Iterator[None]:
+    """Note on an error in the block after which step it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        note_step(error, state.step)
+        raise
+
+
+class Opening:
+    """Opens one attempt of a run: reads the run directory, restores the state, starts the records.
+
+    Args:
+        spec: The run.
+        comm: The ranks that train it.
+        loggers: The user's own loggers, called on the first rank.
+        at_end: Closes what is opened here.
+
+    Attributes:
+        run_dir: The run directory on the first rank, once it is open.
+        is_job_edited: Whether the job file has changed since the run began, known on the first
+            rank.
+    """
+
+    def __init__(
+        self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger], at_end: ExitStack
+    ) -> None:
+        self.spec = spec
+        self.comm = comm
+        self.loggers = loggers
+        self.at_end = at_end
+        self.state = TrainState(spec.job, make_scaler(spec.settings.precision, comm.device))
+        self.snapshot_saver = SnapshotSaver(self.state, comm)
+        self.run_dir: RunDir | None = None
+        self.is_job_edited = False
+
+    def open(self) -> Session | TrainResult:
+        """Return the session, or the stored result of a run that is complete already."""
+        self.state.prepare_model(self.spec.settings, self.comm)
+        number = joins()
+        if number is not None:
+            return self._join(number)
+        self._validate_ranks()  # before anything is written
+        stored = StoredRun(*self.comm.on_first(self._read_run_dir))
+        self.at_end.callback(self.snapshot_saver.close)
+        self.spec = self.spec.with_order(stored.shuffle)
+        if stored.result is not None:
+            missed = describe_missed_failures(self.spec.settings, self.spec.num_steps)
+            self._report(missed)
+            return TrainResult.from_json(stored.result)
+        return self._start(stored.attempt, stored.snapshot)
+
+    def _validate_ranks(self) -> None:
+        """Raise InputError unless all ranks compute the same thing. A collective."""
+        spec = self.spec
+        if spec.settings.sync == "exact":
+            validate_equal_machines(self.comm, spec.settings.compile)
+        validate_equal_models(self.comm, spec.job.model)
+        sources = {"training": spec.train_source, "evaluation": spec.eval_source}
+        validate_equal_data(self.comm, sources)
+
+    # -- on the first rank -------------------------------------------------------------------------
+
+    def _read_run_dir(self) -> StoredRun:
+        """Open the run directory and read it. For a new run, write its config.json."""
+        spec = self.spec
+        settings = spec.settings
+        validate_wandb_login(settings.log_to)
+        is_fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
+        self._load_initial_weights(is_fresh)
+        run_dir = open_run_dir(settings, self.snapshot_saver, self.at_end, is_fresh)
+        self.run_dir = run_dir
+        forget_end()
+        config = run_dir.stored(CONFIG)
+        if config is not None:
+            refuse_other_definition(config["definition"], spec.definition, run_dir.path)
+            self.is_job_edited = is_edited(config, spec.recipe.job_file)
+        shuffle = shuffle_of(config, run_dir.path)
+        result = self._read_result(run_dir)
+        if result is not None:
+            return StoredRun(0, result, None, shuffle)
+        snapshot = self.snapshot_saver.latest(self._report_line)
+        if snapshot is None:
+            run_dir.refuse_lost_snapshots()
+        step = snapshot.step if snapshot is not None else 0
+        validate_step(spec, step)
+        run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
+        if config is None:
+            facts = environment(spec.recipe.job_file, spec.threads)
+            run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": facts})
+        return StoredRun(run_dir.attempt, None, snapshot, shuffle)
+
+    def _load_initial_weights(self, is_fresh: bool) -> None:
+        """Load the weights of --init-from into the model of a run that begins."""
+        settings = self.spec.settings
+        if settings.init_from is None:
+            return
+        if not is_fresh and snapshot_paths(settings.run_dir / SNAPSHOTS):
+            return
+        source = newest_snapshot(Path(settings.init_from))
+        source.restore_model(self.spec.job.model, "--init-from a run of this very model")
+        self._report_line(f"  begins with the weights of {settings.init_from}, {source.name}")
+
+    def _read_result(self, run_dir: RunDir) -> dict[str, Any] | None:
+        """Return the contents of result.json if the run is complete, else None."""
+        result = run_dir.stored(RESULT)
+        if result is None or result["steps"] != self.spec.num_steps:
+            return None
+        path = run_dir.path / RESULT
+        with naming(f"{path} is damaged", f"rm {path}: it is written anew", (ValueError,)):
+            TrainResult.from_json(result)
+        return result
+
+    # -- on all ranks ------------------------------------------------------------------------------
+
+    def _start(self, attempt: int, snapshot: Snapshot | None) -> Session:
+        """Restore the state and start the records. A collective."""
+        spec = self.spec
+        comm = self.comm
+        if snapshot is None:  # a build that draws unseeded random numbers differs between ranks
+            comm.broadcast_model(spec.job.model)
+        built_settings = read_optimizer_settings(spec.job.optimizer)
+        self.state.restore(spec.settings, comm, snapshot)
+        loggers = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
+        header = LedgerHeader(
+            attempt,
+            comm.world.rank,
+            comm.world.world_size,
+            self.state.step,
+            snapshot.manifest["ledger"] if snapshot is not None else "",
+            spec.settings.deals_in_rounds,
+        )
+        ledger = Ledger(spec.settings.run_dir, header)
+        recorder = Recorder(spec, comm, self.state, ledger, loggers)
+        self.at_end.callback(recorder.close)
+        lines = describe_start(spec, comm.world, self.state.step)
+        if self.is_job_edited and self.state.step:
+            lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
+        self._report(lines)
+        return self._make_session(recorder, attempt)
+
+    def _join(self, number: int) -> Session:
+        """Join ranks that train already, which send their state.
+
+        Args:
+            number: The number of this rank in the launch.
+        """
+        self.state.shard(self.spec.settings, self.comm)
+        run_dir = self.spec.settings.run_dir
+        config = stored_in(run_dir, CONFIG)
+        self.spec = self.spec.with_order(shuffle_of(config, run_dir))
+        attempt = owner_of(run_dir).get("attempt") or 0
+        # Until the group forms, this rank must not act as the first one or as one that is alone.
+        self.comm.world = replace(self.comm.world, rank=1, world_size=2)
+        self.comm.members = [-1, number]
+        ledger = Ledger(run_dir, LedgerHeader(attempt, number, 0, 0, ""))
+        recorder = Recorder(self.spec, self.comm, self.state, ledger)
+        self.at_end.callback(recorder.close)
+        self.at_end.callback(self.snapshot_saver.close)
+        self.state.step = -1  # less than any rank that has the state
+        session = self._make_session(recorder, attempt)
+        session.join()
+        return session
+
+    def _make_session(self, recorder: Recorder, attempt: int) -> Session:
+        return Session(
+            self.spec,
+            self.comm,
+            self.state,
+            recorder,
+            self.snapshot_saver,
+            self.at_end,
+            attempt,
+            self.run_dir,
+            self.loggers,
+        )
+
+    def _report(self, lines: list[str]) -> None:
+        self._report_line("\n".join(lines))
+
+    def _report_line(self, text: str) -> None:
+        print_on_first_rank(text, self.spec.settings, self.comm)

@@ -1,0 +1,59 @@
+"""The passes of one rank in each step, and the samples that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stepladder.core.plan import Span, fuse, with_idle
+from stepladder.core.world import World
+from stepladder.data.source import Request
+from stepladder.train.run_spec import RunSpec
+
+
+class RankShare:
+    """The passes that one rank makes in each step of a run.
+
+    A pass is a `Span` of the global batch: one microbatch, or the rank's whole share. The last
+    batch of an epoch may be smaller than the others, so there are two lists of passes.
+
+    Args:
+        spec: The run.
+        world: The ranks that share each step.
+        passes_are_equal: Whether every rank must make as many passes as the rank with the most
+            microbatches, because the passes gather weights. An idle pass has an empty span.
+    """
+
+    def __init__(self, spec: RunSpec, world: World, passes_are_equal: bool) -> None:
+        self.spec = spec
+        self.world = world
+        self.passes_are_equal = passes_are_equal
+        self.full_batch = self._spans_of(0)
+        self.last_batch = self._spans_of(-1)
+
+    def spans(self, step: int) -> list[Span]:
+        """Return this rank's passes of one step, counted from 0."""
+        if (step + 1) % self.spec.plan.steps_per_epoch == 0:
+            return self.last_batch
+        return self.full_batch
+
+    def requests(self, first_step: int) -> Iterator[Request]:
+        """Yield what this rank reads, pass by pass, from `first_step` to the end of the run."""
+        plan = self.spec.plan
+        for step in range(first_step, self.spec.num_steps):
+            for span in self.spans(step):
+                yield plan.epoch_of_step(step), plan.indices(step, span)
+
+    def _spans_of(self, step: int) -> list[Span]:
+        plan = self.spec.plan
+        num_ranks = self.world.world_size
+        in_rounds = self.spec.settings.deals_in_rounds
+        by_rank = []
+        for rank in range(num_ranks):
+            spans = plan.share(step, rank, num_ranks, in_rounds)
+            if not self.spec.by_microbatch:
+                spans = fuse(spans)
+            by_rank.append(spans)
+        own_spans = by_rank[self.world.rank]
+        if self.passes_are_equal:
+            return with_idle(own_spans, by_rank)
+        return own_spans
