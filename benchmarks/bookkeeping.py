@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from report import Report, table
 
-from stepladder.core.plan import Plan, share
-from stepladder.rank.timing import timing_line
+from stepladder.core.plan import Plan, split_evenly
+from stepladder.rank.timing import make_timing_line
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.ledger_plan import orders
 from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, SNAPSHOTS, TIMING
@@ -112,7 +112,7 @@ def make(run_dir: Path, size: Size) -> None:
 
 def make_ledger(run_dir: Path, plan: Plan, size: Size, rank: int) -> str:
     ledger = Ledger(run_dir, LedgerHeader(1, rank, size.ranks, 0, ""))
-    lo, hi = share(plan.num_microbatches, rank, size.ranks)
+    lo, hi = split_evenly(plan.num_microbatches, rank, size.ranks)
     lo, hi = lo * plan.microbatch, hi * plan.microbatch  # of every step, for all are whole
     for begin in range(0, size.steps, AT_ONCE):
         end = min(size.steps, begin + AT_ONCE)
@@ -137,7 +137,7 @@ def make_lines(run_dir: Path, plan: Plan, size: Size) -> None:
                 metrics.write(f"{json.dumps(line)}\n")
             if step % size.each == 0:
                 seconds = random.gamma(100.0, 0.001, (size.ranks, 5))
-                timing.write(f"{json.dumps(timing_line(step, size.each, seconds))}\n")
+                timing.write(f"{json.dumps(make_timing_line(step, size.each, seconds))}\n")
 
 
 def measure(size: Size, folder: Path) -> tuple[list[list[str]], list[str]]:

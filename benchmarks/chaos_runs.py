@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.rank.progress import STEP, WORDS
+from stepladder.rank.progress import NUM_SLOTS, STEP
 from stepladder.storage.audit import audit
 
 STEPS, NPROC, SNAPSHOT_EVERY = 96, 3, 3
@@ -112,7 +112,7 @@ class Command:
         """The furthest step that a rank has computed its share of, as the launcher sees it."""
         with suppress(OSError):  # folders come and go while they are listed
             for file in self.temporary.glob("stepladder*/**/progress"):
-                return max(memoryview(file.read_bytes()).cast("q")[STEP::WORDS], default=0)
+                return max(memoryview(file.read_bytes()).cast("q")[STEP::NUM_SLOTS], default=0)
         return 0
 
     def wait_for(self, condition: Callable[[], object]) -> None:

@@ -47,8 +47,8 @@ from goodput_rivals import (
 )
 from report import Report, table
 
-from stepladder.core.address import free_port
-from stepladder.rank.progress import STEP, WORDS
+from stepladder.core.address import find_free_port
+from stepladder.rank.progress import NUM_SLOTS, STEP
 from stepladder.storage.audit import audit
 
 UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
@@ -161,7 +161,9 @@ class Ours(Way):
     def places(self) -> list[tuple[int, int]]:
         for file in self.folder.glob("stepladder*/**/progress"):
             with suppress(OSError):
-                return [(0, step) for step in memoryview(file.read_bytes()).cast("q")[STEP::WORDS]]
+                return [
+                    (0, step) for step in memoryview(file.read_bytes()).cast("q")[STEP::NUM_SLOTS]
+                ]
         return []
 
     def close(self) -> dict[str, Any]:
@@ -255,7 +257,7 @@ class Torchft(Rival):
     programs = Path()
 
     def start(self) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{find_free_port()}"
         limits = (
             "--join_timeout_ms",
             JOIN_MS,

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepladder import InputError, Job, Settings, Trainer
-from stepladder.core.errors import one_line
+from stepladder.core.errors import to_one_line
 
 HAND, OURS, CAPTURED = "the loop by hand", "stepladder", "stepladder --capture"
 MOST_TO_HAND, LEAST_TO_OTHERS = 1.10, 3.0
@@ -320,7 +320,7 @@ def why_not(way: Callable[[Task, str, int], int], task: Task, device: str) -> st
             return "not installed"
         raise
     except (RuntimeError, InputError) as error:
-        return f"FAIL: {one_line(str(error))}"
+        return f"FAIL: {to_one_line(str(error))}"
     return ""
 
 

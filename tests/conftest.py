@@ -119,42 +119,42 @@ def nothing_left_behind() -> Iterator[None]:
     )
     deadline = time.monotonic() + 30  # what ends by itself may take its time on a busy machine
     while (
-        left := _children() | (set(threading.enumerate()) - threads)
+        leftovers := _children() | (set(threading.enumerate()) - threads)
     ) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left, f"the test left running: {left}"
+    assert not leftovers, f"the test left running: {leftovers}"
 
 
 def _environment() -> dict[str, str]:
-    others = (
+    ignored_names = (
         "PYTEST_CURRENT_TEST",
         "TORCHINDUCTOR_CACHE_DIR",
     )  # pytest's, and torch's at its first optimizer
-    return {name: value for name, value in os.environ.items() if name not in others}
+    return {name: value for name, value in os.environ.items() if name not in ignored_names}
 
 
 def _children() -> set[str]:
     """Our child processes, but for multiprocessing's own two, which live as long as the session."""
     servers = [server.pid for server in SERVERS if server.pid]
-    own = {
+    own_processes = {
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
         *servers,
     }
     subprocess._cleanup()  # type: ignore[attr-defined]  # what has ended, and nobody can wait for any more
     pids = [pid for parent in (os.getpid(), *servers) for pid in _children_of(parent)]
-    return {_described(pid) for pid in pids if pid not in own} - {""}
+    return {_described(pid) for pid in pids if pid not in own_processes} - {""}
 
 
 def _children_of(pid: int) -> list[int]:
     """The kernel's own list: psutil reads all processes for it, 2 ms after each of thousands of
     tests.
     """
-    found = []
+    problems = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has ended
-            found += map(int, path.read_text().split())
-    return found
+            problems += map(int, path.read_text().split())
+    return problems
 
 
 def _described(pid: int) -> str:

@@ -14,21 +14,21 @@ import psutil
 @contextmanager
 def gloo_comes_last() -> Iterator[None]:
     """Processes started meanwhile share one core, where gloo's threads are behind all others."""
-    over, found = threading.Event(), set()
+    over, lowered = threading.Event(), set()
 
-    def look() -> None:
+    def lower_priorities() -> None:
         for process in psutil.Process().children(recursive=True):
             for name in Path(f"/proc/{process.pid}/task").glob("*/comm"):
                 thread = int(name.parent.name)
                 with suppress(OSError):  # one that has just ended: the others are still to be found
-                    if thread not in found and "gloo" in name.read_text():
+                    if thread not in lowered and "gloo" in name.read_text():
                         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-                        found.add(thread)
+                        lowered.add(thread)
 
     def keep_looking() -> None:
         while not over.wait(0.01):
             with suppress(OSError, psutil.NoSuchProcess):
-                look()
+                lower_priorities()
 
     watcher = threading.Thread(target=keep_looking)
     watcher.start()
@@ -40,4 +40,4 @@ def gloo_comes_last() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
         over.set()
         watcher.join()
-    assert len(found) >= 4, f"each of two ranks has two such threads or more, seen were {found}"
+    assert len(lowered) >= 4, f"each of two ranks has two such threads or more, seen were {lowered}"

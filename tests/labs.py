@@ -36,23 +36,23 @@ class TestLab:
         }
 
     def lab(
-        self, *words: object, code: int = 0, timeout: float = SECONDS
+        self, *arguments: object, code: int = 0, timeout: float = SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """`stepladder lab WORDS`."""
         done = run(
-            "lab", *words, cwd=Path("/"), env=self.env, timeout=timeout, command=self.command
+            "lab", *arguments, cwd=Path("/"), env=self.env, timeout=timeout, command=self.command
         )
         assert done.returncode == code, (
-            f"lab {words}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+            f"lab {arguments}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         )
         return done
 
-    def slurm(self, *words: object, cwd: Path = Path("/"), timeout: float = SECONDS) -> str:
+    def slurm(self, *arguments: object, cwd: Path = Path("/"), timeout: float = SECONDS) -> str:
         """The output of one of Slurm's commands, or of `stepladder`, as typed on the login node."""
         before = self.command[: -len(COMMAND)]  # what makes it another user's
-        done = run(*words, cwd=cwd, env=self.env, timeout=timeout, command=before)
+        done = run(*arguments, cwd=cwd, env=self.env, timeout=timeout, command=before)
         assert done.returncode == 0, (
-            f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+            f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done.stdout
 

@@ -32,34 +32,34 @@ OURS: set[int | None] = set()  # processes that stay: those that were there, and
 
 def below() -> list[psutil.Process]:
     alive = []
-    for one in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if one.pid in OURS:
+            if process.pid in OURS:
                 continue
-            if one.status() == psutil.STATUS_ZOMBIE:
+            if process.status() == psutil.STATUS_ZOMBIE:
                 with suppress(ChildProcessError):
-                    os.waitpid(one.pid, os.WNOHANG)
+                    os.waitpid(process.pid, os.WNOHANG)
             else:
-                alive.append(one)
+                alive.append(process)
     return alive
 
 
 def remaining() -> list[str]:
     """What goes on although its command has ended; it is ended."""
     deadline = time.monotonic() + 15  # what ends by itself may take its time on a busy machine
-    while (left := below()) and time.monotonic() < deadline:
+    while (leftovers := below()) and time.monotonic() < deadline:
         time.sleep(0.02)
     names = []
-    for one in left:
+    for process in leftovers:
         with suppress(psutil.NoSuchProcess):
-            names.append(" ".join(one.cmdline())[:100])
-    end(left)
+            names.append(" ".join(process.cmdline())[:100])
+    end(leftovers)
     return names
 
 
 def end(processes: list[psutil.Process]) -> None:
-    for one in processes:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()
     psutil.wait_procs(processes, SECONDS)
     below()

@@ -84,9 +84,9 @@ def storage_of(
     folder: Path, tensors: Mapping[str, torch.Tensor], **fields: Any
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Each tensor in a file of its own, named as the tensor; fields: what all of them have instead."""
-    found = {}
+    results = {}
     for key, tensor in tensors.items():
         path = folder / f"{key}.distcp"
         known = {"relative_path": path.name, "offset": 0, "length": path.stat().st_size, **fields}
-        found[MetadataIndex(key, [0] * tensor.ndim)] = _StorageInfo(**known)
-    return found
+        results[MetadataIndex(key, [0] * tensor.ndim)] = _StorageInfo(**known)
+    return results

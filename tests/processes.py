@@ -59,11 +59,17 @@ def start(
     new_session: bool = False,
 ) -> subprocess.Popen[str] | Forked:
     """A process of its own, forked from the warm one where that is the same as a new interpreter."""
-    whole = {**os.environ, **env}
-    if SERVER.can_run(words, whole):
-        return SERVER.start(words, cwd, whole, (out.fileno(), err.fileno()), new_session)
+    full_env = {**os.environ, **env}
+    if SERVER.can_run(words, full_env):
+        return SERVER.start(words, cwd, full_env, (out.fileno(), err.fileno()), new_session)
     return subprocess.Popen(
-        words, cwd=cwd, env=whole, stdout=out, stderr=err, text=True, start_new_session=new_session
+        words,
+        cwd=cwd,
+        env=full_env,
+        stdout=out,
+        stderr=err,
+        text=True,
+        start_new_session=new_session,
     )
 
 

@@ -99,7 +99,7 @@ def rank_profile(
 
 def profile(*ranks: RankProfile, **operators: float) -> Profile:
     """operators: seconds per step, by name; __ stands for ::."""
-    found = [
+    lines = [
         Operator(name.replace("__", "::"), seconds, 1.0) for name, seconds in operators.items()
     ]
-    return Profile(ranks or (rank_profile(),), found)
+    return Profile(ranks or (rank_profile(),), lines)

@@ -16,7 +16,7 @@ from typing import Any
 
 from processes import SECONDS
 from stepladder.rank.open_file import OpenFile
-from stepladder.rank.segment import map_segment, new_segment
+from stepladder.rank.shared_segment import make_segment, map_segment
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         pipes, processes = [], []
-        segment = None if by_gloo else new_segment(world_size)
+        segment = None if by_gloo else make_segment(world_size)
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
             world = (

@@ -43,8 +43,8 @@ def ratings_csv(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, time = ["userId,movieId,rating,timestamp"], 0
-    for user, own in enumerate(tastes()):
-        for item in [*own, (user + 1) % 2]:
+    for user, tastes_of_user in enumerate(tastes()):
+        for item in [*tastes_of_user, (user + 1) % 2]:
             time += 1
             lines.append(
                 f"{10 * user + 7},{1000 + 3 * item},{5.0 if item % 2 == user % 2 else 2.0},{time}"

@@ -155,7 +155,8 @@ class GaugeCounter(ast.NodeVisitor):
         first = re.match(r"[`'\"(]*([A-Za-z-]+)", docstring)
         if first and first[1] in FRAGMENTS:
             self.note("fragment", node, docstring.splitlines()[0])
-        if PARAMETERS_IN_A_LINE.search(docstring) and "Args:" not in docstring:
+        is_google_form = "Args:" in docstring or "Attributes:" in docstring
+        if PARAMETERS_IN_A_LINE.search(docstring) and not is_google_form:
             self.note("home-made parameter list", node)
 
     def visit_Module(self, node: ast.Module) -> None:

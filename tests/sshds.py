@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from processes import SECONDS, wait_until
-from stepladder.core.address import free_ports
+from stepladder.core.address import find_free_ports
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
@@ -28,7 +28,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address, self.ports = folder, address, free_ports(MOST_HOSTS)
+        self.folder, self.address, self.ports = folder, address, find_free_ports(MOST_HOSTS)
         self.port = self.ports[0]
         self.hosts = [f"{getpass.getuser()}@{address}:{port}" for port in self.ports]
         self.host = self.hosts[0]
@@ -90,12 +90,12 @@ class Server:
 def own_address() -> str | None:
     """An IPv4 address of this machine that is not loopback."""
     entries = [entry for device in psutil.net_if_addrs().values() for entry in device]
-    found = [
+    daemons = [
         e.address
         for e in entries
         if e.family == socket.AF_INET and not e.address.startswith("127.")
     ]
-    return found[0] if found else None
+    return daemons[0] if daemons else None
 
 
 @contextmanager

@@ -7,26 +7,26 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from processes import Started, started
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 
 RANKS = 3
 
 
 @contextmanager
-def tasks(folder: Path, *words: object, **env: str) -> Iterator[list[Started]]:
+def tasks(folder: Path, *arguments: object, **env: str) -> Iterator[list[Started]]:
     """What `srun -n 3` starts on one machine. words: with {rank} where they differ."""
     step = {
-        "SLURM_JOB_ID": str(free_port()),  # tells the port where they meet
+        "SLURM_JOB_ID": str(find_free_port()),  # tells the port where they meet
         "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(RANKS),
         "SLURM_STEP_TASKS_PER_NODE": str(RANKS), "SLURM_STEP_NUM_NODES": "1",
     } | env  # fmt: skip
-    ranks, texts = [], [str(word) for word in words]
+    ranks, texts = [], [str(word) for word in arguments]
     with ExitStack() as stack:
         for rank in map(str, range(RANKS)):
-            own = step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            task_env = step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
             ranks.append(
                 stack.enter_context(
-                    started(*(w.replace("{rank}", rank) for w in texts), cwd=folder, env=own)
+                    started(*(w.replace("{rank}", rank) for w in texts), cwd=folder, env=task_env)
                 )
             )
         yield ranks

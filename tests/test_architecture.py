@@ -213,10 +213,10 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 def test_the_arrows_of_this_house_are_seen_at_all() -> None:
     """So that the tests above cannot pass on an empty list."""
-    seen = {(arrow.source, arrow.target, arrow.late) for arrow in arrows()}
-    assert ("train.session", "storage.rundir", False) in seen
-    assert ("launcher.entry", "train.job_runner", True) in seen
-    assert ("recipes.mlp", "train.job", False) in seen, "a public name counts as its home"
+    known_arrows = {(arrow.source, arrow.target, arrow.late) for arrow in arrows()}
+    assert ("train.session", "storage.rundir", False) in known_arrows
+    assert ("launcher.entry", "train.job_runner", True) in known_arrows
+    assert ("recipes.mlp", "train.job", False) in known_arrows, "a public name counts as its home"
 
 
 def test_nothing_that_starts_up_imports_torch() -> None:
@@ -224,10 +224,10 @@ def test_nothing_that_starts_up_imports_torch() -> None:
     below = [
         m for m in modules() if any(m == name or m.startswith(f"{name}.") for name in WITHOUT_TORCH)
     ]
-    wanted = [m for m in below if not any(m.startswith(name) for name in ON_TORCHELASTIC)]
+    imported = [m for m in below if not any(m.startswith(name) for name in ON_TORCHELASTIC)]
     code = (
         "import importlib, json, sys\n"
-        f"for name in {wanted!r}:\n"
+        f"for name in {imported!r}:\n"
         "    importlib.import_module('stepladder.' + name)\n"
         "    if 'torch' in sys.modules: break\n"
         "else: name = None\n"
@@ -235,7 +235,7 @@ def test_nothing_that_starts_up_imports_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert len(wanted) > len(WITHOUT_TORCH)
+    assert len(imported) > len(WITHOUT_TORCH)
     assert json.loads(ran.stdout) is None, (
         f"importing stepladder.{json.loads(ran.stdout)} imports torch"
     )

@@ -76,9 +76,9 @@ def trained(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.ranks
 @pytest.mark.parametrize("trained", [1], indirect=True)
 def test_one_process_goes_from_the_command_to_the_step_in_four_hops(trained: Path) -> None:
-    found = stack(trained, "loss")
-    first = found.index(("cli/train.py", "command"))
-    assert found[first:] == [
+    frames = stack(trained, "loss")
+    first = frames.index(("cli/train.py", "command"))
+    assert frames[first:] == [
         ("cli/train.py", "command"),
         ("launcher/entry.py", "start"),
         ("train/job_runner.py", "train_file"),
@@ -94,8 +94,8 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
     trained: Path,
 ) -> None:
     for rank in (0, 1):
-        found, start = stack(trained, "loss", rank), ("rank/lifecycle.py", "rank_main")
-        assert found[found.index(start) :] == [
+        frames, start = stack(trained, "loss", rank), ("rank/lifecycle.py", "rank_main")
+        assert frames[frames.index(start) :] == [
             start,
             ("launcher/entry.py", "train_rank"),
             ("train/job_runner.py", "train_file"),

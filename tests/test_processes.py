@@ -49,12 +49,12 @@ def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> 
     )
     assert forked.returncode == new.returncode
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
-    (ours, *rest), (theirs, *same) = (
+    (ours, *our_others), (theirs, *same) = (
         forked.stdout.splitlines() or ["{}"],
         new.stdout.splitlines() or ["{}"],
     )
     assert json.loads(ours) == json.loads(theirs)
-    assert rest == same
+    assert our_others == same
 
 
 def test_what_is_read_at_the_start_of_python_needs_a_new_interpreter(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_package_says_its_version_once_and_that_it_has_types() -> None:
 def taught() -> dict[str, str]:
     """The Python that users read and copy, by where it stands."""
     files = [*REPOSITORY.glob("lessons/**/*.py"), *REPOSITORY.glob("docs/examples/*.py")]
-    found = {str(file.relative_to(REPOSITORY)): file.read_text() for file in files}
+    texts = {str(file.relative_to(REPOSITORY)): file.read_text() for file in files}
     for page in [
         REPOSITORY / "README.md",
         *REPOSITORY.glob("docs/*.md"),
@@ -67,8 +67,8 @@ def taught() -> dict[str, str]:
         for number, block in enumerate(
             re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
         ):
-            found[f"{page.relative_to(REPOSITORY)}, block {number}"] = block
-    return found
+            texts[f"{page.relative_to(REPOSITORY)}, block {number}"] = block
+    return texts
 
 
 def used_names(code: str) -> set[str]:

@@ -37,11 +37,11 @@ def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def done(*command: object, cwd: Path) -> str:
-    found = called(*command, cwd=cwd)
-    assert found.returncode == 0, (
-        f"{command} ended with {found.returncode}\n{found.stdout}{found.stderr}"
+    result = called(*command, cwd=cwd)
+    assert result.returncode == 0, (
+        f"{command} ended with {result.returncode}\n{result.stdout}{result.stderr}"
     )
-    return found.stdout
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,10 @@ def files_of(package: Path) -> set[Path]:
 @pytest.mark.slow
 def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path) -> None:
     code = "import stepladder; print(stepladder.__version__, *stepladder.__path__)"
-    version, found = done(installed / "python", "-c", code, cwd=tmp_path).split()
-    assert Path(found).is_relative_to(installed.parent) and version == stepladder.__version__
+    version, result = done(installed / "python", "-c", code, cwd=tmp_path).split()
+    assert Path(result).is_relative_to(installed.parent) and version == stepladder.__version__
     assert (
-        files_of(Path(found))
+        files_of(Path(result))
         == files_of(REPOSITORY / "src" / "stepladder")
         >= {Path(name) for name in PACKAGED}
     )
@@ -100,9 +100,9 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_wheel_trains_on_two_processes(installed: Path, tmp_path: Path) -> None:
-    words = ["train", "digits", "--nproc", 2, "--epochs", 1, "--json"]
-    found = json.loads(done(installed / "stepladder", *words, cwd=tmp_path).splitlines()[-1])
-    assert found["metrics"]["test_accuracy"] > 0.5
+    arguments = ["train", "digits", "--nproc", 2, "--epochs", 1, "--json"]
+    result = json.loads(done(installed / "stepladder", *arguments, cwd=tmp_path).splitlines()[-1])
+    assert result["metrics"]["test_accuracy"] > 0.5
     assert (tmp_path / "runs" / "digits" / "result.json").is_file()
 
 
@@ -114,17 +114,17 @@ def test_the_wheel_verifies_a_recipe(installed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_looks_at_the_machine(installed: Path, tmp_path: Path) -> None:
-    found = called(installed / "stepladder", "doctor", "--json", cwd=tmp_path)
-    assert found.returncode in (0, 1), found.stderr  # 1: something is wrong with this machine
-    assert "findings" in json.loads(found.stdout.splitlines()[-1])
+    result = called(installed / "stepladder", "doctor", "--json", cwd=tmp_path)
+    assert result.returncode in (0, 1), result.stderr  # 1: something is wrong with this machine
+    assert "findings" in json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_without_a_checkout_learn_says_in_one_line_where_the_lessons_are(
     installed: Path, tmp_path: Path
 ) -> None:
-    found = called(installed / "stepladder", "learn", cwd=tmp_path)
-    assert (found.returncode, found.stdout) == (2, "")
-    [line] = found.stderr.splitlines()
+    result = called(installed / "stepladder", "learn", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
     assert line.startswith("error: no folder lessons in ")
     assert "stepladder repository" in line

@@ -60,10 +60,10 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in env.items() if name.startswith(AT_START)}
+    start_env = {name: value for name, value in env.items() if name.startswith(AT_START)}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in start_env.items()
         if not name.startswith(NOT_READ) and not (name == THREADS and threads(env))
     }
 
@@ -102,8 +102,8 @@ class Server:
     def _start(self) -> None:
         SERVERS.append(self)
         ours = {name: value for name, value in os.environ.items() if name != THREADS}
-        whole = {**ours, **self.given}
-        self.env = at_start(whole)
+        full_env = {**ours, **self.given}
+        self.env = at_start(full_env)
         self.folder = Path(tempfile.mkdtemp(prefix="warm-"))
         self.address = self.folder / "socket"
         self._write_commands()
@@ -118,7 +118,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=whole,
+                env=full_env,
             )
             os.close(theirs)
 
@@ -127,12 +127,14 @@ class Server:
             if self.process is None:
                 self._start()
 
-    def can_run(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
+    def can_run(self, arguments: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether a fork is the same as a new interpreter: for a module or a file, in an
         environment like ours.
         """
         self.start_once()
-        return words[0] == sys.executable and can_run(words[1:]) and at_start(env) == self.env
+        return (
+            arguments[0] == sys.executable and can_run(arguments[1:]) and at_start(env) == self.env
+        )
 
     def ranks(self) -> dict[str, str]:
         """A variable by which torchrun's ranks are forked as well: its name for another Python."""
@@ -155,7 +157,7 @@ class Server:
 
     def start(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         cwd: Path,
         env: Mapping[str, str],
         streams: tuple[int, int],
@@ -164,20 +166,20 @@ class Server:
         """`words` in `cwd`, with nothing to read. streams: file descriptors that it writes to."""
         try:
             with Path(os.devnull).open() as nothing:
-                request = [list(words[1:]), str(cwd), dict(env), new_session], False
-                return Forked(words, ask(self.address, request, [nothing.fileno(), *streams]))
+                request = [list(arguments[1:]), str(cwd), dict(env), new_session], False
+                return Forked(arguments, ask(self.address, request, [nothing.fileno(), *streams]))
         except OSError as error:
             assert self.process is not None
-            said = self.process.communicate()[1].decode()
+            output = self.process.communicate()[1].decode()
             raise AssertionError(
-                f"the process that forks has ended with {self.process.returncode}\n{said}"
+                f"the process that forks has ended with {self.process.returncode}\n{output}"
             ) from error
 
     def stop(self) -> None:
         if self.process is not None:
             os.close(self.alive)
-            _, said = self.process.communicate()
-            sys.stderr.buffer.write(said)
+            _, output = self.process.communicate()
+            sys.stderr.buffer.write(output)
             shutil.rmtree(self.folder)
             self.process = None
             SERVERS.remove(self)

@@ -20,12 +20,12 @@ def main(address: str, started_in: Mapping[str, str], python: str) -> None:
     with it.
     """
     program = Path(python).with_name(Path(sys.argv[0]).name)
-    words = sys.argv[1:] if program.name == "python" else [str(program), *sys.argv[1:]]
-    if not can_run(words) or at_start(os.environ) != started_in:
-        os.execv(python, [python, *words])
+    arguments = sys.argv[1:] if program.name == "python" else [str(program), *sys.argv[1:]]
+    if not can_run(arguments) or at_start(os.environ) != started_in:
+        os.execv(python, [python, *arguments])
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
-    request = [words, str(Path.cwd()), dict(os.environ), False], True
-    command = Forked(words, ask(Path(address), request, [0, 1, 2]))
+    request = [arguments, str(Path.cwd()), dict(os.environ), False], True
+    command = Forked(arguments, ask(Path(address), request, [0, 1, 2]))
     for number in HANDED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: command.send_signal(number))

@@ -71,7 +71,7 @@ class Forks:
         while True:
             ready = {key.fileobj for key, _ in self.selector.select()}
             if self.alive in ready:
-                leave(0)
+                exit_now(0)
             for client in ready & self.bound.keys():  # which says nothing, so it has ended
                 self.selector.unregister(client)
                 os.kill(self.bound.pop(client), signal.SIGKILL)
@@ -94,13 +94,13 @@ class Forks:
             if is_bound:
                 self.bound[client] = pid
                 self.selector.register(client, selectors.EVENT_READ)
-            tell(client, pid)
+            send_pid(client, pid)
             return []
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for one in (client, self.listener, self.selector, *self.clients.values()):
-            one.close()
+        for tracker in (client, self.listener, self.selector, *self.clients.values()):
+            tracker.close()
         for fd in (self.alive, self.woken, self.wake):
             os.close(fd)
         for stream, fd in enumerate(fds):
@@ -116,15 +116,15 @@ class Forks:
             with self.clients.pop(pid) as client:
                 if self.bound.pop(client, None):
                     self.selector.unregister(client)
-                tell(client, os.waitstatus_to_exitcode(status))
+                send_pid(client, os.waitstatus_to_exitcode(status))
 
 
-def tell(client: socket.socket, number: int) -> None:
+def send_pid(client: socket.socket, number: int) -> None:
     with suppress(BrokenPipeError):  # the test has not waited for the end
         client.send(NUMBER.pack(number))
 
 
-def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -> None:
+def become(arguments: list[str], cwd: str, env: dict[str, str], new_session: bool) -> None:
     """Run `python WORDS...` in this process."""
     if new_session:
         os.setsid()
@@ -134,20 +134,20 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     tempfile.tempdir = None
     util.spawnv_passfds = fork_interpreter  # type: ignore[attr-defined]
-    if asked := threads(env):
-        sys.modules["torch"].set_num_threads(asked)
+    if thread_settings := threads(env):
+        sys.modules["torch"].set_num_threads(thread_settings)
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if words[0] == "-u":
-        words = words[1:]
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    if words[0] == "-m":
-        sys.argv, sys.path[0] = ["-m", *words[2:]], cwd
-        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = ["-m", *arguments[2:]], cwd
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
     else:
-        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-        main.__file__ = str(Path(words[0]).absolute())
-        exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+        main.__file__ = str(Path(arguments[0]).absolute())
+        exec(compile(Path(arguments[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
@@ -156,8 +156,8 @@ def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
 
     They would import torch anew. From a process with threads nothing can be forked that has some as
     well."""
-    words = [os.fsdecode(arg) for arg in args]
-    code, *rest = words[words.index("-c") + 1 :]
+    arguments = [os.fsdecode(arg) for arg in args]
+    code, *remaining = arguments[arguments.index("-c") + 1 :]
     env = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
     can_be_forked = code.startswith(FORK_SERVER) or (code.startswith(SPAWNED) and is_quiet())
     if not can_be_forked or env != BEGUN_WITH:
@@ -170,14 +170,14 @@ def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
     end = 1
     try:
         begin_anew(passed)
-        sys.argv = ["-c", *rest]
+        sys.argv = ["-c", *remaining]
         exec(code, sys.modules["__main__"].__dict__)
         end = 0
     except SystemExit as error:
         end = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    leave(end)
+    exit_now(end)
 
 
 def begin_anew(passed: Sequence[int]) -> None:
@@ -196,13 +196,16 @@ def begin_anew(passed: Sequence[int]) -> None:
     atexit._clear()
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     util._run_after_forkers()  # type: ignore[attr-defined]
-    for one in (forkserver._forkserver, resource_tracker._resource_tracker):  # their locks are held
-        one.__init__()  # type: ignore[misc]
+    for tracker in (
+        forkserver._forkserver,
+        resource_tracker._resource_tracker,
+    ):  # their locks are held
+        tracker.__init__()  # type: ignore[misc]
     sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["torch"].seed()
     random.seed()
-    if asked := threads(os.environ):
-        sys.modules["torch"].set_num_threads(asked)
+    if thread_settings := threads(os.environ):
+        sys.modules["torch"].set_num_threads(thread_settings)
 
 
 def is_quiet() -> bool:
@@ -224,10 +227,10 @@ def end_interpreter(end: SystemExit) -> NoReturn:
         print(end.code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+    exit_now(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from drawing import Drawing, save
 
-from stepladder.core.plan import share
+from stepladder.core.plan import split_evenly
 from stepladder.train.sync.binary_tree import split_into_blocks
 
 MICROBATCHES, SIZES = 8, (1, 2, 3)
@@ -17,7 +17,7 @@ def owners(world_size: int) -> dict[tuple[int, int], int]:
     """The rank that adds each sum [lo, lo + size) by itself; sums of several ranks are not in it."""
     found = {}
     for rank in range(world_size):
-        lo, hi = share(MICROBATCHES, rank, world_size)
+        lo, hi = split_evenly(MICROBATCHES, rank, world_size)
         for block in split_into_blocks(lo, hi):
             for size in (1 << level for level in range(block.bit_length())):
                 found |= {(at, size): rank for at in range(lo, lo + block, size)}

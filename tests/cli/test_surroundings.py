@@ -15,7 +15,7 @@ import pytest
 
 from processes import COMMAND, JOBS, SECONDS, audited, refused, run, started, train
 from stepladder.core.errors import InputError
-from stepladder.core.surroundings import refuse_open_fork_server
+from stepladder.core.machine_limits import validate_fork_server
 
 SHORT = "train", "mlp", "--steps", "3", "--run-dir", "run"
 needs_root = pytest.mark.skipif(
@@ -275,10 +275,10 @@ def test_a_jobs_own_end_of_file_is_no_end_of_what_is_typed(tmp_path: Path) -> No
 def test_the_python_whose_fork_server_anybody_reaches_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refuse_open_fork_server()
+    validate_fork_server()
     monkeypatch.setattr("sys.version_info", (3, 11, 0, "final", 0))
     with pytest.raises(InputError, match="CVE-2022-42919"):
-        refuse_open_fork_server()
+        validate_fork_server()
 
 
 CLOCK = """

@@ -15,8 +15,8 @@ import pytest
 from processes import refused, run
 from stepladder import cli
 from stepladder.core import console
-from stepladder.core.console import printable, printable_log, show
-from stepladder.core.terminal import MOST_COLUMNS, rich_console
+from stepladder.core.console import make_log_printable, make_printable, write_text
+from stepladder.core.terminal import MAX_COLUMNS, make_console
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
@@ -101,18 +101,18 @@ def test_names_that_a_locale_cannot_write_are_escaped(run_dir: Path) -> None:
 
 def test_a_job_s_output_keeps_its_colours_and_no_more() -> None:
     colours = b"\x1b[1;31mred\x1b[0m\t50%\r100%\r\n\xc3\xa9"
-    assert printable_log(colours) == colours
+    assert make_log_printable(colours) == colours
     assert (
-        printable_log(b"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b")
+        make_log_printable(b"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b")
         == rb"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b"
     )
 
 
 def test_lines_and_letters_stay() -> None:
     text = "caf\xe9 \u2581 \t1\n2"
-    assert printable(text) == text
-    assert printable(text, kept="") == "caf\xe9 \u2581 \\t1\\n2"
-    assert printable("\udcff") == "\\udcff"
+    assert make_printable(text) == text
+    assert make_printable(text, allowed="") == "caf\xe9 \u2581 \\t1\\n2"
+    assert make_printable("\udcff") == "\\udcff"
 
 
 def test_commands_print_by_one_way() -> None:
@@ -123,8 +123,8 @@ def test_commands_print_by_one_way() -> None:
 
 def test_what_a_job_has_closed_is_not_written_to(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as stream:
-        show("a", stream)
-    show("b", stream)
+        write_text("a", stream)
+    write_text("b", stream)
     assert (tmp_path / "out").read_text() == "a\n"
 
 
@@ -134,10 +134,10 @@ def test_a_terminal_s_size_that_is_none_is_not_taken(
 ) -> None:
     for name in ("LINES", "COLUMNS"):
         monkeypatch.setenv(name, size)
-    assert 0 < rich_console(force_terminal=True).size.width <= MOST_COLUMNS
+    assert 0 < make_console(force_terminal=True).size.width <= MAX_COLUMNS
     monkeypatch.setenv("COLUMNS", "123")
     monkeypatch.setenv("LINES", "45")
-    assert rich_console().size == (123, 45)
+    assert make_console().size == (123, 45)
 
 
 def test_commands_have_a_console_by_one_way() -> None:

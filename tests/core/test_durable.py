@@ -38,7 +38,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     fsync, replace, rename = os.fsync, Path.replace, Path.rename
 
     def cut(path: Path) -> str:
-        return path.name.split(".")[0] + ("*" if path.suffix == durable.UNFINISHED else "")
+        return path.name.split(".")[0] + ("*" if path.suffix == durable.UNFINISHED_SUFFIX else "")
 
     def noting_fsync(opened: int) -> None:
         done.append(("fsync", cut(Path(f"/proc/self/fd/{opened}").readlink())))
@@ -95,7 +95,9 @@ def test_without_fsync_nothing_waits_for_the_disk(place: Path, acts: list[tuple[
 def test_a_folder_is_on_disk_with_all_that_it_holds_before_it_has_its_name(
     place: Path, acts: list[tuple[str, str]]
 ) -> None:
-    with durable.folder(place / "folder", check=lambda: acts.append(("check", ""))) as aside:
+    with durable.replace_folder(
+        place / "folder", check=lambda: acts.append(("check", ""))
+    ) as aside:
         (aside / "a").write_text("a")
         (aside / "inside").mkdir()
         (aside / "inside" / "b").write_text("b")
@@ -177,7 +179,7 @@ def write_anew(place: Path) -> None:
 
 
 def fill_anew(place: Path) -> None:
-    with durable.folder(place / "thing") as aside:
+    with durable.replace_folder(place / "thing") as aside:
         (aside / "one").write_bytes(b"new")
         (aside / "two").write_bytes(b"new")
 
@@ -263,7 +265,7 @@ def test_a_kill_before_any_act_leaves_the_old_one_or_the_new_one_once_it_was_cle
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) in (0, 9)
-    durable.clear(place, "thing")
+    durable.remove_unfinished(place, "thing")
     assert names(place) in (was, ["thing"]), "something is left beside it"
     assert not names(place) or content(place) in ({"old"}, {"new"})
     if os.waitstatus_to_exitcode(status) == 0:
@@ -297,7 +299,7 @@ def test_a_check_that_refuses_keeps_the_folder_from_its_place(place: Path) -> No
 
     with (
         pytest.raises(RuntimeError, match="another writer"),
-        durable.folder(place / "thing", check=refuse) as aside,
+        durable.replace_folder(place / "thing", check=refuse) as aside,
     ):
         (aside / "one").write_text("new")
     assert (names(place), content(place)) == (["thing"], {"old"})
@@ -306,7 +308,7 @@ def test_a_check_that_refuses_keeps_the_folder_from_its_place(place: Path) -> No
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_a_folder_takes_the_place_of_anything(make: Callable[[Path], object], place: Path) -> None:
     make(place / "thing")
-    with durable.folder(place / "thing") as aside:
+    with durable.replace_folder(place / "thing") as aside:
         (aside / "one").write_text("new")
     assert (names(place), content(place)) == (["thing"], {"new"})
 
@@ -317,13 +319,13 @@ def test_clearing_takes_what_was_asked_for_only(place: Path) -> None:
         (place / name / "file").write_text("x")
     for name in ("step_4.bb.tmp", "step_3.old"):
         (place / name).write_text("a user's own, if it is not a folder")
-    durable.clear(place, "step_")
+    durable.remove_unfinished(place, "step_")
     assert names(place) == ["other.aa.tmp", "step_3", "step_3.old"]
 
 
 def test_the_disks_error_is_one_line_with_what_to_do(place: Path) -> None:
-    with pytest.raises(InputError) as caught, durable.writing(place, "make room"):
+    with pytest.raises(InputError) as caught, durable.name_write_errors(place, "make room"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert str(caught.value) == f"cannot write {place}: No space left on device. HINT: make room"
-    with pytest.raises(ValueError, match="its own"), durable.writing(place, "make room"):
+    with pytest.raises(ValueError, match="its own"), durable.name_write_errors(place, "make room"):
         raise ValueError("its own")

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import InputError, Plan
-from stepladder.core.order import MOST_SORTED, Feistel, Order, permutation
+from stepladder.core.order import MAX_SORTED, FeistelOrder, Order, make_permutation
 
 MAKE: dict[str, Callable[[int, int], Order]] = {
-    "sort": permutation,
-    "feistel": lambda count, seed: Feistel(count, seed).at(np.arange(count)),
+    "sort": make_permutation,
+    "feistel": lambda count, seed: FeistelOrder(count, seed).indices_at(np.arange(count)),
 }
 BOTH = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
@@ -31,15 +31,15 @@ def test_every_small_size_is_a_permutation(seed: int) -> None:
 
 @given(st.integers(1, 2**17), st.integers(0, 2**63 - 1))
 def test_any_size_is_a_permutation(count: int, seed: int) -> None:
-    seen = np.zeros(count, dtype=bool)
-    seen[Feistel(count, seed).at(np.arange(count))] = True
-    assert seen.all()
+    covered = np.zeros(count, dtype=bool)
+    covered[FeistelOrder(count, seed).indices_at(np.arange(count))] = True
+    assert covered.all()
 
 
 @given(st.integers(2, 2**62), st.integers(0, 2**63 - 1), st.sets(st.integers(0, 2**62), min_size=2))
 def test_of_the_largest_sizes_no_index_comes_twice(count: int, seed: int, places: set[int]) -> None:
     positions = np.unique(np.array(sorted(places)) % count)
-    indices = Feistel(count, seed).at(positions)
+    indices = FeistelOrder(count, seed).indices_at(positions)
     assert len(set(indices.tolist())) == len(positions)
     assert indices.min() >= 0 and indices.max() < count
 
@@ -47,19 +47,19 @@ def test_of_the_largest_sizes_no_index_comes_twice(count: int, seed: int, places
 def test_an_index_depends_on_its_position_alone() -> None:
     plan = Plan(10**9, 128, 16, seed=5)
     step = 4_000_000
-    whole = plan.at(0, *plan.batch(step))
+    batch_indices = plan.indices_at(0, *plan.batch(step))
     parts = [plan.indices(step, span) for rank in range(3) for span in plan.share(step, rank, 3)]
-    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert np.concatenate(parts).tolist() == batch_indices.tolist()
     assert (
-        plan.at(0, 0, 8).tolist()
-        != plan.at(1, 0, 8).tolist()
-        != Plan(10**9, 128, 16, 6).at(1, 0, 8).tolist()
+        plan.indices_at(0, 0, 8).tolist()
+        != plan.indices_at(1, 0, 8).tolist()
+        != Plan(10**9, 128, 16, 6).indices_at(1, 0, 8).tolist()
     )
 
 
 def test_it_stays_the_same_with_every_version() -> None:
     """Frozen: another order here means that no run can be resumed that was begun before."""
-    assert Feistel(10**9, 1).at(np.arange(4)).tolist() == [
+    assert FeistelOrder(10**9, 1).indices_at(np.arange(4)).tolist() == [
         537310893,
         118284151,
         828805489,
@@ -79,7 +79,7 @@ def test_a_thousand_million_samples_need_no_list() -> None:
 
 
 def test_small_data_keeps_the_order_that_it_has_had() -> None:
-    small, large = Plan(MOST_SORTED, 128, 16), Plan(MOST_SORTED + 1, 128, 16)
+    small, large = Plan(MAX_SORTED, 128, 16), Plan(MAX_SORTED + 1, 128, 16)
     assert (small.shuffle, large.shuffle) == ("sort", "feistel")
     stored = large.as_json()
     assert Plan.from_json(stored) == large
@@ -106,9 +106,9 @@ def chi_square(counts: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_where_an_index_lands_says_nothing(make: Callable[[int, int], Order], seed: int) -> None:
     order = make(MANY, seed)
-    place = np.arange(MANY) * SIDE // MANY
+    cells = np.arange(MANY) * SIDE // MANY
     grid = np.zeros((SIDE, SIDE))
-    np.add.at(grid, (place, order * SIDE // MANY), 1)  # positions by indices
+    np.add.at(grid, (cells, order * SIDE // MANY), 1)  # positions by indices
     assert abs(chi_square(grid)) < 6
     steps = np.diff(order) % MANY * SIDE // MANY  # from one index to the next
     assert abs(chi_square(np.bincount(steps, minlength=SIDE))) < 6
@@ -126,13 +126,13 @@ def test_the_classes_of_a_batch_vary_as_chance_has_it(make: Callable[[int, int],
 
 @BOTH
 def test_epochs_know_nothing_of_each_other(make: Callable[[int, int], Order]) -> None:
-    one, other = make(MANY, 1), make(MANY, 2)
-    assert abs(np.corrcoef(one, other)[0, 1]) * np.sqrt(MANY) < 5
-    assert (one == other).sum() < 15  # one, on average
+    first_order, second_order = make(MANY, 1), make(MANY, 2)
+    assert abs(np.corrcoef(first_order, second_order)[0, 1]) * np.sqrt(MANY) < 5
+    assert (first_order == second_order).sum() < 15  # one, on average
 
 
 @BOTH
 def test_the_first_place_is_everybodys(make: Callable[[int, int], Order]) -> None:
     """Over many seeds: of so few that a bias of the method would show."""
-    firsts = [int(make(23, seed)[place]) for seed in range(2300) for place in (0, 22)]
+    firsts = [int(make(23, seed)[position]) for seed in range(2300) for position in (0, 22)]
     assert abs(chi_square(np.bincount(firsts, minlength=23))) < 6

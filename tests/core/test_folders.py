@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from stepladder.core.folders import config_folder, file_system, state_folder
+from stepladder.core.folders import get_config_folder, get_file_system, get_state_folder
 
 
 @pytest.mark.parametrize(
     "folder, variable, usual",
     [
-        (state_folder, "XDG_STATE_HOME", ".local/state"),
-        (config_folder, "XDG_CONFIG_HOME", ".config"),
+        (get_state_folder, "XDG_STATE_HOME", ".local/state"),
+        (get_config_folder, "XDG_CONFIG_HOME", ".config"),
     ],
 )
 @pytest.mark.parametrize("value", [None, "", "/elsewhere"])
@@ -40,15 +40,15 @@ def test_the_variable_counts_where_it_says_something(
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here")
 def test_the_nearest_mount_above_counts() -> None:
-    assert file_system(Path("/proc/self/status")) == "proc"
-    assert file_system(Path("/proc/no/such/file")) == "proc"
+    assert get_file_system(Path("/proc/self/status")) == "proc"
+    assert get_file_system(Path("/proc/no/such/file")) == "proc"
 
 
 def test_of_several_on_one_point_the_last_is_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = [("/", "ext4"), ("/data set", "nfs4"), ("/data set", "tmpfs"), ("/data", "xfs")]
-    found = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
-    kinds = [file_system(Path(path)) for path in ("/data set/runs", "/data/runs", "/datasets")]
+    partitions = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
+    kinds = [get_file_system(Path(path)) for path in ("/data set/runs", "/data/runs", "/datasets")]
     assert kinds == ["tmpfs", "xfs", "ext4"]
 
 
@@ -57,4 +57,4 @@ def test_where_nobody_says_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> N
         raise PermissionError
 
     monkeypatch.setattr(psutil, "disk_partitions", refused)
-    assert file_system(Path("/")) == ""
+    assert get_file_system(Path("/")) == ""

@@ -12,7 +12,7 @@ import pytest
 
 from processes import refused, run
 from stepladder.core.errors import InputError
-from stepladder.core.folders import find_above, folders_above, refuse_foreign
+from stepladder.core.folders import find_file_above, list_folders_above, validate_ownership
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 SITE = "[submit]\nsetup = ['touch owned']\n"
@@ -27,9 +27,9 @@ def site(tmp_path: Path) -> Path:
     return file
 
 
-def submit(here: Path, **env: str):  # type: ignore[no-untyped-def]
+def submit(folder: Path, **env: str):  # type: ignore[no-untyped-def]
     return run(
-        "submit", "--dry-run", "--", "train", "mlp", cwd=here, env={"HOME": "/nonexistent", **env}
+        "submit", "--dry-run", "--", "train", "mlp", cwd=folder, env={"HOME": "/nonexistent", **env}
     )
 
 
@@ -45,9 +45,9 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
     part = site if of == "file" else site.parent
     for bits in (0o020, 0o002):
         part.chmod(0o755 | bits)
-        for here in (site.parent, site.parent / "deep"):
+        for folder in (site.parent, site.parent / "deep"):
             refused(
-                submit(here),
+                submit(folder),
                 f"{site} is not used, because others may write to {part}",
                 f"chmod go-w {part}",
             )
@@ -82,8 +82,8 @@ def test_a_stranger_s_file_is_said_and_passed_over(site: Path, how: str) -> None
             65534,
             follow_symlinks=False,
         )
-    for here in (site.parent, site.parent / "deep"):
-        done = submit(here)
+    for folder in (site.parent, site.parent / "deep"):
+        done = submit(folder)
         assert done.returncode == 0, done.stderr
         assert "touch owned" not in done.stdout and "touch above" in done.stdout
         assert f"stepladder: {site} is not used, because user 65534 owns it\n" in done.stderr
@@ -96,16 +96,16 @@ def test_a_link_is_where_it_leads(tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 65534, 65534)
     (tmp_path / "mine").symlink_to("theirs/file")
     with pytest.raises(InputError, match=r"user 65534 owns .*theirs"):
-        refuse_foreign(tmp_path / "mine")
+        validate_ownership(tmp_path / "mine")
 
 
 def test_in_a_folder_as_tmp_nobody_replaces_our_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     tmp_path.chmod(0o1777)
-    refuse_foreign(tmp_path / "file")
+    validate_ownership(tmp_path / "file")
     (tmp_path / "file").chmod(0o1666)
     with pytest.raises(InputError, match="others may write"):
-        refuse_foreign(tmp_path / "file")
+        validate_ownership(tmp_path / "file")
 
 
 def test_above_the_home_folder_nothing_is_looked_for(site: Path) -> None:
@@ -115,16 +115,16 @@ def test_above_the_home_folder_nothing_is_looked_for(site: Path) -> None:
 
 
 def test_a_file_system_s_border_ends_the_search() -> None:
-    assert Path("/") not in list(folders_above(Path("/proc/self").resolve()))
-    assert Path("/proc") in list(folders_above(Path("/proc/self").resolve()))
+    assert Path("/") not in list(list_folders_above(Path("/proc/self").resolve()))
+    assert Path("/proc") in list(list_folders_above(Path("/proc/self").resolve()))
 
 
 def test_the_user_s_own_file_counts_only_if_it_is_theirs(tmp_path: Path) -> None:
-    own = tmp_path / "stepladder" / "config.toml"
-    own.parent.mkdir()
-    own.write_text(SITE)
+    user_config = tmp_path / "stepladder" / "config.toml"
+    user_config.parent.mkdir()
+    user_config.write_text(SITE)
     assert "touch owned" in submit(tmp_path, XDG_CONFIG_HOME=str(tmp_path)).stdout
-    own.chmod(0o666)
+    user_config.chmod(0o666)
     refused(submit(tmp_path, XDG_CONFIG_HOME=str(tmp_path)), "others may write")
 
 
@@ -135,15 +135,15 @@ def test_the_course_above_is_ours_too(tmp_path: Path, monkeypatch: pytest.Monkey
     ladder.chmod(0o666)
     refused(run("learn", cwd=tmp_path / "lessons" / "deep"), "ladder.toml is not used")
     monkeypatch.chdir(tmp_path)
-    assert find_above("lessons/none.toml") is None
+    assert find_file_above("lessons/none.toml") is None
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [("submit", "--dry-run", "--", "train", "mlp"), ("learn",), ("train", "mlp"), ("doctor",)],
 )
 def test_a_current_folder_that_was_removed_is_one_line(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     command = (
         "sh",
@@ -155,7 +155,7 @@ def test_a_current_folder_that_was_removed_is_one_line(
         "stepladder",
     )
     refused(
-        run(*words, cwd=tmp_path, command=command),
+        run(*arguments, cwd=tmp_path, command=command),
         "the current folder cannot be used: No such file",
         "cd to",
     )

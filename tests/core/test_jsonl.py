@@ -9,30 +9,39 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import BLOCK, Lines, append, is_number, is_whole, last_lines
+from stepladder.core.jsonl import (
+    BLOCK_BYTES,
+    JsonlReader,
+    append_record,
+    is_count,
+    is_finite_number,
+    read_last_lines,
+)
 
 
 def test_a_line_goes_on_no_half_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, {"step": 1})
+    append_record(path, {"step": 1})
     with path.open("a") as file:
         file.write('{"step": 2, "los')
-    append(path, {"step": 3})
-    lines = Lines(path)
-    assert list(lines.new()) == [{"step": 1}, {"step": 3}]
-    assert list(lines.told()) == [f"line 2 of {path} is damaged, and left out"]
+    append_record(path, {"step": 3})
+    lines = JsonlReader(path)
+    assert list(lines.read_new()) == [{"step": 1}, {"step": 3}]
+    assert list(lines.describe_damage()) == [f"line 2 of {path} is damaged, and left out"]
 
 
 def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"st')
-    lines = Lines(path)
-    assert list(lines.new()) == [{"step": 1}]
-    assert list(lines.told()) == [f"the last line of {path} is half a line, and left out"]
+    lines = JsonlReader(path)
+    assert list(lines.read_new()) == [{"step": 1}]
+    assert list(lines.describe_damage()) == [
+        f"the last line of {path} is half a line, and left out"
+    ]
     with path.open("a") as file:
         file.write('ep": 2}\n')
-    assert list(lines.new()) == [{"step": 2}] and not list(lines.told())
-    assert list(lines.new()) == []
+    assert list(lines.read_new()) == [{"step": 2}] and not list(lines.describe_damage())
+    assert list(lines.read_new()) == []
 
 
 @pytest.mark.parametrize(
@@ -63,32 +72,34 @@ def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
 def test_a_line_that_is_not_as_it_was_written_is_left_out(text: str, tmp_path: Path) -> None:
     sound, path = '{"step": 5, "loss": 0.5}\n', tmp_path / "a.jsonl"
     path.write_bytes(f"{sound}{text}\n{sound}".encode(errors="surrogateescape"))
-    lines = Lines(path, lambda line: is_whole(line.get("step")) and is_number(line.get("loss")))
-    assert [line["step"] for line in lines.new()] == [5, 5]
-    assert (lines.damaged, lines.first) == (1, 2)
+    lines = JsonlReader(
+        path, lambda line: is_count(line.get("step")) and is_finite_number(line.get("loss"))
+    )
+    assert [line["step"] for line in lines.read_new()] == [5, 5]
+    assert (lines.damaged_lines, lines.first_damaged) == (1, 2)
 
 
 def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines = Lines(path)
-    assert not list(lines.new()) and not lines.was_replaced()
+    lines = JsonlReader(path)
+    assert not list(lines.read_new()) and not lines.restart_if_replaced()
     for step in range(3):
-        append(path, {"step": step})
-    assert len(list(lines.new())) == 3 and not lines.was_replaced()
+        append_record(path, {"step": step})
+    assert len(list(lines.read_new())) == 3 and not lines.restart_if_replaced()
     os.truncate(path, 12)
-    assert lines.was_replaced() and list(lines.new()) == [{"step": 0}]
+    assert lines.restart_if_replaced() and list(lines.read_new()) == [{"step": 0}]
     (tmp_path / "b").write_text('{"step": 7}\n{"step": 8}\n')
     (tmp_path / "b").replace(path)
-    assert lines.was_replaced() and [line["step"] for line in lines.new()] == [7, 8]
+    assert lines.restart_if_replaced() and [line["step"] for line in lines.read_new()] == [7, 8]
 
 
 def test_lines_of_several_blocks_are_all_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     text = "x" * 1000
     path.write_text("".join(f'{{"step": {step}, "text": "{text}"}}\n' for step in range(3000)))
-    assert path.stat().st_size > 2 * BLOCK
-    lines = Lines(path)
-    assert [line["step"] for line in lines.new()] == list(range(3000))
+    assert path.stat().st_size > 2 * BLOCK_BYTES
+    lines = JsonlReader(path)
+    assert [line["step"] for line in lines.read_new()] == list(range(3000))
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "sparse"])
@@ -105,7 +116,7 @@ def test_what_is_no_file_of_lines_is_one_line_at_once(kind: str, tmp_path: Path)
             file.truncate(1 << 40)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InputError, match=f"{path} cannot be read"):
-        list(Lines(path).new())
+        list(JsonlReader(path).read_new())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
@@ -115,4 +126,4 @@ def test_the_last_lines_of_a_large_file_are_read_alone(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # sparse: it takes no space
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"step": 1}\n{"step": 2}\n{"st')
-    assert last_lines(path) == [{"step": 1}, {"step": 2}]
+    assert read_last_lines(path) == [{"step": 1}, {"step": 2}]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from processes import refused, run
 from stepladder.core.address import parse_endpoint
-from stepladder.core.cores import count_processes, read_range
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST, whole
+from stepladder.core.numbers import MAX_INTEGER, parse_whole_number
+from stepladder.core.process_count import parse_process_count, parse_range
 from stepladder.core.world import World
-from stepladder.rank.preemption import parse_place
+from stepladder.rank.preemption import parse_fail_at
 
 STRANGE = [
     "",
@@ -37,12 +37,12 @@ STRANGE = [
     "\0",
 ]
 READERS: list[Callable[[str], object]] = [
-    lambda text: read_range("--nodes", text),
-    lambda text: read_range("--nodes", f"1:{text}"),
-    count_processes,
+    lambda text: parse_range("--nodes", text),
+    lambda text: parse_range("--nodes", f"1:{text}"),
+    parse_process_count,
     lambda text: parse_endpoint(f"node1:{text}"),
-    lambda text: parse_place(f"{text}:1"),
-    lambda text: parse_place(f"1:{text}"),
+    lambda text: parse_fail_at(f"{text}:1"),
+    lambda text: parse_fail_at(f"1:{text}"),
     lambda text: World.detect({"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
     lambda text: World.detect(
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": text}
@@ -53,17 +53,20 @@ READERS: list[Callable[[str], object]] = [
 ]
 
 
-@given(st.integers(0, MOST))
+@given(st.integers(0, MAX_INTEGER))
 def test_a_number_is_read(number: int) -> None:
-    assert whole(str(number)) == number
+    assert parse_whole_number(str(number)) == number
     assert (
-        whole(str(number), least=number + 1) is None and whole(str(number), most=number - 1) is None
+        parse_whole_number(str(number), minimum=number + 1) is None
+        and parse_whole_number(str(number), maximum=number - 1) is None
     )
 
 
 @given(st.text())
 def test_no_text_is_more_than_a_number_or_none(text: str) -> None:
-    assert whole(text) is None or (text.isascii() and int(text) == whole(text))
+    assert parse_whole_number(text) is None or (
+        text.isascii() and int(text) == parse_whole_number(text)
+    )
 
 
 @pytest.mark.parametrize(

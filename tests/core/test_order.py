@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import Plan
-from stepladder.core.order import Chunks, Order, StreamOrder, permutation
-from stepladder.core.plan import fuse
+from stepladder.core.order import Chunks, Order, StreamOrder, make_permutation
+from stepladder.core.plan import fuse_spans
 
 CHUNKS = Chunks(((40, 8), (40, 8), (23, 8)), slots=16)  # 13 chunks, the last of 7 rows
 
@@ -24,21 +24,26 @@ def stream_plan(seed: int = 0) -> Plan:
 def stream_plans(draw: st.DrawFn) -> Plan:
     """Any plan of data in shards of any sizes, with and without batch norm."""
     microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
-    least = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
+    min_microbatch = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
     sizes = draw(
         st.lists(st.integers(1, 60), min_size=1, max_size=4).filter(
-            lambda sizes: sum(sizes) >= least
+            lambda sizes: sum(sizes) >= min_microbatch
         )
     )
     shards = tuple((rows, draw(st.integers(1, 12))) for rows in sizes)
     chunks = Chunks(shards, draw(st.integers(1, 64)))
     return Plan(
-        sum(sizes), microbatch * count, microbatch, draw(st.integers(0, 2**40)), least, chunks
+        sum(sizes),
+        microbatch * count,
+        microbatch,
+        draw(st.integers(0, 2**40)),
+        min_microbatch,
+        chunks,
     )
 
 
 @pytest.mark.parametrize(
-    ("shards", "slots", "rows", "found"),
+    ("shards", "slots", "rows", "expected"),
     [
         (((24, 6),), 8, 24, True),
         (((24, 6), (0, 1)), 1, 24, True),
@@ -49,9 +54,9 @@ def stream_plans(draw: st.DrawFn) -> Plan:
     ],
 )
 def test_chunks_hold_a_number_of_rows(
-    shards: tuple[tuple[int, int], ...], slots: int, rows: int, found: bool
+    shards: tuple[tuple[int, int], ...], slots: int, rows: int, expected: bool
 ) -> None:
-    assert Chunks(shards, slots).hold(rows) is found
+    assert Chunks(shards, slots).can_hold(rows) is expected
 
 
 @given(stream_plans(), st.integers(0, 3))
@@ -63,7 +68,7 @@ def test_an_epoch_has_every_row_once(plan: Plan, epoch: int) -> None:
 def test_shares_of_any_number_of_ranks_make_the_same_batches(plan: Plan, world_size: int) -> None:
     for step in range(2 * plan.steps_per_epoch):
         lo, hi = plan.batch(step)
-        whole = plan.order(step // plan.steps_per_epoch)[lo:hi].tolist()
+        batch_order = plan.order(step // plan.steps_per_epoch)[lo:hi].tolist()
         shares = [
             plan.indices(step, s)
             for r in range(world_size)
@@ -72,9 +77,9 @@ def test_shares_of_any_number_of_ranks_make_the_same_batches(plan: Plan, world_s
         fused = [
             plan.indices(step, s)
             for r in range(world_size)
-            for s in fuse(plan.share(step, r, world_size))
+            for s in fuse_spans(plan.share(step, r, world_size))
         ]
-        assert np.concatenate(shares).tolist() == np.concatenate(fused).tolist() == whole
+        assert np.concatenate(shares).tolist() == np.concatenate(fused).tolist() == batch_order
 
 
 def test_a_rank_reads_only_its_part_of_the_chunks() -> None:
@@ -117,13 +122,13 @@ def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
     """Also where all lanes come to the next one in the same step. shared: windows at the end of one
     lane and the beginning of the next, which are read too far apart to be kept so long."""
     made: list[tuple[int, int]] = []
-    anew = StreamOrder._window_anew
+    make_window = StreamOrder._make_window
 
     def counting(order: StreamOrder, epoch: int, number: int) -> Order:
         made.append((epoch, number))
-        return anew(order, epoch, number)
+        return make_window(order, epoch, number)
 
-    monkeypatch.setattr(StreamOrder, "_window_anew", counting)
+    monkeypatch.setattr(StreamOrder, "_make_window", counting)
     plan = Plan(7680, 80, 10, chunks=Chunks(((7680, rows_per_chunk),), slots=64))
     assert plan.stream is not None and plan.stream.num_lanes == 8
     for step in range(2 * plan.steps_per_epoch):
@@ -136,7 +141,7 @@ def test_a_large_order_stays_the_same_too() -> None:
     """So large that two samples draw keys that differ in the place's bits alone: these go by their
     place.
     """
-    order = permutation(2**22, seed=0)
+    order = make_permutation(2**22, seed=0)
     assert blake2b(order.data, digest_size=8).hexdigest() == "2b0881237b15a4ed"
 
 
@@ -148,13 +153,13 @@ def test_each_epoch_deals_out_every_chunk_once(plan: Plan, epoch: int) -> None:
 
 
 def test_the_order_depends_on_seed_and_epoch_and_mixes() -> None:
-    first, second, other = (
+    first, second, third = (
         stream_plan().order(0),
         stream_plan().order(1),
         stream_plan(seed=1).order(0),
     )
     assert stream_plan().order(0).tolist() == first.tolist()
-    assert len({tuple(first), tuple(second), tuple(other)}) == 3
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
     assert (np.abs(np.diff(first)) == 1).mean() < 0.2
 
 

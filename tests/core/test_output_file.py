@@ -14,7 +14,7 @@ import pytest
 
 from processes import refused, run
 from stepladder.core.errors import InputError
-from stepladder.core.output_file import refuse_unwritable, write_output
+from stepladder.core.output_file import validate_writable, write_output
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -38,10 +38,10 @@ def test_a_file_is_replaced_as_a_whole_and_in_utf_8(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path, exists: bool) -> None:
     (tmp_path / "folder").mkdir()
-    if there:
+    if exists:
         (tmp_path / "folder" / "file").write_text("before")
     (tmp_path / "second").symlink_to("folder/file")
     (tmp_path / "first").symlink_to("second")
@@ -77,7 +77,7 @@ def test_a_device_is_written_through(tmp_path: Path, through: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (".", "it is a folder"),
         ("none/file", "there is no such folder"),
@@ -88,10 +88,10 @@ def test_a_device_is_written_through(tmp_path: Path, through: str) -> None:
         ("/dev/full", "No space left on device"),
     ],
 )
-def test_what_cannot_be_written_is_one_line(tmp_path: Path, name: str, said: str) -> None:
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").write_text("before")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(InputError, match=f"-o .* cannot be written: {said}"):
+    with pytest.raises(InputError, match=f"-o .* cannot be written: {message}"):
         write_output(tmp_path / name, TEXT, "-o")
     assert names(tmp_path) == ["file", "loop"]
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, name: str, said: str
 def test_a_folder_that_cannot_be_written_is_known_before_the_work(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(InputError, match="Permission denied"):
-        refuse_unwritable(tmp_path / "file", "--csv")
+        validate_writable(tmp_path / "file", "--csv")
 
 
 def test_stdout_that_is_a_file_gets_the_page_and_what_is_said_after_it(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepladder.core.errors import InputError
-from stepladder.core.order import permutation
+from stepladder.core.order import make_permutation
 from stepladder.core.plan import (
     Plan,
     PlanSampler,
     Span,
-    default_microbatch,
-    fuse,
+    choose_microbatch,
+    derive_pass_seed,
+    fuse_spans,
     key,
-    pass_key,
-    share,
+    split_evenly,
 )
 
 
@@ -30,9 +30,11 @@ from stepladder.core.plan import (
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan of data in memory, with and without batch norm."""
     microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
-    least = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
-    samples = draw(st.integers(least, 5 * microbatch * count))
-    return Plan(samples, microbatch * count, microbatch, draw(st.integers(0, 2**40)), least)
+    min_microbatch = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
+    samples = draw(st.integers(min_microbatch, 5 * microbatch * count))
+    return Plan(
+        samples, microbatch * count, microbatch, draw(st.integers(0, 2**40)), min_microbatch
+    )
 
 
 def lone_samples(samples: int) -> Plan:
@@ -149,7 +151,7 @@ def test_without_batch_norm_a_lone_last_sample_is_a_step_of_its_own() -> None:
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
 def test_an_order_is_a_permutation(samples: int, seed: int) -> None:
-    assert sorted(permutation(samples, seed).tolist()) == list(range(samples))
+    assert sorted(make_permutation(samples, seed).tolist()) == list(range(samples))
 
 
 def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
@@ -187,7 +189,7 @@ def test_by_default_a_plan_has_seed_0_knows_no_batch_norm_and_is_of_data_in_memo
 def test_a_global_batch_that_is_no_multiple_names_both_flags_and_a_microbatch_that_fits() -> None:
     with pytest.raises(InputError) as caught:
         Plan(100, global_batch=64, microbatch=24)
-    assert caught.value.found == "--global-batch 64 is not a multiple of --microbatch 24"
+    assert caught.value.problem == "--global-batch 64 is not a multiple of --microbatch 24"
     assert caught.value.hint == "--microbatch 16"
 
 
@@ -214,24 +216,25 @@ def test_batch_norm_refuses_a_microbatch_of_one(samples: int, microbatch: int) -
 def test_the_default_cut_is_into_the_largest_divisor_up_to_eight(
     global_batch: int, microbatch: int
 ) -> None:
-    assert default_microbatch(global_batch) == microbatch
+    assert choose_microbatch(global_batch) == microbatch
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))
 def test_a_share_is_contiguous_and_balanced(count: int, world_size: int) -> None:
-    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    shares = [split_evenly(count, rank, world_size) for rank in range(world_size)]
     assert [lo for lo, _ in shares] + [count] == [0, *(hi for _, hi in shares)]
     assert {hi - lo for lo, hi in shares} <= {count // world_size, -(-count // world_size)}
 
 
 def test_fused_microbatches_are_one_pass_keyed_by_the_first() -> None:
-    assert fuse([Span(3, 6, 8), Span(4, 8, 10), Span(5, 10, 11)]) == [Span(3, 6, 11)]
-    assert fuse([]) == []
+    assert fuse_spans([Span(3, 6, 8), Span(4, 8, 10), Span(5, 10, 11)]) == [Span(3, 6, 11)]
+    assert fuse_spans([]) == []
 
 
 def test_keys_of_passes_differ_over_a_grid_and_fit_a_seed() -> None:
     keys = {
-        pass_key(key(seed, "pass"), s, n) for seed, s, n in product(range(4), range(500), range(32))
+        derive_pass_seed(key(seed, "pass"), s, n)
+        for seed, s, n in product(range(4), range(500), range(32))
     }
     assert len(keys) == 4 * 500 * 32
     assert all(0 <= k < 2**63 for k in keys)
@@ -247,7 +250,7 @@ def test_keys_differ_over_a_grid_and_between_parts_that_look_alike() -> None:
 
 
 def test_a_key_stays_the_same_with_every_version() -> None:
-    assert (key(0, "order", 0), pass_key(key(0, "pass"), 1, 2)) == (
+    assert (key(0, "order", 0), derive_pass_seed(key(0, "pass"), 1, 2)) == (
         3471081512423777433,
         6098966606050272473,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, SECONDS, refused, run, started, wait_until
-from stepladder.core.scratch import MARK, MARKER
+from stepladder.core.scratch import MARKER, MARKER_TEXT
 
 HOLD = "from stepladder.core.scratch import scratch; print(scratch(), flush=True); input()"
 ENDING = {
@@ -27,7 +27,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def held(folder: Path) -> subprocess.Popen[str]:
+def start_holder(folder: Path) -> subprocess.Popen[str]:
     """A process with its folder, until its stdin ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD],
@@ -53,12 +53,12 @@ def test_a_process_that_ends_leaves_nothing(tmp_path: Path, ending: str) -> None
 def test_the_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(
     tmp_path: Path,
 ) -> None:
-    with held(tmp_path) as dead, held(tmp_path) as living:
+    with start_holder(tmp_path) as dead, start_holder(tmp_path) as living:
         (dead.place / "file").touch()  # type: ignore[attr-defined]
         dead.kill()
         dead.wait()
         assert len(names(tmp_path)) == 2
-        with held(tmp_path) as third:
+        with start_holder(tmp_path) as third:
             assert names(tmp_path) == {living.place.name, third.place.name}  # type: ignore[attr-defined]
             third.communicate("\n")
         living.communicate("\n")
@@ -90,21 +90,21 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("the user's")
     (tmp_path / "stepladder.backup12" / MARKER).write_text("another text")
-    (tmp_path / "kept1234" / MARKER).write_bytes(MARK)
+    (tmp_path / "kept1234" / MARKER).write_bytes(MARKER_TEXT)
     (tmp_path / "stepladder.link").symlink_to("kept1234")
     (tmp_path / "stepladder.link1234").symlink_to("kept1234")  # to a folder that is marked
     (tmp_path / "stepladder.marks123").mkdir()
     (tmp_path / "stepladder.marks123" / MARKER).symlink_to("../kept1234/" + MARKER)
     (tmp_path / "stepladder.pipes123").mkdir()
     os.mkfifo(tmp_path / "stepladder.pipes123" / MARKER)
-    (tmp_path / "stepladder.results" / MARKER).write_bytes(MARK)  # no name of mkdtemp's
+    (tmp_path / "stepladder.results" / MARKER).write_bytes(MARKER_TEXT)  # no name of mkdtemp's
     (tmp_path / "stepladder.file1234").touch()
     if os.geteuid() == 0:
         (tmp_path / "stepladder.theirs12").mkdir()
-        (tmp_path / "stepladder.theirs12" / MARKER).write_bytes(MARK)
+        (tmp_path / "stepladder.theirs12" / MARKER).write_bytes(MARKER_TEXT)
         os.chown(tmp_path / "stepladder.theirs12", 65534, 65534)
     before = tree(tmp_path)
-    with held(tmp_path) as process:
+    with start_holder(tmp_path) as process:
         process.communicate("\n")
     assert tree(tmp_path) == before
 
@@ -136,9 +136,9 @@ def test_a_long_name_of_the_temporary_directory_is_none_too_many(tmp_path: Path)
     long.mkdir()
     code = "import atexit, sys, multiprocessing as m; from stepladder.cli import main\n"
     code += "atexit.register(lambda: print('sockets', m.current_process()._config['tempdir'])); main(sys.argv[1:])"
-    words = "run", "--nproc", 2, JOBS / "script.py", "about"
+    command = "run", "--nproc", 2, JOBS / "script.py", "about"
     done = run(
-        *words, cwd=tmp_path, env={"TMPDIR": str(long)}, command=(sys.executable, "-c", code)
+        *command, cwd=tmp_path, env={"TMPDIR": str(long)}, command=(sys.executable, "-c", code)
     )
     assert done.returncode == 0, done.stderr
     assert names(long) == set()

@@ -93,7 +93,7 @@ def test_world_size_beside_a_slurm_step_is_ignored_with_a_note() -> None:
 def test_half_set_torchrun_variables_are_an_error_that_names_the_missing_one(missing: str) -> None:
     with pytest.raises(InputError, match=missing) as caught:
         World.detect(without(TORCHRUN, missing))
-    assert missing in caught.value.found
+    assert missing in caught.value.problem
 
 
 def test_rank_alone_is_an_error() -> None:
@@ -106,7 +106,7 @@ def test_rank_alone_is_an_error() -> None:
 def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
     with pytest.raises(InputError) as caught:
         World.detect({**TORCHRUN, name: value})
-    assert f"{name} is {value!r}, not a number" in caught.value.found
+    assert f"{name} is {value!r}, not a number" in caught.value.problem
 
 
 @pytest.mark.parametrize("port", ["many", "-1", "65536", "9007199254740993"])
@@ -124,7 +124,7 @@ def test_a_slurm_value_that_is_no_number_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("changed", "problem"),
     [
         ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
@@ -132,11 +132,11 @@ def test_a_slurm_value_that_is_no_number_is_named(name: str) -> None:
     ],
 )
 def test_a_rank_out_of_range_is_an_error_that_names_both(
-    changed: dict[str, str], found: str
+    changed: dict[str, str], problem: str
 ) -> None:
     with pytest.raises(InputError) as caught:
         World.detect({**TORCHRUN, **changed})
-    assert found in caught.value.found
+    assert problem in caught.value.problem
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}])

@@ -83,7 +83,7 @@ def test_tar_link_or_device_is_refused(tmp_path, kind):
 def refused(archive, folder, name):
     with pytest.raises(InputError) as caught:
         unpack(archive, folder / "set")
-    assert f"its member {name!r} is a link or would land outside" in caught.value.found
+    assert f"its member {name!r} is a link or would land outside" in caught.value.problem
     assert [p.name for p in folder.iterdir()] == [archive.name]
 
 

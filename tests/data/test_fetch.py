@@ -150,7 +150,7 @@ def test_all_mirrors_failing_is_one_line_with_each_reason(mirror, reply, tmp_pat
     with pytest.raises(InputError) as caught:
         bad = one_file(DEAD, mirror.url("/none"), loop, stall, "http://127.0.0.1:x/f")
         fetch.get(bad, tmp_path / "new" / "folder")
-    host, found = f"127.0.0.1:{mirror.server_port}", caught.value.found
+    host, found = f"127.0.0.1:{mirror.server_port}", caught.value.problem
     assert "127.0.0.1:9: Connection refused; " in found
     assert f"{host}: HTTP 404 Not Found; {host}: HTTP 302 " in found
     assert f"{host}: timed out; 127.0.0.1:x: " in found

@@ -81,7 +81,7 @@ def test_damaged_file_is_named_with_what_is_wrong(tmp_path, data, message):
     path = write(tmp_path / "digits.gz", data)
     with pytest.raises(InputError, match=message) as caught:
         read_idx(path)
-    assert str(path) in caught.value.found
+    assert str(path) in caught.value.problem
     assert caught.value.hint == f"stepladder data get mnist --data-dir {tmp_path}"
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepladder import Job
-from stepladder.rank.preemption import END_TIME
+from stepladder.rank.preemption import END_TIME_VARIABLE
 from stepladder.recipes import mlp
 
 
@@ -38,7 +38,7 @@ class Config:
 
 def build(config: Config) -> Job:
     if "ENDS_IN" in os.environ:
-        os.environ[END_TIME] = str(int(time.time()) + int(os.environ["ENDS_IN"]))
+        os.environ[END_TIME_VARIABLE] = str(int(time.time()) + int(os.environ["ENDS_IN"]))
     job = mlp.build(mlp.Config(**vars(config)))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         job.optimizer, lambda _: 1.0

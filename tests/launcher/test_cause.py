@@ -35,7 +35,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "cause"), ERRORS)
 def test_an_error_s_cause(error: Exception, cause: str) -> None:
-    shown = Raised(RankError.of(0, error)).cause
+    shown = Raised(RankError.from_error(0, error)).cause
     assert cause in shown if cause else shown == ""
     assert (". HINT: " in shown) == bool(cause)
 

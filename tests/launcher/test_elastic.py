@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -233,7 +233,7 @@ def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(
         "--fail-at",
         "3:5",
         "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
+        f"127.0.0.1:{find_free_port()}",
         *RESTART,
     ) as cluster:
         cluster.start(2)

@@ -23,7 +23,7 @@ from stepladder.launcher.diagnose.flight_recorder import (
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.observed_ranks import ObservedRanks
-from stepladder.rank.progress import COUNT, PHASE, STARTING, WORDS
+from stepladder.rank.progress import COUNT, NUM_SLOTS, PHASE, STARTING
 
 
 def record(folder: Path) -> Path:
@@ -146,7 +146,7 @@ def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None
     assert "all ranks" in explain_hang(ranks.inspect([])).sentence
     slots = bytearray(ranks.progress_file.read_bytes())
     memoryview(slots).cast("q")[PHASE] = STARTING
-    memoryview(slots).cast("q")[WORDS + COUNT] = 1
+    memoryview(slots).cast("q")[NUM_SLOTS + COUNT] = 1
     ranks.progress_file.write_bytes(slots)
     assert explain_hang(ranks.inspect([])).rank == 0
 

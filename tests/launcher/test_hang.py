@@ -11,7 +11,7 @@ import pytest
 from processes import JOBS, Started, refused, run, started, wait_until
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
-from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, Standing
+from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, RankProgress
 from stepladder.rank.stacks import Frame
 
 PLANTED = {
@@ -101,8 +101,8 @@ INSIDE = Frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10
 
 def make_progress(
     count: int, waiting: int = 0, phase: int = WAITING, size: int = 10, site: CallSite = REDUCE
-) -> Standing:
-    return Standing(
+) -> RankProgress:
+    return RankProgress(
         40,
         phase,
         5,
@@ -344,7 +344,7 @@ def test_a_rank_that_the_others_have_only_passed_is_not_blamed() -> None:
 def test_the_cause_follows_from_where_the_rank_is(
     phase: int, stack: list[Frame], cause: str
 ) -> None:
-    late = RankStatus(1, 101, progress=Standing(phase=phase), threads=[stack])
+    late = RankStatus(1, 101, progress=RankProgress(phase=phase), threads=[stack])
     assert cause in explain_hang([RankStatus(0, 100, progress=make_progress(1, 1)), late]).cause
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from processes import JOBS, SECONDS, audited, refused, run, started, wait_until
 from sshds import Server, private_sshd
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 from stepladder.core.errors import InputError
 from stepladder.launcher.host import Host
 from stepladder.launcher.probe import own_address
@@ -125,7 +125,7 @@ def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(
     server: Server, tmp_path: Path
 ) -> None:
     both = ",".join(server.hosts[:2])
-    elsewhere = f"{server.address}:{free_port()}"
+    elsewhere = f"{server.address}:{find_free_port()}"
     (tmp_path / "here only").mkdir()
     cases = [
         (both, server.with_key("wrong"), "refuses the SSH key"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, Started, run, started, wait_until
-from stepladder.core.address import answers, free_port
+from stepladder.core.address import find_free_port, is_listening
 
 pytestmark = pytest.mark.ranks
 
@@ -144,7 +144,7 @@ def two_nodes(
     kind: str, folder: Path, addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1")
 ) -> Iterator[list[Started]]:
     """A launcher for each, with one rank. The first one has the store, the lower address rank 0."""
-    port = free_port()
+    port = find_free_port()
     with ExitStack() as stack:
         nodes = []
         for address in addresses:
@@ -154,7 +154,7 @@ def two_nodes(
                     started("run", *pattern, "--explain-after", 2, SCRIPT, kind, cwd=folder)
                 )
             ]
-            wait_until(lambda: answers("127.0.0.1", port), nodes[0].err.read_text)
+            wait_until(lambda: is_listening("127.0.0.1", port), nodes[0].err.read_text)
         yield nodes
 
 

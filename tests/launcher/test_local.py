@@ -18,8 +18,8 @@ import pytest
 from psutil import CONN_LISTEN, Process
 
 from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
-from stepladder.core.address import free_port
-from stepladder.core.console import say
+from stepladder.core.address import find_free_port
+from stepladder.core.console import print_message
 from stepladder.storage.lock import is_held, owner_of
 
 pytestmark = pytest.mark.ranks
@@ -404,10 +404,10 @@ def test_what_is_said_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, closed=False)
     )
-    say("a rank was lost")
+    print_message("a rank was lost")
     assert written == ["stepladder: a rank was lost\n"]
 
 
 def test_the_ranks_port_is_none_that_linux_gives_away() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(free_port() for _ in range(20)) < max(first, 32000)
+    assert max(find_free_port() for _ in range(20)) < max(first, 32000)

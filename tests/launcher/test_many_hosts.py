@@ -19,7 +19,7 @@ import pytest
 from processes import JOBS, SECONDS, refused, run, started, wait_until
 from sshds import SSHD, Server, own_address
 from stepladder.core.errors import InputError
-from stepladder.core.signed import new_secret
+from stepladder.core.signing import make_secret
 from stepladder.launcher import probe
 from stepladder.launcher.host import Host, environment
 from stepladder.launcher.local.output import poll_readable
@@ -85,7 +85,7 @@ def test_the_secret_of_a_launch_stands_on_no_command_line(
     )
     assert Agents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
     given = (tmp_path / "given").read_text().strip()
-    assert len(given) == len(new_secret())
+    assert len(given) == len(make_secret())
     assert given not in (tmp_path / "typed").read_text() and given not in "".join(
         capfd.readouterr()
     )

@@ -23,11 +23,11 @@ from stepladder.rank.progress import (
     COMPUTING,
     COUNT,
     GROUP,
+    NUM_SLOTS,
     PASS,
     PHASE,
     STARTING,
     WAITS,
-    WORDS,
 )
 
 
@@ -65,7 +65,7 @@ def stop(pid: int) -> None:
 def progress_slots(ranks: ObservedRanks, local_rank: int) -> Any:
     """A rank's progress slots, as the rank has them."""
     slots = memoryview(mapped(ranks.progress_file)).cast("q")
-    return slots[local_rank * WORDS : (local_rank + 1) * WORDS]
+    return slots[local_rank * NUM_SLOTS : (local_rank + 1) * NUM_SLOTS]
 
 
 def mapped(file: Path) -> mmap.mmap:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from processes import COMMAND, JOBS, refused, run
-from stepladder.core.errors import InputError, text_of
+from stepladder.core.errors import InputError, get_text
 from stepladder.data.workers import WorkerFailure, in_rank, in_worker
-from stepladder.rank.error_record import ErrorKind, RankError, note_step
+from stepladder.rank.error_record import ErrorKind, RankError, record_step
 
 RAISES = JOBS / "raises.py"
 SECONDS_AT_MOST = 60  # on a machine with other work; ten on one without
@@ -207,7 +207,7 @@ def test_what_a_worker_raises_is_raised_in_its_rank(
     assert isinstance(failure, WorkerFailure)
     with pytest.raises(kind) as raised:
         failure.raise_it()
-    assert text_of(raised.value) == text
+    assert get_text(raised.value) == text
     if kind is not InputError:  # which is one line
         assert "in call\n    raise error" in str(raised.value.__cause__)
 
@@ -227,10 +227,10 @@ def test_a_rank_can_tell_of_every_exception(tmp_path: Path) -> None:
         (odd, "planted", None),
     ]
     for error, text, step in cases:
-        note_step(error, 4)
+        record_step(error, 4)
         record = tmp_path / f"{type(error).__name__}.json"
         record.touch()
-        RankError.of(1, error).write(record)
+        RankError.from_error(1, error).write(record)
         read = RankError.read(record, 1)
         assert read is not None
         assert (read.text, read.step, read.kind) == (text, step, ErrorKind.OTHER)

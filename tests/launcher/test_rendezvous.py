@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 
 from processes import SECONDS
-from stepladder.core.address import free_port, is_local, parse_endpoint
+from stepladder.core.address import find_free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
 from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
@@ -376,7 +376,7 @@ def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(
 def test_the_endpoint_is_served_where_it_is_local(
     agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
-    port = free_port()  # none that Linux gives away meanwhile
+    port = find_free_port()  # none that Linux gives away meanwhile
     far, near = (
         agent(endpoint=f"192.0.2.1:{port}", timeout=0.2),
         agent(endpoint=f"127.0.0.1:{port}"),

@@ -19,10 +19,10 @@ import pytest
 
 from gloo import gloo_comes_last
 from processes import JOBS, Started, is_alive, refused, run, started, wait_until
-from stepladder.core.address import free_port
-from stepladder.core.cores import count_cores
+from stepladder.core.address import find_free_port
+from stepladder.core.process_count import count_cores
 from stepladder.launcher.local.output import Output
-from stepladder.rank.exit_record import END_FILE
+from stepladder.rank.exit_record import END_FILE_VARIABLE
 
 pytestmark = pytest.mark.ranks
 
@@ -63,9 +63,7 @@ dist.barrier()
 def test_no_other_machine_reaches_the_ranks_of_one(
     nproc: int, master: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    chosen = (
-        f'import os; os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{free_port()}"}}\n'
-    )
+    chosen = f'import os; os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{find_free_port()}"}}\n'
     (tmp_path / "script.py").write_text((chosen if master else "") + LISTENERS)
     done = run("run", "--nproc", nproc, "script.py", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
@@ -236,7 +234,7 @@ def test_the_first_failure_is_shown_once_with_its_rank_and_cause(
     args: tuple[object, ...], found: str, cause: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
     word = tmp_path / "ended.json"
-    of_job = {END_FILE: f"7:{word}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    of_job = {END_FILE_VARIABLE: f"7:{word}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
     done = run("run", *NPROC, SCRIPT, *args, cwd=tmp_path, env=env | of_job)
     assert done.returncode == 1
     assert json.loads(word.read_text())["code"] == (137 if args[0] == "kill" else 1)
@@ -364,7 +362,14 @@ def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(
 def test_a_signal_while_nodes_are_missing_ends_the_wait(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
-    place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"
+    place = (
+        "--nodes",
+        2,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{find_free_port()}",
+        "--local-addr",
+        "127.0.0.1",
+    )
     with started("run", *place, SCRIPT, "about", cwd=tmp_path, env=env) as running:
         wait_until(
             lambda: any(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from processes import JOBS, SECONDS, started
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -48,7 +48,7 @@ def test_two_nodes_run_the_tutorial_s_script(tmp_path: Path) -> None:
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
         "--rdzv_endpoint",
-        f"127.0.0.1:{free_port()}",
+        f"127.0.0.1:{find_free_port()}",
     )
     flags = [(*place, "--local-addr", "127.0.0.1")] * 2
     ended = nodes(tmp_path, flags, JOBS / "tutorial.py", 1, 1, "--batch-size", 128)
@@ -72,7 +72,7 @@ def test_two_nodes_meet_over_ipv6_by_rank_and_name_the_first_failure(tmp_path: P
         "if dist.get_rank() == 1: raise KeyError('the cause')\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    place = "--nnodes=2", "--master_addr", address, "--master_port", free_port()
+    place = "--nnodes=2", "--master_addr", address, "--master_port", find_free_port()
     ended = nodes(tmp_path, [(*place, "--node_rank", rank) for rank in (0, 1)], "two.py")
     assert [code for code, *_ in ended] == [1, 1], ended
     assert "ended by node 1: rank 1 failed: KeyError: 'the cause'" in ended[0][2]
@@ -81,7 +81,7 @@ def test_two_nodes_meet_over_ipv6_by_rank_and_name_the_first_failure(tmp_path: P
 
 @pytest.mark.slow
 def test_a_lost_rank_restarts_both_nodes(tmp_path: Path) -> None:
-    place = "--nodes", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"
+    place = "--nodes", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
     (tmp_path / "two.py").write_text(
         "import os, pathlib, signal, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from processes import JOBS, started, wait_until
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 from stepladder.core.world import World
 from stepladder.launcher.nodes.self_watch import SelfWatch, StoreBoard
 from tasks import RANKS, said_by, tasks
@@ -78,7 +78,11 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_one_rank_of_a_job_says_it_for_all(tmp_path: Path) -> None:
     named = r"^stepladder: other ranks have waited for \d+ s: rank 1 .* it is in validate\(\), hangs.py:\d+"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+        "WORLD_SIZE": str(RANKS),
+    }
     words = "train", JOBS / "hangs.py", "--explain-after", 2
     with ExitStack() as stack:
         torchruns = (

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousS
 
 import pickles as p
 from processes import run, wait_until
-from stepladder.core.address import free_port
-from stepladder.core.signed import SECRET, Forged, secret_in, sign
+from stepladder.core.address import find_free_port
+from stepladder.core.signing import SECRET_VARIABLE, ForgedError, load_or_make_secret, sign
 from stepladder.launcher.nodes import launch
 from stepladder.launcher.nodes.generation import Generation
 from stepladder.launcher.nodes.own_node import Introduction
@@ -70,9 +70,9 @@ def test_a_strangers_pickle_is_never_loaded(
     )
     store.set("torch.rendezvous.run", b64encode(state).decode())
     backend = SignedBackend(C10dRendezvousBackend(store, "run"), secret, "run")
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         backend.get_state()
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         backend.set_state(pickle.dumps(_RendezvousState()))
     assert not mark.exists()
 
@@ -85,7 +85,7 @@ def test_nobody_else_can_introduce_a_node(key: str, said: str) -> None:
         said = b64encode(sign("another", key, b"{}")).decode()
     store.set("stepladder/drawn-1", b64encode(sign("secret", "stepladder/drawn-1", b"1")).decode())
     store.set(key, said)
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         Peers(store, 0, 2, "secret").introduce(Introduction(1, master=("127.0.0.1", 1)))
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shar
     store, before = HashStore(), dict(vars(_RendezvousState))
     state = bytes(8) + p.PROTOCOL + FOREIGN_STATES[kind] + p.STOP
     store.set("torch.rendezvous.run", b64encode(sign("", "rendezvous/run", state)).decode())
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         SignedBackend(C10dRendezvousBackend(store, "run"), "", "run").get_state()
     assert dict(vars(_RendezvousState)) == before
 
@@ -141,7 +141,7 @@ def test_the_word_of_a_node_under_another_key_is_forged() -> None:
     store = HashStore()
     first, _ = started(store, Introduction(1, seat=0), Introduction(1, seat=1))
     store.set("stepladder/start-0/node-2", store.get("stepladder/start-0/node-1"))
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         first.look_for_newcomers()
     assert first.seats == {0: 0, 1: 1}
 
@@ -183,7 +183,7 @@ def test_an_unsigned_flag_or_counter_restarts_and_ends_nothing(key: str, value: 
     first.board.write("left-0")
     copied = store.get("stepladder/start-0/left-0").decode()
     store.set(f"stepladder/start-0/{key}", copied if value == "of another key" else value)
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         first.board.has(key)
 
 
@@ -197,7 +197,7 @@ def test_nothing_that_nodes_read_is_a_bare_counter() -> None:
         assert node.silent(limit=1e9) is None  # nobody listens to a node that is not there
     store.set("stepladder/start-0/alive-1", "7")
     first.beaten -= 2
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         first.silent()
 
 
@@ -215,7 +215,7 @@ def test_a_beat_that_is_put_back_is_noticed_by_the_listener_and_by_its_node() ->
     store.set("stepladder/start-0/alive-1", old)
     now[0] += 2
     for node in (first, second):
-        with pytest.raises(Forged):
+        with pytest.raises(ForgedError):
             node.silent()
 
 
@@ -238,7 +238,7 @@ def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
     assert second.get_state()
     store.set(key, old)
     for backend in (first, second):
-        with pytest.raises(Forged):
+        with pytest.raises(ForgedError):
             backend.get_state()
 
 
@@ -248,7 +248,7 @@ def test_a_state_of_another_rendezvous_of_the_launch_is_forged() -> None:
         pickle.dumps(_RendezvousState())
     )
     store.set("torch.rendezvous.2", store.get("torch.rendezvous.1"))
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedError):
         SignedBackend(C10dRendezvousBackend(store, "2"), "secret", "2").get_state()
 
 
@@ -260,7 +260,7 @@ SHOWS_SECRET = "import os; print('ranks see', os.environ.get('STEPLADDER_SECRET'
 @pytest.mark.ranks
 def test_no_rank_gets_the_secret(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOWS_SECRET)
-    done = run("run", "--nproc", 2, "script.py", cwd=tmp_path, env={SECRET: "a secret"})
+    done = run("run", "--nproc", 2, "script.py", cwd=tmp_path, env={SECRET_VARIABLE: "a secret"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ranks see None") == 2
 
@@ -312,14 +312,14 @@ def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(
 
     monkeypatch.setattr(launch, "meeting_over", lambda *meant: meant[-1])
     at: Any = SimpleNamespace(join=join, run_dir=tmp_path, address="127.0.0.1", timeout=5.0)
-    assert launch.open_generation(at, (2, 2), lambda: None) == secret_in(
+    assert launch.open_generation(at, (2, 2), lambda: None) == load_or_make_secret(
         tmp_path / "rendezvous.secret"
     )
 
 
 @pytest.mark.ranks
 def test_a_stranger_who_was_first_at_the_port_ends_a_launch_with_one_line(tmp_path: Path) -> None:
-    mark, port, script = tmp_path / "mark", free_port(), tmp_path / "script.py"
+    mark, port, script = tmp_path / "mark", find_free_port(), tmp_path / "script.py"
     script.write_text("raise SystemExit('ranks must not start')")
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)

@@ -43,13 +43,13 @@ from stepladder.rank.open_file import MemoryFile
 )
 def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind) -> None:
     errors = MemoryFile("errors")
-    RankError.of(3, error).write(errors.path)
-    found = RankError.read(errors.path, 3)
-    assert found is not None and (found.rank, found.kind) == (3, kind)
+    RankError.from_error(3, error).write(errors.path)
+    record = RankError.read(errors.path, 3)
+    assert record is not None and (record.rank, record.kind) == (3, kind)
     of_others = ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT
-    assert found.is_consequence == (kind in of_others)
-    assert found.is_of_all == (
-        found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
+    assert record.is_consequence == (kind in of_others)
+    assert record.affects_all_ranks == (
+        record.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
     )
 
 
@@ -64,22 +64,22 @@ def test_an_error_names_its_step_and_shows_only_the_user_s_frames() -> None:
     try:
         loss()
     except KeyError as raised:
-        RankError.of(1, raised).write(errors.path)
-    found = RankError.read(errors.path, 1)
-    assert found is not None
-    assert (found.name, found.text, found.step, found.hint) == ("KeyError", "'lost'", 7, "")
-    assert found.trace.startswith("Traceback") and "in loss" in found.trace
+        RankError.from_error(1, raised).write(errors.path)
+    record = RankError.read(errors.path, 1)
+    assert record is not None
+    assert (record.name, record.text, record.step, record.hint) == ("KeyError", "'lost'", 7, "")
+    assert record.trace.startswith("Traceback") and "in loss" in record.trace
 
 
-@pytest.mark.parametrize("left", [b"", b"{", b'{"rank": 0, "na'])
-def test_ranks_share_a_file_in_which_half_a_line_hides_no_other_one(left: bytes) -> None:
+@pytest.mark.parametrize("half_line", [b"", b"{", b'{"rank": 0, "na'])
+def test_ranks_share_a_file_in_which_half_a_line_hides_no_other_one(half_line: bytes) -> None:
     errors = MemoryFile("errors")
-    errors.path.write_bytes(left)
+    errors.path.write_bytes(half_line)
     assert RankError.read(errors.path, 1) is None
     for rank in (1, 2):
-        RankError.of(rank, ValueError(str(rank))).write(errors.path)
-    errors.path.open("ab").write(left)
-    assert [(found := RankError.read(errors.path, rank)) and found.text for rank in range(3)] == [
+        RankError.from_error(rank, ValueError(str(rank))).write(errors.path)
+    errors.path.open("ab").write(half_line)
+    assert [(record := RankError.read(errors.path, rank)) and record.text for rank in range(3)] == [
         None,
         "1",
         "2",

@@ -13,33 +13,33 @@ import pytest
 
 from processes import JOBS, SECONDS, audited, started, train
 from stepladder.rank import preemption
-from stepladder.rank.exit_record import END_FILE
+from stepladder.rank.exit_record import END_FILE_VARIABLE
 from stepladder.rank.preemption import (
-    END_TIME,
-    HANDLED,
-    SECONDS_TO_LEAVE,
+    END_TIME_VARIABLE,
+    STOP_SIGNALS,
+    TIME_LIMIT_MARGIN_S,
     StopSignals,
-    seconds_left,
+    get_seconds_left,
 )
 
 GATES = JOBS / "gates.py"
 
 
 def test_without_a_limit_there_is_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(END_TIME, "")
-    assert seconds_left() == math.inf
+    monkeypatch.setenv(END_TIME_VARIABLE, "")
+    assert get_seconds_left() == math.inf
     assert not StopSignals().is_late(time.perf_counter() + 1e9)
 
 
 def test_the_longest_step_and_a_last_snapshot_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(END_TIME, str(int(time.time()) + 1000))
+    monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 1000))
     stop, start = StopSignals(), time.perf_counter()
-    asked = [start + seconds for seconds in (1, 41, 51, 900, 905)]
-    late = [stop.is_late(now) for now in asked]
+    times = [start + seconds for seconds in (1, 41, 51, 900, 905)]
+    late = [stop.is_late(now) for now in times]
     assert late == [False, False, False, True, True], "849 seconds were between two questions"
-    monkeypatch.setenv(END_TIME, str(int(time.time()) + 100))
+    monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 100))
     stop, start = StopSignals(), time.perf_counter()
-    fitting = 100 - SECONDS_TO_LEAVE - 2 * 10
+    fitting = 100 - TIME_LIMIT_MARGIN_S - 2 * 10
     late = [stop.is_late(start + seconds) for seconds in (fitting - 17, fitting - 7, fitting + 3)]
     assert late == [False, False, True]
 
@@ -50,43 +50,44 @@ def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> 
     """Without a signal: a cluster need not warn, and a launcher would take the stop for a node that
     joins.
     """
-    words = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
+    arguments = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
     # More than it takes ranks to meet, and less than 20 steps do.
-    env = {"SLEEPS": "1.5", "ENDS_IN": "30", END_TIME: str(int(time.time()) + SECONDS)}
+    env = {"SLEEPS": "1.5", "ENDS_IN": "30", END_TIME_VARIABLE: str(int(time.time()) + SECONDS)}
     env |= {
-        END_FILE: f"7:{tmp_path}/run/ended.json",
+        END_FILE_VARIABLE: f"7:{tmp_path}/run/ended.json",
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NUM_TASKS": "2",
     }
     with ExitStack() as stack:
         flags = ("--nodes", 2, "--local-addr", "127.0.0.1")
         agents = [
-            stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)
+            stack.enter_context(started(*arguments, *flags, cwd=tmp_path, env=env))
+            for _ in range(2)
         ]
         assert [agent.end() for agent in agents] == [75, 75]
-    said = json.loads((tmp_path / "run" / "ended.json").read_text())
-    assert (said["code"], said["late"]) == (75, True) and 0 < said["step"] < 20
-    result = train(*words[1:], cwd=tmp_path)
-    assert (result["resumed_from_step"], result["steps"]) == (said["step"], 20)
+    record = json.loads((tmp_path / "run" / "ended.json").read_text())
+    assert (record["code"], record["late"]) == (75, True) and 0 < record["step"] < 20
+    result = train(*arguments[1:], cwd=tmp_path)
+    assert (result["resumed_from_step"], result["steps"]) == (record["step"], 20)
     assert audited(tmp_path / "run")["superseded"] == 0
 
 
-@pytest.mark.parametrize(("has_launcher", "asked", "then"), [
+@pytest.mark.parametrize(("has_launcher", "times", "then"), [
     # the launcher hands on what the batch system has sent this rank too
     (True, True, signal.SIG_IGN),
     (True, False, signal.SIG_DFL),
     (False, True, signal.SIG_DFL),
 ])  # fmt: skip
 def test_a_stop_that_is_asked_for_twice_ends_no_rank_that_leaves(
-    has_launcher: bool, asked: bool, then: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+    has_launcher: bool, times: bool, then: signal.Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "has_keeper", lambda: has_launcher)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in HANDLED}
+    monkeypatch.setattr(preemption, "has_fd_store", lambda: has_launcher)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     try:
         with StopSignals() as stop:
-            if asked:
+            if times:
                 signal.raise_signal(signal.SIGTERM)
-        assert (stop.asked, signal.getsignal(signal.SIGTERM)) == (asked, then)
+        assert (stop.stop_requested, signal.getsignal(signal.SIGTERM)) == (times, then)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from stepladder.rank.progress import (
+    NUM_SLOTS,
     PHASE,
-    PROGRESS,
+    PROGRESS_VARIABLE,
     RING,
     SAVING,
     STEP,
     WAITS,
-    WORDS,
     Progress,
     RankFiles,
-    Standing,
-    clear_words,
+    RankProgress,
+    clear_slots,
     read_progress,
 )
 
@@ -28,38 +28,40 @@ NUMBERS = 4, 5
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
     """Make those of two ranks of a second node."""
-    words, sites = tmp_path / "words", tmp_path / "sites"
-    words.write_bytes(bytes(8 * WORDS * 2))
+    slots, sites = tmp_path / "words", tmp_path / "sites"
+    slots.write_bytes(bytes(8 * NUM_SLOTS * 2))
     sites.touch()
     made = []
     for slot, rank in enumerate(NUMBERS):
-        files = RankFiles(rank, slot, str(words), str(sites), str(tmp_path / "stacks"))
-        monkeypatch.setenv(PROGRESS, files.variable[PROGRESS])
+        files = RankFiles(rank, slot, str(slots), str(sites), str(tmp_path / "stacks"))
+        monkeypatch.setenv(PROGRESS_VARIABLE, files.variable[PROGRESS_VARIABLE])
         made.append(Progress())
     return made
 
 
 def collective(progress: Progress, size: int) -> None:
     """As a method of Comm: `reach` looks at its caller's caller."""
-    progress.reach("all_reduce", size)
+    progress.record_collective("all_reduce", size)
 
 
-def read(ranks: list[Progress], numbers: tuple[int, ...] = NUMBERS) -> list[Standing]:
+def read(ranks: list[Progress], numbers: tuple[int, ...] = NUMBERS) -> list[RankProgress]:
     assert ranks[0].files is not None
-    return read_progress(Path(ranks[0].files.words), Path(ranks[0].files.sites), numbers)
+    return read_progress(
+        Path(ranks[0].files.progress_file), Path(ranks[0].files.sites_file), numbers
+    )
 
 
 def test_each_rank_has_words_of_its_own(ranks: list[Progress]) -> None:
-    ranks[0].words[STEP] = 7
-    ranks[1].words[STEP], ranks[1].words[PHASE], ranks[1].words[WAITS] = 8, SAVING, 3
-    assert read(ranks) == [Standing(step=7), Standing(step=8, phase=SAVING, waits=3)]
+    ranks[0].slots[STEP] = 7
+    ranks[1].slots[STEP], ranks[1].slots[PHASE], ranks[1].slots[WAITS] = 8, SAVING, 3
+    assert read(ranks) == [RankProgress(step=7), RankProgress(step=8, phase=SAVING, waits=3)]
 
 
 def test_the_last_collectives_are_known_by_number_site_and_size(ranks: list[Progress]) -> None:
     for size in range(1, RING + 6):
         call(ranks[0], size)
-    first, other = read(ranks)
-    assert other.count == 0 and first.count == RING + 5
+    first, second = read(ranks)
+    assert second.count == 0 and first.count == RING + 5
     assert first.collective(5) is None and first.collective(first.count + 1) is None
     for number in (6, first.count):
         site, size = first.collective(number) or (None, 0)
@@ -84,13 +86,13 @@ def test_another_rank_in_a_lost_one_s_place_begins_with_words_of_zero(
 ) -> None:
     assert ranks[0].files is not None
     call(ranks[0], 1)
-    clear_words(Path(ranks[0].files.words), 0)
-    assert read(ranks, (6, 5)) == [Standing(), Standing()]
+    clear_slots(Path(ranks[0].files.progress_file), 0)
+    assert read(ranks, (6, 5)) == [RankProgress(), RankProgress()]
 
 
 def test_half_a_line_of_a_killed_rank_hides_no_other_one(ranks: list[Progress]) -> None:
     assert ranks[1].files is not None
-    with Path(ranks[1].files.sites).open("a") as sites:
+    with Path(ranks[1].files.sites_file).open("a") as sites:
         sites.write('[4, "half')
     call(ranks[1], 3)
     site, size = read(ranks)[1].collective(1) or (None, 0)
@@ -100,10 +102,10 @@ def test_half_a_line_of_a_killed_rank_hides_no_other_one(ranks: list[Progress]) 
 def test_without_a_launcher_the_words_are_nobodys(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gone = RankFiles(0, 0, *[str(tmp_path / "gone")] * 3).variable[PROGRESS]
-    for value in ("", "{}", gone):
-        monkeypatch.setenv(PROGRESS, value)
+    missing = RankFiles(0, 0, *[str(tmp_path / "gone")] * 3).variable[PROGRESS_VARIABLE]
+    for value in ("", "{}", missing):
+        monkeypatch.setenv(PROGRESS_VARIABLE, value)
         progress = Progress()
-        progress.words[STEP] = 3
+        progress.slots[STEP] = 3
         collective(progress, 1)
         assert progress.files is None and not list(tmp_path.iterdir())

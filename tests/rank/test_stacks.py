@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stepladder.launcher.local.rest import children_of
 
 from processes import wait_until
-from stepladder.launcher.local.process_stats import find_children
 from stepladder.rank import stacks
 from stepladder.rank.stacks import (
     Frame,
-    catches,
-    last_words,
-    parse,
+    find_user_frame,
+    get_stack_signal,
+    handles_signal,
+    parse_faulthandler,
     parse_py_spy,
-    raised_at,
-    stack_signal,
-    users_frame,
+    parse_traceback,
+    read_abort_stacks,
 )
 
 SCRIPT = """\
@@ -49,36 +49,37 @@ def answering(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     process = subprocess.Popen([sys.executable, tmp_path / "job.py", file], start_new_session=True)
     wait_until(
         lambda: (
-            find_children(process.pid) and catches(find_children(process.pid)[0], stack_signal())
+            children_of(process.pid)
+            and handles_signal(children_of(process.pid)[0], get_stack_signal())
         )
     )
     yield process.pid, file
-    for child in find_children(process.pid):
+    for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
     process.kill()
     process.wait()
 
 
 def functions(pid: int, file: Path) -> list[str]:
-    return [frame.function for stack in stacks._from_itself(pid, file) for frame in stack]
+    return [frame.function for stack in stacks._request_stacks(pid, file) for frame in stack]
 
 
 def test_a_process_and_its_forked_worker_say_where_they_are(answering: tuple[int, Path]) -> None:
     pid, file = answering
     wait_until(lambda: functions(pid, file) == ["trainer", "<module>"])
-    wait_until(lambda: functions(find_children(pid)[0], file) == ["worker", "<module>"])
-    (stack,) = stacks._from_itself(pid, file)
+    wait_until(lambda: functions(children_of(pid)[0], file) == ["worker", "<module>"])
+    (stack,) = stacks._request_stacks(pid, file)
     assert stack[0].source == "time.sleep(100)" and str(stack[0]) == "trainer(), job.py:8"
 
 
 def test_a_process_without_the_handler_is_not_asked(tmp_path: Path) -> None:
     """The signal would end it."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert stacks._from_itself(process.pid, tmp_path / "stacks") == []
+    assert stacks._request_stacks(process.pid, tmp_path / "stacks") == []
     assert process.poll() is None
     process.kill()
     process.wait()
-    assert stacks._from_itself(process.pid, tmp_path / "stacks") == []
+    assert stacks._request_stacks(process.pid, tmp_path / "stacks") == []
 
 
 def test_faulthandler_s_text_is_read_main_thread_first() -> None:
@@ -87,7 +88,7 @@ def test_faulthandler_s_text_is_read_main_thread_first() -> None:
         'Current thread 0x00007f2 (most recent call first):\n  File "/a/job.py", line 33 in loss\n'
         '  File "/a/job.py", line ??? in <module>\n'
     )
-    assert parse(text) == [
+    assert parse_faulthandler(text) == [
         [Frame("loss", "/a/job.py", 33), Frame("<module>", "/a/job.py", 0)],
         [Frame("read", "/a/b.py", 5)],
     ]
@@ -98,12 +99,12 @@ def test_a_process_that_is_aborted_leaves_its_last_words(tmp_path: Path) -> None
         SCRIPT.partition("def worker")[0] + "def reduce():\n    os.abort()\nreduce()\n"
     )
     file = tmp_path / "stacks"
-    assert last_words(file) == []
+    assert read_abort_stacks(file) == []
     done = subprocess.run(
         [sys.executable, tmp_path / "job.py", file], capture_output=True, check=False
     )
     assert done.returncode == -6
-    assert [str(frame) for frame in last_words(file)[0]] == [
+    assert [str(frame) for frame in read_abort_stacks(file)[0]] == [
         "reduce(), job.py:6",
         "<module>(), job.py:7",
     ]
@@ -112,8 +113,10 @@ def test_a_process_that_is_aborted_leaves_its_last_words(tmp_path: Path) -> None
 def test_a_traceback_is_read_as_a_stack_innermost_first() -> None:
     trace = 'Traceback (most recent call last):\n  File "/a/job.py", line 3, in main\n    loss()\n    ~~~~^^\n'
     trace += '  File "/a/job.py", line 7, in loss\n    raise RuntimeError\nRuntimeError: lost\n'
-    assert raised_at(trace) == [[Frame("loss", "/a/job.py", 7), Frame("main", "/a/job.py", 3)]]
-    assert raised_at("") == []
+    assert parse_traceback(trace) == [
+        [Frame("loss", "/a/job.py", 7), Frame("main", "/a/job.py", 3)]
+    ]
+    assert parse_traceback("") == []
 
 
 def test_py_spy_s_json_is_read_main_thread_first() -> None:
@@ -123,17 +126,17 @@ def test_py_spy_s_json_is_read_main_thread_first() -> None:
             "frames": [{"name": name, "filename": "/a/job.py", "line": 2}],
         }
 
-    found = parse_py_spy(json.dumps([thread(78, "read"), thread(77, "build.<locals>.loss")]), 77)
-    assert found == [[Frame("loss", "/a/job.py", 2)], [Frame("read", "/a/job.py", 2)]]
+    threads = parse_py_spy(json.dumps([thread(78, "read"), thread(77, "build.<locals>.loss")]), 77)
+    assert threads == [[Frame("loss", "/a/job.py", 2)], [Frame("read", "/a/job.py", 2)]]
 
 
 def test_the_frame_that_counts_is_the_user_s() -> None:
     library = Frame("wait", f"{stacks.LIBRARIES[0]}/threading.py", 300)
-    own = Frame("step", f"{stacks.PACKAGE}/trainer.py", 20)
+    package_frame = Frame("step", f"{stacks.PACKAGE_FOLDER}/trainer.py", 20)
     users = Frame("loss", "/home/me/job.py", 3)
-    recipe = Frame("loss", f"{stacks.RECIPES}/mnist.py", 3)
-    assert users_frame([library, users, own]) == users
-    assert users_frame([library, recipe, own]) == recipe
-    assert users_frame([library, own]) == own
-    assert users_frame([library]) == library
-    assert users_frame([]) is None
+    recipe = Frame("loss", f"{stacks.RECIPES_FOLDER}/mnist.py", 3)
+    assert find_user_frame([library, users, package_frame]) == users
+    assert find_user_frame([library, recipe, package_frame]) == recipe
+    assert find_user_frame([library, package_frame]) == package_frame
+    assert find_user_frame([library]) == library
+    assert find_user_frame([]) is None

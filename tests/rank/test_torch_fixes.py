@@ -120,7 +120,7 @@ def test_within_a_step_too() -> None:
 def test_a_run_never_loads_it(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     cold = {"PYTHONHASHSEED": "0"}  # a new interpreter: what tests are forked from has loaded it
-    found = processes.train(
+    result = processes.train(
         "job.py", "--nproc", 2, "--sync", "exact", "--microbatch", 4, cwd=tmp_path, env=cold
     )
-    assert found["metrics"] == {"loaded": 0}
+    assert result["metrics"] == {"loaded": 0}

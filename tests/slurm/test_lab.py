@@ -20,7 +20,7 @@ import pytest
 
 from labs import TestLab, lab_up, why_not
 from processes import COMMAND, is_alive, refused, run, train, wait_until
-from stepladder.core.address import refuse_unreachable
+from stepladder.core.address import validate_reachable
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab import machine, prepare
 
@@ -283,10 +283,10 @@ def test_nodes_of_a_plain_lab_may_meet_on_the_loopback_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1 of many")
-    refuse_unreachable("--rdzv-endpoint", "127.0.0.1", "")
+    validate_reachable("--rdzv-endpoint", "127.0.0.1", "")
     monkeypatch.setenv("SLURMD_NODENAME", socket.gethostname().partition(".")[0])
     with pytest.raises(InputError, match="loopback"):
-        refuse_unreachable("--rdzv-endpoint", "127.0.0.1", "")
+        validate_reachable("--rdzv-endpoint", "127.0.0.1", "")
 
 
 def test_the_command_is_quick_to_explain_itself() -> None:

@@ -16,7 +16,7 @@ import pytest
 from pages import REPOSITORY
 from processes import run
 from stepladder.core.errors import InputError
-from stepladder.rank.timing import timing_line
+from stepladder.rank.timing import make_timing_line
 from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin, render
 from stepladder.slurm.lint import lint
 
@@ -203,7 +203,7 @@ def test_the_margin_is_measured_where_there_was_a_run(tmp_path: Path) -> None:
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
     seconds = np.array([list(first.values()), list(second.values())])
-    (tmp_path / "timing.jsonl").write_text(json.dumps(timing_line(10, 10, seconds)) + "\n")
+    (tmp_path / "timing.jsonl").write_text(json.dumps(make_timing_line(10, 10, seconds)) + "\n")
     assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
     (tmp_path / "timing.jsonl").write_text('{"step": 1')
     assert measured_margin(tmp_path) == DEFAULT_MARGIN

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from processes import run
-from stepladder.rank.exit_record import END_FILE, forget_end, note_end, read_end
+from stepladder.rank.exit_record import END_FILE_VARIABLE, read_end, remove_end, write_end
 from stepladder.slurm.query import lines_of_job
 from stepladder.slurm.requeue import (
     HISTORY,
@@ -133,34 +133,34 @@ def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
 def test_the_word_of_another_start_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_end(75, 3)
+    write_end(75, 3)
     assert read_end() is None, "no batch script asks"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     for foreign in (f"{tmp_path}/word", f"13:{tmp_path}/word", f":{tmp_path}/word", "12:", "12"):
-        monkeypatch.setenv(END_FILE, foreign)
-        note_end(75)
+        monkeypatch.setenv(END_FILE_VARIABLE, foreign)
+        write_end(75)
         assert not list(tmp_path.iterdir()), "it is not of this job's batch script"
-    monkeypatch.setenv(END_FILE, f"12:{tmp_path}/run/ended.json")
-    note_end(75)
-    note_end(1)
+    monkeypatch.setenv(END_FILE_VARIABLE, f"12:{tmp_path}/run/ended.json")
+    write_end(75)
+    write_end(1)
     first = read_end()
     assert first is not None and (first["code"], first["step"]) == (75, None), (
         "the first word counts"
     )
-    note_end(75, 40, late=True)
+    write_end(75, 40, late=True)
     better = read_end()
     assert better is not None and (better["step"], better["late"]) == (40, True), (
         "but for one that knows the step"
     )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert read_end() is None
-    note_end(1)
-    note_end(143)
-    note_end(137)  # of the node where a rank was killed: why the others have failed
-    note_end(1)
+    write_end(1)
+    write_end(143)
+    write_end(137)  # of the node where a rank was killed: why the others have failed
+    write_end(1)
     later = read_end()
     assert later is not None and later["code"] == 137
-    forget_end()
+    remove_end()
     assert read_end() is None and not list(tmp_path.glob("run/*"))
 
 
@@ -248,7 +248,7 @@ work_and_leave(fail)
         "-c",
         fail,
         cwd=tmp_path,
-        env={END_FILE: f"7:{end_file}", "SLURM_JOB_ID": "7"},
+        env={END_FILE_VARIABLE: f"7:{end_file}", "SLURM_JOB_ID": "7"},
         command=(sys.executable,),
     )
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)

@@ -61,7 +61,7 @@ def test_a_header_with_a_huge_number_is_a_problem_or_one_line(
     try:
         found = audit(run.path)
     except InputError as error:
-        assert f"step {value}" in error.found
+        assert f"step {value}" in error.problem
     else:
         assert not found.ok
 

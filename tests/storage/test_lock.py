@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.rank import keepsake
+from stepladder.rank import fd_store
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, Lock, has_ended, is_held, owner_of
 from stepladder.storage.rundir import RunDir, move_aside
 
@@ -326,12 +326,12 @@ def test_a_directory_that_another_run_had_for_a_moment_is_its(
 
 
 def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) -> None:
-    mailbox = keepsake.new_mailbox()
+    mailbox = fd_store.make_fd_store()
     try:
         for attempt in (1, 2):  # each ends as by kill -9
             pid = os.fork()
             if pid == 0:
-                keepsake.inherit(mailbox)
+                fd_store.set_fd_store(mailbox)
                 Lock(tmp_path, 0).write({"attempt": attempt})
                 os.kill(os.getpid(), signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -348,16 +348,19 @@ def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) 
 
 def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> None:
     """It may be killed the moment after."""
-    mailbox = keepsake.new_mailbox()
-    keepsake.inherit(mailbox)
+    mailbox = fd_store.make_fd_store()
+    fd_store.set_fd_store(mailbox)
     try:
         Lock(tmp_path, 0).write({})
-        first, again = keepsake.kept(lambda _: True), keepsake.kept(lambda _: True)
+        first, again = (
+            fd_store.find_stored_fd(lambda _: True),
+            fd_store.find_stored_fd(lambda _: True),
+        )
         assert first is not None and again is not None
-        assert keepsake.kept(lambda _: False) is None
-        assert keepsake.take_all(mailbox) == []
+        assert fd_store.find_stored_fd(lambda _: False) is None
+        assert fd_store.remove_all_fds(mailbox) == []
     finally:
-        keepsake.inherit(None)
+        fd_store.set_fd_store(None)
         for end in mailbox:
             end.close()
 
@@ -367,10 +370,10 @@ def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(
     tmp_path: Path, begun: bool
 ) -> None:
     """Its first rank may have been killed before it did, while it did, or later."""
-    path, mailbox = tmp_path / "run", keepsake.new_mailbox()
+    path, mailbox = tmp_path / "run", fd_store.make_fd_store()
     path.mkdir()
     (path / "writer").write_text("before")
-    keepsake.inherit(mailbox)
+    fd_store.set_fd_store(mailbox)
     try:
         lock = Lock(path, 0)  # as to move it aside
         if begun:
@@ -378,7 +381,7 @@ def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(
         lock.close()
         RunDir(path, 0, fresh=True).close()
     finally:
-        keepsake.inherit(None)
+        fd_store.set_fd_store(None)
         for end in mailbox:
             end.close()
     assert path.with_name("run.old-1").exists() is not begun
@@ -458,8 +461,8 @@ def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(
     leave(tmp_path, host, NOBODY)
     with pytest.raises(InputError) as caught:
         Lock(tmp_path, 60)
-    assert f"in use by process {NOBODY} on {host}, if that still lives" in caught.value.found
-    assert "flock: Function not implemented" in caught.value.found
+    assert f"in use by process {NOBODY} on {host}, if that still lives" in caught.value.problem
+    assert "flock: Function not implemented" in caught.value.problem
     assert "-o flock" in caught.value.hint and f"rm {tmp_path / HELD}" in caught.value.hint
 
 

@@ -79,7 +79,7 @@ def test_another_definition_is_refused_naming_both_values(
 ) -> None:
     with pytest.raises(InputError) as caught:
         refuse_other_definition(json.loads(json.dumps(stored)), asked, RUN)
-    assert found in caught.value.found and str(RUN) in caught.value.found
+    assert found in caught.value.problem and str(RUN) in caught.value.problem
     assert hint in caught.value.hint
 
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_named_with_what_to_do(
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError) as caught, config_of(tmp_path) as stored:
         stored["plan"]["seed"]
-    assert found in caught.value.found and str(tmp_path) in caught.value.found
+    assert found in caught.value.problem and str(tmp_path) in caught.value.problem
     assert caught.value.hint in (
         "pip install --upgrade stepladder, or another --run-dir",
         "put a copy there, or train again with --fresh",

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.rank import keepsake
+from stepladder.rank import fd_store
 from stepladder.storage.lock import LOCK, is_held
 from stepladder.storage.run_config import shuffle_of
 from stepladder.storage.rundir import (
@@ -84,7 +84,8 @@ def test_a_directory_in_use_is_refused_naming_process_host_and_job(
     with held_by_another(path, SLURM_JOB_ID="4711") as holder, pytest.raises(InputError) as caught:
         RunDir(path, lock_wait)
     assert (
-        f"in use by process {holder.pid} on {socket.gethostname()}, job 4711" in caught.value.found
+        f"in use by process {holder.pid} on {socket.gethostname()}, job 4711"
+        in caught.value.problem
     )
     assert "--run-dir" in caught.value.hint
 
@@ -134,10 +135,10 @@ def test_a_closed_directory_is_free_though_a_forked_child_lives_on(
 @pytest.fixture
 def launcher() -> Iterator[None]:
     """This process is one that a launcher has started."""
-    mailbox = keepsake.new_mailbox()
-    keepsake.inherit(mailbox)
+    mailbox = fd_store.make_fd_store()
+    fd_store.set_fd_store(mailbox)
     yield
-    keepsake.inherit(None)
+    fd_store.set_fd_store(None)
     for end in mailbox:
         end.close()
 

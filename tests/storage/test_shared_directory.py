@@ -14,7 +14,7 @@ import pytest
 from processes import JOBS, refused, run
 from stepladder.core import durable, jsonl
 from stepladder.core.errors import InputError
-from stepladder.core.own_file import is_foreign_link, open_own
+from stepladder.core.safe_open import is_foreign_link, open_without_links
 from stepladder.launcher.local.output import LogFiles
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.ledger_reader import attempt_file
@@ -67,8 +67,8 @@ def open_of_ledger(path: Path) -> None:
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a line is added": ("timing.jsonl", lambda path: jsonl.append(path, {"step": 1})),
-    "a file is opened to add to it": ("metrics.jsonl", jsonl.open_to_append),
+    "a line is added": ("timing.jsonl", lambda path: jsonl.append_record(path, {"step": 1})),
+    "a file is opened to add to it": ("metrics.jsonl", jsonl.open_for_append),
     "a ledger": ("ledger/" + attempt_file(Path(), 1, 0).name, open_of_ledger),
 }
 
@@ -121,11 +121,11 @@ def test_what_is_no_regular_file_is_not_opened(
 ) -> None:
     make(tmp_path / "file")
     with pytest.raises(OSError) as error:
-        open_own(tmp_path / "file", os.O_WRONLY | os.O_APPEND)
+        open_without_links(tmp_path / "file", os.O_WRONLY | os.O_APPEND)
     assert error.value.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP)
     if not (tmp_path / "file").is_dir():
         with pytest.raises(OSError):
-            open_own(tmp_path / "file", os.O_RDWR)
+            open_without_links(tmp_path / "file", os.O_RDWR)
 
 
 @ONLY_ROOT
@@ -137,7 +137,7 @@ def test_a_folder_that_another_user_has_linked_is_refused(tmp_path: Path) -> Non
     with pytest.raises(InputError, match="snapshots is a link to "):
         RunDir(tmp_path / "run", 0)
     with pytest.raises(OSError, match="its folder is a link of another user's"):
-        open_own(tmp_path / "run" / "snapshots" / "file", os.O_WRONLY | os.O_CREAT)
+        open_without_links(tmp_path / "run" / "snapshots" / "file", os.O_WRONLY | os.O_CREAT)
 
 
 def test_a_folder_that_its_user_has_linked_is_used(tmp_path: Path) -> None:

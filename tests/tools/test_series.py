@@ -11,7 +11,13 @@ import pytest
 
 from stepladder.core.jsonl import Line
 from stepladder.rank.progress import TIMING_KEYS
-from stepladder.rank.timing import NAMED, SPREAD, is_timing, rows_of, timing_line
+from stepladder.rank.timing import (
+    MAX_NAMED_RANKS,
+    SPREAD,
+    get_timing_rows,
+    is_timing_line,
+    make_timing_line,
+)
 from stepladder.tools.report.record import windows
 from stepladder.tools.report.report import compared
 from stepladder.tools.report.series import COLUMNS, MOST_POINTS, MOST_ROWS, Curve, Times
@@ -20,8 +26,8 @@ from stepladder.tools.report.series import COLUMNS, MOST_POINTS, MOST_ROWS, Curv
 def line_of(step: int, own: list[float], steps: int = 10) -> Line:
     """A flush in which each rank computed for `own` seconds a step, and waited for the slowest."""
     seconds = [[0.0, steps * mine, steps * (max(own) - mine), 0.0, 0.25] for mine in own]
-    line = json.loads(json.dumps(timing_line(step, steps, np.array(seconds))))
-    assert is_timing(line)
+    line = json.loads(json.dumps(make_timing_line(step, steps, np.array(seconds))))
+    assert is_timing_line(line)
     return dict(line)
 
 
@@ -45,15 +51,15 @@ def test_a_curve_of_any_length_is_few_means(count: int) -> None:
 
 
 def test_a_line_has_the_same_length_for_any_number_of_ranks() -> None:
-    few, many = (line_of(100, [0.123456] * ranks) for ranks in (NAMED, 4096))
+    few, many = (line_of(100, [0.123456] * ranks) for ranks in (MAX_NAMED_RANKS, 4096))
     assert len(json.dumps(many)) < len(json.dumps(few)) + 100 < 1600
 
 
 def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
-    assert set(rows_of(line_of(10, [1.0] * NAMED))) == set(range(NAMED))
+    assert set(get_timing_rows(line_of(10, [1.0] * MAX_NAMED_RANKS))) == set(range(MAX_NAMED_RANKS))
     own = [1.0 + (rank == 70) + rank / 1e4 for rank in range(100)]
-    rows = rows_of(line_of(10, own))
-    assert set(rows) == {*SPREAD, 70, *range(100 - NAMED + 1, 100)}
+    rows = get_timing_rows(line_of(10, own))
+    assert set(rows) == {*SPREAD, 70, *range(100 - MAX_NAMED_RANKS + 1, 100)}
     compute = TIMING_KEYS.index("compute")
     assert [rows[name][compute] for name in SPREAD] == pytest.approx(
         [10.0, 10 * np.median(own), 10 * own[70]]
@@ -62,7 +68,14 @@ def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
 
 @pytest.mark.parametrize(
     ("flushes", "ranks"),
-    [(3, 2), (3 * COLUMNS, 2), (3, NAMED), (3, NAMED + 1), (3 * COLUMNS, 40), (3, 1024)],
+    [
+        (3, 2),
+        (3 * COLUMNS, 2),
+        (3, MAX_NAMED_RANKS),
+        (3, MAX_NAMED_RANKS + 1),
+        (3 * COLUMNS, 40),
+        (3, 1024),
+    ],
 )
 def test_a_slow_rank_is_named_among_any_number(flushes: int, ranks: int) -> None:
     noise = np.random.default_rng(0)
@@ -101,7 +114,7 @@ def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
         for flush in range(1, 4)
         for rank in range(3)
     ]
-    assert all(map(is_timing, lines))
+    assert all(map(is_timing_line, lines))
     times = times_of(lines)
     assert (times.size, times.lasts, [rank for rank, _ in times.stragglers()]) == (
         3,
@@ -149,4 +162,4 @@ def test_of_many_ranks_the_page_shows_the_spread_and_the_slowest(ranks: int) -> 
     ],
 )
 def test_a_line_with_a_wrong_value_is_none(change: dict[str, object]) -> None:
-    assert not is_timing(line_of(10, [1.0] * (NAMED + 1)) | change)
+    assert not is_timing_line(line_of(10, [1.0] * (MAX_NAMED_RANKS + 1)) | change)

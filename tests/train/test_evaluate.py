@@ -171,9 +171,9 @@ def test_without_samples_there_are_no_metrics() -> None:
 
 def test_each_batch_counts_as_progress_so_that_a_long_evaluation_is_no_hang() -> None:
     comm = Comm(World(), torch.device("cpu"))
-    before = comm.progress.words[PASS]
+    before = comm.progress.slots[PASS]
     evaluate(model_of(), open_source(data_of(10), comm.device, seed=0), mixed, comm, batch_size=4)
-    assert comm.progress.words[PASS] == before + 3
+    assert comm.progress.slots[PASS] == before + 3
 
 
 def test_metrics_come_in_the_order_of_the_first_batch() -> None:

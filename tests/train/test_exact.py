@@ -16,7 +16,7 @@ from torch import nn
 
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
-from stepladder.core.plan import share
+from stepladder.core.plan import split_evenly
 from stepladder.storage.audit import audit
 from stepladder.train.comm import Comm
 from stepladder.train.sync.binary_tree import Block, Tree, split_into_blocks
@@ -94,7 +94,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
     sync, rank, found = ExactSync(model, comm, 3), comm.world.rank, []
     for step, total in enumerate(totals):
-        first, end = share(total, rank, comm.world.world_size)
+        first, end = split_evenly(total, rank, comm.world.world_size)
         sync.begin(first, end - first, total)
         for number in range(first, end):
             generator = torch.Generator().manual_seed(100 * step + number)
@@ -269,7 +269,7 @@ def leaves_after(comm: Comm, steps: int) -> int:
     model = nn.Linear(3, 1)
     sync = ExactSync(model, comm, 1)
     for _ in range(steps):
-        first, count = share(1, comm.world.rank, comm.world.world_size)
+        first, count = split_evenly(1, comm.world.rank, comm.world.world_size)
         sync.begin(first, count - first, 1)
         if count > first:
             sync.backward(model(torch.ones(2, 3)).sum(), 2, torch.zeros(1))

@@ -18,7 +18,7 @@ from torch import nn
 from processes import JOBS, run
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
-from stepladder.core.plan import IdleSpan, Plan, with_idle
+from stepladder.core.plan import IdleSpan, Plan, add_idle_spans
 from stepladder.storage.slices import (
     Damaged,
     Rows,
@@ -276,7 +276,7 @@ def test_a_recurrent_cell_is_no_block_unless_the_job_names_it() -> None:
 def test_all_ranks_make_as_many_passes() -> None:
     plan = Plan(20, 20, 4)
     shares = [plan.share(0, rank, 4) for rank in range(4)]
-    passes = [with_idle(share, shares) for share in shares]
+    passes = [add_idle_spans(share, shares) for share in shares]
     assert {len(spans) for spans in passes} == {max(map(len, shares))}
     assert sum(len(span) for spans in passes for span in spans) == 20
     idle = next(span for spans in passes for span in spans if isinstance(span, IdleSpan))

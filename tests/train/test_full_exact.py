@@ -164,7 +164,7 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
 ) -> None:
     plan = Plan(46, 16, 2, seed=3)
     for step in (0, 2):  # the last one has fewer
-        shares = [plan.share(step, rank, ranks, in_rounds=True) for rank in range(ranks)]
+        shares = [plan.share(step, rank, ranks, round_robin=True) for rank in range(ranks)]
         assert [span.number % ranks for spans in shares for span in spans] == [
             rank for rank, spans in enumerate(shares) for _ in spans
         ]

@@ -19,7 +19,7 @@ from processes import JOBS
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
-from stepladder.rank.exit_record import END_FILE, end_file
+from stepladder.rank.exit_record import END_FILE_VARIABLE, find_end_file
 from stepladder.train.job import mean_loss
 from stepladder.train.job_file import find_job, load_job_file
 from stepladder.train.job_runner import join_process_group, load_job, train_file
@@ -138,7 +138,7 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
 ) -> None:
     with pytest.raises(InputError) as caught:
         read_config_fields(job_file(with_field(f"width: {annotation} = 3")))
-    assert caught.value.found == f"my_job.py: Config.width has type {annotation}"
+    assert caught.value.problem == f"my_job.py: Config.width has type {annotation}"
     assert "int, float, str, bool" in caught.value.hint
 
 
@@ -336,13 +336,15 @@ def test_a_job_that_goes_to_another_folder_takes_no_run_directory_along(
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv(END_FILE, "7:ended.json")
+    monkeypatch.setenv(END_FILE_VARIABLE, "7:ended.json")
     indent = before[: len(before) - len(before.lstrip())]
     text = (JOBS / "plain.py").read_text(encoding="utf-8")
     path = job_file(text.replace(before, f"{indent}import os\n{indent}os.chdir('other')\n{before}"))
     assert train_file(TrainRequest(path, {}, Settings("run", progress=False))) == 0
     assert Path.cwd() == tmp_path / "other" and not list((tmp_path / "other").iterdir())
-    assert (tmp_path / "run" / "result.json").exists() and end_file() == tmp_path / "ended.json"
+    assert (
+        tmp_path / "run" / "result.json"
+    ).exists() and find_end_file() == tmp_path / "ended.json"
 
 
 @pytest.mark.usefixtures("restored_imports")

@@ -28,7 +28,7 @@ from stepladder.train.phases import (
 
 @pytest.fixture
 def slots() -> list[int]:
-    return [0] * progress.WORDS
+    return [0] * progress.NUM_SLOTS
 
 
 @pytest.fixture

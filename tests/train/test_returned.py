@@ -60,7 +60,7 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(
 ) -> None:
     with pytest.raises(InputError) as caught:
         fit(tmp_path, loss=lambda model, batch: returned(model(batch[0]).sum()))
-    assert caught.value.found.startswith(f"loss of the Job has returned {problem}")
+    assert caught.value.problem.startswith(f"loss of the Job has returned {problem}")
     assert "(sum, count)" in caught.value.hint
 
 

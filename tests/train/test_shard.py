@@ -305,9 +305,9 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, asked: dict[str, Any], 
 
 def test_more_copies_than_processes_are_refused(tmp_path: Path) -> None:
     settings = Settings(run_dir=tmp_path, shard="optimizer", shard_copies=2)
-    settings.refuse_processes(2)
+    settings.validate_shard_copies(2)
     with pytest.raises(InputError, match="--shard-copies 2 on 1 process"):
-        settings.refuse_processes(1)
+        settings.validate_shard_copies(1)
 
 
 # -- whole runs ------------------------------------------------------------------------------------

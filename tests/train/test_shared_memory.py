@@ -23,7 +23,13 @@ import torch
 from processes import wait_until
 from ranks import run_ranks
 from stepladder.core.world import World
-from stepladder.rank.segment import HALF_BYTES, MOST_PLACES, map_segment, mapped, new_segment
+from stepladder.rank.shared_segment import (
+    HALF_BYTES,
+    MAX_SLOTS,
+    get_mapped_segment,
+    make_segment,
+    map_segment,
+)
 from stepladder.train.comm import Comm
 from stepladder.train.shared_memory import SLOT_WORDS, SharedMemory
 from stepladder.train.shared_memory_work import Work
@@ -53,7 +59,7 @@ def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
 
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
-    assert (comm.shared_memory is not None) == (mapped() is not None)
+    assert (comm.shared_memory is not None) == (get_mapped_segment() is not None)
     size, rank = comm.world.world_size, comm.world.rank
     found: list[Any] = []
     for length in (0, 1, 17, LARGE):
@@ -142,7 +148,7 @@ def test_the_tree_has_the_same_bits_on_any_number_of_ranks(passes: int) -> None:
 @contextmanager
 def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[SharedMemory]]:
     """Of each rank, all in this process; the ends of these processes are watched for."""
-    segment = new_segment(len(pids))
+    segment = make_segment(len(pids))
     assert segment is not None
     mapping = mmap.mmap(segment.number, 0)
     segment.close()
@@ -202,7 +208,7 @@ def test_what_a_rank_brought_before_it_ended_is_taken() -> None:
             wait_until(lambda: second.words[0] > 1 or second.words[SLOT_WORDS] > 1, str)
             process.kill()
             process.wait()
-            wait_until(lambda: first.ends.gone == {1}, str)
+            wait_until(lambda: first.ends.ended == {1}, str)
             begun.wait()
             later.result()
 
@@ -265,6 +271,6 @@ def test_groups_come_after_one_another_in_one_segment() -> None:
 
 
 def test_there_is_none_for_one_rank_or_more_than_read_each_other() -> None:
-    assert new_segment(1) is None and new_segment(MOST_PLACES + 1) is None
+    assert make_segment(1) is None and make_segment(MAX_SLOTS + 1) is None
     map_segment(None)
-    assert mapped() is None
+    assert get_mapped_segment() is None

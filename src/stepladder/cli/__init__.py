@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from stepladder.cli.suggest import SuggestingGroup, refusal_of
-from stepladder.core.console import echo, mend_streams, say
+from stepladder.core.console import echo, prepare_streams, print_message
 from stepladder.core.errors import (
     BAD_INPUT,
     DONE,
@@ -24,11 +24,11 @@ from stepladder.core.errors import (
     InputError,
     RanksDiffer,
     StorageFault,
-    naming,
-    readable,
+    as_input_error,
+    make_readable,
 )
-from stepladder.core.surroundings import surroundings
-from stepladder.core.traces import fold
+from stepladder.core.machine_limits import name_machine_errors
+from stepladder.core.tracebacks import fold_traceback
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -79,7 +79,9 @@ class LazyGroup(SuggestingGroup):
         successor = OLD_SPELLINGS.get(args[0])
         if successor is not None:
             if not ctx.resilient_parsing:
-                say(f"`stepladder {args[0]}` is deprecated: type `stepladder {successor}`")
+                print_message(
+                    f"`stepladder {args[0]}` is deprecated: type `stepladder {successor}`"
+                )
             args = [*successor.split(), *args[1:]]
         return super().resolve_command(ctx, args)
 
@@ -102,7 +104,7 @@ class LazyGroup(SuggestingGroup):
 @click.version_option(package_name="stepladder")
 def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
-    with naming(
+    with as_input_error(
         "the current folder cannot be used", "cd to another one"
     ):  # it may have been removed
         Path.cwd()
@@ -133,20 +135,20 @@ def main(args: list[str] | None = None) -> Any:
     finally:
         lifecycle = sys.modules.get("stepladder.rank.lifecycle")
         if args is None and lifecycle is not None:
-            lifecycle.limit_end()
+            lifecycle.limit_exit_time()
 
 
 def run_command(args: list[str]) -> NoReturn:
     """Run one command, and raise SystemExit with its exit code."""
-    mend_streams()
+    prepare_streams()
     try:
-        with surroundings():
+        with name_machine_errors():
             # obj: other nodes, or tasks of Slurm, get the same arguments.
             code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
-        refuse(str(error), error.speaks)
+        refuse(str(error), error.is_reporter)
     except (RanksDiffer, StorageFault) as error:
-        echo(f"error: {readable(str(error))}", err=True)
+        echo(f"error: {make_readable(str(error))}", err=True)
         sys.exit(FAILED)
     except click.Abort as error:
         if isinstance(error.__cause__, EOFError):  # click takes any for the end of what is typed
@@ -157,7 +159,7 @@ def run_command(args: list[str]) -> NoReturn:
         echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
-        refuse(readable(refusal_of(error)))
+        refuse(make_readable(refusal_of(error)))
     except Exception as error:
         if (
             isinstance(error, OSError)
@@ -169,7 +171,7 @@ def run_command(args: list[str]) -> NoReturn:
                 # ours is
             )
             sys.exit(DONE)
-        fold(error)
+        fold_traceback(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(FAILED)
     sys.exit(code if isinstance(code, int) else DONE)

@@ -16,13 +16,13 @@ from click.core import ParameterSource
 
 from stepladder.cli.rehearsal import Rehearsal
 from stepladder.cli.types import COUNT, PATH, Seconds, Whole
-from stepladder.core.console import echo, printable_log
-from stepladder.core.cores import read_range
+from stepladder.core.console import echo, make_log_printable
 from stepladder.core.errors import InputError
-from stepladder.core.output_file import refuse_unwritable
-from stepladder.core.paths import usable
-from stepladder.core.secrets import masked_command
-from stepladder.rank.exit_record import note_end
+from stepladder.core.masking import mask_command
+from stepladder.core.output_file import validate_writable
+from stepladder.core.paths import parse_path
+from stepladder.core.process_count import parse_range
+from stepladder.rank.exit_record import write_end
 from stepladder.slurm import query, requeue
 from stepladder.slurm.cluster import (
     defaults_in_force,
@@ -147,7 +147,7 @@ def submit(
             "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
         )
     rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"]), writes) if rehearse else None
-    nodes = read_range("--nodes", flags.pop("nodes"))
+    nodes = parse_range("--nodes", flags.pop("nodes"))
     job = batch_job(
         flags,
         find_site(),
@@ -156,13 +156,13 @@ def submit(
         nodes=nodes,
         name=name,
         margin=measured_margin(job_dir, flags["time"]),
-        made_by=masked_command(["stepladder", *sys.argv[1:]]),
+        made_by=mask_command(["stepladder", *sys.argv[1:]]),
     )
     output = Path(job.output)
     if not output.is_absolute() and "%" not in str(
         output.parent
     ):  # without a log Slurm ends the job, in silence
-        refuse_unwritable(output, "--output")
+        validate_writable(output, "--output")
     if dry_run:
         echo(render(job), end="")
         return 0
@@ -196,7 +196,7 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
     if not words:
         raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
     if words[0] not in ("train", "run"):
-        if not usable("script", words[0]).is_file() or words[0].startswith("-"):
+        if not parse_path("script", words[0]).is_file() or words[0].startswith("-"):
             raise InputError(
                 f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
             )
@@ -290,7 +290,7 @@ def logs(job: str, follow: bool) -> None:
     for piece in query.pieces(
         Path(known.output), (lambda: query.look_up(job).is_over) if follow else None
     ):
-        sys.stdout.buffer.write(printable_log(piece) if sys.stdout.isatty() else piece)
+        sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 
 
@@ -337,4 +337,4 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
 @click.argument("code", type=Whole(most=255))
 def note(code: int) -> None:
     """Leave a script's own CODE for the batch script, unless another rank has ended before."""
-    note_end(code)
+    write_end(code)

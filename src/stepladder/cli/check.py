@@ -13,7 +13,7 @@ from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, Seconds
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
-from stepladder.core.output_file import refuse_unwritable, write_output
+from stepladder.core.output_file import validate_writable, write_output
 from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.finding import Fault, texts
 from stepladder.tools.check.output import as_json as json_text
@@ -95,7 +95,7 @@ def command(
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
     validate_not_job(script)
     if sarif:
-        refuse_unwritable(sarif, "--sarif")
+        validate_writable(sarif, "--sarif")
     request = Request(
         script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience
     )

@@ -16,7 +16,7 @@ from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import COUNT, NAME, PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
-from stepladder.core.terminal import rich_console
+from stepladder.core.terminal import make_console
 from stepladder.data.disk import Feedback
 
 
@@ -144,7 +144,7 @@ def on_stderr() -> Iterator[Feedback]:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=rich_console(stderr=True)) as bars:
+    with Progress(*columns, console=make_console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
         def advance(name: str, done: int, total: int) -> None:

@@ -11,12 +11,12 @@ import click
 
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, PORT
-from stepladder.core.address import refuse_no_host
+from stepladder.core.address import validate_host_name
 from stepladder.core.console import echo
-from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError
-from stepladder.core.output_file import refuse_unwritable
-from stepladder.core.source import parsed
+from stepladder.core.output_file import validate_writable
+from stepladder.core.process_count import parse_process_count
+from stepladder.core.python_file import parse_source
 from stepladder.core.world import World
 from stepladder.launcher.allocation import become_step
 from stepladder.tools.doctor.facts import Facts, gather
@@ -81,9 +81,9 @@ def command(
             "--load judges a stored bundle, and nothing else can be looked at with it",
             "--load alone",
         )
-    refuse_no_host("--peer", peer)
+    validate_host_name("--peer", peer)
     refuse_bad_places(save, script, port)  # before what takes seconds
-    ranks = count_processes(nproc) if nproc else 0
+    ranks = parse_process_count(nproc) if nproc else 0
     if comm:
         become_step(ctx.obj, ranks)
         if ranks == 1 and World.detect().world_size == 1:
@@ -103,11 +103,11 @@ def command(
 
 def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) -> None:
     if save:
-        refuse_unwritable(save, "--save")
+        validate_writable(save, "--save")
     if port is not None and not 0 < port < 65536:
         raise InputError(f"--port {port} is not a port", "--port 29500")
     if script:
-        parsed(script)
+        parse_source(script)
 
 
 def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:

@@ -12,8 +12,8 @@ from typing import BinaryIO
 import click
 
 from stepladder.core.console import echo
-from stepladder.core.errors import InputError, naming
-from stepladder.core.stored import opened
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.typed_file import open_to_read
 
 LONGEST_LINE = 1 << 16  # bytes, of a log that may be anything
 MOST_GIB = 64  # of a log; a hole in a file may be any size, and reads as zeros
@@ -78,8 +78,8 @@ def lines_of(text: str | None) -> Iterator[str]:
     elif is_file(text):
         hint = f"a text file of at most {MOST_GIB} GiB"
         with (
-            naming(f"{text} cannot be read", hint, (OSError, ValueError)),
-            opened(Path(text)) as file,
+            as_input_error(f"{text} cannot be read", hint, (OSError, ValueError)),
+            open_to_read(Path(text)) as file,
         ):
             if os.fstat(file.fileno()).st_size > MOST_GIB << 30:
                 raise ValueError("it is larger than any log")

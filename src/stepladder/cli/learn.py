@@ -13,7 +13,7 @@ from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
-from stepladder.core.terminal import rich_console
+from stepladder.core.terminal import make_console
 from stepladder.tools.learn.check import (
     NOT_YET,
     check_item,
@@ -90,7 +90,7 @@ def show(name: str) -> None:
         return
     from rich.markdown import Markdown
 
-    rich_console().print(Markdown(text))
+    make_console().print(Markdown(text))
 
 
 @command.command(

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.types import ANY, NAME, Real
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import whole
-from stepladder.core.paths import usable
-from stepladder.core.secrets import masked
+from stepladder.core.masking import mask
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.paths import parse_path
 from stepladder.core.settings import Settings
-from stepladder.core.terminal import rich_console
-from stepladder.core.traces import SHOW_ALL
+from stepladder.core.terminal import make_console
+from stepladder.core.tracebacks import SHOW_ALL_VARIABLE
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import RECIPES_FOLDER, find_job
 from stepladder.train.job_source import ConfigField, has_build, read_config_fields
@@ -102,7 +102,7 @@ json_flag = click.option(
 
 def show_all_frames(_ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted:
-        os.environ[SHOW_ALL] = "1"  # the ranks inherit it
+        os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
 
 
 traceback_flag = click.option(
@@ -132,7 +132,7 @@ class JobCommand(click.Command):
         self.job_fields = ()
         name = self._job_name(ctx, args)
         if name is not None:
-            usable("job", name)
+            parse_path("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(read_config_fields(self.job))
             refuse_clashes(self.job, self.job_fields, self.params)
@@ -196,7 +196,7 @@ class JobOrScript(JobCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         self.is_script, name = False, self._job_name(ctx, args)
-        if name is None or has_build(found := self.find(str(usable("job", name)))):
+        if name is None or has_build(found := self.find(str(parse_path("job", name)))):
             return super().parse_args(ctx, args)
         self.is_script, self.job, self.job_fields = True, found, ()
         ctx.ignore_unknown_options = True
@@ -235,9 +235,7 @@ def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kinds: dict[type, Any] = {int: ANY, float: Real()}
     kind = click.Choice(field.choices) if field.choices else kinds.get(field.type, field.type)
-    default = (
-        "" if field.default in (None, "") else f"[default: {masked(field.default, field.name)}]"
-    )
+    default = "" if field.default in (None, "") else f"[default: {mask(field.default, field.name)}]"
     text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
@@ -262,7 +260,7 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
         return None
     flag, parts = param.opts[0], text.split(",")
     what = "nodes" if flag == "--nodes" else "processes"
-    if not all(whole(part, 1) for part in parts):
+    if not all(parse_whole_number(part, 1) for part in parts):
         raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
     sizes = list(map(int, parts))
     if twice := [size for size in sizes if sizes.count(size) > 1]:
@@ -290,11 +288,11 @@ def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
             f"{found}, and {words.split()[0]} would run it: {path}",
             f"read it; then stepladder {words} --trust-job-file",
         )
-    say(f"runs {path}, as {run_dir / CONFIG} has it")
+    print_message(f"runs {path}, as {run_dir / CONFIG} has it")
 
 
 def print_tables(tables: Iterable[Table], width: int) -> None:
     """width: where there is no terminal, which has its own."""
-    console = rich_console(width=None if rich_console().is_terminal else width)
+    console = make_console(width=None if make_console().is_terminal else width)
     for table in tables:
         console.print(table)

@@ -14,7 +14,7 @@ from stepladder.cli.types import COUNT, JOB, PATH
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
-from stepladder.rank.lifecycle import work_and_leave
+from stepladder.rank.lifecycle import run_and_exit
 
 if TYPE_CHECKING:
     from stepladder.tools.profiler.profile import Found
@@ -63,7 +63,7 @@ def command(
             profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc
         )
     if world.world_size > 1:
-        work_and_leave(lambda: show_profile(record(name, run, out, world), as_json))
+        run_and_exit(lambda: show_profile(record(name, run, out, world), as_json))
     return show_profile(record(name, run, out, world), as_json)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.console import echo, say
+from stepladder.core.console import echo, print_message
 from stepladder.core.errors import InputError
 
 RANKS, STEPS, EPOCHS = 2, 3, 2
@@ -61,9 +61,9 @@ class Rehearsal:
         elif not as_json:
             summarise(report)
         if report.not_checked and report.code != 1:
-            say(
+            print_message(
                 "the rehearsal proves nothing, as above: nothing is submitted; without --rehearse it is"
             )
         elif report.code:
-            say("the rehearsal has found what stands above: nothing is submitted")
+            print_message("the rehearsal has found what stands above: nothing is submitted")
         return report.code == 0

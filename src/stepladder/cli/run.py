@@ -13,15 +13,15 @@ from typing import Any
 import click
 
 from stepladder.cli.types import NAME, PATH, PORT, Seconds, Whole
-from stepladder.core.console import say
-from stepladder.core.settings import refuse_root
+from stepladder.core.console import print_message
+from stepladder.core.settings import validate_run_dir
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.nodes.own_node import end_process_if_waiting
 from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.rank.exit_record import ProcessEnd
+from stepladder.rank.exit_record import EndWriter
 from stepladder.train.job_source import validate_not_job
 
 NO_EFFECT = (
@@ -205,21 +205,21 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     options = Options.read(flags, elastic=":" in topology.nodes + topology.nproc)
     for name in NO_EFFECT:
         if flags[name.replace("-", "_")]:
-            say(f"--{name} has no effect here")
+            print_message(f"--{name} has no effect here")
     code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     if topology.note:
-        say(topology.note)
+        print_message(topology.note)
     if flags["run_dir"] is None:
         work = prepared(found, options, topology)
     else:
         from stepladder.tools.report.launches import launched, refuse_place
 
-        refuse_root(flags["run_dir"])
+        validate_run_dir(flags["run_dir"])
         refuse_place(flags["run_dir"])
         work = partial(launched, flags["run_dir"], found.name, prepared(found, options, topology))
-    with ProcessEnd() as end:
+    with EndWriter() as end:
         end.code = work()
     return end_process_if_waiting(end.code)
 
@@ -229,6 +229,6 @@ def pretend(gpus: int) -> None:
     from stepladder.tools.check.environment import pretending
 
     os.environ.update(pretending(gpus))
-    say(
+    print_message(
         f"{gpus} GPUs are pretended: CUDA is the CPU, and nccl is gloo; times and memory mean nothing"
     )

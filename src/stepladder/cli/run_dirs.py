@@ -15,8 +15,8 @@ from stepladder.cli.options import (
     trust_flag,
 )
 from stepladder.cli.types import NAME, PATH
-from stepladder.core.console import echo, say
-from stepladder.core.terminal import rich_console
+from stepladder.core.console import echo, print_message
+from stepladder.core.terminal import make_console
 
 MOST_SHOWN = 20  # changes of processes, of which a run on a bad machine may have thousands
 
@@ -77,7 +77,7 @@ def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
             load_stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}"
         )
 
-    found = compare(first, second, may_run, say)
+    found = compare(first, second, may_run, print_message)
     if as_json:
         echo(json.dumps(found.as_json()))
     else:
@@ -98,7 +98,7 @@ def watch(target: str, once: bool) -> None:
     """
     from stepladder.tools.report import live
 
-    live.watch(target, once, rich_console())
+    live.watch(target, once, make_console())
 
 
 @click.command()

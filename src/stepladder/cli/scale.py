@@ -20,8 +20,8 @@ from stepladder.cli.options import (
 from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import whole
-from stepladder.core.output_file import refuse_unwritable, write_output
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.slurm.job import BatchJob, batch_job, find_site
 
@@ -110,7 +110,7 @@ def command(
     refuse_contradictions(nproc, nodes, flags)
     for kind in OUTPUTS:
         if (file := flags[f"{kind}_file"]) is not None:
-            refuse_unwritable(file, f"--{kind}")
+            validate_writable(file, f"--{kind}")
     from stepladder.tools.scaling.scale import Scaling
 
     subject, rounds = subject_of(args, flags), flags["rounds"]
@@ -154,7 +154,9 @@ def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Timed
 
 def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     """What all batch jobs of the measurements have in common."""
-    per_node = nproc[0] if nproc else whole(flags["gpus_per_node"].rpartition(":")[2]) or 1
+    per_node = (
+        nproc[0] if nproc else parse_whole_number(flags["gpus_per_node"].rpartition(":")[2]) or 1
+    )
     given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
     cpus = per_node * flags["threads"]
     return batch_job(

@@ -9,13 +9,13 @@ import click
 
 from stepladder.cli.options import JobCommand, json_flag, traceback_flag, train_flags
 from stepladder.cli.types import ANY, JOB, NAME, PATH, MemorySize, Seconds, Whole
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
-from stepladder.rank.preemption import parse_place
+from stepladder.rank.preemption import parse_fail_at
 
 
 @click.command(cls=JobCommand)
@@ -177,7 +177,7 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     flags, and build(config) -> stepladder.Job."""
     path = command.job
     config, own = command.sort(flags)
-    own["fail_at"] = tuple(map(parse_place, flags["fail_at"]))
+    own["fail_at"] = tuple(map(parse_fail_at, flags["fail_at"]))
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
     topology = Topology(
         flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]
@@ -193,6 +193,6 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     if code is not None:
         return code
     if topology.note:
-        say(topology.note)
+        print_message(topology.note)
     launch = Launch(topology, flags["max_restarts"], flags["explain_after"], flags["on_loss"])
     return start(TrainRequest(path, config, settings, flags["as_json"]), launch)

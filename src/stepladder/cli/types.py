@@ -11,8 +11,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from stepladder.core.numbers import LONGEST_WAIT, MOST, MOST_PORT, SHORTEST_WAIT
-from stepladder.core.paths import usable
+from stepladder.core.numbers import MAX_INTEGER, MAX_PORT, MAX_WAIT_S, MIN_WAIT_S
+from stepladder.core.paths import parse_path
 from stepladder.train.job_file import list_recipes
 
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -36,7 +36,7 @@ class _Plain:
     def _describe_range(self) -> str:
         """For --help, and for what is out of the range. The largest number of all is no news."""
         least, most = getattr(self, "min", None), getattr(self, "max", None)
-        if most in (MOST, LONGEST_WAIT):
+        if most in (MAX_INTEGER, MAX_WAIT_S):
             return "" if least is None else f"x>={least:g}"
         return "" if most is None else super()._describe_range()  # type: ignore[misc]
 
@@ -46,7 +46,7 @@ class Whole(_Plain, click.IntRange):
 
     name = "integer"
 
-    def __init__(self, least: int | None = 0, most: int | None = MOST) -> None:
+    def __init__(self, least: int | None = 0, most: int | None = MAX_INTEGER) -> None:
         super().__init__(least, most)
 
 
@@ -59,8 +59,8 @@ class Seconds(_Plain, click.FloatRange):
 
     name = "seconds"
 
-    def __init__(self, least: float = SHORTEST_WAIT) -> None:
-        super().__init__(least, LONGEST_WAIT)
+    def __init__(self, least: float = MIN_WAIT_S) -> None:
+        super().__init__(least, MAX_WAIT_S)
 
 
 class MemorySize(click.ParamType[Any]):
@@ -93,7 +93,7 @@ class Place(click.ParamType[Any]):
             if param
             else "path"
         )
-        return usable(what, str(value))
+        return parse_path(what, str(value))
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -124,6 +124,6 @@ class Name(Place):
 ANY, COUNT, PORT = (
     Whole(None, None),
     Whole(1),
-    Whole(1, MOST_PORT),
+    Whole(1, MAX_PORT),
 )  # ANY: whose limits are Settings'
 PATH, NAME, JOB = Place(), Name(), JobName()

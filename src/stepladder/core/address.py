@@ -1,4 +1,4 @@
-"""How nodes reach each other."""
+"""Network addresses: how the nodes of a launch reach each other, and which ports are free."""
 
 from __future__ import annotations
 
@@ -11,47 +11,61 @@ import sys
 import time
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST_PORT, whole
+from stepladder.core.numbers import MAX_PORT, parse_whole_number
 
-SECONDS_TO_ANSWER = 3.0
-SECONDS_FOR_A_NAME = 20.0
+CONNECT_TIMEOUT_S = 3.0
+NAME_TIMEOUT_S = 20.0
+NAME_POLL_S = 0.3
+# Below the range from which Linux gives ports to outgoing connections.
+FREE_PORT_RANGE = range(20000, 32000)
+FREE_PORT_CANDIDATES = 1000
+# Documentation addresses (RFC 5737, RFC 3849) that stand for any host outside; nothing is sent.
+ANY_HOSTS = ("192.0.2.1", "2001:db8::1")
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """HOST:PORT, or [IPv6]:PORT. Raises InputError."""
-    host, _, port = text.rpartition(":")
-    number = whole(port, 1, MOST_PORT)
-    if number is None or not re.fullmatch(r"\[[^][\s]+\]|[^][\s]+", host):
+    """Parse HOST:PORT, or [IPv6]:PORT.
+
+    Raises:
+        InputError: The text is neither.
+    """
+    host, _, port_text = text.rpartition(":")
+    port = parse_whole_number(port_text, 1, MAX_PORT)
+    if port is None or not re.fullmatch(r"\[[^][\s]+\]|[^][\s]+", host):
         raise InputError(
             f"--rdzv-endpoint {text!r} is not HOST:PORT", "--rdzv-endpoint node1:29400"
         )
-    return host.strip("[]"), number
+    return host.strip("[]"), port
 
 
-def own_address() -> str:
-    """This machine's host name where it resolves; in a test bed without names, the loopback
-    address.
-    """
+def format_endpoint(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{host}:{port}"
+
+
+def find_own_address() -> str:
+    """Return this machine's host name, or the loopback address if the name does not resolve."""
     name = socket.getfqdn()
-    return name if addresses_of(name) else "127.0.0.1"
+    return name if resolve_host(name) else "127.0.0.1"
 
 
 def is_local(host: str) -> bool:
-    """Whether `host` is an address of this machine: only those can be bound."""
-    return is_bindable(host, 0)
+    """Tell whether `host` is an address of this machine: only those can be bound."""
+    return can_bind(host, 0)
 
 
-def is_bindable(host: str, port: int) -> bool:
-    """Whether this process could listen on `port` now, of `host` or (if that is "") of every
-    address.
-    """
+def can_bind(host: str, port: int) -> bool:
+    """Tell whether this process could listen on a port of `host`, or, for "", of every address."""
     try:
-        found = socket.getaddrinfo(
+        matches = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, address = matches[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -60,65 +74,68 @@ def is_bindable(host: str, port: int) -> bool:
     return True
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now, nor is given by Linux to others before rank 0 comes to
-    it.
+def find_free_port() -> int:
+    """Return a TCP port that is free, and stays so until rank 0 binds it.
+
+    Linux gives none of these ports to other programs by itself.
     """
-    return free_ports(1)[0]
+    return find_free_ports(1)[0]
 
 
-def free_ports(count: int) -> tuple[int, ...]:
-    candidates = secrets.SystemRandom().sample(
-        range(20000, 32000), 1000
-    )  # no seed of a user's makes two alike
-    return tuple(itertools.islice((port for port in candidates if is_bindable("", port)), count))
+def find_free_ports(count: int) -> tuple[int, ...]:
+    """Return several free TCP ports."""
+    # SystemRandom: a seed that the user has set would choose the same ports in two launches.
+    candidates = secrets.SystemRandom().sample(FREE_PORT_RANGE, FREE_PORT_CANDIDATES)
+    free_ports = (port for port in candidates if can_bind("", port))
+    return tuple(itertools.islice(free_ports, count))
 
 
-def answers(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
+def is_listening(host: str, port: int) -> bool:
+    """Tell whether a process listens on a port of a host."""
     try:
-        socket.create_connection((host, port), SECONDS_TO_ANSWER).close()
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True
 
 
-def interface_towards(host: str) -> str | None:
-    """The network device by which this machine reaches `host`, or None for the loopback device's
-    own address.
+def find_interface_to(host: str) -> str | None:
+    """Return the network interface by which this machine reaches `host`.
 
     A machine whose own name is a loopback address, as Debian sets it up, is meant as others see it:
-    then it is the device of the default route, or else the first that is up."""
+    then it is the interface of the default route, or else the first one that is up.
+
+    Returns:
+        The name of the interface, or None if `host` is the address of the loopback interface.
+    """
     if host in ("localhost", "127.0.0.1", "::1"):
         return None
     import psutil  # late: it would be a third of the time that `train --help` takes
 
-    addresses = psutil.net_if_addrs()
-    devices = {
-        found.address.partition("%")[0]: device
-        for device, all_of in addresses.items()
-        for found in all_of
+    interfaces: dict[str, Any] = psutil.net_if_addrs()
+    interface_by_address = {
+        entry.address.partition("%")[0]: interface
+        for interface, entries in interfaces.items()
+        for entry in entries
     }
-    for towards in (
-        host,
-        "192.0.2.1",
-        "2001:db8::1",
-    ):  # the others stand for anywhere: no packet is sent
+    for target in (host, *ANY_HOSTS):
         with suppress(OSError):
-            address = source_towards(towards)
+            address = find_source_address(target)
             if not ip_address(address).is_loopback:
-                return devices.get(address)
-    up = [
-        device
-        for device, state in psutil.net_if_stats().items()
-        if state.isup and "loopback" not in state.flags
-    ]
-    return next((device for device in addresses if device in up), None)
+                return interface_by_address.get(address)
+    states = psutil.net_if_stats()
+    for interface in interfaces:
+        state = states.get(interface)
+        if state is not None and state.isup and "loopback" not in state.flags:
+            return interface
+    return None
 
 
-def source_towards(host: str) -> str:
-    """This machine's own address on the way to `host`, by the kernel's routes; nothing is sent.
-    Raises OSError.
+def find_source_address(host: str) -> str:
+    """Return this machine's address on the way to `host`, by the kernel's routes; nothing is sent.
+
+    Raises:
+        OSError: The name is unknown, or there is no route.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -126,121 +143,130 @@ def source_towards(host: str) -> str:
         return str(probe.getsockname()[0]).partition("%")[0]
 
 
-def show_endpoint(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def find_address_to(host: str) -> str:
+    """Return this machine's address on the way to `host`, or `host` if it is this machine."""
+    try:
+        return host if is_local(host) else find_source_address(host)
+    except OSError:
+        return find_own_address()
 
 
-def refuse_unreachable(flag: str, host: str, local_addr: str) -> None:
-    """Raises InputError where other nodes cannot reach `host`, which `flag` gave.
+def resolve_host(host: str) -> list[IPv4Address | IPv6Address]:
+    """Return the addresses of a name or an address, or none if it is unknown on this machine."""
+    if not host:
+        return []
+    try:
+        matches = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    # UnicodeError: a part of the name is empty or longer than 63 letters.
+    except (OSError, UnicodeError):
+        return []
+    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in matches]
 
-    Loopback is taken where this node's own address is loopback too: all nodes are then on this
-    machine. So they are where Slurm's name for this node is not the machine's, as in a plain lab.
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can connect to `host`."""
+    addresses = resolve_host(host)
+    return bool(addresses) and all(address.is_loopback for address in addresses)
+
+
+def wait_for_name(flag: str, host: str, timeout_s: float) -> None:
+    """Wait until `host`, the value of a flag, resolves: some clusters name a machine as it starts.
+
+    Args:
+        flag: The flag or variable, for the message.
+        host: The name.
+        timeout_s: Seconds to wait at most; never more than NAME_TIMEOUT_S.
+
+    Raises:
+        InputError: The name did not resolve in time.
     """
-    node = os.environ.get("SLURMD_NODENAME", "")
-    on_one_machine = node not in ("", socket.gethostname().partition(".")[0])
-    on_one_machine |= any(own.is_loopback for own in addresses_of(local_addr))
-    for found in addresses_of(host):
-        if found.is_link_local:
-            raise InputError(
-                f"{flag} {host} is a link-local address, which has no meaning on other nodes",
-                "another address of that node: ip -brief address",
-            )
-        if found.is_loopback and not on_one_machine:
-            raise InputError(
-                f"{flag} {host} is this machine's loopback address, which other nodes cannot reach",
-                "the first node's address, or --local-addr 127.0.0.1 with all nodes on this machine",
-            )
-
-
-def await_name(flag: str, host: str, seconds: float) -> None:
-    """Until `host`, which `flag` gave, has an address: in some clusters names come with their
-    machines.
-
-    seconds: to wait at most, and no more than SECONDS_FOR_A_NAME. Raises InputError.
-    """
-    deadline = time.monotonic() + min(seconds, SECONDS_FOR_A_NAME)
-    while not addresses_of(host):
+    deadline = time.monotonic() + min(timeout_s, NAME_TIMEOUT_S)
+    while not resolve_host(host):
         if time.monotonic() > deadline:
             raise InputError(
                 f"{flag}: the name {host} is not known here", f"getent hosts {host}; or its address"
             )
-        time.sleep(0.3)
+        time.sleep(NAME_POLL_S)
 
 
-def refuse_no_host(flag: str, host: str) -> None:
-    """Raises InputError where no host can have the name that `flag` gave."""
+def validate_host_name(flag: str, host: str) -> None:
+    """Raise InputError if no host can have the name, the value of a flag."""
     try:
         host.strip("[]").encode("idna")
     except UnicodeError as error:
-        found = f"{flag} {host!r} cannot be the name of a host: a part of it is empty or longer than 63 letters"
-        raise InputError(found, f"{flag} node1, or its address") from error
-
-
-def addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
-    """What a name or an address stands for; nothing where it is not known here."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
-    except (
-        OSError,
-        UnicodeError,
-    ):  # the latter: a part of the name is empty, or longer than 63 letters
-        return []
-    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
-
-
-def address_towards(host: str) -> str:
-    """This machine's address on the way to `host`; `host` itself where that is this machine."""
-    try:
-        return host if is_local(host) else source_towards(host)
-    except OSError:
-        return own_address()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can come to `host`."""
-    found = addresses_of(host)
-    return bool(found) and all(address.is_loopback for address in found)
-
-
-def on_this_machine() -> dict[str, str]:
-    """Variables that tell gloo to listen on the loopback device alone; none where the user has
-    named another.
-
-    Raises InputError.
-    """
-    refuse_absent_interface()
-    return (
-        {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or "lo"}
-        if sys.platform == "linux"
-        else {}
-    )
-
-
-def name_interface(host: str) -> None:
-    """Tell gloo and NCCL, each in its syntax, which interface leads to `host`, unless the user has:
-    where a host name stands for 127.0.1.1 they would take loopback, and on a rented machine the one
-    that leads outside.
-
-    Raises InputError where the user has named none of this machine's.
-    """
-    refuse_absent_interface()
-    device = interface_towards(host)
-    if device is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
-
-
-def refuse_absent_interface() -> None:
-    """Raises InputError where GLOO_SOCKET_IFNAME lists what is not here: each rank would show a
-    page of C++.
-    """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = sorted(name for _, name in socket.if_nameindex())
-    if len(named) > 1 and not set(named.removesuffix(",").split(",")) <= set(
-        here
-    ):  # torch skips a single letter
         raise InputError(
-            f"GLOO_SOCKET_IFNAME={named!r} names no network interface of this machine",
-            f"unset GLOO_SOCKET_IFNAME, or name one of {', '.join(here)}",
+            f"{flag} {host!r} cannot be the name of a host: a part of it is empty or longer than"
+            " 63 letters",
+            f"{flag} node1, or its address",
+        ) from error
+
+
+def validate_reachable(flag: str, host: str, local_addr: str) -> None:
+    """Raise InputError if other nodes cannot reach `host`, the value of a flag.
+
+    A loopback address is accepted if all nodes are on this machine. They are if this node's own
+    address is a loopback address too, or if Slurm's name for this node is not the machine's name,
+    as in a lab.
+    """
+    node = os.environ.get("SLURMD_NODENAME", "")
+    is_lab_node = node not in ("", socket.gethostname().partition(".")[0])
+    is_one_machine = is_lab_node or any(address.is_loopback for address in resolve_host(local_addr))
+    for address in resolve_host(host):
+        if address.is_link_local:
+            raise InputError(
+                f"{flag} {host} is a link-local address, which has no meaning on other nodes",
+                "another address of that node: ip -brief address",
+            )
+        if address.is_loopback and not is_one_machine:
+            raise InputError(
+                f"{flag} {host} is this machine's loopback address, which other nodes cannot reach",
+                "the first node's address, or --local-addr 127.0.0.1 with all nodes on this"
+                " machine",
+            )
+
+
+def make_loopback_env() -> dict[str, str]:
+    """Return the variables that make gloo listen on the loopback interface alone.
+
+    An interface that the user has set stays.
+
+    Raises:
+        InputError: The user has set an interface that this machine does not have.
+    """
+    validate_interface()
+    if sys.platform != "linux":
+        return {}
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or "lo"}
+
+
+def set_interface_env(host: str) -> None:
+    """Tell gloo and NCCL, each in its syntax, which interface leads to `host`.
+
+    By themselves they would take the loopback interface where the host name stands for 127.0.1.1,
+    and the one that leads outside on a rented machine. What the user has set stays.
+
+    Raises:
+        InputError: The user has set an interface that this machine does not have.
+    """
+    validate_interface()
+    interface = find_interface_to(host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def validate_interface() -> None:
+    """Raise InputError if GLOO_SOCKET_IFNAME names an interface that this machine does not have.
+
+    Without this each rank would print a page of C++.
+    """
+    setting = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(setting) <= 1:  # torch ignores a single letter
+        return
+    names = set(setting.removesuffix(",").split(","))
+    known_names = sorted(name for _, name in socket.if_nameindex())
+    if not names <= set(known_names):
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME={setting!r} names no network interface of this machine",
+            f"unset GLOO_SOCKET_IFNAME, or name one of {', '.join(known_names)}",
         )

@@ -1,6 +1,4 @@
-"""What is said to the person at the terminal, who may have left: nothing that is said can end a
-run.
-"""
+"""Output for the person at the terminal, who may have left: no output can end a run."""
 
 from __future__ import annotations
 
@@ -12,122 +10,145 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import TextIO
 
-# Of a job's output, all that a terminal obeys but colours, tabs and ends of lines.
-OBEYED_IN_LOGS = re.compile(
+# Everything in a job's output that a terminal obeys, except colours, tabs and line ends.
+CONTROL_BYTES = re.compile(
     rb"\x1b(?!\[[\d;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
 )
 
-CLEAR = "\x1b[K"  # to the end of a terminal's line
+CLEAR_LINE = "\x1b[K"  # to the end of a terminal's line
+STANDARD_STREAMS = range(3)  # the file descriptors of stdin, stdout and stderr
 
-
-_bar: list[
-    tuple[TextIO, str]
-] = []  # the progress bar that stands in a terminal's last line, if there is one
+# The progress bar in a terminal's last line, if there is one.
+_bar: list[tuple[TextIO, str]] = []
 
 
 def draw_bar(text: str, terminal: TextIO) -> None:
-    """Rewrite the terminal's last line, and no more than that: a longer text would leave its
-    beginning behind.
-    """
-    if _bar != [(terminal, text)]:
-        with suppress(OSError):
-            columns = os.get_terminal_size(terminal.fileno()).columns or 80
-            _put(f"\r{text[: columns - 1]}{CLEAR}", terminal)
-            _bar[:] = [(terminal, text)]
+    """Replace the terminal's last line by a progress bar, cut to the terminal's width."""
+    if _bar == [(terminal, text)]:
+        return
+    with suppress(OSError):
+        columns = os.get_terminal_size(terminal.fileno()).columns or 80
+        _write(f"\r{text[: columns - 1]}{CLEAR_LINE}", terminal)
+        _bar[:] = [(terminal, text)]
 
 
 def clear_bar() -> None:
-    """Make room for a line. The bar is drawn again with its next word."""
+    """Remove the progress bar, to make room for a line; the next `draw_bar` brings it back."""
     while _bar:
         terminal, _ = _bar.pop()
-        _put(f"\r{CLEAR}", terminal)
-
-
-def _put(text: str, stream: TextIO) -> None:
-    """At once. Where its reader has gone, what is still to come is dropped, or the interpreter
-    would try again at its end, and change the exit code."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _write(f"\r{CLEAR_LINE}", terminal)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """False also of what a job has closed, or put in a stream's place."""
+    """Tell whether a stream is a terminal; False if a job has closed or replaced it."""
     with suppress(OSError, ValueError, AttributeError):
         return stream is not None and stream.isatty()
     return False
 
 
-def say(text: str) -> None:
-    """A line of a launcher, or several as they are."""
-    show(f"stepladder: {text}" if "\n" not in text else text, sys.stderr)
+def print_message(text: str) -> None:
+    """Print to stderr: one line after the program's name, or several lines as they are."""
+    if "\n" not in text:
+        text = f"stepladder: {text}"
+    write_text(text, sys.stderr)
 
 
 def echo(text: str, err: bool = False, end: str = "\n") -> None:
-    """For commands: to stdout, or stderr. Whatever the text holds, it is only shown."""
-    show(text, sys.stderr if err else sys.stdout, end)
+    """Print a command's result to stdout, or to stderr, with control characters escaped."""
+    write_text(text, sys.stderr if err else sys.stdout, end)
 
 
-def printable(text: str, kept: str = "\n\t") -> str:
-    """With \\x1b and the like in place of what a terminal would obey: files and names come from
-    others too.
-    """
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
+def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
+    """Write a text and its line end in one call; `print` would make two on an unbuffered stream.
 
-
-def printable_log(text: bytes) -> bytes:
-    """The same of what a job has printed; its colours and carriage returns stay."""
-    return OBEYED_IN_LOGS.sub(lambda found: repr(found[0])[2:-1].encode(), text)
-
-
-def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
-    """A text and a line's end, in one piece: unbuffered, `print` writes them apart.
-
-    stream: None where it was closed from the start; a job may close it.
+    Args:
+        text: What to write; control characters are escaped.
+        stream: Where to write; None, or a closed stream, is ignored.
+        end: What follows the text.
     """
     if stream is None or getattr(stream, "closed", False):
         return
     clear_bar()
-    _put(f"{printable(text)}{end}", stream)
+    _write(f"{make_printable(text)}{end}", stream)
 
 
-def mend_streams() -> None:
-    """Streams that every text can be written to.
+def make_printable(text: str, allowed: str = "\n\t") -> str:
+    """Return the text with its control characters escaped, as Python's repr does.
 
-    For what stdout's encoding cannot write, as in an ASCII locale, stands \\xe9, as it does on
-    stderr."""
-    open_streams()
-    with suppress(OSError):  # of a pipe that something was written to already
+    Names and files may come from other people.
+
+    Args:
+        text: The text.
+        allowed: Control characters that stay.
+    """
+    if text.isprintable():
+        return text
+    characters = []
+    for character in text:
+        is_allowed = character.isprintable() or character in allowed
+        characters.append(character if is_allowed else ascii(character)[1:-1])
+    return "".join(characters)
+
+
+def make_log_printable(text: bytes) -> bytes:
+    """Escape control bytes in the output of a job; colours and carriage returns stay."""
+    return CONTROL_BYTES.sub(lambda match: repr(match[0])[2:-1].encode(), text)
+
+
+def prepare_streams() -> None:
+    """Make stdout, stderr and stdin streams to which every text can be written.
+
+    Characters that stdout's encoding cannot represent, as in an ASCII locale, are escaped, as on
+    stderr.
+    """
+    open_closed_streams()
+    with suppress(OSError):  # a pipe to which something was written already
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def open_streams() -> None:
-    """Where stdin, stdout or stderr is closed, the next file would get its number, and all that is
-    printed.
+def open_closed_streams() -> None:
+    """Open /dev/null as stdin, stdout or stderr where it is closed.
+
+    Otherwise the next file would get its number, and everything that is printed.
     """
-    for number in range(3):
-        with suppress(OSError):
-            os.fstat(number)
-            continue
-        os.open(os.devnull, os.O_RDWR)
+    for number in STANDARD_STREAMS:
+        if not _is_open(number):
+            os.open(os.devnull, os.O_RDWR)
 
 
 @contextmanager
-def streams_kept() -> Iterator[None]:
-    """What a job's code in the block closes of stdin, stdout and stderr is open again at its end:
-    else the next file, such as the run's lock, gets its number, and all that is printed."""
-    kept = [(number, os.dup(number)) for number in range(3)]
+def preserve_streams() -> Iterator[None]:
+    """Reopen at the end of the block what a job's code has closed of stdin, stdout and stderr.
+
+    Otherwise the next file, such as the run's lock, would get its number, and everything that is
+    printed.
+    """
+    copies = [(number, os.dup(number)) for number in STANDARD_STREAMS]
     try:
         yield
     finally:
-        for number, copy in kept:
-            try:
-                os.fstat(number)
-            except OSError:
+        for number, copy in copies:
+            if not _is_open(number):
                 os.dup2(copy, number)
             os.close(copy)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Write and flush. If the reader has gone, later output goes to /dev/null.
+
+    Otherwise the interpreter would write it again when it ends, and change the exit code.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -2,7 +2,8 @@
 
 Written aside, fsynced, renamed, and the rename fsynced too: a reader finds the old one or the new
 one, after a kill as after a power cut. Aside means beside it, under a name that no other writer can
-have; what a killed writer left there ends in `.tmp`, and goes with `clear`."""
+have; what a killed writer left there ends in `.tmp`, and goes with `remove_unfinished`.
+"""
 
 from __future__ import annotations
 
@@ -14,125 +15,150 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from stepladder.core.errors import naming
-from stepladder.core.own_file import open_own
+from stepladder.core.errors import as_input_error
+from stepladder.core.safe_open import open_without_links
 
-UNFINISHED, REPLACED = ".tmp", ".old"
+UNFINISHED_SUFFIX = ".tmp"
+REPLACED_SUFFIX = ".old"
+MAX_NAME_LETTERS = 60  # of the file, within a temporary name: a name has 255 bytes at most
 
 
 def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = None) -> None:
-    """Write the file anew. Raises OSError, and leaves what was there.
+    """Write a file, in place of the one that was there.
 
-    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.
-    mode: whatever the umask says."""
+    Args:
+        path: The file.
+        data: Its contents; a text is written as UTF-8.
+        fsync: False if the file need not survive a power cut, and the disk's milliseconds matter.
+        mode: The file's mode, whatever the umask says.
+
+    Raises:
+        OSError: It cannot be written; the old file is still there.
+    """
     data = data.encode() if isinstance(data, str) else data
-    with replacing(path, fsync) as aside, os.fdopen(open_own(aside, os.O_WRONLY), "wb") as file:
+    with (
+        replace_file(path, fsync) as temporary,
+        os.fdopen(open_without_links(temporary, os.O_WRONLY), "wb") as file,
+    ):
         file.write(data)
         if mode is not None:
-            _set_mode(file.fileno(), aside, mode)
+            _set_mode(file.fileno(), temporary, mode)
 
 
 @contextmanager
-def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
-    """An empty file to be written in the block, which takes the place of `path` at its end, unless
-    it raises.
+def replace_file(path: Path, fsync: bool = True) -> Iterator[Path]:
+    """Yield an empty file that replaces `path` at the end of the block, unless the block raises.
 
-    Its mode is that of the file before, or what the umask gives to a new one.
+    The new file has the mode of the old one, or the one that the umask gives.
+
+    Args:
+        path: The file to replace.
+        fsync: Whether the new file must survive a power cut.
+
+    Yields:
+        The path of the file to write.
     """
-    with _aside(path) as aside:
-        file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with _temporary_path(path) as temporary:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with suppress(FileNotFoundError):
-                _set_mode(file, aside, stat.S_IMODE(path.stat().st_mode))
+                _set_mode(file, temporary, stat.S_IMODE(path.stat().st_mode))
         finally:
             os.close(file)
-        yield aside
+        yield temporary
         if fsync:
-            move(aside, path)
+            move(temporary, path)
         else:
-            aside.replace(path)
+            temporary.replace(path)
 
 
 @contextmanager
-def folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """An empty folder to be filled in the block, which takes the place of `path` at its end, unless
-    it raises.
+def replace_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Yield an empty folder that replaces `path` at the end of the block, unless the block raises.
 
-    check: called when all of it is on disk; what it raises keeps the folder from its place.
+    Args:
+        path: The folder to replace.
+        check: Called when all files are on disk; if it raises, `path` stays as it was.
+
+    Yields:
+        The path of the folder to fill.
     """
-    with _aside(path) as aside:
-        aside.mkdir()
-        yield aside
-        sync_tree(aside)
+    with _temporary_path(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        sync_tree(temporary)
         check()
-        replaced = path.with_name(path.name + REPLACED)
-        if os.path.lexists(
-            path
-        ):  # no folder can be renamed over it: killed in between, `clear` puts it back
+        replaced = path.with_name(path.name + REPLACED_SUFFIX)
+        # No folder can be renamed over another one. After a kill between the two renames,
+        # `remove_unfinished` puts the old folder back.
+        if os.path.lexists(path):
             path.rename(replaced)
-        aside.rename(path)
+        temporary.rename(path)
         sync(path.parent)
         with suppress(OSError):
             remove(replaced)
 
 
 def move(source: Path, target: Path) -> None:
-    """Give a file, or a folder that nothing is in the way of, its name, once all of it is on disk."""
+    """Rename a file, or a folder that replaces nothing, once all of it is on disk."""
     sync_tree(source)
     source.replace(target)
     sync(target.parent)
 
 
 def make_folder(path: Path) -> None:
-    """A folder with those above it, if it is not there; their names are on the disk before anything
-    is in them.
-    """
+    """Make a folder and those above it; their names are on disk before anything is in them."""
     if not path.exists():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
 
 
-def clear(parent: Path, prefix: str) -> None:
-    """Remove what killed writers left of names in `parent` that begin with `prefix`. For the only
-    writer.
+def remove_unfinished(parent: Path, prefix: str) -> None:
+    """Remove what killed writers left behind. Only the one process that writes may call this.
+
+    Args:
+        parent: The folder in which they wrote.
+        prefix: How the names of their files and folders begin.
     """
-    for path in parent.glob(f"{prefix}*{UNFINISHED}"):
+    for path in parent.glob(f"{prefix}*{UNFINISHED_SUFFIX}"):
         remove(path)
-    for path in parent.glob(f"{prefix}*{REPLACED}/"):
-        if path.with_suffix("").exists():
+    for path in parent.glob(f"{prefix}*{REPLACED_SUFFIX}/"):
+        original = path.with_suffix("")
+        if original.exists():
             remove(path)
         else:
-            path.rename(path.with_suffix(""))
+            path.rename(original)
 
 
-def writing(path: Path, hint: str) -> AbstractContextManager[None]:
-    """The operating system's errors in the block as InputError, with what could not be written and
-    why.
-    """
-    return naming(f"cannot write {path}", hint)
+def name_write_errors(path: Path, hint: str) -> AbstractContextManager[None]:
+    """Raise the operating system's errors in the block as InputError that names the file."""
+    return as_input_error(f"cannot write {path}", hint)
 
 
 def sync_tree(path: Path) -> None:
-    for inside in path.rglob("*") if path.is_dir() else ():
-        sync(inside)
+    """Write a file, or a folder with all that is in it, to the disk."""
+    if path.is_dir():
+        for entry in path.rglob("*"):
+            sync(entry)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Onto the disk: a file's bytes, a folder's names."""
+    """Write a file's bytes, or a folder's names, to the disk."""
     if sys.platform == "win32" and path.is_dir():  # which opens no folders, and renames durably
         return
-    opened = os.open(path, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(file)
     finally:
-        os.close(opened)
+        os.close(file)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there. (rmtree opens what it is given, and would wait for a
-    FIFO's writer.)
+    """Remove a file or a folder, if it exists.
+
+    rmtree opens what it is given, and would wait for the writer of a FIFO.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -146,16 +172,15 @@ def _set_mode(file: int, path: Path, mode: int) -> None:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """A name beside `path`; after an error nothing has it, and the error names `path` instead."""
-    aside = path.with_name(
-        f"{path.name[:60]}.{os.urandom(4).hex()}{UNFINISHED}"
-    )  # a name has 255 bytes at most
+def _temporary_path(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path`. After an error it is removed, and the error names `path`."""
+    suffix = f".{os.urandom(4).hex()}{UNFINISHED_SUFFIX}"
+    temporary = path.with_name(path.name[:MAX_NAME_LETTERS] + suffix)
     try:
-        yield aside
+        yield temporary
     except BaseException as error:
         with suppress(OSError):
-            remove(aside)
-        if isinstance(error, OSError) and error.filename in (None, str(aside)):
+            remove(temporary)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise

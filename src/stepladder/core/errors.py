@@ -8,76 +8,110 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stepladder.core.console import printable
+from stepladder.core.console import make_printable
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
-STOPPED = 75  # stopped with a snapshot, to be started again: sysexits' EX_TEMPFAIL
-INTERRUPTED = 130  # Ctrl-C before there was anything to stop well
-KILLED, TERMINATED = (
-    137,
-    143,
-)  # a launcher's word for ranks that had none: SIGKILL, or they ended at SIGTERM
-NO_FILE = 74  # a word too: StorageFault, where the exit code is 1; sysexits' EX_IOERR
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+STOPPED = 75  # stopped with a snapshot, to be started again: EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # Ctrl-C before there was anything to stop
+# In the record of a launch (rank/exit_record.py) only:
+KILLED = 137  # by SIGKILL, so that the ranks could leave no record
+TERMINATED = 143  # the same, at SIGTERM
+STORAGE_FAILED = 74  # StorageFault, whose exit code is 1; EX_IOERR of sysexits.h
+
+# How a file system fails: it is full; its device does not work; a network file system's server is
+# gone, or has forgotten the file, for a while.
+FULL_ERRNOS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
+DEVICE_ERRNOS = errno.EIO, errno.ENXIO, errno.ENODEV
+TRANSIENT_ERRNOS = errno.ESTALE, errno.ETIMEDOUT
+DISK_HINT = "dmesg | tail, and the same command when the disk works; or another folder"
+
+MAX_LINE_LETTERS = 200
 
 
 class InputError(Exception):
-    """Bad input: what was set, what was found, and a HINT with the text to type. One line, exit
-    code 2.
+    """Bad input: what was set, what was found, and a HINT with the text to type.
+
+    One line, exit code 2.
 
     Raise it at the boundary, before anything is written. Programming errors stay ordinary
     exceptions and keep their traceback.
+
+    Attributes:
+        problem: What is wrong, without a period.
+        hint: What to type instead.
+        is_reporter: Whether this rank shows the error, or None if ranks have not agreed on one.
     """
 
-    def __init__(self, found: str, hint: str) -> None:
-        super().__init__(found, hint)
-        self.found = found
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(problem, hint)
+        self.problem = problem
         self.hint = hint
-        self.speaks: bool | None = (
-            None  # whether this rank shows it, where ranks have agreed on one
-        )
+        self.is_reporter: bool | None = None
 
     def __str__(self) -> str:
-        return readable(f"{self.found}. HINT: {self.hint}")
+        return make_readable(f"{self.problem}. HINT: {self.hint}")
+
+    def set_reporter(self, is_reporter: bool) -> None:
+        """Note whether this rank is the one that shows the error."""
+        self.is_reporter = is_reporter
 
 
 class StorageFault(RuntimeError):
-    """A file could not be used, for a reason that may pass, such as a network file system without
-    its server.
+    """A file could not be used for a transient reason, as when its network file system is down.
 
     One line, exit code 1. A batch job is requeued.
     """
 
 
-# What a file system answers: it takes no more; its device does not work, or a network file system
-# has given up; a network file system's server is gone, or has forgotten the file, for a while.
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
-BROKEN = errno.EIO, errno.ENXIO, errno.ENODEV
-TRANSIENT = errno.ESTALE, errno.ETIMEDOUT
-ASK_DISK = "dmesg | tail, and the same command when the disk works; or another folder"
+class PeerLost(RuntimeError):
+    """A collective failed because another rank has ended: a consequence, not the cause."""
+
+
+class StateLost(PeerLost):
+    """No living rank has the training state, or a slice of it: the ranks need a snapshot."""
+
+
+class RanksDiffer(RuntimeError):
+    """Values that must be equal on all ranks differ, and nobody can tell which rank is wrong."""
+
+
+class Corrupt(RanksDiffer):
+    """This rank has computed a wrong result: other ranks have recomputed it."""
+
+
+def is_failure(code: int) -> bool:
+    """Tell whether a process with this exit code neither finished nor stopped with a snapshot."""
+    return code not in (DONE, STOPPED)
 
 
 @contextmanager
-def naming(
+def as_input_error(
     failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
-    """Errors in the block, by default the operating system's, as InputError: what failed, and their
-    reason.
+    """Raise errors in the block as InputError, with their reason.
 
-    As StorageFault where the reason may pass.
+    Args:
+        failed: What failed, before the colon.
+        hint: What to type instead.
+        kinds: The classes of errors, by default the operating system's.
+
+    Raises:
+        InputError: The block raised one of these errors.
+        StorageFault: It did, and the reason is transient.
     """
     try:
         yield
     except kinds as error:
-        if isinstance(error, OSError) and error.errno in TRANSIENT:
-            raise StorageFault(f"{failed}: {reason_of(error)}") from error
-        raise InputError(f"{failed}: {reason_of(error)}", hint) from error
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
+            raise StorageFault(f"{failed}: {get_reason(error)}") from error
+        raise InputError(f"{failed}: {get_reason(error)}", hint) from error
 
 
 @contextmanager
-def placing(path: Path) -> Iterator[None]:
-    """Have the operating system's errors in the block name this file, where they name none: those
-    of writes.
-    """
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file to the operating system's errors in the block that name none, as of writes."""
     try:
         yield
     except OSError as error:
@@ -86,52 +120,29 @@ def placing(path: Path) -> Iterator[None]:
         raise
 
 
-def reason_of(error: Exception) -> str:
-    """The operating system's word, else the error's own, else its kind; in one line."""
-    return one_line(getattr(error, "strerror", None) or text_of(error) or type(error).__name__)
+def get_reason(error: Exception) -> str:
+    """Return the reason of an error in one line: the operating system's, else its text or class."""
+    return to_one_line(getattr(error, "strerror", None) or get_text(error) or type(error).__name__)
 
 
-def text_of(error: BaseException) -> str:
-    """Return the exception's message; of one whose __str__ raises, the words that Python has for
-    it.
-    """
+def get_text(error: BaseException) -> str:
+    """Return an exception's message, also if its own __str__ raises."""
     try:
         return str(error)
     except Exception:
         return "<exception str() failed>"
 
 
-def readable(text: str) -> str:
-    """In one line, and in characters that a terminal shows and does not obey; a long word without
-    its middle.
-    """
+def make_readable(text: str) -> str:
+    """Return the text with control characters escaped, and very long words shortened."""
     return re.sub(
-        r"\S{200,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(text, kept="")
+        r"\S{200,}",
+        lambda match: f"{match[0][:80]}...{match[0][-20:]}",
+        make_printable(text, allowed=""),
     )
 
 
-def one_line(error: Exception | str) -> str:
-    return " ".join((error if isinstance(error, str) else text_of(error)).split())[:200]
-
-
-class PeerLost(RuntimeError):
-    """A collective failed because another rank has gone: a consequence, not the cause."""
-
-
-class StateLost(PeerLost):
-    """The ranks that had the state, or a slice of it, have gone: the others cannot go on from what
-    they have.
-    """
-
-
-class RanksDiffer(RuntimeError):
-    """Ranks that must have the same have not, and nobody can tell which of them is wrong."""
-
-
-class Corrupt(RanksDiffer):
-    """What this rank has computed is wrong: others have computed the same again."""
-
-
-def is_failure(code: int) -> bool:
-    """Whether it is that of a process that neither finished nor stopped well."""
-    return code not in (DONE, STOPPED)
+def to_one_line(error: Exception | str) -> str:
+    """Return the beginning of a text or of an error's message, without line breaks."""
+    text = error if isinstance(error, str) else get_text(error)
+    return " ".join(text.split())[:MAX_LINE_LETTERS]

@@ -1,7 +1,8 @@
 """Files of JSON lines that grow: one way to append, one way to read.
 
-A kill or a full disk leaves half a last line. Who appends begins a line of its own; who reads
-leaves out what is not an object as it was written, and can say which lines those were."""
+A kill or a full disk leaves half a last line. A writer therefore begins a line of its own. A reader
+leaves out lines that are not what a writer would have written, and can tell which lines those were.
+"""
 
 from __future__ import annotations
 
@@ -11,152 +12,180 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stepladder.core.errors import InputError, one_line
-from stepladder.core.numbers import MOST
-from stepladder.core.own_file import open_own
-from stepladder.core.stored import fit, opened
+from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.numbers import MAX_INTEGER
+from stepladder.core.safe_open import open_without_links
+from stepladder.core.typed_file import convert, open_to_read
 
 Line = dict[str, Any]
-LARGEST = 1e300  # of a number: sums of such ones stay finite
-BLOCK = 1 << 20  # bytes that are read at a time; a longer line is none of ours
+MAX_NUMBER = 1e300  # sums of such numbers stay finite
+MAX_TIME = 1e11  # seconds since 1970; later times have no date
+BLOCK_BYTES = 1 << 20  # read at a time; no writer makes a longer line
 
 
-def is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
+def is_count(value: Any) -> bool:
+    """Tell whether a value is a whole number, from 0 to what a double holds exactly."""
+    return type(value) is int and 0 <= value <= MAX_INTEGER
 
 
-def is_number(value: Any) -> bool:
-    """Finite, and no more than a double can take."""
-    return type(value) in (int, float) and -LARGEST < value < LARGEST
+def is_finite_number(value: Any) -> bool:
+    """Tell whether a value is a number whose sums stay finite."""
+    return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER
 
 
-def is_time(value: Any) -> bool:
-    """Whether it is a Unix time that has a date."""
-    return is_number(value) and 0 <= value < 1e11
+def is_unix_time(value: Any) -> bool:
+    """Tell whether a value is a Unix time that has a date."""
+    return is_finite_number(value) and 0 <= value < MAX_TIME
 
 
-def open_to_append(path: Path) -> int:
-    """A file descriptor whose writes go to the end, behind a line's end. Raises OSError, also for a
-    link.
+def open_for_append(path: Path) -> int:
+    """Return a file descriptor that writes to the end of a file, after a line end.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link.
     """
-    file = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
+    file = open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")
     return file
 
 
-def append(path: Path, line: Line) -> None:
-    """One line more, in one piece. Raises OSError."""
-    file = open_to_append(path)
+def append_record(path: Path, line: Line) -> None:
+    """Append a line in one write.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    file = open_for_append(path)
     try:
         os.write(file, f"{json.dumps(line)}\n".encode())
     finally:
         os.close(file)
 
 
-class Lines:
-    """The lines of a file, which may come about and grow: `new` gives those since it was last
-    asked.
+class JsonlReader:
+    """Reads the lines of a file that may not exist yet, and may grow.
 
-    sound: whether an object is as it was written. damaged: how many lines were left out, and the
-    first one's number.  torn: whether the last one has no end."""
+    Attributes:
+        path: The file.
+        is_valid: Tells whether an object is as a writer would have written it.
+        damaged_lines: How many lines were left out.
+        first_damaged: The number of the first of them, from 1; 0 if there is none.
+        is_torn: Whether the last line has no end.
+    """
 
-    def __init__(self, path: Path, sound: Callable[[Line], bool] = lambda _: True) -> None:
-        self.path, self.sound = path, sound
-        self._begin(None)
+    def __init__(self, path: Path, is_valid: Callable[[Line], bool] = lambda _: True) -> None:
+        self.path = path
+        self.is_valid = is_valid
+        self.damaged_lines = 0
+        self.first_damaged = 0
+        self.is_torn = False
+        self._file_id: tuple[int, int] | None = None  # device and inode
+        self._offset = 0  # bytes read
+        self._line_number = 0
 
-    def _begin(self, file: tuple[int, int] | None) -> None:
-        self.file, self.offset, self.number = file, 0, 0
-        self.damaged, self.first, self.torn = 0, 0, False
-
-    def was_replaced(self) -> bool:
-        """Whether there is another file now, or a shorter one: then `new` begins at its first line."""
+    def restart_if_replaced(self) -> bool:
+        """Start at the first line again if the file was replaced or cut; tell whether it was."""
         try:
-            about = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return False
-        if self.file is None or (
-            self.file == (about.st_dev, about.st_ino) and about.st_size >= self.offset
-        ):
+        is_same_file = self._file_id == (status.st_dev, status.st_ino)
+        if self._file_id is None or (is_same_file and status.st_size >= self._offset):
             return False
-        self._begin(None)
+        self.damaged_lines = 0
+        self.first_damaged = 0
+        self.is_torn = False
+        self._file_id = None
+        self._offset = 0
+        self._line_number = 0
         return True
 
-    def new(self) -> Iterator[Line]:
-        """Raises InputError where what has the file's name cannot be read."""
+    def read_new(self) -> Iterator[Line]:
+        """Yield the valid lines that were added since the last call; none without the file.
+
+        Raises:
+            InputError: What has the file's name cannot be read.
+        """
         try:
-            with opened(self.path) as file:
-                about = os.fstat(file.fileno())
-                self.file = about.st_dev, about.st_ino
-                for block in self._blocks(file):
-                    yield from self._objects(block)
+            with open_to_read(self.path) as file:
+                status = os.fstat(file.fileno())
+                self._file_id = (status.st_dev, status.st_ino)
+                for block in self._read_blocks(file):
+                    yield from self._parse_block(block)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"{self.path} cannot be read: {one_line(str(reason))}",
+                f"{self.path} cannot be read: {to_one_line(str(reason))}",
                 f"mv {self.path} {self.path}.damaged",
             ) from error
 
-    def _blocks(self, file: BinaryIO) -> Iterator[bytes]:
-        """Whole lines, many at a time."""
-        file.seek(self.offset)
-        while data := file.read(BLOCK):
-            whole, end, rest = data.rpartition(b"\n")
-            self.torn = bool(rest)
-            if not end:
-                if len(data) == BLOCK:
-                    raise ValueError(f"line {self.number + 1} is longer than {BLOCK >> 20} MiB")
-                return
-            self.offset += len(whole) + 1
-            file.seek(self.offset)
-            yield whole
+    def describe_damage(self, is_growing: bool = False) -> Iterator[str]:
+        """Yield a sentence about lines that were left out.
 
-    def _objects(self, block: bytes) -> Iterator[Line]:
-        texts = block.decode(errors="replace").split("\n")
-        for value in parsed(texts):
-            self.number += 1
-            if type(value) is dict and self.sound(value):
-                yield value
-            else:
-                self.damaged += 1
-                self.first = self.first or self.number
-
-    def told(self, is_growing: bool = False) -> Iterator[str]:
-        """What is to be said of lines that were left out. is_growing: the last one may be half
-        written.
+        Args:
+            is_growing: A writer may be busy, so that half a last line is no damage.
         """
-        if self.damaged:
-            more = f" and {self.damaged - 1} more" if self.damaged > 1 else ""
-            yield f"line {self.first}{more} of {self.path} is damaged, and left out"
-        if self.torn and not is_growing:
+        if self.damaged_lines:
+            more = f" and {self.damaged_lines - 1} more" if self.damaged_lines > 1 else ""
+            yield f"line {self.first_damaged}{more} of {self.path} is damaged, and left out"
+        if self.is_torn and not is_growing:
             yield f"the last line of {self.path} is half a line, and left out"
 
+    def _read_blocks(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield many complete lines at a time."""
+        file.seek(self._offset)
+        while data := file.read(BLOCK_BYTES):
+            lines, line_end, remainder = data.rpartition(b"\n")
+            self.is_torn = bool(remainder)
+            if not line_end:
+                if len(data) == BLOCK_BYTES:
+                    raise ValueError(
+                        f"line {self._line_number + 1} is longer than {BLOCK_BYTES >> 20} MiB"
+                    )
+                return
+            self._offset += len(lines) + 1
+            file.seek(self._offset)
+            yield lines
 
-def last_lines(path: Path, most: int = BLOCK) -> list[Line]:
-    """The whole objects among the last `most` bytes; nothing where no file can be read."""
+    def _parse_block(self, block: bytes) -> Iterator[Line]:
+        texts = block.decode(errors="replace").split("\n")
+        for value in parse_lines(texts):
+            self._line_number += 1
+            if type(value) is dict and self.is_valid(value):
+                yield value
+            else:
+                self.damaged_lines += 1
+                self.first_damaged = self.first_damaged or self._line_number
+
+
+def read_last_lines(path: Path, max_bytes: int = BLOCK_BYTES) -> list[Line]:
+    """Return the complete objects among the last bytes of a file; none if it cannot be read."""
     try:
-        with opened(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            texts = file.read(most).decode(errors="replace").split("\n")[:-1]
+        with open_to_read(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
+            texts = file.read(max_bytes).decode(errors="replace").split("\n")[:-1]
     except (OSError, ValueError):
         return []
-    return [value for value in parsed(texts) if isinstance(value, dict)]
+    return [value for value in parse_lines(texts) if isinstance(value, dict)]
 
 
-def fits(line: Line, kind: type) -> bool:
-    """Whether a line is one of the dataclass `kind`, see core/stored.py."""
+def fits_dataclass(line: Line, kind: type) -> bool:
+    """Tell whether a line has the fields of a dataclass, see core/typed_file.py."""
     try:
-        fit(line, kind)
+        convert(line, kind)
     except ValueError:
         return False
     return True
 
 
-def parsed(texts: list[str]) -> list[Any]:
-    """Each text's value, None for one that is no JSON. All at once where all are well: in half the
-    time.
+def parse_lines(texts: list[str]) -> list[Any]:
+    """Return the value of each text, None for one that is no JSON.
+
+    If all are valid, they are parsed as one array, in half the time.
     """
     try:
         values: list[Any] = json.loads(f"[{','.join(texts)}]")
@@ -164,10 +193,11 @@ def parsed(texts: list[str]) -> list[Any]:
             return values
     except (ValueError, RecursionError):
         pass
-    return [value_of(text) for text in texts]
+    return [parse_line(text) for text in texts]
 
 
-def value_of(text: str) -> Any:
+def parse_line(text: str) -> Any:
+    """Return the value of a text, or None if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -8,65 +8,84 @@ from typing import Any
 
 from stepladder.core.errors import InputError
 
-MOST = 2**53  # what a double and JSON hold exactly
-MOST_PORT = 65535
-SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 1e9  # seconds
+MAX_INTEGER = 2**53  # what a double and JSON hold exactly
+MAX_PORT = 65535
+MIN_WAIT_S = 1e-3
+MAX_WAIT_S = 1e9
 
 
-def whole(text: str, least: int = 0, most: int = MOST) -> int | None:
-    """The number that `text` is, in ASCII digits alone; None where it is none, or not from `least`
-    to `most`.
+def parse_whole_number(text: str, minimum: int = 0, maximum: int = MAX_INTEGER) -> int | None:
+    """Return the number that a text is, in ASCII digits alone, or None.
 
-    Neither str.isdigit nor int would do: the one is true of a raised 2, which the other refuses,
-    and int takes underscores, spaces and thousands of digits."""
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST))):
+    Neither str.isdigit nor int would do: isdigit accepts a raised 2, which int refuses, and int
+    accepts underscores, spaces and thousands of digits.
+
+    Args:
+        text: The text.
+        minimum: The smallest number.
+        maximum: The largest number.
+
+    Returns:
+        The number; None if the text is no number, or is out of range.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_INTEGER))):
         return None
-    return int(text) if least <= int(text) <= most else None
+    number = int(text)
+    return number if minimum <= number <= maximum else None
 
 
-def number_in(
-    env: Mapping[str, str], name: str, default: int | None = None, most: int = MOST
+def read_env_number(
+    env: Mapping[str, str], name: str, default: int | None = None, maximum: int = MAX_INTEGER
 ) -> int:
-    """The number that an environment variable is; `default` where it is not set. Raises InputError."""
+    """Return the number in an environment variable.
+
+    Args:
+        env: The environment.
+        name: The variable.
+        default: The number if the variable is not set.
+        maximum: The largest number.
+
+    Raises:
+        InputError: The variable is no number, or is not set and there is no default.
+    """
     text = env.get(name)
     if text is None and default is not None:
         return default
-    number = whole(text or "", most=most)
-    if number is None:
-        found = "is not set" if text is None else f"is {text!r}, not a number"
-        by_slurm = name.startswith("SLURM_")
-        other = (
-            "start the ranks with srun, which sets it"
-            if by_slurm
-            else "unset RANK to run one process"
-        )
-        raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
-    return number
+    number = parse_whole_number(text or "", maximum=maximum)
+    if number is not None:
+        return number
+    problem = f"is {text!r}, not a number"
+    if text is None:
+        problem = "is not set"
+    if name.startswith("SLURM_"):
+        alternative = "start the ranks with srun, which sets it"
+    else:
+        alternative = "unset RANK to run one process"
+    raise InputError(f"{name} {problem}", f"set {name} to a number, or {alternative}")
 
 
-def refuse_outside(config: Any, least: float, most: float, *names: str) -> None:
-    """Raises InputError where one of these fields of a dataclass is not from `least` to `most`."""
+def validate_range(config: Any, minimum: float, maximum: float, *names: str) -> None:
+    """Raise InputError if one of these fields of a dataclass is out of range."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
-        flag, value = f"--{name.replace('_', '-')}", getattr(config, name)
-        if not least <= value <= most:
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(config, name)
+        if not minimum <= value <= maximum:
             raise InputError(
-                f"{flag} {value:.12g} is not from {least:.12g} to {most:.12g}",
+                f"{flag} {value:.12g} is not from {minimum:.12g} to {maximum:.12g}",
                 f"{flag} {defaults[name]}",
             )
 
 
-def is_wait(text: str, least: float = SHORTEST_WAIT) -> bool:
-    """Whether it is a time to wait, in seconds."""
+def is_wait_time(text: str, minimum: float = MIN_WAIT_S) -> bool:
+    """Tell whether a text is a number of seconds that a program can wait."""
     try:
-        return text.isascii() and "_" not in text and least <= float(text) <= LONGEST_WAIT
+        return text.isascii() and "_" not in text and minimum <= float(text) <= MAX_WAIT_S
     except ValueError:
         return False
 
 
-def refuse_wait(flag: str, seconds: float, least: float = SHORTEST_WAIT) -> None:
-    """Raises InputError for a number of seconds that nobody can wait: nan, infinite, or below
-    `least`.
-    """
-    if not is_wait(str(seconds), least):
+def validate_wait_time(flag: str, seconds: float, minimum: float = MIN_WAIT_S) -> None:
+    """Raise InputError if nobody can wait so many seconds: nan, infinite, or below the minimum."""
+    if not is_wait_time(str(seconds), minimum):
         raise InputError(f"{flag} {seconds:g} is not a time to wait", f"{flag} 60")

@@ -1,7 +1,9 @@
-"""A file that a person has named for output: through links, and into a device, a pipe or stdout as
-they are.
+"""A file that a person has named for output.
 
-Only a regular file is replaced, and whole; as root, /dev/null would be gone otherwise.
+It is written through links, and into a device, a pipe or stdout as they are.
+
+Only a regular file is replaced, and never left half written; as root, /dev/null would be gone
+otherwise.
 """
 
 from __future__ import annotations
@@ -11,46 +13,57 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
+
+STDOUT = 1
+STDERR = 2
 
 
-def refuse_unwritable(path: Path, flag: str) -> None:
-    """Raises InputError where `write_output` would, as far as can be seen before the work that it
-    is for.
-    """
-    failed, target = f"{flag} {path} cannot be written", Path(os.path.realpath(path))
-    with naming(failed, f"{flag} FILE, in a folder that you can write to"):
+def validate_writable(path: Path, flag: str) -> None:
+    """Raise InputError if `write_output` would fail, as far as this is known before the work."""
+    failed = f"{flag} {path} cannot be written"
+    target = Path(os.path.realpath(path))
+    with as_input_error(failed, f"{flag} FILE, in a folder that you can write to"):
         if path.is_dir():
             raise InputError(f"{failed}: it is a folder", f"{flag} {path / 'FILE'}")
         if not target.parent.is_dir():
             raise InputError(f"{failed}: there is no such folder", f"mkdir -p {path.parent}")
-        if target.is_symlink():  # links in a circle
+        if target.is_symlink():  # links in a circle, for which stat raises
             target.stat()
-        if not os.access(path if _open_as(path) else target.parent, os.W_OK):
+        if not os.access(path if _find_stream(path) else target.parent, os.W_OK):
             raise PermissionError("Permission denied")
 
 
 def write_output(path: Path, text: str, flag: str) -> None:
-    """As UTF-8 in every locale, and with \\udc80 for a byte of a name that is none. Raises
-    InputError.
+    """Write a text as UTF-8 in every locale; bytes of names that are no UTF-8 are escaped.
+
+    Args:
+        path: Where to write.
+        text: What to write.
+        flag: The flag that named the path, for messages.
+
+    Raises:
+        InputError: It cannot be written.
     """
-    refuse_unwritable(path, flag)
+    validate_writable(path, flag)
     data = text.encode(errors="backslashreplace")
-    with naming(f"{flag} {path} cannot be written", f"{flag} FILE, where there is space"):
-        there = _open_as(path)
-        if there is None:
+    with as_input_error(f"{flag} {path} cannot be written", f"{flag} FILE, where there is space"):
+        stream = _find_stream(path)
+        if stream is None:
             durable.write(Path(os.path.realpath(path)), data)
         else:
-            with open(there, "wb", closefd=not isinstance(there, int)) as stream:
-                stream.write(data)
+            with open(stream, "wb", closefd=not isinstance(stream, int)) as file:
+                file.write(data)
 
 
-def _open_as(path: Path) -> Path | int | None:
-    """What is not replaced: stdout or stderr by its number, also where that is a file; else no
-    regular file.
+def _find_stream(path: Path) -> Path | int | None:
+    """Return what must be opened and not replaced, or None for a regular file.
+
+    Stdout and stderr are returned by their number, even if they are regular files; a device or a
+    pipe by its path.
     """
-    for number in (1, 2):
-        with suppress(OSError):  # it is closed, or nothing is at the path
+    for number in (STDOUT, STDERR):
+        with suppress(OSError):  # the stream is closed, or nothing is at the path
             if os.path.samestat(os.fstat(number), path.stat()):
                 return number
     return path if path.exists() and not path.is_file() else None

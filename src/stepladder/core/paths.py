@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepladder.core.errors import InputError, reason_of
+from stepladder.core.errors import InputError, get_reason
 
-A_PATH = (
+PATH_HINT = (
     "a path of printable characters, shorter than 4,096, with fewer than 256 names shorter than 256"
 )
-SAFE_PATH = "PYTHONSAFEPATH"  # keeps the current folder, or a script's, out of sys.path
-FOR_FORK_SERVER = "of stepladder's fork server"  # its value, where it is not the user's
-MOST_NAMES = 256  # Python makes folders one within the other
+# Python's variable that keeps the current folder, and a script's, out of sys.path.
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+FORK_SERVER_VALUE = "of stepladder's fork server"  # its value if the user has not set it
+MAX_PATH_PARTS = 256  # Python makes nested folders by recursion
 
 
-def usable(what: str, text: str) -> Path:
-    """The path that `text` is, whether or not something is there. what: a flag or an argument, for
-    the message.
+def parse_path(label: str, text: str) -> Path:
+    """Return the path that a text is, whether or not something exists there.
 
-    Raises InputError where nothing can be there, or nothing be seen: later, each question would be
-    an error of its own."""
+    Args:
+        label: The flag or argument, for the message.
+        text: What the user typed.
+
+    Raises:
+        InputError: Nothing can exist at the path, or nothing can be known about it. Without this
+            each later question about the path would be an error of its own.
+    """
     if not text.strip() or not text.isprintable():
-        raise InputError(f"{what} {text!r} is not a path", A_PATH)
+        raise InputError(f"{label} {text!r} is not a path", PATH_HINT)
     path = Path(text)
-    if len(path.parts) > MOST_NAMES:
-        raise InputError(f"{what} is a path of {len(path.parts)} names", A_PATH)
+    if len(path.parts) > MAX_PATH_PARTS:
+        raise InputError(f"{label} is a path of {len(path.parts)} names", PATH_HINT)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise InputError(f"{what} {text}: {reason_of(error)}", A_PATH) from error
+        raise InputError(f"{label} {text}: {get_reason(error)}", PATH_HINT) from error
     return path

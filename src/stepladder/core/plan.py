@@ -1,5 +1,6 @@
-"""What is computed: which sample, at which step, in which microbatch, on which share. Pure
-arithmetic.
+"""What is computed: which sample, at which step, in which microbatch, on which share.
+
+Pure arithmetic.
 
 A run is defined by (samples, global batch, microbatch, seed); a process count decides only who
 computes what. Everything random is a function of (seed, epoch or step, sample or microbatch),
@@ -19,24 +20,27 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import (
     FEISTEL,
-    MOST_SORTED,
+    MAX_SORTED,
     SORT,
     Chunks,
-    Feistel,
+    FeistelOrder,
     Order,
     StreamOrder,
-    key,
-    largest_divisor,
-    shuffled,
+    derive_seed,
+    find_largest_divisor,
+    make_order,
 )
-from stepladder.core.stored import fit
+from stepladder.core.typed_file import convert
 
 
 @dataclass(frozen=True)
 class Span:
-    """One microbatch, or several fused into one pass: positions [lo, hi) within the global batch.
+    """One microbatch, or several neighbours fused into one pass.
 
-    number: the first microbatch's place in its step, which keys its randomness.
+    Attributes:
+        number: The index of the first microbatch within its step, which keys its randomness.
+        lo: The first position within the global batch.
+        hi: The position after the last one.
     """
 
     number: int
@@ -48,8 +52,9 @@ class Span:
 
 
 class IdleSpan(Span):
-    """A pass that a rank makes with the others, without adding anything: of no samples, though it
-    reads some.
+    """A pass that adds nothing, which a rank makes only because the other ranks make one.
+
+    It reads the samples of its positions, but counts as a pass over none.
     """
 
     def __len__(self) -> int:
@@ -60,13 +65,20 @@ class IdleSpan(Span):
 class Plan:
     """The run, without the machine.
 
-    num_samples: length of the training set.  global_batch: samples per optimizer step. microbatch:
-    samples per pass; boundaries are the same for every number of processes. min_microbatch: 2 under
-    batch norm, which refuses one sample: a shorter rest joins the one before it. chunks: how the
-    rows lie, if they are read from files: then the order goes chunk by chunk. shuffle: how samples,
-    or chunks, are put in order: "sort", or "feistel", which holds no order; by default the second
-    where there are more than 65,536. Steps count from 0 here; "after step n" in files means n steps
-    are done."""
+    Steps count from 0 here; "after step n" in files means that n steps are done.
+
+    Attributes:
+        num_samples: Samples of the training set.
+        global_batch: Samples per optimizer step.
+        microbatch: Samples per pass; its boundaries are the same for every number of processes.
+        seed: The number from which everything random follows.
+        min_microbatch: The fewest samples of a pass: 2 with batch norm, which refuses one sample. A
+            shorter remainder joins the microbatch before it.
+        chunks: How the rows lie in files, or None for data in memory. The order of data in files
+            goes chunk by chunk.
+        shuffle: How samples, or chunks, are put in order: "sort", or "feistel", which keeps no
+            order in memory. By default "feistel" for more than 65,536 of them.
+    """
 
     num_samples: int
     global_batch: int
@@ -84,23 +96,27 @@ class Plan:
         if self.num_samples < 1:
             raise InputError("the training data holds no sample", "data with one sample or more")
         for name in ("global_batch", "microbatch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}", f"{name} must be at least 1")
+            value = getattr(self, name)
+            if value < 1:
+                raise InputError(f"{name}={value}", f"{name} must be at least 1")
         if self.global_batch % self.microbatch:
             raise InputError(
-                f"--global-batch {self.global_batch} is not a multiple of --microbatch {self.microbatch}",
-                f"--microbatch {largest_divisor(self.global_batch, self.microbatch)}",
+                f"--global-batch {self.global_batch} is not a multiple of"
+                f" --microbatch {self.microbatch}",
+                f"--microbatch {find_largest_divisor(self.global_batch, self.microbatch)}",
             )
-        if self.num_samples < self.min_microbatch or self.microbatch < self.min_microbatch:
+        largest_pass = min(self.num_samples, self.microbatch)
+        if largest_pass < self.min_microbatch:
             raise InputError(
                 f"batch norm needs {self.min_microbatch} samples per microbatch, found"
-                f" {min(self.num_samples, self.microbatch)}",
+                f" {largest_pass}",
                 f"--microbatch {self.min_microbatch} or more",
             )
-
         if not self.shuffle:
-            count = self.num_samples if self.chunks is None else len(self.chunks.edges) - 1
-            object.__setattr__(self, "shuffle", SORT if count <= MOST_SORTED else FEISTEL)
+            count = self.num_samples
+            if self.chunks is not None:
+                count = len(self.chunks.edges) - 1
+            object.__setattr__(self, "shuffle", SORT if count <= MAX_SORTED else FEISTEL)
         if self.shuffle not in (SORT, FEISTEL):
             raise InputError(
                 f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
@@ -108,51 +124,67 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a full step: the most processes that can share it."""
+        """The number of microbatches of a full step, and the most processes that can share it."""
         return self.global_batch // self.microbatch
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the data, a shorter last one included."""
-        full, rest = divmod(self.num_samples, self.global_batch)
-        return max(1, full + (rest >= self.min_microbatch))
+        """The number of optimizer steps of one pass over the data, with a shorter last one."""
+        full_steps, remainder = divmod(self.num_samples, self.global_batch)
+        has_short_step = remainder >= self.min_microbatch
+        return max(1, full_steps + has_short_step)
 
     def epoch_of_step(self, step: int) -> int:
-        """The epoch, counted from 0, that `step` belongs to."""
+        """Return the epoch, counted from 0, that a step belongs to."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> tuple[int, int]:
-        """Positions [lo, hi) of the epoch's order that `step` trains; the last one may be shorter."""
-        place = step % self.steps_per_epoch
-        lo = place * self.global_batch
-        return lo, self.num_samples if place == self.steps_per_epoch - 1 else lo + self.global_batch
+        """Return the positions [lo, hi) of the epoch's order that a step trains.
+
+        The last batch of an epoch may be shorter or, by less than `min_microbatch`, longer.
+        """
+        step_of_epoch = step % self.steps_per_epoch
+        lo = step_of_epoch * self.global_batch
+        if step_of_epoch == self.steps_per_epoch - 1:
+            return lo, self.num_samples
+        return lo, lo + self.global_batch
 
     def microbatches(self, step: int) -> list[Span]:
-        """The step's microbatches, in order."""
+        """Return the step's microbatches, in order."""
         return self.share(step, 0, 1)
 
-    def share(self, step: int, rank: int, world_size: int, in_rounds: bool = False) -> list[Span]:
-        """The microbatches of one rank, balanced, possibly none: neighbours.
+    def share(self, step: int, rank: int, world_size: int, round_robin: bool = False) -> list[Span]:
+        """Return the microbatches of one rank in a step, possibly none.
 
-        in_rounds: instead of that ranks take turns, one microbatch each.
+        Args:
+            step: The step, counted from 0.
+            rank: The rank.
+            world_size: The number of ranks.
+            round_robin: Whether ranks take turns, one microbatch each. By default each has
+                neighbouring microbatches, and the numbers of two ranks differ by one at most.
         """
         lo, hi = self.batch(step)
-        return self._share(hi - lo, rank, world_size, in_rounds)
+        return self._share_of_size(hi - lo, rank, world_size, round_robin)
 
-    def _share(self, size: int, rank: int, world_size: int, in_rounds: bool) -> list[Span]:
-        where = (size, rank, world_size, in_rounds)
-        if where not in self._shares:  # an epoch has two sizes: full and last
-            cuts = [*range(0, size, self.microbatch), size]
-            if len(cuts) > 2 and cuts[-1] - cuts[-2] < self.min_microbatch:
-                del cuts[-2]
-            spans = [Span(number, a, b) for number, (a, b) in enumerate(pairwise(cuts))]
-            first, last = share(len(spans), rank, world_size)
-            self._shares[where] = spans[rank::world_size] if in_rounds else spans[first:last]
-        return self._shares[where]
+    def _share_of_size(
+        self, size: int, rank: int, world_size: int, round_robin: bool
+    ) -> list[Span]:
+        key = (size, rank, world_size, round_robin)
+        if key not in self._shares:  # an epoch has two sizes: full and last
+            edges = [*range(0, size, self.microbatch), size]
+            if len(edges) > 2 and edges[-1] - edges[-2] < self.min_microbatch:
+                del edges[-2]
+            spans = [Span(number, lo, hi) for number, (lo, hi) in enumerate(pairwise(edges))]
+            if round_robin:
+                self._shares[key] = spans[rank::world_size]
+            else:
+                first, end = split_evenly(len(spans), rank, world_size)
+                self._shares[key] = spans[first:end]
+        return self._shares[key]
 
     @cached_property
     def stream(self) -> StreamOrder | None:
-        """The order of data in files; None for data in memory."""
+        """The order of data in files, or None for data in memory."""
         if self.chunks is None:
             return None
         return StreamOrder(
@@ -165,100 +197,136 @@ class Plan:
         )
 
     def order(self, epoch: int) -> Order:
-        """The epoch's permutation of the data set, shape (num_samples,)."""
+        """Return the epoch's permutation of the data set, shape (num_samples,)."""
         if self.stream is not None:
-            steps = map(self.batch, range(self.steps_per_epoch))
-            return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in steps])
+            batches = map(self.batch, range(self.steps_per_epoch))
+            return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in batches])
         order = self._orders.get(epoch)
         if order is None:  # a prefetching thread may ask at the same time
-            order = shuffled(self.num_samples, key(self.seed, "order", epoch), self.shuffle)
+            order = make_order(self.num_samples, self._seed_of_epoch(epoch), self.shuffle)
             if self.shuffle == SORT:
                 self._orders.clear()
                 self._orders[epoch] = order
         return order
 
-    def at(self, epoch: int, lo: int, hi: int) -> Order:
-        """Data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,); from files:
-        within a step.
+    def indices_at(self, epoch: int, lo: int, hi: int) -> Order:
+        """Return the data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,).
+
+        For data in files all positions must belong to one step.
         """
         if self.stream is not None:
             return self.stream.indices(epoch, lo, hi)
         if self.shuffle == SORT:
             return self.order(epoch)[lo:hi]
-        return _feistel(self.num_samples, key(self.seed, "order", epoch)).at(np.arange(lo, hi))
+        order = _make_feistel_order(self.num_samples, self._seed_of_epoch(epoch))
+        return order.indices_at(np.arange(lo, hi))
 
     def indices(self, step: int, span: Span) -> Order:
-        """Data-set indices of one span, shape (len(span),)."""
-        epoch, start = self.epoch_of_step(step), step % self.steps_per_epoch * self.global_batch
-        return self.at(epoch, start + span.lo, start + span.hi)
+        """Return the data-set indices of one span, shape (len(span),)."""
+        start = step % self.steps_per_epoch * self.global_batch
+        return self.indices_at(self.epoch_of_step(step), start + span.lo, start + span.hi)
+
+    def _seed_of_epoch(self, epoch: int) -> int:
+        return derive_seed(self.seed, "order", epoch)
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` makes the same plan of."""
-        names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch")
-        stored = {name: getattr(self, name) for name in (*names, "shuffle")}
+        """Return what `from_json` makes the same plan of."""
+        names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch", "shuffle")
+        values = {name: getattr(self, name) for name in names}
         if self.chunks is None:
-            return stored
-        chunks = {"shards": list(map(list, self.chunks.shards)), "slots": self.chunks.slots}
-        return stored | {"chunks": chunks}
+            return values
+        shards = [list(shard) for shard in self.chunks.shards]
+        return values | {"chunks": {"shards": shards, "slots": self.chunks.slots}}
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> Plan:
-        """The plan of a config.json. TypeError or ValueError where it is none."""
+        """Return the plan of a config.json.
+
+        Raises:
+            TypeError: A value is missing, or is no field of a plan.
+            ValueError: A value has another type, or the values contradict each other.
+        """
         numbers = dict(stored)
-        shuffle = fit(numbers.pop("shuffle", SORT), str)
-        chunks: Chunks | None = fit(numbers.pop("chunks", None), Chunks | None)
-        if chunks is not None and not chunks.hold(numbers.get("num_samples")):
+        shuffle = convert(numbers.pop("shuffle", SORT), str)
+        chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
+        if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
             raise ValueError("its chunks do not hold its samples")
-        return Plan(**fit(numbers, dict[str, int]), chunks=chunks, shuffle=shuffle)
+        return Plan(**convert(numbers, dict[str, int]), chunks=chunks, shuffle=shuffle)
 
 
-_feistel = lru_cache(maxsize=2)(Feistel)  # a step or more per call
+# A step asks for one order at least, and its keys take as long to make as its indices.
+_make_feistel_order = lru_cache(maxsize=2)(FeistelOrder)
 
 
-def share(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[lo, hi) of `count` things for one rank: contiguous, sizes differ by one at most."""
+def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the range [lo, hi) of one rank in `count` items; sizes differ by one at most."""
     return count * rank // world_size, count * (rank + 1) // world_size
 
 
-def fuse(spans: list[Span]) -> list[Span]:
-    """Neighbouring spans as one pass, keyed by the first."""
-    return [Span(spans[0].number, spans[0].lo, spans[-1].hi)] if spans else []
+def fuse_spans(spans: list[Span]) -> list[Span]:
+    """Return neighbouring spans as one pass, keyed by the first."""
+    if not spans:
+        return []
+    return [Span(spans[0].number, spans[0].lo, spans[-1].hi)]
 
 
-def pass_key(base: int, step: int, number: int) -> int:
-    """As `key`, for microbatch `number` of `step`; in the hot path, where a hash would cost 3 us.
+def add_idle_spans(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
+    """Return one rank's passes, with idle ones until all ranks make the same number of passes.
 
-    SplitMix64's finaliser (Steele et al., OOPSLA 2014) over a distinct word for each pass.
+    Each pass gathers sharded weights, so all ranks must take part in it.
+
+    Args:
+        spans: The rank's own passes.
+        shares: The passes of every rank.
     """
-    z = (base + step * 0x9E3779B97F4A7C15 + number * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) >> 1
+    first = next(span for share in shares for span in share)
+    idle = IdleSpan(first.number, first.lo, first.hi)
+    num_passes = max(map(len, shares))
+    return [*spans, *[idle] * (num_passes - len(spans))]
 
 
-def default_microbatch(global_batch: int) -> int:
-    """The default cut: as many microbatches as the largest divisor of the global batch up to 8."""
-    return global_batch // largest_divisor(global_batch, 8)
+def derive_pass_seed(base: int, step: int, number: int) -> int:
+    """Return the seed of microbatch `number` of `step`, as `derive_seed` would, without a hash.
+
+    The hash would cost 3 us in each pass. This is SplitMix64's finaliser (Steele et al., OOPSLA
+    2014) of a 64-bit word that differs for each pass.
+    """
+    word = (base + step * 0x9E3779B97F4A7C15 + number * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (word ^ (word >> 31)) >> 1
+
+
+def choose_microbatch(global_batch: int) -> int:
+    """Return the default microbatch: it makes the largest divisor up to 8 of the global batch."""
+    return global_batch // find_largest_divisor(global_batch, 8)
 
 
 class PlanSampler:
-    """The plan's order as a `batch_sampler` for a DataLoader in one's own loop.
+    """The plan's order as a `batch_sampler` for a DataLoader in a loop of your own.
 
-    Yields this rank's data-set indices of each step, from `start_step` up to `num_steps` (in steps
-    of the whole run). A rank without samples in a short last batch gets an empty list, so every
-    rank makes the same number of steps; a DataLoader then needs a `collate_fn` that takes one, its
-    own does not.
+    Yields this rank's data-set indices of each step. A rank without samples in a short last batch
+    gets an empty list, so every rank makes the same number of steps; a DataLoader then needs a
+    `collate_fn` that accepts an empty list, which its default does not.
 
-    Examples:
-        >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
-        >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
-        [4, 4, 2]
+    Args:
+        plan: The plan.
+        num_steps: The step after the last one, counted over the whole run.
+        rank: This process's rank.
+        world_size: The number of ranks.
+        start_step: The first step.
+
+    >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
+    >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
+    [4, 4, 2]
     """
 
     def __init__(
         self, plan: Plan, num_steps: int, rank: int = 0, world_size: int = 1, start_step: int = 0
     ) -> None:
-        self.plan, self.rank, self.world_size = plan, rank, world_size
+        self.plan = plan
+        self.rank = rank
+        self.world_size = world_size
         self.steps = range(start_step, num_steps)
 
     def __len__(self) -> int:
@@ -266,14 +334,8 @@ class PlanSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
-            spans = self.plan.share(step, self.rank, self.world_size)
-            yield [int(i) for span in fuse(spans) for i in self.plan.indices(step, span)]
-
-
-def with_idle(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
-    """A rank's passes, and so many idle ones that all ranks have as many: each gathers weights with
-    the others.
-    """
-    first = next(span for share in shares for span in share)
-    idle = IdleSpan(first.number, first.lo, first.hi)
-    return [*spans, *[idle] * (max(map(len, shares)) - len(spans))]
+            share = self.plan.share(step, self.rank, self.world_size)
+            indices: list[int] = []
+            for span in fuse_spans(share):
+                indices += self.plan.indices(step, span).tolist()
+            yield indices

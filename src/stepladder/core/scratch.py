@@ -1,10 +1,11 @@
-"""Each process's own folder in the temporary directory: it goes with it, after `kill -9` at the
-next one's start.
+"""Each process's own folder in the temporary directory.
 
-A lock on the folder says that its process lives, also to one in another container: numbers of
-processes would not. The temporary directory is the user's, who may have a clone `stepladder.git` in
-it, or `stepladder.results`. So a folder is only removed if `mkdtemp` gives such names and a file in
-it, written under the lock, marks it."""
+The folder is removed with the process, or after `kill -9` when the next process starts. A lock on
+the folder shows that its process lives, also to a process in another container, which a process id
+would not. The temporary directory is the user's, who may have a clone `stepladder.git` in it, or
+`stepladder.results`. So a folder is only removed if `mkdtemp` makes such names, and a file in it,
+written under the lock, marks it.
+"""
 
 from __future__ import annotations
 
@@ -20,68 +21,84 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from stepladder.core.errors import naming
+from stepladder.core.errors import as_input_error
 
-PREFIX, UNLOCKED = "stepladder.", "stepladder.new-"
-OF_MKDTEMP = re.compile(re.escape(PREFIX) + "[a-z0-9_]{8}")
+PREFIX = "stepladder."
+UNLOCKED_PREFIX = "stepladder.new-"
+MKDTEMP_NAME = re.compile(re.escape(PREFIX) + "[a-z0-9_]{8}")
 MARKER = ".stepladder-scratch"
-MARK = b"A folder for temporary files of stepladder. It is removed once its process has ended.\n"
-LONGEST = 107 - len("/listener-12345678")  # a Unix socket's path has at most 107 bytes
+MARKER_TEXT = (
+    b"A folder for temporary files of stepladder. It is removed once its process has ended.\n"
+)
+# The path of a Unix socket has at most 107 bytes, of which multiprocessing needs these.
+MAX_FOLDER_BYTES = 107 - len("/listener-12345678")
 
 
-def scratch() -> Path:
-    """This process's folder. Raises InputError where there is no place for one."""
-    with naming("there is no folder for temporary files", "TMPDIR=FOLDER stepladder ..."):
-        folder = _of_process(os.getpid(), tempfile.gettempdir())
-        # Python's fork server would make itself a folder, and leave it when it is killed.
-        sockets = (
-            folder if len(os.fsencode(folder)) <= LONGEST else _of_process(os.getpid(), "/tmp")
-        )
-        multiprocessing.current_process()._config["tempdir"] = str(sockets)  # type: ignore[attr-defined]
+def get_scratch_folder() -> Path:
+    """Return this process's folder, which is made at the first call.
+
+    Raises:
+        InputError: No folder can be made.
+    """
+    with as_input_error("there is no folder for temporary files", "TMPDIR=FOLDER stepladder ..."):
+        folder = _make_folder(os.getpid(), tempfile.gettempdir())
+        socket_folder = folder
+        if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
+            socket_folder = _make_folder(os.getpid(), "/tmp")
+        # Python's fork server would make a folder of its own, and leave it when it is killed.
+        multiprocessing.current_process()._config["tempdir"] = str(socket_folder)  # type: ignore[attr-defined]
         return folder
 
 
 @cache
-def _of_process(pid: int, parent: str) -> Path:
-    """Nobody takes it for an abandoned one before its lock is held: only then it has its name."""
+def _make_folder(pid: int, parent: str) -> Path:
+    """Make a folder and lock it.
+
+    It gets a name that other processes may remove only when it is locked.
+    """
     _remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=UNLOCKED, dir=parent))
-    with suppress(OSError):  # a file system without locks: it keeps its first name
+    folder = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX, dir=parent))
+    with suppress(OSError):  # a file system without locks: the folder keeps its first name
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
-        (folder / MARKER).write_bytes(MARK)
-        folder = folder.rename(folder.with_name(folder.name.replace(UNLOCKED, PREFIX)))
-    atexit.register(_remove_own, folder, pid)
+        (folder / MARKER).write_bytes(MARKER_TEXT)
+        folder = folder.rename(folder.with_name(folder.name.replace(UNLOCKED_PREFIX, PREFIX)))
+    atexit.register(_remove_folder, folder, pid)
     return folder
 
 
-def _remove_own(folder: Path, pid: int) -> None:
+def _remove_folder(folder: Path, pid: int) -> None:
     if os.getpid() == pid:  # not in a process that the job has forked
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(parent: str) -> None:
+    """Remove the folders of processes that have ended without removing them."""
     for entry in os.scandir(parent):
-        if not OF_MKDTEMP.fullmatch(entry.name):
+        if not MKDTEMP_NAME.fullmatch(entry.name):
             continue
-        with suppress(OSError):  # it is gone, or its process lives
+        with suppress(OSError):  # it was removed meanwhile, or its process lives
             folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                still_there = os.path.samestat(os.fstat(folder), os.lstat(entry.path))
-                if still_there and _is_ours(folder):
+                is_same_folder = os.path.samestat(os.fstat(folder), os.lstat(entry.path))
+                if is_same_folder and _is_marked(folder):
                     shutil.rmtree(entry.path)
             finally:
                 os.close(folder)
 
 
-def _is_ours(folder: int) -> bool:
-    """Return whether the open folder is this user's, and marked as a folder of this module. Raises
-    OSError.
+def _is_marked(folder: int) -> bool:
+    """Tell whether an open folder is this user's, and marked by `_make_folder`.
+
+    Raises:
+        OSError: It has no marker.
     """
     marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
-        owners = {os.fstat(folder).st_uid, os.fstat(marker).st_uid}
-        is_file = stat.S_ISREG(os.fstat(marker).st_mode)
-        return owners == {os.geteuid()} and is_file and os.read(marker, len(MARK) + 1) == MARK
+        status = os.fstat(marker)
+        owners = {os.fstat(folder).st_uid, status.st_uid}
+        if owners != {os.geteuid()} or not stat.S_ISREG(status.st_mode):
+            return False
+        return os.read(marker, len(MARKER_TEXT) + 1) == MARKER_TEXT
     finally:
         os.close(marker)

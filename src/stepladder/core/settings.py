@@ -8,46 +8,58 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.numbers import MOST, refuse_wait
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import MAX_INTEGER, validate_wait_time
 
 LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
-FREE_ON_RESUME = frozenset(
-    {
-        "run_dir",
+CHANGEABLE_ON_RESUME = frozenset(
+    (
+        "checkpoint_blocks",
         "device",
-        "snapshot_every",
-        "keep",
-        "progress",
-        "steps",
-        "threads",
-        "lock_wait",
-        "fresh",
-    }
-    | {
-        "guard_every",
-        "replay_every",
-        "timeout",
         "fail_at",
-        "most_ranks",
+        "fresh",
+        "guard_every",
+        "keep",
+        "lock_wait",
         "log_to",
+        "most_ranks",
+        "progress",
+        "replay_every",
+        "run_dir",
         "shard",
         "shard_copies",
-    }
-    | {"checkpoint_blocks"}
+        "snapshot_every",
+        "steps",
+        "threads",
+        "timeout",
+    )
 )
+MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
+# The smallest and the largest value of each number.
+LIMITS = {
+    "epochs": (1, MAX_INTEGER),
+    "steps": (1, MAX_INTEGER),
+    "global_batch": (1, MAX_INTEGER),
+    "microbatch": (1, MAX_INTEGER),
+    "batch_per_rank": (1, MAX_INTEGER),
+    "snapshot_every": (1, MAX_INTEGER),
+    "keep": (1, MAX_INTEGER),
+    "guard_every": (1, MAX_INTEGER),
+    "replay_every": (1, MAX_INTEGER),
+    "warmup_steps": (0, MAX_INTEGER),
+    "threads": (1, MAX_THREADS),
+    "seed": (0, 2**32 - 1),  # NumPy's limit
+    "shard_copies": (1, 2),
+}
 
-MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
 
-
-def refuse_root(run_dir: Path) -> None:
-    """Raises InputError for a run directory whose files would lie among the system's."""
-    with naming(
-        f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)
-    ):  # a loop of links
-        whole = run_dir.resolve()
-    if whole == Path(whole.anchor):
+def validate_run_dir(run_dir: Path) -> None:
+    """Raise InputError for a run directory whose files would lie among the system's."""
+    # RuntimeError: links in a circle.
+    with as_input_error(f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)):
+        absolute = run_dir.resolve()
+    if absolute == Path(absolute.anchor):
         raise InputError(
             f"--run-dir {run_dir} is the root of the file system", "--run-dir runs/NAME"
         )
@@ -55,32 +67,49 @@ def refuse_root(run_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is trained.
+    """How a job is trained. A job's Config that has epochs, global_batch or seed decides these.
 
-    epochs: passes over the training data, 1 by default.  steps: stop after so many optimizer steps,
-    if earlier. global_batch: samples per optimizer step, whatever the number of processes; 64 by
-    default. seed: everything random follows from it; 0 by default. A job's Config that has one of
-    these three decides it. microbatch: samples per pass, with randomness keyed to each pass; None:
-    a share in one pass. batch_per_rank: the classical way, fixes this instead of the global batch;
-    lr_scale then scales the
-        learning rate with the number of processes.  warmup_steps: the rate grows linearly over
-        them. snapshot_every: steps between snapshots; None: each epoch's end and every 60 seconds.
-        keep: newest snapshots that stay.  threads: intra-op threads per process; None: cores shared
-        out. lock_wait: seconds to wait for another run in the same directory to end. fresh: move an
-        earlier run directory aside first. guard_every: steps between comparisons of the ranks'
-        weights; None: never. timeout: seconds that ranks wait for each other before one counts as
-        lost. fail_at: (rank, step) pairs; that rank kills itself there once, to see a recovery.
-        most_ranks: how many processes the group may grow to, where that is more than there are.
-        log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard. init_from: a run
-        directory, or a snapshot in one, whose weights the run begins with. replay_every: steps
-        between those in which each rank computes a microbatch of another one again; None: never.
-        checkpoint_blocks: activations within a block of the model are computed again in backward,
-        and not kept. compile: the job's loss is compiled by torch.compile, for all passes but an
-        epoch's last, shorter ones. capture: these passes are recorded as CUDA graphs, forward and
-        backward, and replayed. shard: "optimizer" spreads the optimizer's state over the processes;
-        it changes no bit of what is computed.
-        "full" spreads weights and gradients too. shard_copies: with shard="optimizer", how many
-        processes hold and step each slice: of 2 one may be lost."""
+    Attributes:
+        run_dir: The run directory.
+        epochs: Passes over the training data, 1 by default.
+        steps: The number of optimizer steps after which to stop, if earlier.
+        global_batch: Samples per optimizer step, whatever the number of processes; 64 by default.
+        microbatch: Samples per pass, with randomness keyed to each pass; None for a rank's share in
+            one pass.
+        batch_per_rank: The samples of a step on each process, in place of the global batch, which
+            then grows with the number of processes.
+        lr_scale: How the learning rate grows with the number of processes, with batch_per_rank.
+        warmup_steps: Steps over which the learning rate grows linearly.
+        seed: The number from which everything random follows, 0 by default.
+        sync: How gradients are added over ranks.
+        device: Where to compute.
+        precision: The precision of forward and backward.
+        threads: Intra-op threads per process; None for an equal part of the cores.
+        snapshot_every: Steps between snapshots; None for the end of each epoch and every 60
+            seconds.
+        keep: How many of the newest snapshots stay.
+        progress: Whether to show the progress on the terminal.
+        lock_wait: Seconds to wait for another run in the same directory to end.
+        fresh: Move an earlier run directory away first.
+        guard_every: Steps between comparisons of the ranks' weights; None for never.
+        timeout: Seconds that ranks wait for a rank before it counts as lost.
+        fail_at: (rank, step) pairs; that rank kills itself there once, to show a recovery.
+        most_ranks: How many processes the group may grow to, if more than there are.
+        log_to: Loggers that get the curves besides TensorBoard, of "wandb" and "mlflow".
+        init_from: A run directory, or a snapshot in one, with whose weights the run begins.
+        replay_every: Steps between those in which each rank recomputes a microbatch of another
+            rank; None for never.
+        shard: "optimizer" spreads the optimizer's state over the processes, which changes no bit of
+            what is computed; "full" spreads weights and gradients too.
+        compile: Whether torch.compile compiles the job's loss, for all passes but an epoch's last,
+            shorter ones.
+        capture: Whether these passes are recorded as CUDA graphs, forward and backward, and
+            replayed.
+        checkpoint_blocks: Whether activations within a block of the model are recomputed in
+            backward instead of kept.
+        shard_copies: With shard="optimizer", how many processes hold and step each slice: with 2
+            one of them may be lost.
+    """
 
     run_dir: Path
     epochs: int | None = None
@@ -114,76 +143,73 @@ class Settings:
     shard_copies: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
-        refuse_root(self.run_dir)
-        limits = dict.fromkeys(
-            ("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST)
-        )
-        limits |= dict.fromkeys(
-            ("snapshot_every", "keep", "guard_every", "replay_every"), (1, MOST)
-        )
-        limits |= {
-            "warmup_steps": (0, MOST),
-            "threads": (1, MOST_THREADS),
-            "seed": (0, 2**32 - 1),
-        }  # NumPy's
-        limits["shard_copies"] = (1, 2)
-        for name, (least, most) in limits.items():
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            if value is not None and value < least:
-                raise InputError(f"{flag} {value} is too small", f"{flag} {least} or more")
-            if value is not None and value > most:
-                raise InputError(f"{flag} {value} is too large", f"{flag} {most} or less")
-        refuse_wait("--timeout", self.timeout)
-        refuse_wait("--lock-wait", self.lock_wait, least=0)
+        object.__setattr__(self, "run_dir", Path(self.run_dir))  # a string is accepted from Python
+        validate_run_dir(self.run_dir)
+        self._validate_limits()
+        validate_wait_time("--timeout", self.timeout)
+        validate_wait_time("--lock-wait", self.lock_wait, minimum=0)
+        self._validate_loggers()
+        if self.replay_every is not None and self.sync != "exact":
+            raise InputError(
+                f"--replay-every {self.replay_every} with --sync {self.sync}: a microbatch has the"
+                " same bits on every process with --sync exact only",
+                "--sync exact, or leave --replay-every out",
+            )
+        self._validate_shard()
+        self._validate_checkpoint_blocks()
+        if self.lr_scale != "none" and self.batch_per_rank is None:
+            raise InputError(
+                f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not"
+                " grow with the number of processes, so the learning rate need not",
+                "--batch-per-rank B, or leave --lr-scale out",
+            )
+
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether ranks take turns in a step's microbatches.
+
+        Then no rank holds the complete gradients of several neighbouring microbatches.
+        """
+        return self.sync == "exact" and self.shard == "full"
+
+    def validate_shard_copies(self, max_processes: int) -> None:
+        """Raise InputError for more copies of a slice than there may be processes."""
+        if self.shard_copies > max_processes:
+            raise InputError(
+                f"--shard-copies {self.shard_copies} on {max_processes} process: each copy lies on"
+                " a process of its own",
+                "--nproc 2 or more, or leave --shard-copies out",
+            )
+
+    def _validate_limits(self) -> None:
+        for name, (minimum, maximum) in LIMITS.items():
+            value = getattr(self, name)
+            flag = "--" + name.replace("_", "-")
+            if value is not None and value < minimum:
+                raise InputError(f"{flag} {value} is too small", f"{flag} {minimum} or more")
+            if value is not None and value > maximum:
+                raise InputError(f"{flag} {value} is too large", f"{flag} {maximum} or less")
+
+    def _validate_loggers(self) -> None:
         for name in self.log_to:
             if name not in LOG_TO:
                 raise InputError(
                     f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}"
                 )
             spec = find_spec(name)
-            if (
-                spec is None or spec.origin is None
-            ):  # without one: just a folder of that name, as W&B leaves them
+            # Without an origin it is just a folder of that name, as W&B leaves them.
+            if spec is None or spec.origin is None:
                 raise InputError(
                     f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'"
                 )
-        if self.replay_every is not None and self.sync != "exact":
-            raise InputError(
-                f"--replay-every {self.replay_every} with --sync {self.sync}: a microbatch has the same bits on"
-                " every process with --sync exact only",
-                "--sync exact, or leave --replay-every out",
-            )
-        self._refuse_with_shard()
-        self._refuse_with_checkpoint_blocks()
-        if self.lr_scale != "none" and self.batch_per_rank is None:
-            raise InputError(
-                f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"
-                " number of processes, so the learning rate need not",
-                "--batch-per-rank B, or leave --lr-scale out",
-            )
 
-    @property
-    def deals_in_rounds(self) -> bool:
-        """Whether ranks take turns in a step's microbatches, so that none holds whole gradients of
-        its own.
-        """
-        return self.sync == "exact" and self.shard == "full"
-
-    def refuse_processes(self, most: int) -> None:
-        """Raises InputError for more copies than processes. most: how many there may be."""
-        if self.shard_copies > most:
-            raise InputError(
-                f"--shard-copies {self.shard_copies} on {most} process: each copy lies on a process of its own",
-                "--nproc 2 or more, or leave --shard-copies out",
-            )
-
-    def _refuse_with_checkpoint_blocks(self) -> None:
+    def _validate_checkpoint_blocks(self) -> None:
         if not self.checkpoint_blocks:
             return
         if self.compile:
             raise InputError(
-                "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
+                "--compile with --checkpoint-blocks: the compiler decides by itself what is"
+                " computed again",
                 "one of the two",
             )
         if self.capture:
@@ -192,16 +218,17 @@ class Settings:
                 "one of the two",
             )
 
-    def _refuse_with_shard(self) -> None:
+    def _validate_shard(self) -> None:
         if self.shard_copies > 1 and self.shard != "optimizer":
             raise InputError(
-                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which deals no slices to copy",
+                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which makes no"
+                " slices to copy",
                 "--shard optimizer, or leave --shard-copies out",
             )
         if self.shard == "full":
-            self._refuse_with_full()
+            self._validate_full_shard()
 
-    def _refuse_with_full(self) -> None:
+    def _validate_full_shard(self) -> None:
         if self.sync == "manual":
             raise InputError(
                 "--shard full with --sync manual, whose gradients are whole", "--sync ddp, or exact"
@@ -222,7 +249,8 @@ class Settings:
             )
         if self.capture:
             raise InputError(
-                "--capture with --shard full, whose weights come and go", "leave --capture out"
+                "--capture with --shard full, whose weights come and go",
+                "leave --capture out",
             )
         if self.guard_every is not None:
             raise InputError(
@@ -233,7 +261,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What `train` was asked, for every rank. config: the fields of the job's Config that were set."""
+    """The arguments of `stepladder train`, for every rank.
+
+    Attributes:
+        job: The job file.
+        config: The fields of the job's Config that were set.
+        settings: The run's settings.
+        as_json: Whether the result is printed as JSON.
+    """
 
     job: Path
     config: dict[str, Any]
@@ -241,9 +276,11 @@ class TrainRequest:
     as_json: bool = False
 
     @property
-    def asked(self) -> str:
-        """Short for what is to be computed, as far as it is known without the job. Where files lie
-        is left out.
+    def fingerprint(self) -> str:
+        """A short hash of what is to be computed, as far as it is known without the job.
+
+        Nodes with different fingerprints were started for different runs. Where files lie is left
+        out, since it may differ between nodes.
         """
         numbers = {
             name: value
@@ -253,9 +290,9 @@ class TrainRequest:
         settings = {
             name: value
             for name, value in asdict(self.settings).items()
-            if name not in FREE_ON_RESUME
+            if name not in CHANGEABLE_ON_RESUME
         }
-        about = repr(
+        definition = repr(
             [self.job.stem, sorted(numbers.items()), sorted(settings.items()), self.settings.steps]
         )
-        return hashlib.sha256(about.encode()).hexdigest()[:16]
+        return hashlib.sha256(definition.encode()).hexdigest()[:16]

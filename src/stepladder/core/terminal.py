@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from stepladder.core.numbers import whole
+from stepladder.core.numbers import parse_whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_COLUMNS = 10_000  # of a terminal, and lines
+MAX_COLUMNS = 10_000  # of a terminal, and the most lines
 
 
-def rich_console(**more: Any) -> Console:
-    """rich's, with these arguments. By itself it takes all of Unicode's digits in COLUMNS and
-    LINES.
+def make_console(**options: Any) -> Console:
+    """Return a rich console with these options.
+
+    By itself rich accepts every digit of Unicode in COLUMNS and LINES, and then fails.
     """
     from rich.console import Console  # late: most commands print no table
 
-    odd = [
-        name
-        for name in ("COLUMNS", "LINES")
-        if not whole(os.environ.get(name, ""), 1, MOST_COLUMNS)
-    ]
-    return Console(
-        _environ={name: value for name, value in os.environ.items() if name not in odd}, **more
-    )
+    env = dict(os.environ)
+    for name in ("COLUMNS", "LINES"):
+        if not parse_whole_number(env.get(name, ""), 1, MAX_COLUMNS):
+            env.pop(name, None)
+    return Console(_environ=env, **options)

@@ -1,4 +1,6 @@
-"""Who am I: a frozen value, read once. The only reader of RANK, LOCAL_RANK and SLURM_* variables.
+"""Which process this is: a frozen value, read once.
+
+No other module reads RANK, LOCAL_RANK and SLURM_* variables.
 
 Precedence: torchrun's variables, then a Slurm step of several tasks, then a single process.
 Half-set variables are an error, never rank 0. Standard library only.
@@ -12,20 +14,28 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.numbers import MOST_PORT, number_in
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import MAX_PORT, read_env_number
 
-MOST_RANKS = 1 << 16  # a file that says more is damaged
+MAX_RANKS = 1 << 16  # a file that names more is damaged
+SCONTROL_TIMEOUT_S = 20
+FIRST_PORT = 20000
+NUM_PORTS = 12000
 
 
 @dataclass(frozen=True)
 class World:
     """One process among `world_size`.
 
-    rank: 0 .. world_size-1, over all nodes.  local_rank: 0 .. ranks_per_node-1, on this node.
-    init_method: where ranks meet, a URL for `torch.distributed` ("" for one process).
-    source: which variables said so, for the start-up text.  note: something ignored on the way.
-    restart_count: how often the launcher has restarted the ranks.
+    Attributes:
+        rank: 0 to world_size-1, over all nodes.
+        world_size: The number of ranks.
+        local_rank: 0 to ranks_per_node-1, on this node.
+        ranks_per_node: The number of ranks on this node.
+        init_method: A URL by which torch.distributed connects the ranks, "" for one process.
+        source: Which variables decided, for the start-up text.
+        note: What was ignored on the way.
+        restart_count: How often the launcher has restarted the ranks.
     """
 
     rank: int = 0
@@ -51,29 +61,32 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on global rank 0, the only writer of the run directory."""
+        """Whether this is rank 0, the only writer of the run directory."""
         return self.rank == 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines that the ranks are spread over, the last one possibly with fewer."""
+        """The number of machines, the last one possibly with fewer ranks."""
         return -(-self.world_size // self.ranks_per_node)
 
     def describe(self) -> str:
-        """One line for the start-up text."""
-        ranks = "1 process" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
-        return f"{ranks} ({self.source}{'; ' + self.note if self.note else ''})"
+        """Return one line for the start-up text."""
+        text = "1 process" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
+        source = f"{self.source}; {self.note}" if self.note else self.source
+        return f"{text} ({source})"
 
     @staticmethod
     def detect(env: Mapping[str, str] | None = None) -> World:
-        """Read who this process is from `env` (the process environment by default).
+        """Read who this process is from `env`, by default the process environment.
 
-        Raises InputError on half-set or non-numeric variables.
+        Raises:
+            InputError: Variables are half set, or are no numbers.
         """
         env = os.environ if env is None else env
         if "RANK" in env:
             return World.from_torchrun(env)
-        world = World.from_slurm(env) if number_in(env, "SLURM_STEP_NUM_TASKS", 1) > 1 else World()
+        is_slurm_step = read_env_number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
+        world = World.from_slurm(env) if is_slurm_step else World()
         if "WORLD_SIZE" in env:
             # Some hosts preset it for every process: alone it says nothing about ranks.
             return replace(world, note=f"WORLD_SIZE={env['WORLD_SIZE']} without RANK ignored")
@@ -81,68 +94,83 @@ class World:
 
     @staticmethod
     def from_torchrun(env: Mapping[str, str]) -> World:
-        """The variables that torchrun and `stepladder` set for each rank."""
-        world_size = number_in(env, "WORLD_SIZE")
-        needed = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("LOCAL_RANK",)
+        """Read the variables that torchrun and `stepladder` set for each rank."""
+        world_size = read_env_number(env, "WORLD_SIZE")
+        needed = ["LOCAL_RANK"]
+        if world_size > 1:
+            needed += ["MASTER_ADDR", "MASTER_PORT"]
         missing = [name for name in needed if name not in env]
         if missing:
             raise InputError(
                 f"RANK={env['RANK']} is set without {' and '.join(missing)}",
                 f"start with torchrun or `stepladder train --nproc N`, or set {' '.join(missing)}",
             )
-        local_rank = number_in(env, "LOCAL_RANK")
-        number_in(env, "MASTER_PORT", 0, most=MOST_PORT)
+        local_rank = read_env_number(env, "LOCAL_RANK")
+        read_env_number(env, "MASTER_PORT", 0, maximum=MAX_PORT)  # only to validate it
         return World(
-            rank=number_in(env, "RANK"),
+            rank=read_env_number(env, "RANK"),
             world_size=world_size,
             local_rank=local_rank,
-            ranks_per_node=number_in(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
+            ranks_per_node=read_env_number(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
             init_method="env://" if world_size > 1 else "",
             source="RANK, WORLD_SIZE, LOCAL_RANK",
-            restart_count=number_in(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            restart_count=read_env_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         )
 
     @staticmethod
     def from_slurm(env: Mapping[str, str]) -> World:
-        """A task of `srun -n N`: rank by task, meeting on the first node of the step."""
+        """Read the variables of a task of `srun`; the ranks connect on the step's first node."""
+        read_env_number(env, "MASTER_PORT", 0, maximum=MAX_PORT)  # torch reads it too
         name = "SLURM_STEP_TASKS_PER_NODE"  # as in 2(x3),1
-        number_in(env, "MASTER_PORT", 0, most=MOST_PORT)  # torch reads it too, wherever ranks meet
-        tasks_here = number_in({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
-        local_rank = number_in(env, "SLURM_LOCALID")
-        # Job ids grow without bound; the step is added so that two steps of one job do not meet.
-        port = (
-            20000
-            + (number_in(env, "SLURM_JOB_ID") + 97 * number_in(env, "SLURM_STEP_ID", 0)) % 12000
-        )
-        one_node = number_in(env, "SLURM_STEP_NUM_NODES", 1) == 1
-        host = (
-            "127.0.0.1" if one_node else address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
-        )
+        first_count = re.split(r"[(,]", env.get(name, "1"))[0]
+        tasks_per_node = read_env_number({name: first_count}, name)
+        local_rank = read_env_number(env, "SLURM_LOCALID")
         return World(
-            rank=number_in(env, "SLURM_PROCID"),
-            world_size=number_in(env, "SLURM_STEP_NUM_TASKS"),
+            rank=read_env_number(env, "SLURM_PROCID"),
+            world_size=read_env_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=local_rank,
-            ranks_per_node=max(tasks_here, local_rank + 1),
-            init_method=f"tcp://{host}:{port}",
+            ranks_per_node=max(tasks_per_node, local_rank + 1),
+            init_method=_make_slurm_url(env),
             source="Slurm step",
         )
 
 
-def address_of_first_node(nodes: str) -> str:
-    """Of a Slurm node list. `scontrol` knows the list's grammar; regexes get it wrong. Raises
-    InputError.
+def _make_slurm_url(env: Mapping[str, str]) -> str:
+    """Return the URL at which the tasks of a Slurm step connect."""
+    # Job ids grow without bound. The step is added so that two steps of one job have two ports.
+    job_id = read_env_number(env, "SLURM_JOB_ID")
+    step_id = read_env_number(env, "SLURM_STEP_ID", 0)
+    port = FIRST_PORT + (job_id + 97 * step_id) % NUM_PORTS
+    if read_env_number(env, "SLURM_STEP_NUM_NODES", 1) == 1:
+        host = "127.0.0.1"
+    else:
+        host = find_first_node_address(env.get("SLURM_STEP_NODELIST", ""))
+    return f"tcp://{host}:{port}"
+
+
+def find_first_node_address(nodes: str) -> str:
+    """Return the address of the first node of a Slurm node list.
+
+    `scontrol` knows the grammar of such a list; regular expressions get it wrong.
+
+    Raises:
+        InputError: scontrol is missing, or does not know the list.
     """
-
-    def show(*what: str) -> str:
-        words = ["scontrol", "show", *what]
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
-
     failed = f"the node list {nodes!r} could not be resolved by scontrol"
     hint = "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script"
-    with naming(failed, hint, (OSError, subprocess.SubprocessError, IndexError)):
-        first = show("hostnames", nodes).split()[0]
-        shown = show("node", first)
+    with as_input_error(failed, hint, (OSError, subprocess.SubprocessError, IndexError)):
+        first_node = _run_scontrol("hostnames", nodes).split()[0]
+        node_text = _run_scontrol("node", first_node)
     # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.
-    address = re.search(r"NodeAddr=(\S+)", shown)
-    found = address.group(1) if address else first
-    return f"[{found}]" if ":" in found else found
+    match = re.search(r"NodeAddr=(\S+)", node_text)
+    address = match.group(1) if match else first_node
+    return f"[{address}]" if ":" in address else address
+
+
+def _run_scontrol(entity: str, name: str) -> str:
+    """Return the output of `scontrol show ENTITY NAME`."""
+    command = ["scontrol", "show", entity, name]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S, check=True
+    )
+    return result.stdout

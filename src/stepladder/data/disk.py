@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
-from stepladder.core.stored import opened
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.typed_file import open_to_read
 
 MAKE_ROOM = "make room or choose another place with --data-dir DIR, then type the command again"
 
@@ -41,7 +41,7 @@ def filled_folder(path: Path, hint: str) -> Iterator[None]:
     again.
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with durable.writing(path, hint):
+    with durable.name_write_errors(path, hint):
         path.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -58,8 +58,10 @@ def refuse_no_file(path: Path, most: int | None = None) -> None:
     most: bytes that it may have, since all of it is read.
     """
     with (
-        naming(f"cannot read {path}", "give a file that can be read", (OSError, ValueError)),
-        opened(path) as file,
+        as_input_error(
+            f"cannot read {path}", "give a file that can be read", (OSError, ValueError)
+        ),
+        open_to_read(path) as file,
     ):
         size = os.fstat(file.fileno()).st_size
     if most is not None and size > most:

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from stepladder.core.errors import InputError, naming, one_line
-from stepladder.core.order import key
+from stepladder.core.errors import InputError, as_input_error, to_one_line
+from stepladder.core.order import derive_seed
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import Reader
 from stepladder.data.table import Ragged
@@ -47,7 +47,7 @@ class TensorSource:
     def __init__(self, data: Any, device: torch.device) -> None:
         self.names = list(data) if isinstance(data, dict) else None
         self.bare = isinstance(data, torch.Tensor)
-        with naming(
+        with as_input_error(
             "the job's data cannot be tensors", "numbers only", (TypeError,)
         ):  # arrays of texts or objects
             tensors = list(map(torch.as_tensor, parts_of(data)))
@@ -200,7 +200,7 @@ class _KeyedItems(Dataset[tuple[int, Any]]):
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[int, Any]:
         epoch, index = place
-        seed = key(self.seed, "sample", epoch, index)
+        seed = derive_seed(self.seed, "sample", epoch, index)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
@@ -232,7 +232,7 @@ def _batch_of(collate: Collate, items: list[tuple[int, Any]]) -> Any:
         if collate is not default_collate:
             raise  # the user's own
         raise InputError(
-            f"items of the job's Dataset, from {items[0][0]} on, do not make a batch ({one_line(error)})",
+            f"items of the job's Dataset, from {items[0][0]} on, do not make a batch ({to_one_line(error)})",
             "items of one form, numbers or tensors of one shape; or collate=, a function of a list of items",
         ) from error
 
@@ -270,7 +270,7 @@ def is_map_style(data: Any, parts: list[Any]) -> bool:
         data, "iloc"
     ):  # pandas': by number they give columns
         return False
-    with naming(
+    with as_input_error(
         f"len() of the job's {type(data).__name__} fails",
         "a number of samples",
         (TypeError, ValueError),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 
 Block = dict[str, Any]  # per column an array (rows, *shape), or Ragged
 BLOCK_ROWS = 4096
@@ -162,7 +162,7 @@ def identity(kind: str, *paths: Path) -> dict[str, Any]:
 
 def reading(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
     """What is raised in the block where the file is damaged, as InputError."""
-    return naming(f"cannot use {path}", "mend or replace the file", kinds)
+    return as_input_error(f"cannot use {path}", "mend or replace the file", kinds)
 
 
 def unusable(path: object, what: str, hint: str = "mend or replace the file") -> InputError:

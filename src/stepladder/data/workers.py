@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from stepladder.core.errors import InputError, text_of
-from stepladder.core.sockets import send_by_open_socket
-from stepladder.core.traces import RemoteTrace, fold
+from stepladder.core.errors import InputError, get_text
+from stepladder.core.sockets import send_tensors_by_open_socket
+from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
 
@@ -54,9 +54,9 @@ class WorkerFailure:
                 pickled = pickle.dumps(error)
                 if type(pickle.loads(pickled)) is not type(error):
                     pickled = b""
-        fold(error, with_note=False)  # the rank has a note of its own
+        fold_traceback(error, with_note=False)  # the rank has a note of its own
         trace = "".join(traceback.format_exception(error))
-        return WorkerFailure(pickled, type(error).__name__, text_of(error), trace)
+        return WorkerFailure(pickled, type(error).__name__, get_text(error), trace)
 
     def raise_it(self) -> NoReturn:
         """Raise the exception itself where it could travel, else one with its text."""
@@ -65,7 +65,7 @@ class WorkerFailure:
             error = pickle.loads(self.pickled)
         if isinstance(error, InputError):
             raise error
-        raise error from RemoteTrace(self.trace)
+        raise error from RemoteTraceback(self.trace)
 
 
 def in_worker(call: Callable[..., Any], *args: Any) -> Any:
@@ -93,7 +93,7 @@ def serve_one_rank(worker: int) -> None:
     second SIGTERM ends a worker. One that hangs does not see that its rank was killed, so the
     kernel is asked to end it then."""
     die_with_parent()
-    send_by_open_socket(quiet=worker > 0)
+    send_tensors_by_open_socket(quiet=worker > 0)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

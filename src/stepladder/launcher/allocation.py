@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from stepladder.core.address import show_endpoint
-from stepladder.core.console import say
-from stepladder.core.cores import read_range
+from stepladder.core.address import format_endpoint
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import whole
-from stepladder.core.secrets import masked_command
-from stepladder.core.signed import SECRET, given_secret, new_secret
-from stepladder.core.world import address_of_first_node
+from stepladder.core.masking import mask_command
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.process_count import parse_range
+from stepladder.core.signing import SECRET_VARIABLE, make_secret, take_secret_from_env
+from stepladder.core.world import find_first_node_address
 from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
@@ -84,7 +84,7 @@ class Allocation:
 
         Raises InputError where more are asked for than the job has.
         """
-        least, most = read_range("--nodes", topology.nodes or str(self.nodes))
+        least, most = parse_range("--nodes", topology.nodes or str(self.nodes))
         if least > self.nodes:
             raise InputError(
                 f"--nodes {topology.nodes} in Slurm job {self.job}, which has {self.nodes}",
@@ -112,7 +112,7 @@ class Allocation:
                 "--nodes",
                 text,
                 "--rdzv-endpoint",
-                topology.endpoint or show_endpoint(address, port),
+                topology.endpoint or format_endpoint(address, port),
             ]
         elif topology.nodes != "1":
             flags = ["--nodes", "1"]
@@ -146,7 +146,7 @@ def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
     """The number that the pattern finds in a variable, 0 where it is not set. Raises InputError."""
     text = env.get(name, "")
     found = re.fullmatch(pattern, text)
-    number = whole(found.group(1)) if found else None
+    number = parse_whole_number(found.group(1)) if found else None
     if text and number is None:
         raise InputError(
             f"{name} is {text!r}, which is not Slurm's way to write it",
@@ -170,17 +170,17 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
     allocation = Allocation.detect()
     nodes = allocation.wanted(topology) if allocation else None
     if allocation is None or nodes is None:
-        given_secret()
+        take_secret_from_env()
         return None
     if shutil.which("srun") is None:
         raise InputError(
             f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID"
         )
     refuse_ended(allocation.job)
-    address = address_of_first_node(allocation.nodelist) if nodes[1] > 1 else ""
+    address = find_first_node_address(allocation.nodelist) if nodes[1] > 1 else ""
     if arguments[0] == "run" and nodes[1] > 1:
         # srun hands it on to the agents of all nodes. `train` has a secret in its run directory.
-        os.environ.setdefault(SECRET, new_secret())
+        os.environ.setdefault(SECRET_VARIABLE, make_secret())
     _become(allocation.command(arguments, topology, nodes, address), allocation.job)
 
 
@@ -193,7 +193,7 @@ def refuse_ended(job: int) -> None:
     try:
         state = field(ask("scontrol", "show", "job", str(job)), "JobState")
     except InputError as error:
-        raise InputError(f"SLURM_JOB_ID={job}: {error.found}", "unset SLURM_JOB_ID") from error
+        raise InputError(f"SLURM_JOB_ID={job}: {error.problem}", "unset SLURM_JOB_ID") from error
     if state and state not in ALIVE:
         raise InputError(
             f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one"
@@ -212,5 +212,5 @@ def become_step(arguments: Sequence[str], per_node: int) -> None:
 
 
 def _become(command: list[str], job: int) -> NoReturn:
-    say(f"in Slurm job {job}: {masked_command(command)}")
+    print_message(f"in Slurm job {job}: {mask_command(command)}")
     os.execvp(command[0], command)

@@ -16,8 +16,8 @@ from stepladder.core.world import World
 from stepladder.launcher.nodes.self_watch import SelfWatch, watch_itself
 from stepladder.launcher.script import Script
 from stepladder.rank.error_record import RankError
-from stepladder.rank.progress import RankFiles, count_steps
-from stepladder.rank.stacks import answer_with_stack
+from stepladder.rank.progress import RankFiles, count_script_steps
+from stepladder.rank.stacks import dump_stacks_to_file
 
 
 def main() -> None:
@@ -25,15 +25,15 @@ def main() -> None:
     world = World.detect()
     watch: SelfWatch | None = None
     if (files := RankFiles.of_this_process()) is not None:
-        answer_with_stack(Path(files.stacks))
+        dump_stacks_to_file(Path(files.stacks_file))
     else:
         watch = watch_itself(world, float(seconds) or None)
-    threading.Thread(target=count_steps, daemon=True).start()
+    threading.Thread(target=count_script_steps, daemon=True).start()
 
     def show(
         _kind: type[BaseException], error: BaseException, _trace: TracebackType | None
     ) -> None:
-        failure = RankError.of(world.rank, error)
+        failure = RankError.from_error(world.rank, error)
         if watch is None or not watch.says_who_left(failure):
             print(failure.trace, end="", file=sys.stderr)
 

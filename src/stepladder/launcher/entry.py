@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stepladder.core.address import (
-    answers,
-    await_name,
-    is_bindable,
+    can_bind,
+    is_listening,
     is_local,
     parse_endpoint,
-    refuse_absent_interface,
-    refuse_unreachable,
+    validate_interface,
+    validate_reachable,
+    wait_for_name,
 )
-from stepladder.core.cores import count_gpus, threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
-from stepladder.core.scratch import scratch
+from stepladder.core.machine_limits import validate_limits
+from stepladder.core.numbers import MAX_PORT, read_env_number, validate_wait_time
+from stepladder.core.process_count import choose_threads_per_rank, count_gpus
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import TrainRequest
-from stepladder.core.surroundings import refuse_too_little
 from stepladder.core.world import World
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.local_group import LocalGroup
@@ -31,9 +31,9 @@ from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
 from stepladder.launcher.nodes.self_watch import watch_itself
 from stepladder.launcher.topology import Topology
-from stepladder.rank.exit_record import ProcessEnd, this_start
-from stepladder.rank.lifecycle import noting_failure, work_and_leave
-from stepladder.rank.preemption import seconds_left
+from stepladder.rank.exit_record import EndWriter, identify_start
+from stepladder.rank.lifecycle import record_failure, run_and_exit
+from stepladder.rank.preemption import get_seconds_left
 from stepladder.storage.trained_jobs import remember_job
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
@@ -65,7 +65,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.explain_after is not None:
-            refuse_wait("--explain-after", self.explain_after)
+            validate_wait_time("--explain-after", self.explain_after)
         if self.max_restarts < 0:
             raise InputError(
                 f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more"
@@ -76,10 +76,10 @@ def start(request: TrainRequest, launch: Launch) -> int:
     """Train in every rank: this may be one, the parent of ranks, or a node's agent. Returns the
     exit code.
     """
-    if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
+    if identify_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
         request = replace(request, settings=replace(request.settings, fresh=False))
-    seconds_left()  # refuses a time limit that is none
-    with ProcessEnd() as end:
+    get_seconds_left()  # refuses a time limit that is none
+    with EndWriter() as end:
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         nodes, (least, most) = launch.topology.ranges()
@@ -99,25 +99,25 @@ def start(request: TrainRequest, launch: Launch) -> int:
                 "leave --nproc out: the launcher has decided",
             )
         refuse_no_rank(request.settings.fail_at, max(world.world_size, nodes[1] * most))
-        request.settings.refuse_processes(max(world.world_size, nodes[1] * most))
+        request.settings.validate_shard_copies(max(world.world_size, nodes[1] * most))
         if nodes[1] > 1:
             end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
             # Before torch is loaded: ranks that never come would be a page of C++ frames.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            refuse_too_little()
+            validate_limits()
             watch_itself(world, launch.explain_after)
-            work_and_leave(train_rank, request)
+            run_and_exit(train_rank, request)
         elif most > 1:
             end.code = run_local(job_group(request, launch, most), most, launch.restarts, least)
         else:
-            refuse_too_little()
-            scratch()  # data loaders' sockets are there
+            validate_limits()
+            get_scratch_folder()  # data loaders' sockets are there
             from stepladder.train.job_runner import (
                 train_file,
             )  # torch: not before this process is known to be a rank
 
-            with noting_failure():
+            with record_failure():
                 end.code = train_file(request)
     return end_process_if_waiting(end.code)
 
@@ -150,7 +150,9 @@ def job_group(
         recovers_in_place=goes_on,
         accepts_joining_nodes=goes_on and accepts_joining_nodes,
     )
-    return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
+    return LocalGroup(
+        partial(train_rank, request), choose_threads_per_rank(settings, ranks), limits, spec
+    )
 
 
 def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
@@ -162,13 +164,13 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
             f"--nodes {topology.nodes} inside a rank (RANK={os.environ['RANK']})",
             "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
         )
-    number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
-    refuse_absent_interface()
+    read_env_number(os.environ, "MASTER_PORT", 0, MAX_PORT)  # torch reads it too
+    validate_interface()
     if endpoint:
         host, port = parse_endpoint(endpoint)
-        await_name("--rdzv-endpoint", host, settings.timeout)
-        refuse_unreachable("--rdzv-endpoint", host, local_addr)
-        if is_local(host) and not is_bindable(host, port) and not answers(host, port):
+        wait_for_name("--rdzv-endpoint", host, settings.timeout)
+        validate_reachable("--rdzv-endpoint", host, local_addr)
+        if is_local(host) and not can_bind(host, port) and not is_listening(host, port):
             raise InputError(f"--rdzv-endpoint: port {port} cannot be opened here", "another port")
     from stepladder.launcher.nodes.rendezvous import (
         Rendezvous,
@@ -177,7 +179,7 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
     rendezvous = Rendezvous(
         settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout
     )
-    rendezvous.seats.most, rendezvous.asked = nodes[1], request.asked
+    rendezvous.seats.most, rendezvous.asked = nodes[1], request.fingerprint
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)

@@ -19,9 +19,9 @@ from typing import Any
 
 import cloudpickle
 
-from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import BAD_INPUT, InputError
-from stepladder.core.scratch import scratch
+from stepladder.core.process_count import parse_process_count, validate_process_count
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
@@ -81,9 +81,9 @@ def launch(
     each; what ranks print appears here. nproc: a number, or "auto", "gpu", "cpu".  timeout: seconds
     that a rank may stay stopped. Raises RankFailed with the first failing rank's traceback,
     InputError where `nproc` is none, or too many."""
-    ranks = count_processes(str(nproc))
-    refuse_too_many(ranks)
-    with tempfile.TemporaryDirectory(dir=scratch()) as place:
+    ranks = parse_process_count(str(nproc))
+    validate_process_count(ranks)
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as place:
         folder = Path(place)
         (folder / FUNCTION).write_bytes(
             pickle.dumps((sys.path, cloudpickle.dumps((function, args))))

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.errors import InputError, one_line
-from stepladder.core.numbers import MOST_PORT, whole
-from stepladder.core.secrets import is_secret, masked_command
+from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.masking import is_secret_name, mask_command
+from stepladder.core.numbers import MAX_PORT, parse_whole_number
 
 SECONDS_TO_CONNECT = 10
 NO_FOLDER, NO_PYTHON = 41, 42
@@ -53,7 +53,9 @@ class Host:
             raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
         for entry in text.split(","):
             found = HOST.fullmatch(entry)
-            if found is None or (found["port"] and whole(found["port"], 1, MOST_PORT) is None):
+            if found is None or (
+                found["port"] and parse_whole_number(found["port"], 1, MAX_PORT) is None
+            ):
                 raise InputError(
                     f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222"
                 )
@@ -80,7 +82,7 @@ class Host:
     @property
     def tried(self) -> str:
         """What to type to see what is wrong."""
-        return masked_command(
+        return mask_command(
             [*self.ssh, *(["-p", self.port] if self.port else []), self.target, "true"]
         )
 
@@ -97,7 +99,7 @@ class Host:
                 f"host {self.name} has no stepladder for {sys.executable}",
                 "install it there at the same path",
             )
-        last = one_line((error.strip().splitlines() or [f"ssh ended with {code}"])[-1])
+        last = to_one_line((error.strip().splitlines() or [f"ssh ended with {code}"])[-1])
         if "Permission denied" in error:
             return InputError(
                 f"host {self.name} refuses the SSH key ({last})",
@@ -118,7 +120,7 @@ def environment() -> str:
     sent = {
         name: value
         for name, value in os.environ.items()
-        if SENT.fullmatch(name) and not is_secret(name)
+        if SENT.fullmatch(name) and not is_secret_name(name)
     }
     folder = shlex.quote(str(Path(sys.executable).parent))
     return f'export PATH={folder}:"$PATH" ' + " ".join(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import address
-from stepladder.core.cores import MOST_PROCESSES
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import is_wait, whole
+from stepladder.core.numbers import is_wait_time, parse_whole_number
+from stepladder.core.process_count import MAX_PROCESSES
 from stepladder.launcher.topology import Topology
 
 SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
@@ -127,7 +127,7 @@ class Options:
 
 def read_ranks(text: str) -> frozenset[int]:
     """Local ranks, as in 0,1. Raises InputError."""
-    ranks = [whole(rank, most=MOST_PROCESSES) for rank in text.split(",")]
+    ranks = [parse_whole_number(rank, maximum=MAX_PROCESSES) for rank in text.split(",")]
     if None in ranks:
         raise InputError(
             f"--local-ranks-filter {text!r} is not a list of local ranks",
@@ -141,7 +141,10 @@ def read_streams(flag: str, text: str) -> dict[int, int]:
     streams = {}
     for pair in text.split(","):
         rank, colon, number = pair.rpartition(":")
-        place, which = whole(rank, most=MOST_PROCESSES) if colon else -1, whole(number, most=3)
+        place, which = (
+            parse_whole_number(rank, maximum=MAX_PROCESSES) if colon else -1,
+            parse_whole_number(number, maximum=3),
+        )
         if place is None or which is None or place in streams or (place < 0 and "," in text):
             raise InputError(
                 f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank"
@@ -182,12 +185,12 @@ def read_conf(text: str) -> dict[str, str]:
                 f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}",
                 "--rdzv-conf join_timeout=60",
             )
-        if name in SECONDS and not is_wait(value):
+        if name in SECONDS and not is_wait_time(value):
             raise InputError(
                 f"--rdzv-conf {name}={value} is not a number of seconds to wait",
                 f"--rdzv-conf {name}=60",
             )
-        if name in NUMBERS - SECONDS and whole(value) is None:
+        if name in NUMBERS - SECONDS and parse_whole_number(value) is None:
             raise InputError(f"--rdzv-conf {name}={value} is not a number", f"--rdzv-conf {name}=3")
         if name == "is_host" and value.lower() not in ("true", "false", "0", "1"):
             raise InputError(
@@ -217,7 +220,7 @@ class RendezvousSpec:
 
     @property
     def endpoint(self) -> str:
-        return address.show_endpoint(self.host, self.port)
+        return address.format_endpoint(self.host, self.port)
 
     @staticmethod
     def read(options: Options, topology: Topology, nodes: tuple[int, int]) -> RendezvousSpec:
@@ -229,7 +232,7 @@ class RendezvousSpec:
             options.backend or node_rank is None or endpoint
         )
         if not endpoint and options.master_addr:
-            endpoint = address.show_endpoint(
+            endpoint = address.format_endpoint(
                 options.master_addr.strip("[]"), options.master_port or DEFAULT_PORT
             )
         if not endpoint:
@@ -246,10 +249,10 @@ class RendezvousSpec:
             raise InputError(f"--node-rank {node_rank} of {nodes[1]} nodes", f"0 to {nodes[1] - 1}")
         host, port = address.parse_endpoint(endpoint)
         flag = "--rdzv-endpoint" if topology.endpoint else "--master-addr"
-        address.await_name(flag, host, options.timeout)
-        address.refuse_unreachable(flag, host, topology.local_addr)
-        local_addr = topology.local_addr or address.address_towards(host)
-        address.name_interface(host)
+        address.wait_for_name(flag, host, options.timeout)
+        address.validate_reachable(flag, host, topology.local_addr)
+        local_addr = topology.local_addr or address.find_address_to(host)
+        address.set_interface_env(host)
         return RendezvousSpec(
             "static" if by_rank else options.backend or "c10d",
             host,

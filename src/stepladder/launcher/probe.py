@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST_PORT, whole
+from stepladder.core.numbers import MAX_PORT, parse_whole_number
 from stepladder.launcher.host import NO_FOLDER, NO_PYTHON, Host, environment
 from stepladder.rank.lifecycle import die_with_parent
 
@@ -65,7 +65,7 @@ async def _probe(host: Host, turns: asyncio.Semaphore) -> tuple[str, int]:
         if code:
             raise host.refused(code, error)
         told = dict(line.partition("=")[::2] for line in text.splitlines())
-        port = whole(told.get(PORT, ""), 1, MOST_PORT)
+        port = parse_whole_number(told.get(PORT, ""), 1, MAX_PORT)
         if port is None:
             raise InputError(
                 f"host {host.name} has not printed a free port",

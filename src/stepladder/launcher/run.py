@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from stepladder.core.address import is_bindable, parse_endpoint, refuse_absent_interface
-from stepladder.core.console import say
-from stepladder.core.cores import count_cores
+from stepladder.core.address import can_bind, parse_endpoint, validate_interface
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST_PORT, number_in
+from stepladder.core.numbers import MAX_PORT, read_env_number
+from stepladder.core.process_count import count_cores
 from stepladder.core.world import World
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.local_group import LocalGroup
@@ -24,7 +24,7 @@ from stepladder.launcher.nodes.own_node import as_node
 from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script, become
 from stepladder.launcher.topology import Topology
-from stepladder.rank.preemption import HANDLED, seconds_left
+from stepladder.rank.preemption import STOP_SIGNALS, get_seconds_left
 
 # torch._dynamo: a script's first optimizer imports it, which takes as long as torch itself.
 OF_SCRIPTS = "torch", "torch._dynamo"
@@ -48,7 +48,7 @@ def script_group(
         preload_modules=OF_SCRIPTS if script.imports_torch else (),
         make_environment=lambda env: torchruns_variables(options, env) | (more or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
-        stop_signals=(*options.signals, *HANDLED),
+        stop_signals=(*options.signals, *STOP_SIGNALS),
         stop_timeout=lambda: options.shutdown_timeout,
         is_script=True,
         report_failure=report_failure,
@@ -91,12 +91,12 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
 
     Raises InputError here, before anything is made, for all that can be checked by then.
     """
-    seconds_left()  # refuses a time limit that is none
+    get_seconds_left()  # refuses a time limit that is none
     nodes, nproc = topology.ranges()
     options.refuse_absent_ranks(nproc[1])
-    refuse_absent_interface()
+    validate_interface()
     if nodes[1] > 1:
-        number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
+        read_env_number(os.environ, "MASTER_PORT", 0, MAX_PORT)  # torch reads it too
         return partial(
             run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1]
         )
@@ -105,7 +105,7 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
     if world.world_size > 1:
         return partial(be_rank, script, world, options.explain_after)
     port = options.master_port
-    if port is not None and not is_bindable("", port):
+    if port is not None and not can_bind("", port):
         raise InputError(
             f"--master-port {port} is in use", "leave it out for a free one, or another number"
         )
@@ -126,7 +126,7 @@ def be_rank(script: Script, world: World, explain_after: float | None) -> int:
     torchrun's variables.
     """
     if world.is_first:
-        say(world.describe())
+        print_message(world.describe())
     host, port = parse_endpoint(world.init_method.removeprefix("tcp://"))
     os.environ |= {
         "RANK": str(world.rank),

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NoReturn
 from zipfile import is_zipfile
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.source import parsed, source_of
-from stepladder.rank.lifecycle import AT_END
-from stepladder.rank.progress import count_steps
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.python_file import parse_source, read_source
+from stepladder.rank.lifecycle import EXIT_CALLBACKS
+from stepladder.rank.progress import count_script_steps
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Script:
             raise InputError(f"script {name} is a device", "the path of a file")
         if not no_python and Path(name).exists() and not _is_executable(Path(name)):
             if not _is_packed(Path(name)):
-                source_of(Path(name))
+                read_source(Path(name))
             return Script(name, args, "file", fresh)
         if shutil.which(name) is None:
             what = "command" if no_python else "script"
@@ -87,7 +87,7 @@ class Script:
 
     def become_main(self) -> None:
         """Make a forked process what a new interpreter would be."""
-        AT_END.append(end_interpreter)
+        EXIT_CALLBACKS.append(end_interpreter)
         os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which hands it on, once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
@@ -105,7 +105,7 @@ class Script:
             become(self.command())
         self.become_main()
         if "torch.optim" in sys.modules:
-            count_steps()
+            count_script_steps()
         self.run_here()
         return 0
 
@@ -123,7 +123,7 @@ class Script:
 
 def become(command: list[str]) -> NoReturn:
     """This process is that program from now on. Raises InputError where it is none."""
-    with naming(
+    with as_input_error(
         f"{command[0]} cannot be started",
         "a first line like #!/bin/sh, or its program before its name",
     ):
@@ -143,7 +143,7 @@ def _has_module(name: str) -> bool:
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-            source_of(Path(spec.origin))
+            read_source(Path(spec.origin))
         return spec is not None
     except (ImportError, ValueError):
         return False
@@ -158,7 +158,7 @@ def _is_packed(path: Path) -> bool:
 
 def _is_plain(path: Path) -> bool:
     try:
-        nodes = list(ast.walk(parsed(path)))
+        nodes = list(ast.walk(parse_source(path)))
     except InputError:  # Python will say so itself
         return False
     imported = [

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from stepladder.core.address import refuse_unreachable, show_endpoint
-from stepladder.core.console import say
-from stepladder.core.cores import read_range
+from stepladder.core.address import format_endpoint, validate_reachable
+from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
-from stepladder.core.signed import new_secret
+from stepladder.core.process_count import parse_range
+from stepladder.core.signing import make_secret
 from stepladder.launcher.host import Host, environment
 from stepladder.launcher.local.output import Output, Stream, poll_readable
 from stepladder.launcher.probe import probe_all
@@ -43,7 +43,7 @@ def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topol
     arguments: run or train, and what followed it; --hosts is taken out of it here.
     """
     found = Host.read_all(hosts, ssh)
-    least, most = read_range("--nodes", topology.nodes or str(len(found)))
+    least, most = parse_range("--nodes", topology.nodes or str(len(found)))
     if not least <= len(found) <= most:
         raise InputError(
             f"--nodes {topology.nodes} with {len(found)} hosts",
@@ -55,13 +55,13 @@ def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topol
         )
     allow_open_files(FILES_PER_HOST * len(found))
     answers = probe_all(found)
-    endpoint = topology.endpoint or show_endpoint(*answers[0])
+    endpoint = topology.endpoint or format_endpoint(*answers[0])
     name, *rest = without(arguments, "--hosts")
     commands = []
     for host, (address, _) in zip(found, answers, strict=True):
         flags = [] if topology.nodes else ["--nodes", str(len(found))]
         if len(found) > 1:
-            refuse_unreachable("--hosts:", address, "")
+            validate_reachable("--hosts:", address, "")
             flags += ["--rdzv-endpoint", endpoint, "--local-addr", topology.local_addr or address]
         commands.append((host, [name, *flags, *rest]))
     return Agents(commands, fixed=least == most, raw_stdout=name == "train").run()
@@ -103,7 +103,7 @@ class Agents:
         self, commands: list[tuple[Host, list[str]]], fixed: bool, raw_stdout: bool
     ) -> None:
         self.commands, self.fixed, self.raw_stdout = commands, fixed, raw_stdout
-        self.output, self.secret = Output(prefixed=True), new_secret()
+        self.output, self.secret = Output(prefixed=True), make_secret()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.stop_asked = 0
         self.deadline: float | None = None
@@ -189,7 +189,7 @@ class Agents:
         codes = {name: process.returncode for name, process in self.processes.items()}
         for name, code in codes.items():
             if code == SSH_FAILED:
-                say(f"host {name.rpartition(' ')[0]}: the connection was lost")
+                print_message(f"host {name.rpartition(' ')[0]}: the connection was lost")
         found = set(codes.values())
         if found <= {DONE, STOPPED}:
             return max(found)

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 
-from stepladder.core.signed import SECRET
+from stepladder.core.signing import SECRET_VARIABLE
 
 ENDS_WITH_STDIN, AFTER_SECRET = "STEPLADDER_ENDS_WITH_STDIN", "after-secret"
 SECONDS_TO_END = 45.0  # after stdin's end: ranks have 30 to stop well
@@ -24,7 +24,7 @@ def end_with_stdin() -> None:
     if wanted is None:
         return
     if wanted == AFTER_SECRET:
-        os.environ[SECRET] = os.read(0, 1024).decode().strip()
+        os.environ[SECRET_VARIABLE] = os.read(0, 1024).decode().strip()
 
     def watch() -> None:
         with suppress(OSError):

@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stepladder.core.address import show_endpoint
-from stepladder.core.cores import process_range, read_range
+from stepladder.core.address import format_endpoint
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import whole
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.process_count import parse_process_range, parse_range
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Topology:
         """The least and the most nodes, and ranks on each; one of each where not given. Raises
         InputError.
         """
-        nodes, nproc = read_range("--nodes", self.nodes or "1"), process_range(self.nproc or "1")
+        nodes, nproc = (
+            parse_range("--nodes", self.nodes or "1"),
+            parse_process_range(self.nproc or "1"),
+        )
         if nodes[1] > 1 and nproc[0] < nproc[1]:
             raise InputError(
                 f"--nproc {self.nproc} with --nodes {self.nodes}: only one of them can be a range",
@@ -55,7 +58,9 @@ class Topology:
         ):
             return self
         missing = [
-            name for name in ("NUM_NODES", "PRIMARY_PORT") if whole(env.get(name, "")) is None
+            name
+            for name in ("NUM_NODES", "PRIMARY_PORT")
+            if parse_whole_number(env.get(name, "")) is None
         ]
         if missing:
             raise InputError(
@@ -66,7 +71,8 @@ class Topology:
             self,
             nodes=env["NUM_NODES"],
             nproc=self.nproc or env.get("NUM_TRAINERS", ""),
-            endpoint=self.endpoint or show_endpoint(env["PRIMARY_ADDR"], int(env["PRIMARY_PORT"])),
+            endpoint=self.endpoint
+            or format_endpoint(env["PRIMARY_ADDR"], int(env["PRIMARY_PORT"])),
             local_addr=self.local_addr or env.get("NODE_ADDR", ""),
             note=f"{env['NUM_NODES']} nodes (NUM_NODES, PRIMARY_ADDR); --nodes 1 for this one alone",
         )

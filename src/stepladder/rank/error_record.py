@@ -1,5 +1,7 @@
-"""A rank's failure, as the rank itself leaves it in a file of all ranks: its launcher reads the
-kind, and shows what the record says."""
+"""A rank's failure, which the rank itself writes to a file that all ranks share.
+
+Its launcher reads the kind, and shows what the record says.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,38 @@ from stepladder.core.errors import (
     RanksDiffer,
     StateLost,
     StorageFault,
-    text_of,
+    get_text,
 )
-from stepladder.core.surroundings import NO_MEMORY, is_limit
-from stepladder.core.traces import own_frames
-from stepladder.rank.progress import append
+from stepladder.core.machine_limits import NO_MEMORY, is_limit_error
+from stepladder.core.tracebacks import skip_launcher_frames
+from stepladder.rank.progress import append_line
 
 
 class ErrorKind(StrEnum):
-    """What an error is. Told where it is raised: there it is still an object, with a type."""
+    """The kind of an error, determined where it is raised: there it still has its class."""
 
     BAD_INPUT = "bad input"
-    PEER_LOST = "peer lost"  # another rank's end brought it about
-    STATE_LOST = "state lost"  # as well, and no other rank has what is needed to go on
-    PEER_SILENT = "peer silent"  # others did not come to a collective in time
+    PEER_LOST = "peer lost"  # a consequence of another rank's end
+    STATE_LOST = "state lost"  # the same, and no other rank has the state to continue
+    PEER_SILENT = "peer silent"  # other ranks did not come to a collective in time
     CORRUPT = "corrupt"  # this rank's results are wrong
-    RANKS_DIFFER = "ranks differ"  # nobody can tell which is wrong
-    STORAGE = "storage"  # a file could not be used, for a reason that may pass
+    RANKS_DIFFER = "ranks differ"  # nobody can tell which rank is wrong
+    STORAGE = "storage"  # a file could not be used, for a transient reason
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
     PORT_IN_USE = "port in use"
-    NOT_MET = "not met"  # the ranks did not find each other
+    NOT_MET = "not met"  # the ranks did not connect to each other
     OWN_END = "own end"  # sys.exit() with a code that is no success
     OTHER = "other"
 
 
-# torch's, gloo's, NCCL's and the kernel's words, for what has no type of its own.
+# Texts of torch, gloo, NCCL and the kernel, for errors without a class of their own.
 TIMED_OUT = re.compile(r"timed out", re.I)
-PEER_GONE = re.compile(
+PEER_CLOSED = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I
 )
-TEXTS = {
+KIND_TEXTS = {
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_MET: re.compile(
@@ -60,44 +62,55 @@ TEXTS = {
         re.I | re.S,
     ),
 }
+# Classes whose kind does not depend on the error's text, the more special ones first.
+KIND_CLASSES: dict[type[BaseException], ErrorKind] = {
+    InputError: ErrorKind.BAD_INPUT,
+    StateLost: ErrorKind.STATE_LOST,
+    Corrupt: ErrorKind.CORRUPT,
+    RanksDiffer: ErrorKind.RANKS_DIFFER,
+    StorageFault: ErrorKind.STORAGE,
+    SystemExit: ErrorKind.OWN_END,
+    MemoryError: ErrorKind.OUT_OF_MEMORY,
+}
 
 
-def kind_of(error: BaseException) -> ErrorKind:
-    text = text_of(error)
-    if isinstance(error, InputError):
-        return ErrorKind.BAD_INPUT
-    if isinstance(error, StateLost):
-        return ErrorKind.STATE_LOST
+def classify_error(error: BaseException) -> ErrorKind:
+    """Return the kind of an error, by its class, else by its text."""
+    for error_class, kind in KIND_CLASSES.items():
+        if isinstance(error, error_class):
+            return kind
+    text = get_text(error)
     if isinstance(error, PeerLost):
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
-    if isinstance(error, RanksDiffer):
-        return ErrorKind.CORRUPT if isinstance(error, Corrupt) else ErrorKind.RANKS_DIFFER
-    if isinstance(error, StorageFault):
-        return ErrorKind.STORAGE
-    if isinstance(error, SystemExit):
-        return ErrorKind.OWN_END
-    if isinstance(error, MemoryError) or (
-        isinstance(error, ImportError) and NO_MEMORY.search(text)
-    ):
-        return ErrorKind.OUT_OF_MEMORY
     if isinstance(error, ImportError):
-        return ErrorKind.IMPORT
-    if is_limit(error):
+        return ErrorKind.OUT_OF_MEMORY if NO_MEMORY.search(text) else ErrorKind.IMPORT
+    if is_limit_error(error):
         return ErrorKind.LIMIT
-    of_torch = isinstance(error, RuntimeError)  # where a script makes its collectives itself
-    if of_torch and PEER_GONE.search(text):
+    # torch raises RuntimeError in collectives that a script calls itself.
+    may_be_collective = isinstance(error, RuntimeError)
+    if may_be_collective and PEER_CLOSED.search(text):
         return ErrorKind.PEER_LOST
-    if told := next((kind for kind, words in TEXTS.items() if words.search(text)), None):
-        return told
-    return ErrorKind.PEER_SILENT if of_torch and TIMED_OUT.search(text) else ErrorKind.OTHER
+    for kind, pattern in KIND_TEXTS.items():
+        if pattern.search(text):
+            return kind
+    if may_be_collective and TIMED_OUT.search(text):
+        return ErrorKind.PEER_SILENT
+    return ErrorKind.OTHER
 
 
 @dataclass(frozen=True)
 class RankError:
-    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in
-    seconds, by a clock of this machine that nobody sets.
+    """The error that ended a rank.
 
-    step: the one under way, from 1, or None before the run was opened.  hint: of bad input.
+    Attributes:
+        rank: The rank.
+        name: The name of the exception's class.
+        text: The exception's message.
+        trace: Its traceback, without the launcher's frames.
+        step: The step that it was raised in, from 1, or None before the run was opened.
+        time: When it was raised, in seconds of this machine's monotonic clock.
+        hint: What to type instead, of bad input.
+        kind: The kind of the error.
     """
 
     rank: int
@@ -110,56 +123,62 @@ class RankError:
     kind: ErrorKind = ErrorKind.OTHER
 
     @property
-    def is_about_code(self) -> bool:
-        """Whether its traceback tells something. Of different results, or a file, its text says it
-        all.
-        """
+    def has_useful_traceback(self) -> bool:
+        """Whether the traceback adds something to the text, as it does unless data is the cause."""
         return self.kind not in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER, ErrorKind.STORAGE)
 
     @property
-    def is_of_all(self) -> bool:
-        """Whether the others have it too, or are its cause: they cannot do without this rank."""
+    def affects_all_ranks(self) -> bool:
+        """Whether the other ranks have the error too, or are its cause: they need this rank."""
         return self.is_consequence or self.kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the cause lies with another rank."""
+        """Whether another rank is the cause."""
         return self.kind in (ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT)
 
     @staticmethod
-    def of(rank: int, error: BaseException) -> RankError:
-        trace = "".join(
-            traceback.format_exception(error.with_traceback(own_frames(error.__traceback__)))
-        )
-        text, hint = (
-            (error.found, error.hint) if isinstance(error, InputError) else (text_of(error), "")
-        )
+    def from_error(rank: int, error: BaseException) -> RankError:
+        """Return the record of an exception."""
+        user_error = error.with_traceback(skip_launcher_frames(error.__traceback__))
+        text = get_text(error)
+        hint = ""
+        if isinstance(error, InputError):
+            text = error.problem
+            hint = error.hint
         step = getattr(error, "step", None)
-        if not isinstance(step, int):  # an attribute of the job's own exception
-            step = None
         return RankError(
-            rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error)
+            rank=rank,
+            name=type(error).__name__,
+            text=text,
+            trace="".join(traceback.format_exception(user_error)),
+            # A class of the job may have an attribute `step` of another type.
+            step=step if isinstance(step, int) else None,
+            time=time.monotonic(),
+            hint=hint,
+            kind=classify_error(error),
         )
 
     @staticmethod
     def read(path: Path, rank: int) -> RankError | None:
-        """Return the error that this rank has left, or None. One that was killed meanwhile leaves
-        half a line.
-        """
+        """Return the error that a rank has written, or None."""
         for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError):  # half a line of a rank that was killed while it wrote
                 record = json.loads(line)
                 if record["rank"] == rank:
                     return RankError(**{**record, "kind": ErrorKind(record["kind"])})
         return None
 
     def write(self, path: Path) -> None:
-        """Leave it for the launcher."""
-        append(path, json.dumps(asdict(self)))
+        """Append the record to the file that the launcher reads."""
+        append_line(path, json.dumps(asdict(self)))
 
 
-def note_step(error: BaseException | None, step: int) -> None:
-    """Have the error say in which step it was raised: the launcher tells a bug from a fault by it."""
+def record_step(error: BaseException | None, step: int) -> None:
+    """Add the step to an error that was raised in it, unless it has one already.
+
+    The launcher restarts ranks after an error in a step, and takes one before it for a bug.
+    """
     if error is not None and not hasattr(error, "step"):
-        with suppress(Exception):  # an exception of the job's own may not let itself be changed
+        with suppress(Exception):  # an exception of the job's own may forbid changes
             error.step = step  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
-"""How the ranks of a batch job ended, in their own word: a file that the batch script names, and
-believes.
+"""How the ranks of a batch job ended: a file that the batch script names, and reads.
 
-It believes no exit code: srun gives the largest of all tasks, which may be that of one which it
-killed itself, and torchrun gives 1 where every rank has stopped well."""
+The script ignores exit codes: srun returns the largest one of all tasks, which may be that of a
+task which srun itself has killed, and torchrun returns 1 even if every rank has stopped with a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +15,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import stored
-from stepladder.core.console import say
+from stepladder.core import typed_file
+from stepladder.core.console import print_message
 from stepladder.core.errors import (
     BAD_INPUT,
     FAILED,
     KILLED,
-    NO_FILE,
+    STORAGE_FAILED,
     InputError,
     PeerLost,
     StorageFault,
 )
-from stepladder.core.numbers import number_in
+from stepladder.core.numbers import read_env_number
 from stepladder.core.output_file import write_output
 
-END_FILE = "STEPLADDER_END_FILE"  # JOB:FILE, set by the batch script
-NAME = "ended.json"
+END_FILE_VARIABLE = "STEPLADDER_END_FILE"  # JOB:FILE, set by the batch script
+END_FILE_NAME = "ended.json"
 
 
 @dataclass(frozen=True)
-class EndWord:
-    """The word in a file. job, restart: of the start that it is about."""
+class EndRecord:
+    """The contents of the file.
+
+    Attributes:
+        code: An exit code of core/errors.py.
+        job: The Slurm job.
+        restart: How often Slurm had restarted it.
+        step: The optimizer steps of the snapshot, if known.
+        late: Whether the ranks stopped by themselves, before the job's time limit.
+    """
 
     code: int
     job: str | None
@@ -43,91 +52,106 @@ class EndWord:
     late: bool = False
 
 
-def this_start() -> dict[str, Any]:
-    """Which start of which job this is; the word of another start says nothing about this one."""
-    restart = (
-        number_in(os.environ, "SLURM_RESTART_COUNT") if os.environ.get("SLURM_RESTART_COUNT") else 0
-    )
+def identify_start() -> dict[str, Any]:
+    """Return the job and its restart count; records of other starts do not count."""
+    restart = 0
+    if os.environ.get("SLURM_RESTART_COUNT"):
+        restart = read_env_number(os.environ, "SLURM_RESTART_COUNT")
     return {"job": os.environ.get("SLURM_JOB_ID"), "restart": restart}
 
 
-def end_file() -> Path | None:
-    """The file, where this job's batch script has named it: a variable of another origin is left
-    alone.
-    """
-    job, _, place = os.environ.get(END_FILE, "").partition(":")
-    return Path(place) if place and job == os.environ.get("SLURM_JOB_ID") else None
+def find_end_file() -> Path | None:
+    """Return the file that this job's batch script has named; another job's variable is ignored."""
+    job, _, path = os.environ.get(END_FILE_VARIABLE, "").partition(":")
+    return Path(path) if path and job == os.environ.get("SLURM_JOB_ID") else None
 
 
-def keep_end_file(folder: Path) -> None:
-    """The file is meant from that folder, wherever this process goes."""
-    path = end_file()
+def make_end_file_absolute(folder: Path) -> None:
+    """Make the file's path absolute, so that it stays valid if this process changes its folder."""
+    path = find_end_file()
     if path is not None:
-        os.environ[END_FILE] = f"{os.environ['SLURM_JOB_ID']}:{folder / path}"
+        os.environ[END_FILE_VARIABLE] = f"{os.environ['SLURM_JOB_ID']}:{folder / path}"
 
 
-def note_end(code: int, step: int | None = None, late: bool = False) -> None:
-    """Leave the word, where a batch script asks for it. The first one of a start counts, but for a
-    better one: one that knows the step, or why the ranks of other nodes have failed.
+def write_end(code: int, step: int | None = None, late: bool = False) -> None:
+    """Write the record, if a batch script has named a file for it.
 
-    code: of core/errors.py.  step: optimizer steps in the snapshot, where that is known.
-    late: the ranks stopped by themselves, for the job's time limit.
+    The first record of a start stays, unless the new one knows the step, or why the ranks of
+    another node were killed.
+
+    Args:
+        code: An exit code of core/errors.py.
+        step: The optimizer steps of the snapshot, if known.
+        late: Whether the ranks stopped by themselves, before the job's time limit.
     """
-    path, said = end_file(), read_end()
-    if path is None or (
-        step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)
-    ):
+    path = find_end_file()
+    if path is None:
         return
-    word = json.dumps({"code": code, "step": step, "late": late, **this_start()})
+    earlier = read_end()
+    explains_kill = earlier is not None and (code, earlier["code"]) == (KILLED, FAILED)
+    if earlier is not None and step is None and not explains_kill:
+        return
+    record = json.dumps({"code": code, "step": step, "late": late, **identify_start()})
     try:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_output(path, f"{word}\n", END_FILE)
-    except InputError as error:  # the run has ended as it has, whoever hears of it
-        say(f"{error.found}; the batch script takes the ranks' exit code instead")
+        write_output(path, f"{record}\n", END_FILE_VARIABLE)
+    except InputError as error:  # the run has ended all the same
+        print_message(f"{error.problem}; the batch script takes the ranks' exit code instead")
 
 
-def word_of(error: BaseException) -> int:
-    """Return the word of a process that this exception ends."""
-    words = {InputError: BAD_INPUT, StorageFault: NO_FILE}
-    return next((word for kind, word in words.items() if isinstance(error, kind)), FAILED)
+def choose_end_code(error: BaseException) -> int:
+    """Return the code in the record of a process that an exception has ended."""
+    if isinstance(error, InputError):
+        return BAD_INPUT
+    if isinstance(error, StorageFault):
+        return STORAGE_FAILED
+    return FAILED
 
 
-class ProcessEnd:
-    """This process's word is the exit `code` that the block sets, or what it raised."""
+class EndWriter:
+    """Writes the record of this process at the end of a block: what it raised, or its exit code.
 
-    code = 0
+    Attributes:
+        code: The exit code, which the block sets.
+    """
 
-    def __enter__(self) -> ProcessEnd:
+    def __init__(self) -> None:
+        self.code = 0
+
+    def __enter__(self) -> EndWriter:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if (
-            "SLURM_STEP_ID" in os.environ
-        ):  # srun ends its tasks with the first that fails: our end is our own
+        # srun ends its tasks with the first one that fails. This process ends by itself.
+        if "SLURM_STEP_ID" in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if error is None:
-            note_end(self.code)
-        elif isinstance(error, Exception) and not isinstance(
-            error, PeerLost
-        ):  # else a lost rank is the cause
-            note_end(word_of(error))
+            write_end(self.code)
+        # After PeerLost the lost rank's record names the cause.
+        elif isinstance(error, Exception) and not isinstance(error, PeerLost):
+            write_end(choose_end_code(error))
 
 
 def read_end(path: Path | None = None) -> dict[str, Any] | None:
-    """This start's word, or None. path: where to look, by default the batch script's place."""
-    path = path or end_file()
+    """Return this start's record, or None.
+
+    Args:
+        path: The file, by default the one that the batch script has named.
+    """
+    path = path or find_end_file()
+    if path is None:
+        return None
     try:
-        said = None if path is None else stored.loads(stored.read(path), EndWord)
+        record = asdict(typed_file.parse_json(typed_file.read_file(path), EndRecord))
     except (OSError, ValueError):
         return None
-    return (
-        asdict(said) if said is not None and this_start().items() <= asdict(said).items() else None
-    )
+    is_this_start = identify_start().items() <= record.items()
+    return record if is_this_start else None
 
 
-def forget_end() -> None:
-    """The ranks have been started again: what was said is no longer the end."""
-    path = end_file()
+def remove_end() -> None:
+    """Remove this start's record, since the ranks have been started again."""
+    path = find_end_file()
     if path is not None and read_end() is not None:
         path.unlink(missing_ok=True)

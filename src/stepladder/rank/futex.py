@@ -1,5 +1,6 @@
-"""To sleep until another process changes a word of shared memory, and to wake who does: futex(2),
-Linux only.
+"""Sleep until another process changes a word of shared memory, and wake sleepers.
+
+futex(2), Linux only.
 """
 
 from __future__ import annotations
@@ -7,19 +8,21 @@ from __future__ import annotations
 import ctypes
 import sys
 
-FUTEX_WAIT, FUTEX_WAKE, ALL = 0, 1, 2**31 - 1
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+ALL_WAITERS = 2**31 - 1
 SYS_FUTEX = 202  # on x86-64
 
 
 class Timespec(ctypes.Structure):
-    """struct timespec"""
+    """The C type `struct timespec`."""
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 if sys.platform == "linux":
-    _call = ctypes.CDLL(None).syscall  # which lets go of the GIL meanwhile
-    _call.argtypes = [
+    _syscall = ctypes.CDLL(None).syscall  # releases the GIL during the call
+    _syscall.argtypes = [
         ctypes.c_long,
         ctypes.c_void_p,
         ctypes.c_int,
@@ -28,18 +31,16 @@ if sys.platform == "linux":
         ctypes.c_void_p,
         ctypes.c_uint32,
     ]
-    _call.restype = ctypes.c_long
+    _syscall.restype = ctypes.c_long
 
 
-def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Until the 32-bit word there is no longer `value`, a signal comes, or so many seconds are
-    over.
-    """
-    whole, rest = divmod(max(0.0, seconds), 1.0)
-    limit = Timespec(int(whole), int(rest * 1e9))
-    _call(SYS_FUTEX, address, FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
+def wait_while_equal(address: int, value: int, timeout_s: float) -> None:
+    """Sleep while the 32-bit word at an address has a value; a signal or the timeout wakes too."""
+    seconds, fraction = divmod(max(0.0, timeout_s), 1.0)
+    timeout = Timespec(int(seconds), int(fraction * 1e9))
+    _syscall(SYS_FUTEX, address, FUTEX_WAIT, value, ctypes.addressof(timeout), None, 0)
 
 
 def wake_all(address: int) -> bool:
-    """Who sleeps at the word there. False where the kernel does not let this process."""
-    return bool(_call(SYS_FUTEX, address, FUTEX_WAKE, ALL, None, None, 0) >= 0)
+    """Wake all that sleep at an address; False if the kernel does not permit futex calls."""
+    return bool(_syscall(SYS_FUTEX, address, FUTEX_WAKE, ALL_WAITERS, None, None, 0) >= 0)

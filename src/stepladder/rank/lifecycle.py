@@ -1,4 +1,4 @@
-"""What a rank does before and after its work: dies with its launcher, reports its error once."""
+"""What a rank does before and after its work: it dies with its launcher, and reports its error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.core.errors import (
     BAD_INPUT,
     DONE,
@@ -29,35 +29,35 @@ from stepladder.core.errors import (
     PeerLost,
     RanksDiffer,
     StorageFault,
+    get_reason,
     is_failure,
-    reason_of,
 )
-from stepladder.core.traces import fold, own_frames
+from stepladder.core.tracebacks import fold_traceback, skip_launcher_frames
 from stepladder.rank.error_record import RankError
-from stepladder.rank.exit_record import note_end, word_of
-from stepladder.rank.keepsake import Mailbox, inherit
-from stepladder.rank.membership import attach, joins
+from stepladder.rank.exit_record import choose_end_code, write_end
+from stepladder.rank.fd_store import FdStore, set_fd_store
+from stepladder.rank.membership import get_joining_rank, open_control_channel
 from stepladder.rank.open_file import OpenFile
 from stepladder.rank.progress import RankFiles
-from stepladder.rank.segment import map_segment
-from stepladder.rank.stacks import answer_with_stack
-from stepladder.rank.streams import print_to
+from stepladder.rank.shared_segment import map_segment
+from stepladder.rank.stacks import dump_stacks_to_file
+from stepladder.rank.streams import redirect_output
 from stepladder.rank.torch_fixes import (
     bind_store_to_loopback,
     keep_backward_context_from_gloo,
     wait_for_gloo_before_destroy,
 )
 
-PR_SET_PDEATHSIG = 1
-FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-SECONDS_TO_END = 5.0  # that the interpreter may take after an exception
-FAILURE: list[int] = []  # the exit code of the job that has failed in this process, if one has
-AT_END: list[Callable[[], None]] = []  # called when the work has ended and its error is written
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+# Blocked in the fork server, whose ranks need them.
+UNBLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+EXIT_TIMEOUT_S = 5.0  # that the interpreter may take after an exception
+FAILURE_CODES: list[int] = []  # the exit code of the job that has failed in this process
+EXIT_CALLBACKS: list[Callable[[], None]] = []  # called after the work, when its error is written
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends; checked again, for it may have ended
-    before.
+    """Ask Linux to kill this process when its parent ends, also if it has ended just now.
 
     `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
     """
@@ -69,172 +69,194 @@ def die_with_parent() -> None:
 
 
 def _die_with_rank(_: object) -> None:
-    """In a process of multiprocessing's, as a data loader's worker: one that sleeps never sees that
-    its rank has gone. The kernel looks at the thread that forked it, so this is for those of the
-    main thread only."""
+    """Ask Linux to kill this process, such as a data loader's worker, when its rank ends.
+
+    A worker that sleeps never notices that its rank has ended. Linux kills it when the thread ends
+    that forked it, so this is only for workers of the main thread.
+    """
     if threading.current_thread().name == "MainThread":
         die_with_parent()
 
 
-class Shared(NamedTuple):
-    """What a launcher and its ranks have together. mailbox: for what outlives a rank.  wire: to the
-    launcher, where this rank is to go on when others are lost.  segment: to exchange tensors in,
-    where that is possible."""
+class SharedResources(NamedTuple):
+    """What a launcher gives each of its ranks.
 
-    mailbox: Mailbox
-    wire: socket.socket | None
+    Attributes:
+        fd_store: Keeps file descriptors that outlive a rank.
+        control: The rank's end of the control channel, if it continues when others are lost.
+        segment: Memory in which the ranks of this machine exchange tensors, if that is possible.
+    """
+
+    fd_store: FdStore
+    control: socket.socket | None
     segment: OpenFile | None
 
 
-def rank_main(
+def run_rank(
     work: Callable[[], Any],
     env: dict[str, str],
-    errors: Path,
+    error_file: Path,
     outputs: Sequence[OpenFile],
-    shared: Shared,
+    shared: SharedResources,
     is_script: bool,
 ) -> None:
-    """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else
-    1.
+    """Do the work of one rank, and end this process.
 
-    errors: the file for the error of a rank that fails.  outputs: where stdout and stderr go, or
-    nothing to keep the launcher's.  is_script: an error is shown with all its frames, as by Python
-    itself."""
+    The exit code is what `work` returns, 2 for bad input, or 1 for another error.
+
+    Args:
+        work: The work.
+        env: All variables that are set for the rank.
+        error_file: The file for the error of a rank that fails.
+        outputs: The new stdout and stderr, or nothing to keep the launcher's.
+        shared: What the launcher gives the rank.
+        is_script: Whether an error keeps all its frames, as Python itself shows them.
+    """
     _become_rank(env)
-    inherit(shared.mailbox)
-    attach(shared.wire)
+    set_fd_store(shared.fd_store)
+    open_control_channel(shared.control)
     map_segment(shared.segment)
-    print_to(outputs)
-    rank = joins() or int(env["RANK"])
+    redirect_output(outputs)
+    rank = get_joining_rank() or int(env["RANK"])
     try:
         code = work()
     except SystemExit as error:
-        code = exit_code(error)
+        code = get_exit_code(error)
         if is_failure(code):
-            RankError.of(rank, error).write(errors)
+            RankError.from_error(rank, error).write(error_file)
     except BaseException as error:
         if not is_script:
-            fold(error)
-        RankError.of(rank, error).write(errors)
+            fold_traceback(error)
+        RankError.from_error(rank, error).write(error_file)
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
-    for function in AT_END:
-        function()
-    leave(code if isinstance(code, int) else DONE)
+    for callback in EXIT_CALLBACKS:
+        callback()
+    exit_now(code if isinstance(code, int) else DONE)
 
 
 def _become_rank(env: dict[str, str]) -> None:
-    """What a process that was just forked from the server is made. env: of all that is set for a
-    rank.
-    """
+    """Prepare a process that was just forked from the fork server."""
     die_with_parent()
-    # what is imported stays: to look through it again would copy its pages into each rank
+    # A garbage collection would copy the pages of everything that is imported into each rank.
     gc.freeze()
-    gc.enable()  # disabled in the server it was forked from
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, FOR_RANKS
-    )  # blocked in the server it was forked from
-    # Python would hand its own start method on, and DataLoader workers then be children of the
-    # server.
+    gc.enable()  # disabled in the fork server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNBLOCKED_SIGNALS)
+    # Python would hand on the launcher's start method, and DataLoader workers then be children of
+    # the fork server.
     multiprocessing.set_start_method(None, force=True)
     register_after_fork(die_with_parent, _die_with_rank)
     sys.excepthook = sys.__excepthook__
     os.environ.update(env)
-    if (files := RankFiles.of_this_process()) is not None:
-        answer_with_stack(Path(files.stacks))
+    files = RankFiles.of_this_process()
+    if files is not None:
+        dump_stacks_to_file(Path(files.stacks_file))
     keep_backward_context_from_gloo()
     wait_for_gloo_before_destroy()
     bind_store_to_loopback()
 
 
-def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
-    """A whole process as a rank that another launcher has started. Raises only what is wrong with
-    the input.
+def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
+    """Do the work of a rank that another launcher has started, and end this process.
+
+    Raises:
+        InputError: The input is bad; the command shows it.
     """
     try:
         code = work(*args)
     except (InputError, KeyboardInterrupt):
         raise
     except SystemExit as error:
-        code = ended_itself(error)
+        code = report_exit_call(error)
     except BaseException as error:
-        if isinstance(error, (RanksDiffer, StorageFault)):  # its text says it all
-            say(str(error))
+        if isinstance(error, (RanksDiffer, StorageFault)):  # the text is enough
+            print_message(str(error))
         else:
-            fold(error)
-            traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
+            fold_traceback(error)
+            trace = skip_launcher_frames(error.__traceback__)
+            traceback.print_exception(error.with_traceback(trace))
+        # Slurm's exit code may be that of a rank that Slurm has killed because of this one.
         if not isinstance(error, PeerLost):
-            note_end(
-                word_of(error)
-            )  # Slurm's exit code may be that of a rank which it ended for this
+            write_end(choose_end_code(error))
         code = FAILED
-    leave(code)
+    exit_now(code)
 
 
 @contextmanager
-def noting_failure() -> Iterator[None]:
-    """Note the exit code of an exception that leaves the block, for `limit_end`."""
+def record_failure() -> Iterator[None]:
+    """Note the exit code of an exception that leaves the block, for `limit_exit_time`."""
     try:
         yield
     except BaseException as error:
-        codes = {InputError: BAD_INPUT, KeyboardInterrupt: INTERRUPTED}
-        FAILURE[:] = [
-            next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
-        ]
+        FAILURE_CODES[:] = [_choose_failure_code(error)]
         if isinstance(error, SystemExit):
-            sys.exit(ended_itself(error))
+            sys.exit(report_exit_call(error))
         if isinstance(error, BrokenPipeError):
-            # click would take it for a reader of stdout that has gone, and be silent.
-            raise RuntimeError(f"the job has raised BrokenPipeError: {reason_of(error)}") from error
+            # click would take it for a reader of stdout that has ended, and be silent.
+            reason = get_reason(error)
+            raise RuntimeError(f"the job has raised BrokenPipeError: {reason}") from error
         raise
 
 
-def limit_end() -> None:
-    """Limit the time that the interpreter takes for its end, where a job has failed in this
-    process.
+def _choose_failure_code(error: BaseException) -> int:
+    if isinstance(error, InputError):
+        return BAD_INPUT
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return FAILED
 
-    It waits without limit for threads that are no daemons, child processes and functions of atexit.
+
+def limit_exit_time() -> None:
+    """Limit the time that the interpreter takes to end, if a job has failed in this process.
+
+    By itself it waits without limit for threads that are no daemons, for child processes and for
+    functions of atexit.
     """
-    if FAILURE:
+    if FAILURE_CODES:
+        [code] = FAILURE_CODES
         threading.Thread(
-            target=_leave_late, args=FAILURE, name="stepladder-end", daemon=True
+            target=_exit_late, args=(code,), name="stepladder-end", daemon=True
         ).start()
 
 
-def _leave_late(code: int) -> None:
-    threading.main_thread().join()
-    time.sleep(SECONDS_TO_END)
-    threads = [thread for thread in threading.enumerate() if not thread.daemon]
-    names = [thread.name for thread in threads if thread is not threading.main_thread()]
-    waits = (
-        f"for the thread {names[0]}"
-        if names
-        else "for a child process, or for a function of atexit"
+def _exit_late(code: int) -> None:
+    """End this process if it still lives some seconds after its main thread."""
+    main_thread = threading.main_thread()
+    main_thread.join()
+    time.sleep(EXIT_TIMEOUT_S)
+    reason = "for a child process, or for a function of atexit"
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not main_thread:
+            reason = f"for the thread {thread.name}"
+            break
+    print_message(
+        f"{EXIT_TIMEOUT_S:g} s after this error the job still waits {reason}: it is ended"
     )
-    say(f"{SECONDS_TO_END:g} s after this error the job still waits {waits}: it is ended")
-    leave(code)
+    exit_now(code)
 
 
-def leave(code: int) -> NoReturn:
-    """End without the interpreter's shutdown: communication threads may never end after a lost
-    peer, and abort a rank (exit code 134) whose peers were a moment faster."""
+def exit_now(code: int) -> NoReturn:
+    """End this process without the interpreter's shutdown.
+
+    In the shutdown, communication threads might never end after a peer is lost, and abort a rank
+    (exit code 134) whose peers were a moment faster.
+    """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            OSError, ValueError, AttributeError
-        ):  # the terminal has gone, or a job has closed it
+        # The terminal has gone, or a job has closed the stream.
+        with suppress(OSError, ValueError, AttributeError):
             if stream is not None:
                 stream.flush()
     os._exit(code)
 
 
-def ended_itself(error: SystemExit) -> int:
-    """Return the exit code of a rank whose job has called sys.exit(), and say so."""
-    note_end(FAILED)
-    say(f"the job has ended itself, by sys.exit({error.code!r:.200})")
+def report_exit_call(error: SystemExit) -> int:
+    """Report that the job has called sys.exit(), and return the rank's exit code."""
+    write_end(FAILED)
+    print_message(f"the job has ended itself, by sys.exit({error.code!r:.200})")
     return FAILED
 
 
-def exit_code(error: SystemExit) -> int:
-    """As the interpreter has it: a text is shown, and counts as a failure."""
+def get_exit_code(error: SystemExit) -> int:
+    """Return the exit code that Python itself would choose: a text is printed, and is a failure."""
     if isinstance(error.code, int) or error.code is None:
         return error.code or 0
     print(error.code, file=sys.stderr)

@@ -1,7 +1,8 @@
 """Files and pipes without a name that a launcher and its ranks share.
 
-They lie in memory, so no full, read-only or vanished file system reaches them, and nobody else can
-open them."""
+They lie in memory, so they do not depend on a file system that is full, read-only or gone, and no
+other process can open them.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +14,35 @@ from typing import Any
 
 
 class OpenFile:
-    """A file descriptor that can be an argument of a process that multiprocessing starts."""
+    """A file descriptor that can be an argument of a process that multiprocessing starts.
+
+    Attributes:
+        number: The file descriptor.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self.number),)
+        return _rebuild_open_file, (DupFd(self.number),)
 
     def close(self) -> None:
+        """Close the file in this process."""
         os.close(self.number)
 
 
-def _received(sent: Any) -> OpenFile:
-    return OpenFile(sent.detach())
+def _rebuild_open_file(duplicate: Any) -> OpenFile:
+    return OpenFile(duplicate.detach())
 
 
 class MemoryFile:
     """An empty file in memory, which lives as long as this object.
 
-    path: by it every process of the same user opens the file, while the process that made it lives.
-    A program that a rank becomes keeps no descriptor of the rank's, but it has the path."""
+    A program that a rank becomes by exec inherits no descriptor, but it has the path.
+
+    Attributes:
+        path: Every process of the same user can open the file by it, while this process lives.
+    """
 
     def __init__(self, name: str) -> None:
         number = os.memfd_create(name)

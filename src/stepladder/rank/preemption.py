@@ -1,8 +1,7 @@
-"""What ends a rank's work before its time: a stop, and `train --fail-at`, a failure to see a
-recovery.
+"""What ends a rank's work early: a request to stop, or the failure that `--fail-at` causes.
 
-Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks
-together."""
+A signal only sets a flag; the trainer reads it at a step's end, and all ranks stop together.
+"""
 
 from __future__ import annotations
 
@@ -17,104 +16,130 @@ from types import FrameType
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import whole
-from stepladder.rank.keepsake import has_keeper
+from stepladder.core.numbers import parse_whole_number
+from stepladder.rank.fd_store import has_fd_store
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-END_TIME = (
-    "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
-)
-SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask for the next start
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The batch job's end in seconds since 1970; not set without a time limit.
+END_TIME_VARIABLE = "STEPLADDER_END_TIME"
+# After the last snapshot: to end all ranks and to ask for the next start.
+TIME_LIMIT_MARGIN_S = 10.0
 
 
-def seconds_left() -> float:
-    """Until the batch job's time limit; infinite where there is none. Raises InputError."""
-    text = os.environ.get(END_TIME, "")
-    end = whole(text)
-    if text and end is None:
+def get_seconds_left() -> float:
+    """Return the seconds until the batch job's time limit, infinity without one.
+
+    Raises:
+        InputError: The variable is no time.
+    """
+    text = os.environ.get(END_TIME_VARIABLE, "")
+    if not text:
+        return math.inf
+    end = parse_whole_number(text)
+    if end is None:
         raise InputError(
-            f"{END_TIME} is {text!r}, not seconds since 1970",
-            f"unset {END_TIME}, or date +%s -d TIME",
+            f"{END_TIME_VARIABLE} is {text!r}, not seconds since 1970",
+            f"unset {END_TIME_VARIABLE}, or date +%s -d TIME",
         )
-    return math.inf if end is None else end - time.time()
+    return end - time.time()
 
 
-def unless_ignored(numbers: Iterable[int]) -> list[int]:
-    """Without a SIGHUP that `nohup` has switched off."""
-    off = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in numbers if not (off and number == signal.SIGHUP)]
+def drop_ignored_hangup(numbers: Iterable[int]) -> list[int]:
+    """Return the signals without SIGHUP, if `nohup` has made this process ignore it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in numbers if number != signal.SIGHUP or not is_ignored]
 
 
 class StopSignals:
-    """While open, SIGTERM, SIGHUP and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as
-    usual.
+    """Handles SIGTERM, SIGHUP and Ctrl-C while it is open: the first one requests a stop.
+
+    A second Ctrl-C interrupts as usual.
+
+    Attributes:
+        stop_requested: Whether a signal has come.
+        late: Whether one more step could pass the batch job's time limit.
     """
 
     def __init__(self) -> None:
-        self.asked = self.interrupted = False
-        self._before: dict[int, Any] = {}
-        self.end = time.perf_counter() + seconds_left()
-        self.looked, self.longest, self.late = math.inf, 0.0, False
+        self.stop_requested = False
+        self.late = False
+        self._is_interrupted = False
+        self._earlier_handlers: dict[int, Any] = {}
+        # In seconds of time.perf_counter().
+        self._end_time = time.perf_counter() + get_seconds_left()
+        self._last_step_time = math.inf
+        self._longest_step_s = 0.0
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._on_signal) for number in unless_ignored(HANDLED)
+            self._earlier_handlers = {
+                number: signal.signal(number, self._on_signal)
+                for number in drop_ignored_hangup(STOP_SIGNALS)
             }
         return self
 
     def is_late(self, now: float) -> bool:
-        """Whether one more step could pass the time limit, on a cluster that does not warn, or too
-        late.
+        """Tell whether one more step could pass the time limit.
 
-        Asked once per step, at `perf_counter() == now`: the longest time between two questions,
-        which holds snapshots too, is what one more step may take; as long again is left for the
-        last snapshot."""
-        self.longest, self.looked = max(self.longest, now - self.looked), now
-        self.late = now + 2 * self.longest + SECONDS_TO_LEAVE > self.end
+        Needed on a cluster that does not warn, or warns too late. The longest time between two
+        calls, which includes snapshots, is what one more step may take; as long again is needed for
+        the last snapshot.
+
+        Args:
+            now: The value of time.perf_counter(), once per step.
+        """
+        self._longest_step_s = max(self._longest_step_s, now - self._last_step_time)
+        self._last_step_time = now
+        needed_s = 2 * self._longest_step_s + TIME_LIMIT_MARGIN_S
+        self.late = now + needed_s > self._end_time
         return self.late
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.interrupted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.interrupted |= number == signal.SIGINT
-        self.asked = True
+        if number == signal.SIGINT:
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+        self.stop_requested = True
 
     def __exit__(self, *_: object) -> None:
-        """A launcher hands its signal on, and a batch system may have sent this rank the same one
-        before.
+        """Restore the handlers, or ignore the signals of a rank that stops.
+
+        Its launcher forwards a signal that the batch system may have sent to the rank before.
         """
-        leaves = self.asked and has_keeper()
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if leaves else handler)
+        ignores_signals = self.stop_requested and has_fd_store()
+        for number, handler in self._earlier_handlers.items():
+            signal.signal(number, signal.SIG_IGN if ignores_signals else handler)
 
 
-def parse_place(text: str) -> tuple[int, int]:
-    """RANK:STEP as numbers; steps count from 1. Raises InputError."""
-    rank, _, step = text.partition(":")
-    number, count = whole(rank), whole(step, 1)
-    if number is None or count is None:
+def parse_fail_at(text: str) -> tuple[int, int]:
+    """Parse RANK:STEP; steps count from 1.
+
+    Raises:
+        InputError: The text is something else.
+    """
+    rank_text, _, step_text = text.partition(":")
+    rank = parse_whole_number(rank_text)
+    step = parse_whole_number(step_text, 1)
+    if rank is None or step is None:
         raise InputError(
             f"--fail-at {text!r} is not RANK:STEP", "--fail-at 1:20; steps count from 1"
         )
-    return number, count
+    return rank, step
 
 
 def has_failed(run_dir: Path, rank: int, step: int) -> bool:
-    """Whether `kill_once` has been there."""
-    return _marker(run_dir, rank, step).exists()
+    """Tell whether `kill_once` has killed the rank in this step."""
+    return _marker_path(run_dir, rank, step).exists()
 
 
 def kill_once(run_dir: Path, rank: int, step: int) -> None:
-    """SIGKILL for this process, once per run directory: a marker is left, and the step is passed
-    next time.
-    """
+    """Kill this process by SIGKILL, once per run directory, which a marker file records."""
     try:
-        _marker(run_dir, rank, step).touch(exist_ok=False)
+        _marker_path(run_dir, rank, step).touch(exist_ok=False)
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _marker(run_dir: Path, rank: int, step: int) -> Path:
+def _marker_path(run_dir: Path, rank: int, step: int) -> Path:
     return run_dir / f"failed-at-{rank}-{step}"

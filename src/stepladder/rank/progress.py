@@ -1,8 +1,8 @@
-"""Where a rank is, in numbers that its launcher reads without asking: a few words in a file that
-they share.
+"""The progress of a rank, in slots of a file that it shares with its launcher.
 
-A rank writes plain 64-bit words (40 ns each), so they may stand in the step path. Nobody reads them
-until nothing has moved for a while."""
+A rank writes plain 64-bit numbers (40 ns each), so it may write them in each step. Nobody reads
+them until nothing has moved for a while.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.stored import fit
-from stepladder.rank.stacks import Frame, users_frame
+from stepladder.core.typed_file import convert
+from stepladder.rank.stacks import Frame, find_user_frame
 
-PROGRESS = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
-STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(
-    7
-)  # a rank's words: Standing; REGROUP is its launcher's
-RING = 28  # the last collectives of which a rank remembers site and size
-SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
-BYTES_PER_RANK = 8 * WORDS
+PROGRESS_VARIABLE = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
+# The slots of a rank: see RankProgress. Its launcher writes REGROUP.
+STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)
+RING = 28  # a rank remembers the call site and the size of so many collectives
+SITES = 8  # the first slot of the call sites
+SIZES = SITES + RING  # the first slot of the sizes
+NUM_SLOTS = SIZES + RING
+BYTES_PER_RANK = 8 * NUM_SLOTS
+VARYING_SIZE = -1  # of a collective to which ranks may contribute different sizes
 
 UNKNOWN, STARTING, READING, COMPUTING, WAITING, UPDATING, EVALUATING, SAVING, ENDING = range(9)
 PHASES = (
@@ -40,7 +42,7 @@ PHASES = (
     "snapshot",
     "ending",
 )
-# What timing.jsonl calls those that are timed, in its order; all but the last add up to a step.
+# The phases that are timed, and their names in timing.jsonl; all but the last add up to a step.
 TIMED = {
     READING: "data",
     COMPUTING: "compute",
@@ -51,36 +53,42 @@ TIMED = {
 TIMING_KEYS = tuple(TIMED.values())
 STEP_KEYS = TIMING_KEYS[:-1]
 
-
-HOOK = "register_optimizer_step_post_hook"
-OF_BLOCK = " of "  # in the name of a collective, before that of a block
-OWN_WORDS = [0] * WORDS  # of a process that no launcher watches
+OPTIMIZER_MODULE = "torch.optim.optimizer"
+STEP_HOOK = "register_optimizer_step_post_hook"
+TORCH_POLL_S = 0.05
+BLOCK_SEPARATOR = " of "  # between the name of a collective and that of a block
+LOCAL_SLOTS = [0] * NUM_SLOTS  # of a process that no launcher watches
 
 
 @dataclass(frozen=True)
 class RankFiles:
     """The files that a rank writes and its launcher reads.
 
-    rank: the number that the rank was started with.  slot: its place among those of its node.
-    words: of all ranks of the node, at their slots.  sites: of all of them, a line for each call of
-    a collective. stacks: of this rank alone."""
+    Attributes:
+        rank: The number with which the rank was started.
+        slot: Its index among the ranks of its node.
+        progress_file: The slots of all ranks of the node.
+        sites_file: The call sites of all ranks of the node, a line each.
+        stacks_file: The stacks of this rank alone.
+    """
 
     rank: int
     slot: int
-    words: str
-    sites: str
-    stacks: str
+    progress_file: str
+    sites_file: str
+    stacks_file: str
 
     @property
     def variable(self) -> dict[str, str]:
-        """Return what tells a rank its files."""
-        return {PROGRESS: json.dumps(asdict(self))}
+        """The environment variable that names a rank's files."""
+        return {PROGRESS_VARIABLE: json.dumps(asdict(self))}
 
     @staticmethod
     def of_this_process() -> RankFiles | None:
-        """Return the files of this rank, or None where no launcher watches it."""
+        """Return the files of this rank, or None if no launcher watches it."""
         try:
-            files: RankFiles = fit(json.loads(os.environ.get(PROGRESS, "")), RankFiles)
+            text = os.environ.get(PROGRESS_VARIABLE, "")
+            files: RankFiles = convert(json.loads(text), RankFiles)
         except ValueError:
             return None
         return files
@@ -88,20 +96,30 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class CallSite(Frame):
-    """A call of a collective in the source."""
+    """A call of a collective in the source.
+
+    Attributes:
+        name: The name of the collective.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One rank's words.
+class RankProgress:
+    """One rank's slots, as its launcher reads them.
 
-    step: the one under way, from 1; 0 before the first.  phase: of PHASES.  passes: microbatches,
-    or batches of an evaluation, begun.  count: collectives begun.  waits: the number of the one it
-    waits for, or 0. recent: (site, numbers that this rank brings; -1 where that may differ) by
-    number, of the last RING. group: the number of the group that made them: it counts those in
-    place of a broken one."""
+    Attributes:
+        step: The step in progress, from 1; 0 before the first.
+        phase: An index of PHASES.
+        passes: Microbatches, or batches of an evaluation, begun.
+        count: Collectives begun.
+        waits: The number of the collective that the rank waits for, or 0.
+        recent: (call site, size) of the last collectives by their number; the size is how many
+            numbers the rank contributes, or VARYING_SIZE.
+        group: The number of the process group in which they were called: it counts the groups that
+            replaced a broken one.
+    """
 
     step: int = 0
     phase: int = UNKNOWN
@@ -112,169 +130,194 @@ class Standing:
     group: int = 0
 
     def collective(self, number: int) -> tuple[CallSite, int] | None:
+        """Return the call site and the size of a collective, if the rank remembers it."""
         return dict(self.recent).get(number)
 
 
 class Progress:
-    """This rank's words. `words[PHASE] = READING` is how to write one.
+    """This rank's slots. `slots[PHASE] = READING` writes one.
 
-    Where no launcher watches they are a list, and collectives are not noted.
+    Without a launcher the slots are a list, and collectives are not recorded.
+
+    Attributes:
+        slots: The numbers.
+        files: The rank's files, if a launcher watches it.
     """
 
     def __init__(self) -> None:
-        self.words: Any = OWN_WORDS
-        self.files: RankFiles | None = None  # where a launcher watches
-        self.known: dict[int, int] = {}
-        self.codes: list[Any] = []  # kept, so that no id is given twice
-        self.blocks: dict[str, int] = {}  # site by what is collected, where that is a block's
-        self.sites_known = 0
-        if (files := RankFiles.of_this_process()) is None:
+        self.slots: Any = LOCAL_SLOTS
+        self.files: RankFiles | None = None
+        self._site_by_call: dict[int, int] = {}
+        self._codes: list[Any] = []  # kept alive, so that no id is used twice
+        self._site_by_label: dict[str, int] = {}  # of collectives of one block of the model
+        self._num_sites = 0
+        files = RankFiles.of_this_process()
+        if files is None:
             return
-        with suppress(
-            OSError, ValueError
-        ):  # a container of the rank's own, from which they cannot be opened
-            with Path(files.words).open("r+b") as opened:
-                words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
-            self.words = words[files.slot * WORDS : (files.slot + 1) * WORDS]
+        # OSError: the rank runs in a container in which the file does not exist.
+        with suppress(OSError, ValueError):
+            with Path(files.progress_file).open("r+b") as opened:
+                all_slots = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+            first = files.slot * NUM_SLOTS
+            self.slots = all_slots[first : first + NUM_SLOTS]
             self.files = files
 
-    def reach(self, name: str, size: int) -> None:
-        """Note that this rank begins its next collective: where its caller's caller is in the
-        source, and how many numbers this rank brings, -1 where ranks may bring different ones. Half
-        a microsecond."""
-        if self.files is None:
-            return
-        frame = sys._getframe(2)
-        # One whole number as the key, for a tuple would cost as much again. Addresses are multiples
-        # of 16.
-        site = self.known.get((id(frame.f_code) << 12) + frame.f_lasti) or self._find(name, frame)
-        words = self.words
-        number = words[COUNT] + 1
-        place = number % RING
-        words[SITES + place] = site
-        words[SIZES + place] = size
-        words[COUNT] = number
+    def record_collective(self, name: str, size: int) -> None:
+        """Record that this rank begins its next collective. Takes half a microsecond.
 
-    def reach_block(self, name: str, block: str, size: int) -> None:
-        """Note a collective of one block of the model, by the block's name: blocks have the same
-        lines.
+        The call site is where the caller's caller is in the source.
+
+        Args:
+            name: The collective.
+            size: How many numbers this rank contributes, or VARYING_SIZE.
         """
         if self.files is None:
             return
-        label = f"{name}{OF_BLOCK}{block}"
-        if label not in self.blocks:
-            self._add_site(_call_of_a_block(label))
-            self.blocks[label] = self.sites_known
-        number = self.words[COUNT] + 1
-        self.words[SITES + number % RING] = self.blocks[label]
-        self.words[SIZES + number % RING] = size
-        self.words[COUNT] = number
+        frame = sys._getframe(2)
+        # One integer as the key, since a tuple would double the cost. The address of a code object
+        # is a multiple of 16, and an instruction's offset is below 2^16.
+        key = (id(frame.f_code) << 12) + frame.f_lasti
+        site = self._site_by_call.get(key) or self._find_site(name, frame)
+        slots = self.slots
+        number = slots[COUNT] + 1
+        index = number % RING
+        slots[SITES + index] = site
+        slots[SIZES + index] = size
+        slots[COUNT] = number
+
+    def record_block_collective(self, name: str, block: str, size: int) -> None:
+        """Record a collective of one block of the model, with the block's name.
+
+        All blocks are computed by the same lines, so their call sites would be the same.
+        """
+        if self.files is None:
+            return
+        label = f"{name}{BLOCK_SEPARATOR}{block}"
+        if label not in self._site_by_label:
+            self._add_site(_find_block_call(label))
+            self._site_by_label[label] = self._num_sites
+        number = self.slots[COUNT] + 1
+        self.slots[SITES + number % RING] = self._site_by_label[label]
+        self.slots[SIZES + number % RING] = size
+        self.slots[COUNT] = number
 
     def _add_site(self, site: tuple[str, str, int, str]) -> None:
-        """Have the launcher find the site by its number, from 1: 0 is an empty place in the ring."""
-        assert self.files is not None
-        append(
-            self.files.sites, json.dumps((self.files.rank, *site))
-        )  # as JSON: a folder's name may hold any byte
-        self.sites_known += 1
+        """Give a call site the next number, from 1, and write it for the launcher.
 
-    def _find(self, name: str, frame: Any) -> int:
-        """The site of a call that comes for the first time, or by way of the module that makes
-        collectives.
+        0 is an empty slot of the ring.
+        """
+        assert self.files is not None
+        # As JSON, since the name of a folder may hold any byte.
+        append_line(self.files.sites_file, json.dumps((self.files.rank, *site)))
+        self._num_sites += 1
+
+    def _find_site(self, name: str, frame: Any) -> int:
+        """Return the number of a call site: of a new one, or of a call through another function.
+
+        The module that calls collectives may do so through functions of its own. The site is the
+        call into this module.
         """
         module = sys._getframe(2).f_globals
         while frame.f_globals is module and frame.f_back is not None:
             frame = frame.f_back
         code = frame.f_code
         key = (id(code) << 12) + frame.f_lasti
-        if key not in self.known and self.files is not None:
+        if key not in self._site_by_call and self.files is not None:
             self._add_site((code.co_name, code.co_filename, frame.f_lineno, name))
-            self.codes.append(code)
-            self.known[key] = self.sites_known
-        return self.known[key]
+            self._codes.append(code)
+            self._site_by_call[key] = self._num_sites
+        return self._site_by_call[key]
 
 
-def _call_of_a_block(label: str) -> tuple[str, str, int, str]:
-    """Return the site of the call of a block: the innermost one that is the job's, where there is
-    one.
-    """
+def _find_block_call(label: str) -> tuple[str, str, int, str]:
+    """Return the call site of a block: the innermost one in the job's code, if there is one."""
     stack: list[Frame] = []
     frame: Any = sys._getframe(3)
     while frame is not None:
         stack.append(Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    call = users_frame(stack) or stack[0]
+    call = find_user_frame(stack) or stack[0]
     return call.function, call.file, call.line, label
 
 
-def count_steps() -> None:
-    """Note which step a script is in: those of its first optimizer, by torch's own hook, once torch
-    is there.
+def count_script_steps() -> None:
+    """Record the step of a script: it counts the steps of its first optimizer, by torch's own hook.
+
+    Runs in a thread and waits until the script has imported torch. To import it before the script
+    would change what the script can still set.
     """
-    while not hasattr(sys.modules.get("torch.optim.optimizer"), HOOK):
-        time.sleep(
-            0.05
-        )  # in a thread: to import torch before the script would change what the script can set
-    words = Progress().words
-    first: list[object] = []
+    while not hasattr(sys.modules.get(OPTIMIZER_MODULE), STEP_HOOK):
+        time.sleep(TORCH_POLL_S)
+    slots = Progress().slots
+    first_optimizer: list[object] = []
 
     def after_step(optimizer: object, *_: object) -> None:
-        first[:] = first or [optimizer]
-        if optimizer is first[0] and words[PHASE] == UNKNOWN:  # else our trainer notes more
-            words[STEP] = max(words[STEP], 1) + 1
+        if not first_optimizer:
+            first_optimizer.append(optimizer)
+        # In another phase our own trainer runs in the script, and records its steps itself.
+        if optimizer is first_optimizer[0] and slots[PHASE] == UNKNOWN:
+            slots[STEP] = max(slots[STEP], 1) + 1
 
-    getattr(sys.modules["torch.optim.optimizer"], HOOK)(after_step)
+    getattr(sys.modules[OPTIMIZER_MODULE], STEP_HOOK)(after_step)
 
 
-def append(file: str | Path, line: str) -> None:
-    """Add a line to a file that other ranks add lines to.
+def append_line(file: str | Path, line: str) -> None:
+    """Append a line to a file to which other ranks append too.
 
-    One call of the system, so that no line lies within another one. A rank that is killed in it may
-    leave half a line, behind which the next one begins anew."""
-    opened = os.open(file, os.O_WRONLY | os.O_APPEND)
+    One system call, so that no line lies within another one. A rank that is killed in it may leave
+    half a line, after which the next writer begins a new one.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(opened, f"\n{line}\n".encode())
+        os.write(descriptor, f"\n{line}\n".encode())
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def clear_words(file: Path, slot: int) -> None:
-    """Set the words of one rank to zero, for another process in its place."""
-    _write(file, slot * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
+def clear_slots(file: Path, slot: int) -> None:
+    """Set the slots of one rank to zero, for the process that replaces it."""
+    _write_at(file, slot * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
 
 
-def write_word(file: Path, local_rank: int, word: int, value: int) -> None:
-    _write(file, local_rank * BYTES_PER_RANK + 8 * word, value.to_bytes(8, sys.byteorder))
+def write_slot(file: Path, local_rank: int, slot: int, value: int) -> None:
+    """Write one slot of one rank."""
+    _write_at(file, local_rank * BYTES_PER_RANK + 8 * slot, value.to_bytes(8, sys.byteorder))
 
 
-def _write(file: Path, offset: int, data: bytes) -> None:
+def _write_at(file: Path, offset: int, data: bytes) -> None:
     with file.open("r+b", buffering=0) as opened:
         opened.seek(offset)
         opened.write(data)
 
 
-def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[Standing]:
-    """Return the standing of each rank, also of one that has ended. ranks: their numbers, by slot."""
-    words = memoryview(file.read_bytes()).cast("q")
+def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[RankProgress]:
+    """Return the progress of each rank of a node, also of one that has ended.
+
+    Args:
+        file: The slots of the ranks.
+        sites_file: Their call sites.
+        ranks: The number of the rank at each index.
+    """
+    slots = memoryview(file.read_bytes()).cast("q")
     sites = _read_sites(sites_file)
     return [
-        _standing(words[slot * WORDS : (slot + 1) * WORDS], sites.get(rank, []))
-        for slot, rank in enumerate(ranks)
+        _parse_slots(slots[index * NUM_SLOTS : (index + 1) * NUM_SLOTS], sites.get(rank, []))
+        for index, rank in enumerate(ranks)
     ]
 
 
-def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
-    step, phase, passes, count, waits, _, group = words[: GROUP + 1].tolist()
-    recent = [
-        (number, (sites[site - 1], words[SIZES + number % RING]))
-        for number in range(max(1, count - RING + 1), count + 1)
-        if 0 < (site := words[SITES + number % RING]) <= len(sites)
-    ]
-    return Standing(step, phase, passes, count, waits, tuple(recent), group)
+def _parse_slots(slots: memoryview, sites: list[CallSite]) -> RankProgress:
+    step, phase, passes, count, waits, _, group = slots[: GROUP + 1].tolist()
+    recent = []
+    for number in range(max(1, count - RING + 1), count + 1):
+        site = slots[SITES + number % RING]
+        if 0 < site <= len(sites):
+            recent.append((number, (sites[site - 1], slots[SIZES + number % RING])))
+    return RankProgress(step, phase, passes, count, waits, tuple(recent), group)
 
 
 def _read_sites(file: Path) -> dict[int, list[CallSite]]:
-    """Return the sites of each rank, in the order in which they were noted."""
+    """Return the call sites of each rank, in the order of their numbers."""
     sites: dict[int, list[CallSite]] = {}
     for line in file.read_bytes().splitlines():
         with suppress(ValueError):

@@ -1,10 +1,9 @@
-"""Where a process is in its Python code: it says so itself on a signal, also in the middle of a C
-call.
+"""The Python stacks of a process, which the process writes itself on a signal.
 
-faulthandler writes from the signal handler, so a rank that holds the interpreter's lock, or waits
-in a collective, still answers. Forked workers (DataLoader's) inherit the handler and the file.
-py-spy, where it is installed and allowed, reads from outside, so it also sees processes that are
-stopped."""
+faulthandler writes from the signal handler, so a rank that holds the GIL, or waits in a collective,
+still answers. Forked workers (DataLoader's) inherit the handler and the file. py-spy, if it is
+installed and permitted, reads a process from outside, so it also sees processes that are stopped.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +20,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-PACKAGE = str(Path(__file__).parent.parent)
-RECIPES = str(Path(PACKAGE) / "recipes")  # written as a user would
+PACKAGE_FOLDER = str(Path(__file__).parent.parent)
+RECIPES_FOLDER = str(Path(PACKAGE_FOLDER) / "recipes")  # written as a user would
 LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen", "<string>")
-SECONDS_TO_ANSWER = 5.0
-SECONDS_WITHOUT_MORE = 0.3  # a process that is kept from its core may pause within its answer
+STACK_TIMEOUT_S = 5.0
+STACK_POLL_S = 0.02
+STACK_QUIET_S = 0.3  # a process without a core may pause within its answer
+PY_SPY_TIMEOUT_S = 10
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
+ABORT_TEXT = "Fatal Python error: Aborted\n"
 
 
-def stack_signal() -> int:
-    """A real-time signal: USR1 and USR2 belong to schedulers and to users."""
+def get_stack_signal() -> int:
+    """Return a real-time signal: USR1 and USR2 belong to schedulers and to users."""
     return getattr(signal, "SIGRTMIN", 34) + 7
 
 
@@ -45,15 +48,18 @@ class Frame:
 
     @property
     def source(self) -> str:
-        """The line of code, or "" where the file is not here."""
+        """The line of code, or "" if the file is not on this machine."""
         return linecache.getline(self.file, self.line).strip()
 
     @property
     def is_own(self) -> bool:
-        return self.file.startswith(PACKAGE + os.sep) and not self.file.startswith(RECIPES)
+        """Whether the file belongs to this package, and not to its recipes."""
+        in_package = self.file.startswith(PACKAGE_FOLDER + os.sep)
+        return in_package and not self.file.startswith(RECIPES_FOLDER)
 
     @property
     def is_library(self) -> bool:
+        """Whether the file belongs to Python or to an installed package."""
         return any(part in self.file for part in LIBRARIES)
 
     def __str__(self) -> str:
@@ -63,118 +69,149 @@ class Frame:
 Stack = Sequence[Frame]  # innermost call first
 
 
-def users_frame(stack: Stack) -> Frame | None:
-    """Innermost frame of the user's own code; else of this package; else the innermost of all."""
-    own = next((f for f in stack if f.is_own), None)
-    users = next((f for f in stack if not f.is_own and not f.is_library), None)
-    return users or own or (stack[0] if stack else None)
+def find_user_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame of the user's code, else of this package, else of all."""
+    for frame in stack:
+        if not frame.is_own and not frame.is_library:
+            return frame
+    for frame in stack:
+        if frame.is_own:
+            return frame
+    return stack[0] if stack else None
 
 
-def answer_with_stack(file: Path) -> None:
-    """Write this process's stacks to the end of `file` at each `stack_signal()`, and when it
-    crashes.
-    """
-    answer_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+def dump_stacks_to_file(file: Path) -> None:
+    """Append this process's stacks to a file at each stack signal, and when it crashes."""
+    dump_stacks_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
 
 
-def answer_into(target: int) -> None:
+def dump_stacks_into(descriptor: int) -> None:
+    """Write this process's stacks into an open file at each stack signal, and when it crashes."""
     if not faulthandler.is_enabled():  # else the user wants to see crashes, on stderr
-        faulthandler.enable(target, all_threads=True)
-    faulthandler.register(stack_signal(), target, all_threads=True, chain=False)
+        faulthandler.enable(descriptor, all_threads=True)
+    faulthandler.register(get_stack_signal(), descriptor, all_threads=True, chain=False)
 
 
-def stacks_of(pid: int, file: Path) -> list[Stack]:
-    """The threads of a process that answers into `file`, main thread first; [] where it gives no
-    answer.
+def read_stacks(pid: int, file: Path) -> list[Stack]:
+    """Return the stacks of a process's threads, main thread first.
+
+    Args:
+        pid: The process.
+        file: The file into which it writes its stacks.
+
+    Returns:
+        The stacks; none if the process does not answer.
     """
-    return _from_outside(pid) or _from_itself(pid, file)
+    return _run_py_spy(pid) or _request_stacks(pid, file)
 
 
-def _from_itself(pid: int, file: Path) -> list[Stack]:
-    if not catches(pid, stack_signal()):  # the signal would end it
+def _request_stacks(pid: int, file: Path) -> list[Stack]:
+    """Return the stacks that a process writes on the stack signal."""
+    if not handles_signal(pid, get_stack_signal()):  # the signal would end it
         return []
     try:
-        before = file.stat().st_size
-        os.kill(pid, stack_signal())
+        first_size = file.stat().st_size
+        os.kill(pid, get_stack_signal())
     except OSError:
         return []
-    deadline, size, quiet = time.monotonic() + SECONDS_TO_ANSWER, before, 0.0
-    while time.monotonic() < deadline and not (size > before and quiet >= SECONDS_WITHOUT_MORE):
-        time.sleep(0.02)
-        quiet = quiet + 0.02 if file.stat().st_size == size else 0.0
-        size = file.stat().st_size
+    _wait_for_answer(file, first_size)
     with file.open(encoding="utf-8") as opened:
-        opened.seek(before)
-        return parse(opened.read())
+        opened.seek(first_size)
+        return parse_faulthandler(opened.read())
 
 
-def last_words(file: Path) -> list[Stack]:
-    """Where a process was when compiled code aborted it, main thread first; [] where that is not
-    how it ended.
+def _wait_for_answer(file: Path, first_size: int) -> None:
+    """Wait until a file has grown, and has not grown any more for a moment."""
+    deadline = time.monotonic() + STACK_TIMEOUT_S
+    size = first_size
+    quiet_s = 0.0
+    while time.monotonic() < deadline:
+        if size > first_size and quiet_s >= STACK_QUIET_S:
+            return
+        time.sleep(STACK_POLL_S)
+        new_size = file.stat().st_size
+        quiet_s = quiet_s + STACK_POLL_S if new_size == size else 0.0
+        size = new_size
+
+
+def read_abort_stacks(file: Path) -> list[Stack]:
+    """Return the stacks of a process that compiled code has aborted, main thread first.
+
+    Args:
+        file: The file into which the process wrote its stacks.
+
+    Returns:
+        The stacks; none if the process ended in another way.
     """
     try:
-        _, crashed, text = file.read_text(encoding="utf-8").rpartition(
-            "Fatal Python error: Aborted\n"
-        )
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return []
-    return parse(text) if crashed else []
+    _, abort_text, stacks_text = text.rpartition(ABORT_TEXT)
+    return parse_faulthandler(stacks_text) if abort_text else []
 
 
-def raised_at(trace: str) -> list[Stack]:
-    """The stack of a traceback, as an exception's text has it."""
-    found = (FRAME.match(line) for line in trace.splitlines())
-    stack = [
-        Frame(f["function"], f["file"], int(f["line"])) for f in found if f and f["line"].isdigit()
-    ]
-    return [stack[::-1]] if stack else []
+def parse_traceback(trace: str) -> list[Stack]:
+    """Return the stack in the text of a traceback, or nothing."""
+    frames = []
+    for line in trace.splitlines():
+        match = FRAME.match(line)
+        if match and match["line"].isdigit():
+            frames.append(Frame(match["function"], match["file"], int(match["line"])))
+    return [frames[::-1]] if frames else []
 
 
-def parse(text: str) -> list[Stack]:
-    """faulthandler's text as stacks, main thread first: it lists the newest thread first."""
+def parse_faulthandler(text: str) -> list[Stack]:
+    """Return the stacks in faulthandler's text, main thread first: it lists the newest first."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
-        elif (found := FRAME.match(line)) and threads:
-            number = found["line"]
-            threads[-1].append(
-                Frame(found["function"], found["file"], int(number) if number.isdigit() else 0)
-            )
+            continue
+        match = FRAME.match(line)
+        if match and threads:
+            line_number = int(match["line"]) if match["line"].isdigit() else 0
+            threads[-1].append(Frame(match["function"], match["file"], line_number))
     return list(reversed(threads))
 
 
-def _from_outside(pid: int) -> list[Stack]:
+def _run_py_spy(pid: int) -> list[Stack]:
+    """Return the stacks that py-spy reads from outside, or none."""
     if not shutil.which("py-spy"):
         return []
     command = ["py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        said = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-        return parse_py_spy(said, pid)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=True
+        )
+        return parse_py_spy(result.stdout, pid)
+    # It is not permitted to read the process (ptrace), or does not know this Python.
     except (OSError, subprocess.SubprocessError, ValueError):
-        return []  # not allowed to look (ptrace), or a Python that it does not know
+        return []
 
 
 def parse_py_spy(text: str, pid: int) -> list[Stack]:
-    """`py-spy dump --json` as stacks, main thread first: that is the one whose number is the
-    process's.
+    """Return the stacks in the output of `py-spy dump --json`, main thread first.
+
+    The main thread is the one whose number is the process's.
     """
     threads = sorted(json.loads(text), key=lambda thread: thread.get("os_thread_id") != pid)
-    return [
-        [
-            Frame(f["name"].rpartition(".")[2], f["filename"], f["line"]) for f in thread["frames"]
-        ]  # not Class.name
-        for thread in threads
-    ]
+    return [[_parse_py_spy_frame(frame) for frame in thread["frames"]] for thread in threads]
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for this signal."""
+def _parse_py_spy_frame(frame: dict[str, Any]) -> Frame:
+    function = frame["name"].rpartition(".")[2]  # without the class
+    return Frame(function, frame["filename"], frame["line"])
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if match is None:
+        return False
+    handled = int(match.group(1), 16)  # bit n-1 is signal n
+    return bool(handled >> (number - 1) & 1)

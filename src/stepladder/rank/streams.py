@@ -1,6 +1,4 @@
-"""Where a rank prints: into a pipe to its launcher, or where that prints, for the person who
-started the run.
-"""
+"""The output of a rank: a pipe to its launcher, or the launcher's own stdout and stderr."""
 
 from __future__ import annotations
 
@@ -10,23 +8,26 @@ from collections.abc import Sequence
 
 from stepladder.rank.open_file import OpenFile
 
-_launchers: list[int] = []  # its stdout and stderr, where this rank's are pipes
+STDOUT = 1
+# Copies of the launcher's stdout and stderr, if this rank prints into pipes.
+_launcher_streams: list[int] = []
 
 
-def print_to(outputs: Sequence[OpenFile]) -> None:
-    """Send stdout and stderr there from now on; to the launcher's for no outputs."""
-    for stream, target in enumerate(outputs, start=1):
-        _launchers.append(os.dup(stream))
-        os.dup2(target.number, stream)
+def redirect_output(outputs: Sequence[OpenFile]) -> None:
+    """Replace stdout and stderr by these files; without files the launcher's stay."""
+    for number, target in enumerate(outputs, start=STDOUT):
+        _launcher_streams.append(os.dup(number))
+        os.dup2(target.number, number)
     for target in set(outputs):
         target.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def print_to_launcher() -> None:
-    """In the place of a rank that did, and was lost."""
-    for stream, target in enumerate(_launchers, start=1):
-        (sys.stdout, sys.stderr)[stream - 1].flush()
-        os.dup2(target, stream)
+def restore_launcher_output() -> None:
+    """Print to the launcher's stdout and stderr from now on, in place of a rank that was lost."""
+    streams = (sys.stdout, sys.stderr)
+    for number, target in enumerate(_launcher_streams, start=STDOUT):
+        streams[number - STDOUT].flush()
+        os.dup2(target, number)
         os.close(target)
-    _launchers.clear()
+    _launcher_streams.clear()

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stepladder.core.address import addresses_of, is_loopback
+from stepladder.core.address import is_loopback, resolve_host
 
 if TYPE_CHECKING:
     import torch
@@ -78,14 +78,14 @@ def __getattr__(name: str) -> Any:
 
 
 class DynamoStandIn(ModuleType):
-    """A module that replaces torch._dynamo during an optimizer's step, with the function it calls."""
+    """A module that replaces torch._dynamo during a step, with the one function a step calls."""
 
     @staticmethod
     def graph_break() -> None:
         """Do nothing: no graph is being traced."""
 
     def __getattr__(self, name: str) -> object:
-        """Import the real torch._dynamo for any other name, which an optimizer that compiles needs."""
+        """Import the real torch._dynamo for any other name, for an optimizer that compiles."""
         _remove_stand_in()
         import_module(DYNAMO)
         return getattr(sys.modules[DYNAMO], name)
@@ -147,14 +147,14 @@ def make_backward() -> Callable[..., None]:
     engine = torch.autograd.Variable._execution_engine
     public_backward = torch.autograd.backward
     is_unwrapped = _is_defined_in(torch.autograd.__file__, public_backward)
-    one = torch.ones(())
+    unit_gradient = torch.ones(())
 
-    def backward(loss: torch.Tensor, gradient: torch.Tensor = one) -> None:
+    def backward(loss: torch.Tensor, gradient: torch.Tensor = unit_gradient) -> None:
         if is_unwrapped and loss.is_cpu and torch.autograd.backward is public_backward:
             engine.run_backward(
                 (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        elif gradient is one:
+        elif gradient is unit_gradient:
             loss.backward()
         else:  # not loss.backward(gradient): that imports sympy, which takes 0.3 s
             (loss * gradient).backward()
@@ -202,7 +202,7 @@ class BareStep:
 
 
 def _is_defined_in(file: str | None, function: object) -> bool:
-    """Tell whether a function comes from torch's own file, and not from a program that wrapped it."""
+    """Tell whether a function is torch's own, and no wrapper from another file."""
     return getattr(getattr(function, "__code__", None), "co_filename", "") == file
 
 
@@ -215,7 +215,7 @@ def _is_defined_in(file: str | None, function: object) -> bool:
 
 
 def keep_backward_context_from_gloo() -> None:
-    """Without a GPU, keep torch from handing gloo's threads a Python object at each backward pass.
+    """Keep torch from handing gloo's threads a Python object at each backward pass without a GPU.
 
     The threads need the GIL to drop the object. A DDP model that is freed meanwhile joins the
     threads with the GIL held, so that a script that had done its work hung at its end. The object
@@ -306,7 +306,7 @@ def bind_store_to_loopback() -> None:
 
 def _listen_on(host: str, port: int) -> int:
     """Return the file descriptor of a socket that listens on the first address of `host`."""
-    address = addresses_of(host)[0]
+    address = resolve_host(host)[0]
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     return socket.create_server((str(address), port), family=family).detach()
 
@@ -334,7 +334,7 @@ def shut_down_connections(names: Collection[str]) -> None:
 
 
 def _open_connections() -> Iterator[tuple[str, socket.socket]]:
-    """Yield each TCP connection as a copy, since another thread may close the original meanwhile."""
+    """Yield a copy of each TCP connection; another thread may close the original meanwhile."""
     with suppress(FileNotFoundError):
         for number in [int(path.name) for path in FD_FOLDER.iterdir()]:
             with suppress(OSError):
@@ -381,12 +381,12 @@ def get_default_store() -> Any:
 
 
 def stop_rendezvous_heartbeats(handler: Any) -> None:
-    """Leave torchelastic's rendezvous without closing it for the other nodes, as `shutdown` does."""
+    """Leave torchelastic's rendezvous; `shutdown` would close it for the other nodes."""
     handler._stop_heartbeats()
 
 
 def get_dynamo_config() -> Any:
-    """Return the settings of torch.compile's tracer, among them its limit of shapes per function."""
+    """Return the settings of torch.compile's tracer, such as its limit of shapes per function."""
     return import_module("torch._dynamo.config")
 
 

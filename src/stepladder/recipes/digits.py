@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import InputError, Job
-from stepladder.core.numbers import refuse_outside
+from stepladder.core.numbers import validate_range
 
 TEST_IMAGES = 360
 SMOOTHING = (
@@ -35,8 +35,8 @@ class Config:
     dropout: float = 0.5  # part of the last layer's inputs, 0 to 1
 
     def __post_init__(self) -> None:
-        refuse_outside(self, 1, 4096, "width")
-        refuse_outside(self, 0, 1, "dropout")
+        validate_range(self, 1, 4096, "width")
+        validate_range(self, 0, 1, "dropout")
 
 
 def build(config: Config) -> Job:

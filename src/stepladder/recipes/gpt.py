@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import InputError, Job
-from stepladder.core.errors import naming
-from stepladder.core.numbers import refuse_outside
+from stepladder.core.errors import as_input_error
+from stepladder.core.numbers import validate_range
 
 MOST_CHARACTERS = 256  # of a text with more, and of what is no text, bytes are the tokens
 # of the embedding of n-grams; a prime, so that those that share a row have nothing in common
@@ -48,10 +48,10 @@ class Config:
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
-        refuse_outside(self, 1, 1e5, "layers", "heads", "width", "block")
-        refuse_outside(self, 1, 8, "ngrams")
-        refuse_outside(self, 0, 1, "dropout")
-        refuse_outside(self, 0, 1e6, "weight_decay")
+        validate_range(self, 1, 1e5, "layers", "heads", "width", "block")
+        validate_range(self, 1, 8, "ngrams")
+        validate_range(self, 0, 1, "dropout")
+        validate_range(self, 0, 1e6, "weight_decay")
         if self.width % self.heads:
             raise InputError(
                 f"--width {self.width} is no multiple of --heads {self.heads}",
@@ -101,7 +101,7 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
 
     Raises InputError where there is no such file, or too little in it.
     """
-    with naming(
+    with as_input_error(
         f"cannot read {path}",
         "stepladder data get shakespeare, or --data-dir DIR with a text input.txt",
     ):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job
-from stepladder.core.numbers import refuse_outside
+from stepladder.core.numbers import validate_range
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Config:
     noise: float = 0.1  # standard deviation of the targets' noise
 
     def __post_init__(self) -> None:
-        refuse_outside(self, 1, 1e8, "samples")
-        refuse_outside(self, 1, 1e5, "features", "hidden")
-        refuse_outside(self, 0, 1e6, "noise")
+        validate_range(self, 1, 1e8, "samples")
+        validate_range(self, 1, 1e5, "features", "hidden")
+        validate_range(self, 0, 1e6, "noise")
 
 
 def build(config: Config) -> Job:

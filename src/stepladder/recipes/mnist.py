@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job, Shards
-from stepladder.core.numbers import refuse_outside
+from stepladder.core.numbers import validate_range
 from stepladder.data.formats.idx import read_mnist
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, in 0..1
@@ -33,7 +33,7 @@ class Config:
     weight_decay: float = 1e-4  # L2 penalty
 
     def __post_init__(self) -> None:
-        refuse_outside(self, 0, 1e6, "weight_decay")
+        validate_range(self, 0, 1e6, "weight_decay")
 
 
 def build(config: Config) -> Job:

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import InputError, Job
-from stepladder.core.numbers import refuse_outside
-from stepladder.core.order import key
+from stepladder.core.numbers import validate_range
+from stepladder.core.order import derive_seed
 from stepladder.data.movielens import leave_one_out
 from stepladder.data.movielens.ratings import Ratings, damped_means, read_ratings
 from stepladder.train.metrics.ranking import MetricSums, fit_ease, ranking_metrics
@@ -70,9 +70,9 @@ class Config:
             raise InputError(
                 f"--task {self.task} has no model {self.model}", f"--task {self.task} --model mf"
             )
-        refuse_outside(self, 0, FOLDS - 1, "fold")
-        refuse_outside(self, 0, 1e5, "factors", "negatives")
-        refuse_outside(self, -1e6, 1e6, "reg")
+        validate_range(self, 0, FOLDS - 1, "fold")
+        validate_range(self, 0, 1e5, "factors", "negatives")
+        validate_range(self, -1e6, 1e6, "reg")
         epochs, batch, lr, factors, reg, negatives = DEFAULTS[self.task, self.model]
         self.epochs, self.global_batch = self.epochs or epochs, self.global_batch or batch
         self.lr, self.factors = self.lr or lr, self.factors or factors
@@ -100,7 +100,7 @@ def load(config: Config) -> Ratings | leave_one_out.LeaveOneOut:
 
 def drawn(purpose: str) -> np.random.Generator:
     """Test sets do not depend on the run's seed."""
-    return np.random.Generator(np.random.Philox(key=key("movielens", purpose)))
+    return np.random.Generator(np.random.Philox(key=derive_seed("movielens", purpose)))
 
 
 def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.folders import file_system
+from stepladder.core.folders import get_file_system
 from stepladder.slurm.job import BatchJob, seconds_of
 from stepladder.slurm.query import ask, lab_conf, look_up, slurm_environment
 
@@ -219,7 +219,7 @@ def doubts(job: BatchJob) -> list[str]:
     if conf == str(lab_conf()):
         return []  # its nodes are this machine
     path = Path(job.job_dir).absolute()
-    kind = file_system(path)
+    kind = get_file_system(path)
     if path.is_relative_to("/tmp") or kind in ON_ONE_MACHINE:
         return [
             f"run directory {path} is on {kind or 'a disk'} of this machine: other nodes may not see it"

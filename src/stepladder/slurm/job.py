@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import stored
-from stepladder.core.cores import read_range
-from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import config_folder, find_above, refuse_foreign
-from stepladder.core.jsonl import last_lines
-from stepladder.core.numbers import whole
-from stepladder.core.secrets import words_of
-from stepladder.rank.exit_record import NAME
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.folders import find_file_above, get_config_folder, validate_ownership
+from stepladder.core.jsonl import read_last_lines
+from stepladder.core.masking import split_secrets
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.process_count import parse_range
+from stepladder.rank.exit_record import END_FILE_NAME
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.rank.timing import is_timing, rows_of
+from stepladder.rank.timing import get_timing_rows, is_timing_line
 
 SITE = "stepladder.toml"
 DEFAULT_MARGIN = 120
@@ -107,7 +107,7 @@ class BatchJob(SiteDefaults):
                     f"{flag} {value!r} holds a line break or a control character",
                     f"{flag} in one line",
                 )
-        with naming(
+        with as_input_error(
             f"--container {self.container} is not a command", "quotes in pairs", (ValueError,)
         ):
             shlex.split(self.container)
@@ -164,10 +164,10 @@ def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> Batch
         raise InputError(f"--mem {mem!r} is not an amount of memory", "--mem 64G")
     nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
     if nproc not in ("gpu", "cpu", "auto"):
-        read_range("--nproc", nproc)
+        parse_range("--nproc", nproc)
     if given.get("time"):
         seconds_of(given["time"])
-    per_task = 1 if given.get("per_rank") else whole(nproc) or 1
+    per_task = 1 if given.get("per_rank") else parse_whole_number(nproc) or 1
     return BatchJob(**{"nproc": nproc, "cpus_per_task": per_task, **own, **asdict(site), **given})
 
 
@@ -176,9 +176,9 @@ def measured_margin(run_dir: Path, limit: str = "") -> int:
     end, and some to notice. At most a quarter of the time limit, for Slurm sends the signal up to a
     minute early."""
     margin = DEFAULT_MARGIN
-    lines = [line for line in last_lines(run_dir / "timing.jsonl") if is_timing(line)]
+    lines = [line for line in read_last_lines(run_dir / "timing.jsonl") if is_timing_line(line)]
     if lines:
-        rows = [(row, line["steps"]) for line in lines for row in rows_of(line).values()]
+        rows = [(row, line["steps"]) for line in lines for row in get_timing_rows(line).values()]
         step = max(sum(row[: len(STEP_KEYS)]) / steps for row, steps in rows)
         margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row[-1] for row, _ in rows))
     most = seconds_of(limit) / 4 if limit else math.inf
@@ -246,13 +246,13 @@ def words_and_secrets(words: Sequence[str]) -> Iterator[tuple[str, dict[str, str
     """Each word as the script has it, and the environment that it needs: secrets stand in no
     script.
     """
-    for number, word in enumerate(words_of(words)):
+    for number, word in enumerate(split_secrets(words)):
         if word.secret:
             variable = f"STEPLADDER_ARG_{number}_{re.sub(r'[^A-Z0-9]+', '_', word.name.upper()).strip('_')}"
-            shown = shlex.quote(word.shown) if word.shown else ""
+            shown = shlex.quote(word.prefix) if word.prefix else ""
             yield f'{shown}"${{{variable}:?is not set}}"', {variable: word.secret}
         else:
-            yield shlex.quote(word.shown), {}
+            yield shlex.quote(word.prefix), {}
 
 
 def secrets_of(job: BatchJob) -> dict[str, str]:
@@ -267,7 +267,7 @@ def end_file(job: BatchJob) -> str:
     at once.
     """
     if job.command[0] == "train":
-        return shlex.quote(f"{job.job_dir}/{NAME}")
+        return shlex.quote(f"{job.job_dir}/{END_FILE_NAME}")
     return f"{shlex.quote(job.job_dir)}/ended-$SLURM_JOB_ID.json"
 
 
@@ -313,10 +313,10 @@ def find_site() -> SiteDefaults:
     """From the first file found in the current folder, those above it, or the user's own
     configuration.
     """
-    own = config_folder() / "config.toml"
-    found = find_above(SITE)
+    own = get_config_folder() / "config.toml"
+    found = find_file_above(SITE)
     if found is None and own.is_file():
-        refuse_foreign(own)
+        validate_ownership(own)
         found = own
     return read_site(found) if found else SiteDefaults()
 
@@ -324,13 +324,13 @@ def find_site() -> SiteDefaults:
 def read_site(path: Path) -> SiteDefaults:
     """Raises InputError on an unknown key or a value of the wrong kind."""
     hint = 'a table [submit] with lines like partition = "gpu"; setup = ["module load cuda"]'
-    with naming(f"{path} cannot be used", hint, (OSError, ValueError)):
-        whole = stored.read_toml(path)
-        table = stored.fit(whole.pop("submit", {}), dict[str, Any], "submit")
+    with as_input_error(f"{path} cannot be used", hint, (OSError, ValueError)):
+        whole = typed_file.read_toml(path)
+        table = typed_file.convert(whole.pop("submit", {}), dict[str, Any], "submit")
         known = {field.name for field in fields(SiteDefaults)}
         if unknown := [*whole, *(table.keys() - known)]:
             raise InputError(
                 f"{path}: {unknown[0]} is unknown", f"under [submit]: {', '.join(sorted(known))}"
             )
-        site: SiteDefaults = stored.fit(table, SiteDefaults, "submit")
+        site: SiteDefaults = typed_file.convert(table, SiteDefaults, "submit")
     return site

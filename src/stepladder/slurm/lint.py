@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core import stored
-from stepladder.core.errors import InputError, naming
-from stepladder.core.numbers import whole
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import parse_whole_number
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
 LONG = 1 << 14  # characters: for a word of N, shlex takes N * N
@@ -94,8 +94,10 @@ def blank_quoted(text: str) -> str:
 
 def lint(path: Path) -> list[Violation]:
     """What is wrong in the script, by line. Raises InputError where it cannot be read."""
-    with naming(f"{path} cannot be read", "stepladder submit --lint FILE", (OSError, ValueError)):
-        script = BatchScript(path, stored.read(path).decode())
+    with as_input_error(
+        f"{path} cannot be read", "stepladder submit --lint FILE", (OSError, ValueError)
+    ):
+        script = BatchScript(path, typed_file.read_file(path).decode())
     first_line = script.text.partition("\n")[0]
     if path.suffix == ".py" or re.match(r"#!.*\bpython", first_line):
         hint = f"stepladder check {path}; --lint reads a shell script with #SBATCH lines"
@@ -183,7 +185,9 @@ def agents(script: BatchScript) -> Iterator[Violation]:
             what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
             yield Violation("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
         ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command[0]
-        too_many = (whole(tasks) or 0) > 1 or (whole(total) or 0) > (whole(nodes) or 1)
+        too_many = (parse_whole_number(tasks) or 0) > 1 or (parse_whole_number(total) or 0) > (
+            parse_whole_number(nodes) or 1
+        )
         if srun and not ranks and too_many:
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
-from stepladder.core.folders import state_folder
-from stepladder.core.jsonl import Lines, append, fits
-from stepladder.core.numbers import whole
-from stepladder.core.paths import usable
+from stepladder.core.folders import get_state_folder
+from stepladder.core.jsonl import JsonlReader, append_record, fits_dataclass
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.paths import parse_path
 from stepladder.slurm.job import BatchJob, render, secrets_of
 
 SECONDS_TO_ANSWER = 30.0
@@ -42,7 +42,7 @@ class Busy(InputError):
 
 def lab_conf() -> Path:
     """The configuration of the user's `stepladder lab`, while it is up."""
-    return state_folder() / "lab" / "slurm.conf"
+    return get_state_folder() / "lab" / "slurm.conf"
 
 
 def slurm_environment() -> dict[str, str]:
@@ -66,7 +66,9 @@ def ask(
     text: its standard input.  env: further variables of its environment.
     """
     conf = os.environ.get("SLURM_CONF")
-    if conf and not usable("SLURM_CONF", conf).exists():  # Slurm's commands would wait for a minute
+    if (
+        conf and not parse_path("SLURM_CONF", conf).exists()
+    ):  # Slurm's commands would wait for a minute
         raise InputError(
             f"SLURM_CONF={conf} is not there", "unset SLURM_CONF, or stepladder lab up --nodes 2"
         )
@@ -112,7 +114,7 @@ def show_job(job: str) -> str:
 
     Asks again for a while where the controller is busy.
     """
-    if whole(job) is None:
+    if parse_whole_number(job) is None:
         raise InputError(f"{job!r} is not a job's number", "stepladder status")
     deadline = time.monotonic() + SECONDS_WHILE_BUSY
     while True:
@@ -152,7 +154,7 @@ def notes_file() -> Path:
     """What Slurm forgets some minutes after a job's end: a line per job that was handed in from
     here.
     """
-    return state_folder() / "jobs.jsonl"
+    return get_state_folder() / "jobs.jsonl"
 
 
 def submit(job: BatchJob) -> str:
@@ -165,7 +167,7 @@ def submit(job: BatchJob) -> str:
         )
     except NotKnown as error:
         raise InputError(
-            error.found, "stepladder submit --help, or sinfo for what this cluster has"
+            error.problem, "stepladder submit --help, or sinfo for what this cluster has"
         ) from error
     note = {
         "job": number,
@@ -182,9 +184,9 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     """What is remembered of a job. It goes on where that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        append(path, line)
+        append_record(path, line)
     except OSError as error:
-        say(f"{path} cannot be written: {error.strerror}")
+        print_message(f"{path} cannot be written: {error.strerror}")
 
 
 def lines_of_job(path: Path, job: str | None, kind: type) -> list[dict[str, Any]]:
@@ -194,14 +196,14 @@ def lines_of_job(path: Path, job: str | None, kind: type) -> list[dict[str, Any]
 
 def remembered(path: Path, kind: type) -> list[dict[str, Any]]:
     """What `append_line` has written, as the dataclass `kind` has it. What is damaged is left out."""
-    lines = Lines(path, lambda line: "job" in line and fits(line, kind))
+    lines = JsonlReader(path, lambda line: "job" in line and fits_dataclass(line, kind))
     try:
-        found = list(lines.new())
+        found = list(lines.read_new())
     except InputError as error:
-        say(str(error))
+        print_message(str(error))
         return []
-    for text in lines.told():
-        say(text)
+    for text in lines.describe_damage():
+        print_message(text)
     return found
 
 

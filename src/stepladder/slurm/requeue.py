@@ -17,11 +17,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.address import answers
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, NO_FILE, STOPPED, TERMINATED
-from stepladder.core.jsonl import is_time
-from stepladder.core.numbers import MOST_PORT, whole
-from stepladder.rank.exit_record import NAME, read_end, this_start
+from stepladder.core.address import is_listening
+from stepladder.core.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    KILLED,
+    STOPPED,
+    STORAGE_FAILED,
+    TERMINATED,
+)
+from stepladder.core.jsonl import is_unix_time
+from stepladder.core.numbers import MAX_PORT, parse_whole_number
+from stepladder.rank.exit_record import END_FILE_NAME, identify_start, read_end
 from stepladder.slurm.query import Known, append_line, field, lines_of_job
 
 HISTORY = "requeues.jsonl"
@@ -45,7 +53,7 @@ class PastEnd:
     time: float | None
 
     def __post_init__(self) -> None:
-        if self.restart < 0 or not is_time(self.time or 0.0):
+        if self.restart < 0 or not is_unix_time(self.time or 0.0):
             raise ValueError
 
 
@@ -117,7 +125,7 @@ def reason_of(end: Ending) -> Reason:
         return Reason.NODE_FAILURE
     if end.word == TERMINATED:
         return asked
-    if end.word == NO_FILE:
+    if end.word == STORAGE_FAILED:
         return Reason.STORAGE
     if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
         return Reason.OUT_OF_MEMORY
@@ -208,10 +216,10 @@ def lost_nodes(facts: str) -> tuple[str, ...]:
     for shown in re.split(r"^(?=NodeName=)", facts, flags=re.MULTILINE)[1:]:
         state, port = (
             field(shown, "State"),
-            whole(field(shown, "Port"), most=MOST_PORT) or SLURMD_PORT,
+            parse_whole_number(field(shown, "Port"), maximum=MAX_PORT) or SLURMD_PORT,
         )
         bad = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)
-        if bad or not answers(field(shown, "NodeAddr"), port):
+        if bad or not is_listening(field(shown, "NodeAddr"), port):
             lost.append(field(shown, "NodeName"))
     return tuple(lost)
 
@@ -230,7 +238,7 @@ def ended_by_slurm(output: Path) -> dict[int, str]:
     with suppress(OSError), output.open(errors="replace", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(START):
-                number = (whole(line.removeprefix(START).partition(" ")[0]) or 0) - 1
+                number = (parse_whole_number(line.removeprefix(START).partition(" ")[0]) or 0) - 1
             elif asked := re.match(
                 r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line
             ):
@@ -274,11 +282,11 @@ def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
 
 def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
     """Look, decide and remember. facts: `scontrol show job` and `show node`."""
-    said = read_end() or read_end(job_dir / NAME)
+    said = read_end() or read_end(job_dir / END_FILE_NAME)
     end = Ending(
         code,
         said["code"] if said else None,
-        this_start()["restart"],
+        identify_start()["restart"],
         newest_step(job_dir),
         field(facts, "JobState") or "RUNNING",
         seconds_left(facts),
@@ -287,11 +295,11 @@ def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Dec
         lost_nodes(facts),
     )
     before = [
-        line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"], PastEnd)
+        line["step"] for line in lines_of_job(job_dir / HISTORY, identify_start()["job"], PastEnd)
     ]
     decision = decide(end, before, most)
     line: dict[str, Any] = {
-        **this_start(),
+        **identify_start(),
         "reason": decision.reason,
         "requeued": decision.requeue,
         "step": end.step,

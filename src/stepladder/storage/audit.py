@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from stepladder.core import stored
-from stepladder.core.errors import InputError, one_line
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Plan
 from stepladder.storage.ledger_rank import Attempt, LedgerProblem, ProcessChange, Wrong
 from stepladder.storage.ledger_reader import attempts_of, follow
@@ -189,7 +189,7 @@ def snapshot_chains(run_dir: Path) -> dict[int, str]:
     found = {}
     for path in snapshot_paths(run_dir / SNAPSHOTS):
         with suppress(OSError, ValueError):  # a damaged snapshot proves nothing; `train` reports it
-            manifest = stored.loads(stored.read(path / MANIFEST), ManifestHead)
+            manifest = typed_file.parse_json(typed_file.read_file(path / MANIFEST), ManifestHead)
             found[manifest.step] = manifest.ledger
     return found
 
@@ -208,11 +208,11 @@ def check_newest_snapshot(chains: dict[int, str], line: list[Stretch], problems:
 def steps_of_result(run_dir: Path, problems: list[str]) -> int:
     """How far a finished run has come; 0 for one that is not finished."""
     try:
-        return stored.loads(stored.read(run_dir / RESULT), Done).steps
+        return typed_file.parse_json(typed_file.read_file(run_dir / RESULT), Done).steps
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        problems.append(f"{RESULT} cannot be read ({one_line(error)})")
+        problems.append(f"{RESULT} cannot be read ({to_one_line(error)})")
         return 0
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core import durable
-from stepladder.core.errors import placing
-from stepladder.core.own_file import open_own
+from stepladder.core.errors import name_file_in_errors
+from stepladder.core.safe_open import open_without_links
 from stepladder.storage.rundir import LEDGER
 
 CHAIN_BYTES = 16
@@ -125,9 +125,9 @@ class Ledger:
         durable.make_folder(path.parent)
         self.path = path
         self.file = os.fdopen(
-            open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
+            open_without_links(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
         )
-        with placing(path.parent):
+        with name_file_in_errors(path.parent):
             durable.sync(path.parent)
         body = header.text
         self.chain = link(header.chain, body)
@@ -139,7 +139,7 @@ class Ledger:
     def _write(self, text: str) -> None:
         """Out of this process."""
         data = text.encode()
-        with placing(self.path):
+        with name_file_in_errors(self.path):
             while data:
                 data = data[self.file.write(data) :]
 
@@ -178,7 +178,7 @@ class Ledger:
             self.steps.clear()
             self.indices.clear()
         if lasting:
-            with placing(self.path):
+            with name_file_in_errors(self.path):
                 os.fsync(self.file.fileno())
 
     def close(self) -> None:

@@ -65,7 +65,9 @@ def orders(plan: Plan, first: int, last: int) -> Iterator[NDArray[np.int64]]:
     while first < last:
         end = min(last, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
         if plan.stream is None:
-            yield plan.at(plan.epoch_of_step(first), plan.batch(first)[0], plan.batch(end - 1)[1])
+            yield plan.indices_at(
+                plan.epoch_of_step(first), plan.batch(first)[0], plan.batch(end - 1)[1]
+            )
         else:
             yield from (
                 plan.stream.indices(plan.epoch_of_step(s), *plan.batch(s))

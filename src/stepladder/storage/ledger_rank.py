@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stepladder.core.console import printable
-from stepladder.core.errors import one_line
-from stepladder.core.jsonl import is_whole
-from stepladder.core.stored import opened
+from stepladder.core.console import make_printable
+from stepladder.core.errors import to_one_line
+from stepladder.core.jsonl import is_count
+from stepladder.core.typed_file import open_to_read
 from stepladder.storage.ledger import LedgerHeader, attempt_file, line_text, link, step_text
 from stepladder.storage.ledger_plan import Planned
 
@@ -144,7 +144,7 @@ class RankReader:
 
     def _opened(self) -> BinaryIO:
         try:
-            return opened(self.path)
+            return open_to_read(self.path)
         except (OSError, ValueError) as error:
             raise LedgerProblem(f"{self.place}: {self.path.name} cannot be read") from error
 
@@ -211,12 +211,14 @@ class RankReader:
             step, ranks, group = line["step"], line["ranks"], line["group"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        are_whole = isinstance(ranks, list) and all(map(is_whole, [step, group, *ranks]))
+        are_whole = isinstance(ranks, list) and all(map(is_count, [step, group, *ranks]))
         if not are_whole:
             return None
         why = line.get("why")
         texts = [one for one in why if isinstance(one, str)] if isinstance(why, list) else []
-        return Change(step, tuple(ranks), group, tuple(map(one_line, map(printable, texts))))
+        return Change(
+            step, tuple(ranks), group, tuple(map(to_one_line, map(make_printable, texts)))
+        )
 
     def _other(self, text: str, step: int, planned: dict[str, Any]) -> str:
         """A line that is not the planned one: its chain, if it is what the rank wrote."""
@@ -228,7 +230,7 @@ class RankReader:
             )
         if said != step:
             raise LedgerProblem(f"{self.place}: step {step} is missing")
-        if not is_whole(line.get("count")):
+        if not is_count(line.get("count")):
             raise LedgerProblem(f"{self.place}: the line of step {step} names no number of samples")
         if {name: line.get(name) for name in planned} != planned:
             off = (read_digest(line.get("digest")) - read_digest(planned["digest"])) % (1 << 64)
@@ -239,7 +241,7 @@ class RankReader:
 def has_no_header(path: Path) -> bool:
     """Whether its rank was lost before it had written that line."""
     try:
-        with opened(path) as file:
+        with open_to_read(path) as file:
             text = file.readline(LONGEST_LINE)
     except FileNotFoundError:
         return True

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import is_whole
+from stepladder.core.jsonl import is_count
 from stepladder.core.plan import Plan
-from stepladder.core.stored import opened
-from stepladder.core.world import MOST_RANKS
+from stepladder.core.typed_file import open_to_read
+from stepladder.core.world import MAX_RANKS
 from stepladder.storage.ledger import LedgerHeader, attempt_file, join, line_text, link, step_text
 from stepladder.storage.ledger_plan import planned_steps
 from stepladder.storage.ledger_rank import (
@@ -55,7 +55,7 @@ def read_attempt(
     headers, trained = [], False
     for rank in ranks:
         try:
-            with opened(attempt_file(run_dir, number, rank)) as file:
+            with open_to_read(attempt_file(run_dir, number, rank)) as file:
                 headers.append(read_header(file.readline(LONGEST_LINE), number))
                 trained = trained or bool(file.read(1))
         except (OSError, ValueError):  # `follow` says it
@@ -82,9 +82,9 @@ def read_header(text: bytes, number: int) -> Attempt | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if (
-        is_whole(world_size)
-        and 0 <= world_size <= MOST_RANKS
-        and is_whole(start)
+        is_count(world_size)
+        and 0 <= world_size <= MAX_RANKS
+        and is_count(start)
         and isinstance(chain, str)
     ):
         return Attempt(

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from stepladder.core import stored
-from stepladder.core.errors import InputError, StorageFault, naming, one_line, reason_of
-from stepladder.core.stored import fit
-from stepladder.rank.keepsake import keep, kept
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, StorageFault, as_input_error, get_reason, to_one_line
+from stepladder.core.typed_file import convert
+from stepladder.rank.fd_store import find_stored_fd, store_fd
 
 LOCK, HELD = "lock", "lock.held"
 MEETING, AGENTS = (
@@ -104,7 +104,7 @@ class Lock:
             time.sleep(SECONDS_BETWEEN_TRIES)
 
     def _open(self) -> int:
-        if (file := kept(partial(_is_file, path=self.path))) is not None:
+        if (file := find_stored_fd(partial(_is_file, path=self.path))) is not None:
             self.is_kept = True
             return file
         try:
@@ -165,9 +165,11 @@ class Lock:
         keeps it.
         """
         if not self.is_kept:
-            keep(self.file)
+            store_fd(self.file)
             self.is_kept = True
-        with naming(f"{self.path} cannot be written", "--run-dir DIR in a place you can write to"):
+        with as_input_error(
+            f"{self.path} cannot be written", "--run-dir DIR in a place you can write to"
+        ):
             os.ftruncate(self.file, BYTES)  # a damaged file may be longer, and would not be read
             os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
 
@@ -203,7 +205,7 @@ class Lock:
                 if time.monotonic() > deadline:
                     raise StorageFault(
                         f"{self.path} cannot be read, so this run cannot see whether it still has its directory:"
-                        f" {reason_of(error)}"
+                        f" {get_reason(error)}"
                     ) from error
             time.sleep(SECONDS_BETWEEN_TRIES)
 
@@ -255,7 +257,7 @@ def is_kept(folder: Path) -> bool:
     """Whether an earlier rank of this launch has written there, and left the lock with its
     launcher.
     """
-    file = kept(partial(_is_file, path=folder / LOCK))
+    file = find_stored_fd(partial(_is_file, path=folder / LOCK))
     if file is not None:
         os.close(file)
     return file is not None
@@ -285,8 +287,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _read_strictly(path: Path) -> dict[str, Any]:
     """Return what a lock file says. Raises OSError, and ValueError for what no writer has written."""
-    owner: dict[str, Any] = stored.loads(stored.read(path), dict)
-    fit(owner, Owner)
+    owner: dict[str, Any] = typed_file.parse_json(typed_file.read_file(path), dict)
+    convert(owner, Owner)
     return owner
 
 
@@ -310,7 +312,7 @@ def told(owner: dict[str, Any]) -> str:
     if not owner:
         return "another run"
     job = f", job {owner['job']}" if owner.get("job") else ""
-    return one_line(f"process {owner.get('pid')} on {owner.get('host')}{job}")
+    return to_one_line(f"process {owner.get('pid')} on {owner.get('host')}{job}")
 
 
 def is_another(first: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import stored
-from stepladder.core.errors import InputError, naming, one_line
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, as_input_error, to_one_line
+from stepladder.core.masking import drop_masked
 from stepladder.core.order import SORT
-from stepladder.core.secrets import without_masked
-from stepladder.core.stored import Kind, fit, sha256_of
+from stepladder.core.typed_file import Kind, convert, hash_file
 from stepladder.storage.rundir import CONFIG, refuse_newer
 
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
@@ -27,7 +27,7 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     block reads.
     """
     try:
-        text = stored.read(run_dir / CONFIG)
+        text = typed_file.read_file(run_dir / CONFIG)
     except OSError as error:
         raise InputError(
             f"{run_dir} is not a run directory: {CONFIG}: {error.strerror}", "ls runs"
@@ -37,7 +37,7 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
             f"{run_dir} is not a run directory: {CONFIG}: {error}", "ls runs"
         ) from error
     try:
-        config: dict[str, Any] = stored.loads(text, dict)
+        config: dict[str, Any] = typed_file.parse_json(text, dict)
         refuse_newer(config, run_dir / CONFIG)
         yield config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -52,11 +52,11 @@ def config_of_recipe(run_dir: Path, name: str, kind: type[Kind], lacks: str, hin
     Raises InputError for that, and as `config_of`.
     """
     with config_of(run_dir) as stored:
-        recipe, config = fit(stored["definition"]["recipe"], str), without_masked(stored["config"])
+        recipe, config = convert(stored["definition"]["recipe"], str), drop_masked(stored["config"])
     if recipe != name:
         raise InputError(f"{run_dir} is a run of {recipe}, which {lacks}", hint)
-    with naming(f"the config of {run_dir} is damaged", hint, (ValueError,)):
-        fitting: Kind = fit(config, kind)
+    with as_input_error(f"the config of {run_dir} is damaged", hint, (ValueError,)):
+        fitting: Kind = convert(config, kind)
     return fitting
 
 
@@ -67,7 +67,7 @@ def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:
     if config is None:
         return ""
     try:
-        shuffle: str = fit(config["plan"].get("shuffle", SORT), str)
+        shuffle: str = convert(config["plan"].get("shuffle", SORT), str)
         return shuffle
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
@@ -77,7 +77,7 @@ def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path:
     """Raises InputError naming both values where a run is resumed with another definition."""
     if name := first_difference(stored, asked):
         raise InputError(
-            f"run directory {path} was started with {name}={one_line(str(stored.get(name)))},"
+            f"run directory {path} was started with {name}={to_one_line(str(stored.get(name)))},"
             f" now it is {asked.get(name)}",
             f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
         )
@@ -125,6 +125,6 @@ def environment(job_file: str | None = None, threads: int | None = None) -> dict
         "platform": platform.platform(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "git_commit": commit or None,
-        "job_sha256": sha256_of(job_file),
+        "job_sha256": hash_file(job_file),
         "threads": threads,
     }

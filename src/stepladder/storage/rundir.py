@@ -17,23 +17,23 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import durable, stored
+from stepladder.core import durable, typed_file
 from stepladder.core.errors import (
-    ASK_DISK,
-    BROKEN,
-    FULL,
-    TRANSIENT,
+    DEVICE_ERRNOS,
+    DISK_HINT,
+    FULL_ERRNOS,
+    TRANSIENT_ERRNOS,
     InputError,
     StorageFault,
-    naming,
-    placing,
+    as_input_error,
+    name_file_in_errors,
 )
-from stepladder.core.folders import obstacle
-from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
-from stepladder.core.own_file import is_foreign_link, open_own
-from stepladder.core.stored import fit
-from stepladder.rank.error_record import note_step
-from stepladder.rank.keepsake import has_keeper
+from stepladder.core.folders import find_obstacle
+from stepladder.core.jsonl import BLOCK_BYTES, is_count, parse_line, parse_lines
+from stepladder.core.safe_open import is_foreign_link, open_without_links
+from stepladder.core.typed_file import convert
+from stepladder.rank.error_record import record_step
+from stepladder.rank.fd_store import has_fd_store
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
 
 LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
@@ -101,7 +101,7 @@ class RunDir:
             self._lock.release()
             raise
         for name in (CONFIG, RESULT, METRICS):
-            durable.clear(path, name)
+            durable.remove_unfinished(path, name)
         before = owner_of(path)
         self.attempt = attempt or 1 + max([before.get("attempt") or 0, *attempts_in_ledger(path)])
         self.has_saved: bool = before.get("saved", False)
@@ -162,10 +162,10 @@ class RunDir:
         if not log.exists():
             return
         with (
-            placing(log),
+            name_file_in_errors(log),
             log.open(errors="replace", encoding="utf-8") as file,
-            durable.replacing(log) as aside,
-            os.fdopen(open_own(aside, os.O_WRONLY), "w", encoding="utf-8") as new,
+            durable.replace_file(log) as aside,
+            os.fdopen(open_without_links(aside, os.O_WRONLY), "w", encoding="utf-8") as new,
         ):
             new.writelines(kept_lines(file, step, steps_per_epoch))
             new.flush()
@@ -180,13 +180,13 @@ class RunDir:
         log = self.path / METRICS
         with (
             suppress(FileNotFoundError),
-            placing(log),
-            os.fdopen(open_own(log, os.O_RDWR), "rb+") as file,
+            name_file_in_errors(log),
+            os.fdopen(open_without_links(log, os.O_RDWR), "rb+") as file,
         ):
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - BLOCK))
+            file.seek(max(0, end - BLOCK_BYTES))
             for text in reversed(file.read().splitlines(keepends=True)):
-                line = value_of(text.decode(errors="replace"))
+                line = parse_line(text.decode(errors="replace"))
                 if (
                     text.endswith(b"\n")
                     and is_up_to(step, line)
@@ -201,7 +201,7 @@ class RunDir:
         """Let the next run in. failed: not yet, where a launcher lives that may start this one's
         next attempt.
         """
-        if failed and has_keeper():
+        if failed and has_fd_store():
             self._lock.close()
         else:
             self._lock.release()
@@ -212,10 +212,10 @@ def stored_in(run_dir: Path, name: str) -> dict[str, Any] | None:
     version.
     """
     try:
-        value: dict[str, Any] = stored.loads(stored.read(run_dir / name), dict)
+        value: dict[str, Any] = typed_file.parse_json(typed_file.read_file(run_dir / name), dict)
         refuse_newer(value, run_dir / name)
         key, kind = KEY[name]
-        fit(value[key], kind, key)
+        convert(value[key], kind, key)
         return value
     except FileNotFoundError:
         return None
@@ -238,10 +238,10 @@ def refuse_newer(stored: dict[str, Any], path: Path) -> None:
 def last_step(run_dir: Path) -> int:
     """Return the step of the last sound line of metrics.jsonl, or 0."""
     with suppress(OSError), (run_dir / METRICS).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - BLOCK))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - BLOCK_BYTES))
         for text in reversed(file.read().splitlines()):
-            line = value_of(text.decode(errors="replace"))
-            if isinstance(line, dict) and is_whole(line.get("step")):
+            line = parse_line(text.decode(errors="replace"))
+            if isinstance(line, dict) and is_count(line.get("step")):
                 return int(line["step"])
     return 0
 
@@ -250,7 +250,7 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
     """Lines of metrics.jsonl up to `step`, as far as they are sound."""
     lines = iter(file)
     while texts := list(islice(lines, LINES_AT_ONCE)):
-        for text, line in zip(texts, parsed(texts), strict=True):
+        for text, line in zip(texts, parse_lines(texts), strict=True):
             if not (text.endswith("\n") and is_up_to(step, line)):
                 return
             if is_lasting(line, steps_per_epoch):
@@ -259,7 +259,7 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
 
 def is_up_to(step: int, line: Any) -> bool:
     """Whether a line of metrics.jsonl is sound, and of no later step."""
-    return isinstance(line, dict) and is_whole(line.get("step")) and line["step"] <= step
+    return isinstance(line, dict) and is_count(line.get("step")) and line["step"] <= step
 
 
 def is_lasting(line: dict[str, Any], steps_per_epoch: int) -> bool:
@@ -271,7 +271,7 @@ def refuse_unwritable(path: Path) -> None:
     """Raises InputError where something is in the place of what a run writes, or may not be
     written.
     """
-    if above := obstacle(path):
+    if above := find_obstacle(path):
         found = (
             f"run directory {path} cannot be written: {above} is not a folder that you can write to"
         )
@@ -328,17 +328,17 @@ def naming_storage(run_dir: Path) -> Iterator[None]:
         )
         is_ours = error.filename is not None and _is_of_run(place, run_dir)
         named: Exception = error
-        if error.errno in FULL:
+        if error.errno in FULL_ERRNOS:
             named = InputError(f"{place} cannot be written: {error.strerror}", MAKE_ROOM)
-        elif error.errno in TRANSIENT and is_ours:
+        elif error.errno in TRANSIENT_ERRNOS and is_ours:
             named = StorageFault(f"{place} cannot be used: {error.strerror}")
         elif is_ours:  # also one that is gone, or another kind of file
-            hint = ASK_DISK if error.errno in BROKEN else LOOK
+            hint = DISK_HINT if error.errno in DEVICE_ERRNOS else LOOK
             named = InputError(f"{place} cannot be used: {error.strerror}", hint)
         if named is error:
             raise
         if hasattr(error, "step"):
-            note_step(named, error.step)
+            record_step(named, error.step)
         raise named from error
 
 
@@ -405,7 +405,7 @@ def open_lock(
     path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False
 ) -> Lock:
     """A `Lock` of the folder, which is made if need be. Raises InputError."""
-    with naming(
+    with as_input_error(
         f"run directory {path} cannot be written", "--run-dir DIR in a place you can write to"
     ):
         durable.make_folder(path)

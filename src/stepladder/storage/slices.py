@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from stepladder.core import stored
+from stepladder.core import typed_file
 from stepladder.storage.tensor_file import write_tensors
 
 PART = "part-"
@@ -88,7 +88,7 @@ def refuse_damage(name: str, size: int, digest: str, expected: dict[str, Any]) -
 
 def verify_part(path: Path, expected: dict[str, Any]) -> None:
     """Read a part once, without keeping it. Raises Damaged, OSError, ValueError."""
-    with stored.opened(path) as file:
+    with typed_file.open_to_read(path) as file:
         size, digest = os.fstat(file.fileno()).st_size, ""
         if size == expected["bytes"]:  # else it may be a terabyte
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -28,8 +28,14 @@ from typing import Any
 import torch
 from safetensors.torch import load as load_safetensors
 
-from stepladder.core import durable, stored
-from stepladder.core.errors import TRANSIENT, InputError, StorageFault, naming, one_line
+from stepladder.core import durable, typed_file
+from stepladder.core.errors import (
+    TRANSIENT_ERRNOS,
+    InputError,
+    StorageFault,
+    as_input_error,
+    to_one_line,
+)
 from stepladder.storage import slices
 from stepladder.storage.parts import Background, GivenUp, gathered
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
@@ -89,7 +95,7 @@ class Snapshot:
         try:
             model.load_state_dict(tensors)  # a hook of the model's own may take other names
         except RuntimeError as error:
-            found = listed(differences or [one_line(error)])
+            found = listed(differences or [to_one_line(error)])
             raise InputError(f"snapshot {self.name} is of another model: {found}", hint) from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -153,7 +159,7 @@ class Snapshots:
         """A folder for all ranks' parts of a snapshot. Raises the previous write's error."""
         self.wait()
         self._given_up, self._begun = threading.Event(), ExitStack()
-        with naming(f"snapshot in {self.folder} could not be written", HINT):
+        with as_input_error(f"snapshot in {self.folder} could not be written", HINT):
             aside = self._begun.enter_context(self.place(step))
         self._aside = nullcontext(aside)
         return str(aside)
@@ -176,7 +182,7 @@ class Snapshots:
         """A folder aside, which becomes the snapshot at the block's end, or nothing."""
         self.guard()
         durable.make_folder(self.folder)
-        with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
+        with durable.replace_folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
             yield aside
         self.guard()
         self._prune()
@@ -186,7 +192,10 @@ class Snapshots:
 
         Raises InputError if it could not be written, and any other error of the writing thread as
         it is."""
-        with suppress(GivenUp), naming(f"snapshot in {self.folder} could not be written", HINT):
+        with (
+            suppress(GivenUp),
+            as_input_error(f"snapshot in {self.folder} could not be written", HINT),
+        ):
             self._background.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
@@ -194,7 +203,7 @@ class Snapshots:
 
         Raises InputError if there are snapshots and none of them is good; they stay as they are, so
         that the next start says so again instead of beginning anew."""
-        durable.clear(self.folder, "step_")
+        durable.remove_unfinished(self.folder, "step_")
         damaged: dict[Path, str] = {}
         for path in reversed(self.paths()):
             try:
@@ -239,7 +248,7 @@ class Snapshots:
         for path in paths[: -self.keep]:
             if path != best:
                 unfinished = path.with_suffix(
-                    durable.UNFINISHED
+                    durable.UNFINISHED_SUFFIX
                 )  # killed half-way, it must not look like one
                 path.rename(unfinished)
                 durable.remove(unfinished)
@@ -250,7 +259,7 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
     file.
     """
     try:
-        sealed: dict[str, Any] = stored.loads(stored.read(path / MANIFEST), dict)
+        sealed: dict[str, Any] = typed_file.parse_json(typed_file.read_file(path / MANIFEST), dict)
         seal = sealed.pop("seal")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse_transient(path / MANIFEST, error)
@@ -269,7 +278,7 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
             if name.startswith(slices.PART) or (name == MODEL and not whole):
                 slices.verify_part(path / name, expected)
                 continue
-            with stored.opened(path / name) as file:
+            with typed_file.open_to_read(path / name) as file:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read() if size == expected["bytes"] else b""
         except OSError as error:
@@ -286,7 +295,7 @@ def _refuse_transient(path: Path, error: Exception) -> None:
     """Raise StorageFault where the file may be sound, and could not be read: the snapshot is not
     damaged.
     """
-    if isinstance(error, OSError) and error.errno in TRANSIENT:
+    if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
         raise StorageFault(f"{path} cannot be read: {error.strerror}") from error
 
 
@@ -350,7 +359,7 @@ def _sealed(manifest: dict[str, Any]) -> bytes:
 def _score(path: Path) -> float | None:
     """None also for NaN, which would compare as the best."""
     try:
-        score = float(stored.loads(stored.read(path / MANIFEST), dict)["score"])
+        score = float(typed_file.parse_json(typed_file.read_file(path / MANIFEST), dict)["score"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return None if math.isnan(score) else score

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.cores import count_cores
+from stepladder.core.process_count import count_cores
 
 READABLE = (
     bool,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.core.folders import refuse_foreign, state_folder
-from stepladder.core.jsonl import append, last_lines
-from stepladder.core.stored import sha256_of
+from stepladder.core.folders import get_state_folder, validate_ownership
+from stepladder.core.jsonl import append_record, read_last_lines
+from stepladder.core.typed_file import hash_file
 
 MAX_LINES = 1000
 PACKAGE = Path(__file__).parents[1]  # whose recipes need no trust of their own
@@ -34,7 +34,7 @@ def remember_job(job_file: Path) -> None:
         record = record_file()
         durable.make_folder(record.parent)
         if len(known) < MAX_LINES:
-            append(record, entry)
+            append_record(record, entry)
         else:
             newest = [*known[-MAX_LINES // 2 :], entry]
             durable.write(record, "".join(f"{json.dumps(line)}\n" for line in newest))
@@ -48,11 +48,11 @@ def is_remembered(job_file: Path) -> bool:
 
 
 def record_file() -> Path:
-    return state_folder() / "trained.jsonl"
+    return get_state_folder() / "trained.jsonl"
 
 
 def entry_of(job_file: Path) -> dict[str, str | None]:
-    return {"path": str(job_file.resolve()), "sha256": sha256_of(job_file)}
+    return {"path": str(job_file.resolve()), "sha256": hash_file(job_file)}
 
 
 def entries() -> list[dict[str, str | None]]:
@@ -62,5 +62,5 @@ def entries() -> list[dict[str, str | None]]:
     record = record_file()
     if not record.exists():
         return []
-    refuse_foreign(record)
-    return [line for line in last_lines(record) if line.keys() == {"path", "sha256"}]
+    validate_ownership(record)
+    return [line for line in read_last_lines(record) if line.keys() == {"path", "sha256"}]

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 
-from stepladder.core import stored
-from stepladder.core.errors import reason_of
+from stepladder.core import typed_file
+from stepladder.core.errors import get_reason
 
 Kind = TypeVar("Kind")
 METADATA = ".metadata"
@@ -285,7 +285,7 @@ class Checkpoint:
         """Raise OSError or ValueError where the folder holds no checkpoint of tensors."""
         self.folder = folder
         metadata = fields_of(
-            Interpreter().run(stored.read(folder / METADATA, MAX_METADATA_BYTES)), ENTRY
+            Interpreter().run(typed_file.read_file(folder / METADATA, MAX_METADATA_BYTES)), ENTRY
         )
         records = checked(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
         self.tensors = {
@@ -412,7 +412,7 @@ class Section(io.RawIOBase):
 def load_piece(folder: Path, piece: StoredPiece) -> torch.Tensor:
     """Return the tensor of a piece. Raises OSError, or ValueError where there is none."""
     try:
-        with stored.opened(folder / piece.file) as file:
+        with typed_file.open_to_read(folder / piece.file) as file:
             if piece.start + piece.length > os.fstat(file.fileno()).st_size:
                 raise ValueError("it is cut")
             tensor = torch.load(Section(file, piece), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
@@ -421,7 +421,7 @@ def load_piece(folder: Path, piece: StoredPiece) -> torch.Tensor:
     except (
         Exception
     ) as error:  # the bytes are a stranger's: torch meets them with exceptions of all kinds
-        raise ValueError(f"{piece.file}: {reason_of(error)}") from error
+        raise ValueError(f"{piece.file}: {get_reason(error)}") from error
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise ValueError(f"{piece.file} holds what is no tensor")
     return tensor

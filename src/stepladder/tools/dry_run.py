@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from stepladder.core.console import show
-from stepladder.core.errors import DONE, InputError, one_line
+from stepladder.core.console import write_text
+from stepladder.core.errors import DONE, InputError, to_one_line
 from stepladder.core.settings import TrainRequest
-from stepladder.core.terminal import rich_console
+from stepladder.core.terminal import make_console
 from stepladder.core.world import World
 from stepladder.launcher.topology import Topology
-from stepladder.rank.segment import can_share
+from stepladder.rank.shared_segment import can_share_memory
 from stepladder.train.fake_tensors import FakeModelBuilder
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job
@@ -55,7 +55,7 @@ class DryRun:
         nodes, nproc = topology.ranges()
         self.request, self.nodes, self.per_node = request, nodes[1], nproc[1]
         self.asked = self.nodes * self.per_node
-        request.settings.refuse_processes(self.asked)
+        request.settings.validate_shard_copies(self.asked)
         world = self._world(self.asked)
         self.build, self.recipe = load_job(request, world)
         self.weightless = FakeModelBuilder()
@@ -78,7 +78,7 @@ class DryRun:
         return RunSpec.make(job, settings, self.recipe, self._comm(size))
 
     def _comm(self, size: int) -> FakeComm:
-        shares = self.nodes == 1 and self.device.type == "cpu" and can_share(size)
+        shares = self.nodes == 1 and self.device.type == "cpu" and can_share_memory(size)
         return FakeComm(self._world(size), shares)
 
     def sizes(self) -> list[int]:
@@ -143,18 +143,18 @@ def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None
     except InputError:
         raise
     except Exception as error:  # whatever the job's own code makes of tensors that hold nothing
-        needs = f"the memory cannot be computed: {type(error).__name__}: {one_line(str(error))}"
+        needs = f"the memory cannot be computed: {type(error).__name__}: {to_one_line(str(error))}"
     if request.as_json:
         memory = {
             "memory": [one.as_json(device_memory) for one in found],
             "device_memory": device_memory,
         }
-        show(json.dumps({**about, **memory, "advice": needs}), sys.stdout)
+        write_text(json.dumps({**about, **memory, "advice": needs}), sys.stdout)
         return DONE
-    show("\n".join(text), sys.stdout)
+    write_text("\n".join(text), sys.stdout)
     if found:
-        rich_console(file=sys.stdout).print(table_of(found, device_memory))
-    show(needs, sys.stdout)
+        make_console(file=sys.stdout).print(table_of(found, device_memory))
+    write_text(needs, sys.stdout)
     return DONE
 
 

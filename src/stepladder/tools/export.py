@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stepladder.core import durable, stored
+from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError
 from stepladder.storage.slices import OF_MODEL
 from stepladder.storage.snapshot import MODEL, Snapshot, newest_snapshot
@@ -37,7 +37,7 @@ def opened(path: Path) -> Any:
     Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is
     no file else."""
     try:
-        stored.opened(path).close()
+        typed_file.open_to_read(path).close()
     except ValueError as error:
         raise ValueError(f"{path.name} is no regular file") from error
     return safe_open(path, framework="pt")
@@ -82,9 +82,9 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     refuse_existing(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
     snapshot = newest_snapshot(run_dir, whole=False)
     weights = StoredWeights(snapshot)
-    with durable.writing(target, "free space there, or choose another DIR"):
+    with durable.name_write_errors(target, "free space there, or choose another DIR"):
         durable.make_folder(target.absolute().parent)
-        with durable.folder(target) as aside:
+        with durable.replace_folder(target) as aside:
             (write_safetensors if to == "safetensors" else write_dcp)(aside, weights)
     size = sum(form.nbytes for form in weights.forms.values())
     return (

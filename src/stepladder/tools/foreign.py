@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, one_line
+from stepladder.core import durable, typed_file
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.storage.rundir import SNAPSHOTS
@@ -54,10 +54,10 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
             if name in names:
                 foreign.fill(names[name], target)
     except (*UNREADABLE, RuntimeError) as error:
-        raise InputError(f"{folder} is damaged: {one_line(error)}", "copy it anew") from error
-    with durable.writing(run_dir, "free space there, or choose another --run-dir"):
+        raise InputError(f"{folder} is damaged: {to_one_line(error)}", "copy it anew") from error
+    with durable.name_write_errors(run_dir, "free space there, or choose another --run-dir"):
         durable.make_folder(run_dir.absolute().parent)
-        with durable.folder(run_dir) as aside:
+        with durable.replace_folder(run_dir) as aside:
             begin(aside, model)
     return (
         f"written: {run_dir}: {len(names)} tensors, which a run of {recipe.name} there begins with"
@@ -76,15 +76,17 @@ def found_in(folder: Path) -> Foreign:
     """Raises InputError where it is none of the layouts, or damaged."""
     try:
         if (folder / INDEX).exists():
-            places = stored.loads(stored.read(folder / INDEX, MOST_BYTES), dict)["weight_map"]
-            return of_safetensors(folder, stored.fit(places, dict[str, str], "weight_map"))
+            places = typed_file.parse_json(typed_file.read_file(folder / INDEX, MOST_BYTES), dict)[
+                "weight_map"
+            ]
+            return of_safetensors(folder, typed_file.convert(places, dict[str, str], "weight_map"))
         if (folder / MODEL).exists():
             return of_safetensors(folder, dict.fromkeys(opened(folder / MODEL).keys(), MODEL))
         if (folder / dcp.METADATA).exists():
             checkpoint = dcp.Checkpoint(folder)
             return Foreign(checkpoint.shapes, checkpoint.read)
     except UNREADABLE as error:
-        raise InputError(f"{folder} cannot be read: {one_line(error)}", HINT) from error
+        raise InputError(f"{folder} cannot be read: {to_one_line(error)}", HINT) from error
     raise InputError(f"{folder} holds neither {MODEL} nor {INDEX} nor {dcp.METADATA}", HINT)
 
 

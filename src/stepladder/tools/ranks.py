@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stepladder.core.errors import STOPPED, InputError
-from stepladder.core.secrets import masked_command
+from stepladder.core.masking import mask_command
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.supervisor import run_local
@@ -66,4 +66,4 @@ def train_command(request: TrainRequest, ranks: int) -> str:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", str(value)]
-    return masked_command([*words, "--nproc", str(ranks)])
+    return mask_command([*words, "--nproc", str(ranks)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.recipes import gpt
 from stepladder.storage.run_config import config_of_recipe
 from stepladder.storage.snapshot import MODEL, newest_snapshot
@@ -28,7 +28,7 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
         raise InputError(f"--temperature {temperature:g}", "--temperature 1")
     config = config_of_recipe(run_dir, "gpt", gpt.Config, "writes no text", HINT)
     snapshot = newest_snapshot(run_dir)
-    with naming(f"{run_dir} has no tokens", HINT, (KeyError,)):
+    with as_input_error(f"{run_dir} has no tokens", HINT, (KeyError,)):
         characters = load(snapshot.files[MODEL])["characters"]
     model = gpt.GPT(config, characters)
     snapshot.restore_model(model)

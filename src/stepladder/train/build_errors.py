@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from stepladder.core.errors import InputError
-from stepladder.core.traces import files_of, user_line
+from stepladder.core.tracebacks import find_user_line, list_files
 from stepladder.train.gpu_setup import GpuSetup
 
 # Wrappers of a model for several processes, by the end of the path of torch's file with each.
@@ -39,8 +39,8 @@ def explain_build_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:
-        files = files_of(error)
-        location = user_line(error) or path.name
+        files = list_files(error)
+        location = find_user_line(error) or path.name
         wrapper = _find_wrapper(files)
         if wrapper is not None:
             raise InputError(

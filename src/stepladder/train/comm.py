@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
-from stepladder.rank.membership import LATE, Membership, wire
+from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.train.connections import raising_peer_lost
@@ -47,7 +47,7 @@ class Pending:
     def __init__(self, work: dist.Work | Work | None, comm: Comm | None = None) -> None:
         self._work, self._comm = work, comm
         if comm is not None:
-            self._number = comm.progress.words[COUNT]
+            self._number = comm.progress.slots[COUNT]
             if comm.shared_memory is None:
                 comm.under_way.add(self)
 
@@ -55,7 +55,7 @@ class Pending:
         work, comm = self._work, self._comm
         if work is None or comm is None or (isinstance(work, Work) and work.is_met):
             return
-        words = comm.progress.words
+        words = comm.progress.slots
         words[WAITS] = self._number
         try:
             with raising_peer_lost:
@@ -85,7 +85,7 @@ class Comm:
         timeout_seconds: float = 600,
     ) -> None:
         self.world, self.device, self.progress, self.group = world, device, Progress(), group
-        self.phases = Phases(self.progress.words)
+        self.phases = Phases(self.progress.slots)
         self.members = list(
             range(world.world_size)
         )  # the ranks' numbers in the launch, in this group's order
@@ -109,7 +109,7 @@ class Comm:
         """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
         if self.alone:
             return Pending(None)
-        self.progress.reach("all_reduce", tensor.numel())
+        self.progress.record_collective("all_reduce", tensor.numel())
         return self._start((self.shared_memory or dist).all_reduce, tensor, group=self.group)
 
     def all_to_all(
@@ -123,7 +123,7 @@ class Comm:
 
         With `memory` all sizes are equal.
         """
-        self.progress.reach("all_to_all", -1)
+        self.progress.record_collective("all_to_all", -1)
         collective = (
             dist.all_to_all_single if self.shared_memory is None else self.shared_memory.all_to_all
         )
@@ -135,9 +135,9 @@ class Comm:
         block: of the model, whose weights these are; a rank with another one is found by `memory`.
         """
         if block:
-            self.progress.reach_block("all_gather", block, mine.numel())
+            self.progress.record_block_collective("all_gather", block, mine.numel())
         else:
-            self.progress.reach("all_gather", mine.numel())
+            self.progress.record_collective("all_gather", mine.numel())
         if self.shared_memory is not None:
             return self._start(
                 self.shared_memory.all_gather, gathered.split(mine.numel()), mine, block=block
@@ -151,7 +151,7 @@ class Comm:
         block: as of `all_gather`.
         """
         assert self.shared_memory is not None
-        self.progress.reach_block("reduce_scatter", block, whole.numel())
+        self.progress.record_block_collective("reduce_scatter", block, whole.numel())
         return self._start(self.shared_memory.reduce_scatter, mine, whole, block=block)
 
     def combine(
@@ -161,7 +161,7 @@ class Comm:
         is one.
         """
         assert self.shared_memory is not None
-        self.progress.reach("all_reduce", length)
+        self.progress.record_collective("all_reduce", length)
         return self._start(self.shared_memory.combine, mine, rows, length, fold)
 
     def _start(
@@ -185,14 +185,14 @@ class Comm:
         if self.shared_memory is None:
             tensor = torch.tensor(values, dtype=torch.float64)
             return self.all_reduce(tensor), tensor.tolist
-        self.progress.reach("all_reduce", len(values))
+        self.progress.record_collective("all_reduce", len(values))
         work = self.shared_memory.start_sum(values)
         return self._start(lambda **_: work), work.found
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if not self.alone:
-            self.progress.reach("broadcast", tensor.numel())
+            self.progress.record_collective("broadcast", tensor.numel())
             self._start((self.shared_memory or dist).broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
@@ -224,8 +224,8 @@ class Comm:
         self.connections = list_tcp_connections() - before
         with raising_peer_lost:
             self.shared_memory = join_shared_memory(self.world, self.device, self.timeout_seconds)
-        if (launcher := wire()) is not None:
-            launcher.on_loss = self.shut_down_connections
+        if (launcher := get_control_channel()) is not None:
+            launcher.set_loss_handler(self.shut_down_connections)
 
     def shut_down_connections(self) -> None:
         """End the group's connections, so that no collective waits for a lost rank. Called by any
@@ -238,10 +238,13 @@ class Comm:
 
         reason: one of rank/membership.py's.
         """
-        launcher, patience = wire(), SECONDS_BY_NCCL if self.by_nccl else SECONDS_TO_REGROUP
+        launcher, patience = (
+            get_control_channel(),
+            SECONDS_BY_NCCL if self.by_nccl else SECONDS_TO_REGROUP,
+        )
         while launcher is not None:
             self._leave()
-            self.progress.words[REGROUP] = 0
+            self.progress.slots[REGROUP] = 0
             found, self.loss_count = launcher.await_membership(reason)
             if found is None:
                 return False
@@ -250,10 +253,10 @@ class Comm:
                 return True
             with suppress(dist.DistError, RuntimeError):  # one more has gone meanwhile, or is slow
                 self.init_process_group(patience)
-                if launcher.losses == self.loss_count:
+                if launcher.num_losses == self.loss_count:
                     set_collective_timeout(self.timeout_seconds)
                     return True
-            reason, patience = LATE, min(2 * patience, self.timeout_seconds)
+            reason, patience = GROUP_LATE, min(2 * patience, self.timeout_seconds)
         return False
 
     def wait_for(self, work: dist.Work | Work) -> None:
@@ -267,14 +270,14 @@ class Comm:
                 self._wait_for(work)
 
     def _wait_for(self, work: dist.Work | Work) -> None:
-        launcher = wire()
+        launcher = get_control_channel()
         if launcher is None or isinstance(work, Work):
             work.wait()
             return
         until = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
             poll_work(work, self.by_nccl, until)
-            if launcher.losses != self.loss_count and not work.is_completed():
+            if launcher.num_losses != self.loss_count and not work.is_completed():
                 raise PeerLost("another rank was lost")
         work.wait()
 
@@ -292,12 +295,12 @@ class Comm:
             self.shared_memory = None
 
     def _become_one_of(self, found: Membership) -> None:
-        number, words = self.members[self.world.rank], self.progress.words
+        number, words = self.members[self.world.rank], self.progress.slots
         words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
         self.members, self.group_number, self.loss_reasons = (
             found.members,
             found.number,
-            found.why,
+            found.loss_reasons,
         )
         rank = found.members.index(number)
         here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
@@ -307,7 +310,7 @@ class Comm:
             world_size=len(found.members),
             local_rank=here.index(rank),
             ranks_per_node=len(here),
-            init_method=found.meeting,
+            init_method=found.init_method,
         )
 
     def on_first(self, function: Callable[[], T]) -> T:
@@ -322,7 +325,7 @@ class Comm:
             try:
                 told = serialize({"value": function()})
             except InputError as error:
-                told = serialize({"found": error.found, "hint": error.hint})
+                told = serialize({"found": error.problem, "hint": error.hint})
         answer = deserialize(self.broadcast_bytes(told))
         if "found" in answer:
             raise InputError(answer["found"], answer["hint"])
@@ -335,7 +338,7 @@ class Comm:
             return [data]
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
-        self.progress.reach("all_gather", mine.numel())
+        self.progress.record_collective("all_gather", mine.numel())
         self._start((self.shared_memory or dist).all_gather, parts, mine).wait()
         return [part.numpy().tobytes() for part in parts]
 

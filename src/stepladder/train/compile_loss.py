@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from stepladder.core.errors import InputError, naming, one_line
-from stepladder.core.folders import cache_folder, refuse_foreign
+from stepladder.core.errors import InputError, as_input_error, to_one_line
+from stepladder.core.folders import get_cache_folder, validate_ownership
 from stepladder.rank.torch_fixes import get_dynamo_config
 
 WITHOUT_COMPILE = "leave --compile out"
@@ -30,10 +30,12 @@ def prepare_compiler() -> str:
 
     Raises InputError where there is none. Takes seconds: it loads torch's compiler.
     """
-    folder = cache_folder() / "compiled"
-    with naming(f"--compile: {folder} cannot be written", "export XDG_CACHE_HOME=DIR", (OSError,)):
+    folder = get_cache_folder() / "compiled"
+    with as_input_error(
+        f"--compile: {folder} cannot be written", "export XDG_CACHE_HOME=DIR", (OSError,)
+    ):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_foreign(folder)
+        validate_ownership(folder)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", "1"
@@ -74,7 +76,7 @@ def compile_loss(loss: Loss, exact: bool) -> Loss:
             raise InputError(found, f"one shape for all, or {WITHOUT_COMPILE}") from error
         except TorchDynamoException as error:
             raise InputError(
-                f"--compile: torch cannot compile the loss ({one_line(error)})", WITHOUT_COMPILE
+                f"--compile: torch cannot compile the loss ({to_one_line(error)})", WITHOUT_COMPILE
             ) from error
 
     return called

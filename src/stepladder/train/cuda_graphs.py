@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
 from stepladder.data.source import Source, TensorSource
@@ -145,7 +145,7 @@ def raise_if_capture_failed(error: BaseException) -> None:
     """
     first = error.__context__ or error  # the end of a recording that has failed is an error too
     if any("captur" in str(one) for one in (error, first)):
-        found = one_line(str(first).partition("\n")[0])
+        found = to_one_line(str(first).partition("\n")[0])
         hint = (
             "a loss that reads no number of a tensor (.item(), int(), print, if), or "
             + WITHOUT_CAPTURE

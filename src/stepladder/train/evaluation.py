@@ -104,7 +104,7 @@ def _compute_metrics(
     """Return what `metrics` returns for each batch, given with its number."""
     results: list[dict[str, Any]] = []
     for number, (_, batch) in numbered_batches:
-        comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
+        comm.progress.slots[PASS] += 1  # so that a long evaluation is not taken for a hang
         # For metrics that draw random numbers: keyed by the batch, not by the rank.
         seed_generators(number, comm.device)
         result = metrics(model, batch)

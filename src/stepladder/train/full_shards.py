@@ -181,7 +181,7 @@ class BlockAllGather:
     ) -> Any:
         if self.comm.shared_memory is not None:
             return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
-        self.comm.progress.reach_block("all_gather", self.block, input_tensor.numel())
+        self.comm.progress.record_block_collective("all_gather", self.block, input_tensor.numel())
         with self.comm.phases(EXCHANGING):
             return all_gather(output_tensor, input_tensor, group=group, **how)
 
@@ -194,7 +194,9 @@ class BlockReduceScatter(BlockAllGather):
     ) -> Any:
         if self.comm.shared_memory is not None:
             return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
-        self.comm.progress.reach_block("reduce_scatter", self.block, input_tensor.numel())
+        self.comm.progress.record_block_collective(
+            "reduce_scatter", self.block, input_tensor.numel()
+        )
         with self.comm.phases(EXCHANGING):
             return reduce_scatter(output_tensor, input_tensor, group=group, **how)
 

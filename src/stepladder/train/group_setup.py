@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from stepladder.core.address import await_name, name_interface, on_this_machine
+from stepladder.core.address import make_loopback_env, set_interface_env, wait_for_name
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.rank.membership import wire
-from stepladder.rank.segment import mapped
+from stepladder.rank.membership import get_control_channel
+from stepladder.rank.shared_segment import get_mapped_segment
 from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
@@ -40,14 +40,16 @@ def init_process_group(
     else:
         first_host = urlsplit(world.init_method).hostname
     if world.num_nodes > 1 and first_host:
-        name_interface(first_host)
+        set_interface_env(first_host)
     elif first_host:
-        os.environ |= on_this_machine()
+        os.environ |= make_loopback_env()
         bind_store_to_loopback()
-    if use_nccl and wire() is not None:  # after a loss, the other ranks continue in place
+    if (
+        use_nccl and get_control_channel() is not None
+    ):  # after a loss, the other ranks continue in place
         os.environ |= NCCL_ERRORS_RAISE
     if is_torchrun:
-        await_name("MASTER_ADDR", first_host or "", timeout_seconds)
+        wait_for_name("MASTER_ADDR", first_host or "", timeout_seconds)
     store = _open_file_store(world, timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
@@ -85,7 +87,7 @@ def join_shared_memory(
         RuntimeError: If a rank was lost meanwhile.
     """
     memory: SharedMemory | None = None
-    segment = mapped()
+    segment = get_mapped_segment()
     if segment is not None and device.type == "cpu":
         memory = SharedMemory(segment)
     # All ranks take part, whatever each of them has: without our launcher, ranks may disagree about

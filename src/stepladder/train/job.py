@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepladder.core.secrets import masked
+from stepladder.core.masking import mask
 
 if TYPE_CHECKING:
     import torch
@@ -141,4 +141,4 @@ class Recipe:
     @property
     def masked_config(self) -> dict[str, Any]:
         """The Config for files, pages and services: what may be secret is masked."""
-        return {name: masked(value, name) for name, value in self.config.items()}
+        return {name: mask(value, name) for name, value in self.config.items()}

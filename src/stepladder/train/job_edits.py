@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepladder.core.stored import sha256_of
+from stepladder.core.typed_file import hash_file
 from stepladder.train.job import Job
 
 # A schedule changes these settings, so the snapshot's values differ from those of the job file.
@@ -27,7 +27,7 @@ def is_edited(config: dict[str, Any] | None, job_file: str | None) -> bool:
     """Return whether config.json has another SHA-256 than the job file has now."""
     environment = config.get("environment") if config is not None else None
     stored = environment.get("job_sha256") if isinstance(environment, dict) else None
-    return stored is not None and stored != sha256_of(job_file)
+    return stored is not None and stored != hash_file(job_file)
 
 
 def read_optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

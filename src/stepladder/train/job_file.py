@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
-from stepladder.core.console import streams_kept
+from stepladder.core.console import preserve_streams
 from stepladder.core.errors import InputError
-from stepladder.core.secrets import without_masked
+from stepladder.core.masking import drop_masked
 from stepladder.core.settings import Settings
-from stepladder.core.stored import fit
+from stepladder.core.typed_file import convert
 from stepladder.train.job_source import read_config_fields, relative_to_cwd
 
 # Imported by stepladder or torch, besides Python's own modules.
@@ -77,7 +77,7 @@ def load_stored_job(run_dir: Path) -> StoredJob:
 
     with config_of(run_dir) as stored:
         definition = stored["definition"]
-        config = without_masked(stored["config"])
+        config = drop_masked(stored["config"])
         job_file = stored.get("job_file")
         if job_file and Path(job_file).is_file():
             path = Path(job_file)
@@ -86,7 +86,7 @@ def load_stored_job(run_dir: Path) -> StoredJob:
         validate_config_values(path, config)
         types = get_type_hints(Settings)
         settings = {
-            name: fit(value, types[name], name)
+            name: convert(value, types[name], name)
             for name, value in definition.items()
             if name in types
         }
@@ -115,7 +115,7 @@ def validate_config_values(path: Path, config: dict[str, Any]) -> None:
         if name not in fields:
             raise ValueError(f"config.{name} is no field of Config in {path.name}")
         if value is not None or fields[name].default is not None:
-            fit(value, fields[name].type, f"config.{name}")
+            convert(value, fields[name].type, f"config.{name}")
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def raise_on_exit(path: Path) -> Iterator[None]:
     closes are opened again.
     """
     try:
-        with streams_kept():
+        with preserve_streams():
             yield
     except SystemExit as error:
         raise InputError(

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.console import show
-from stepladder.core.errors import DONE, STOPPED, InputError, one_line
+from stepladder.core.console import write_text
+from stepladder.core.errors import DONE, STOPPED, InputError, to_one_line
+from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.core.surroundings import surroundings
 from stepladder.core.world import World
-from stepladder.rank.exit_record import keep_end_file
+from stepladder.rank.exit_record import make_end_file_absolute
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.rank.progress import PROGRESS
+from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
 from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
 from stepladder.storage.snapshot import newest_snapshot
@@ -51,9 +51,9 @@ def train_file(request: TrainRequest) -> int:
             result = Trainer(job, settings, recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
-            show(json.dumps(result.as_json()), sys.stdout)
+            write_text(json.dumps(result.as_json()), sys.stdout)
         else:
-            show("\n".join(result.summary()), sys.stdout)
+            write_text("\n".join(result.summary()), sys.stdout)
     return STOPPED if result.stopped else DONE
 
 
@@ -77,7 +77,7 @@ def resolve_paths(settings: Settings, folder: Path) -> Settings:
     """Return the settings with paths relative to `folder`, if the job has left that folder."""
     if Path.cwd() == folder:
         return settings
-    keep_end_file(folder)
+    make_end_file_absolute(folder)
     init_from = settings.init_from and str(folder / settings.init_from)
     return replace(settings, run_dir=folder / settings.run_dir, init_from=init_from)
 
@@ -101,11 +101,13 @@ def join_process_group(
         try:
             comm = stack.enter_context(group)
         except torch.distributed.DistError as error:
-            if PROGRESS in os.environ:  # our launcher knows what has happened to the other ranks
+            if (
+                PROGRESS_VARIABLE in os.environ
+            ):  # our launcher knows what has happened to the other ranks
                 raise
             raise InputError(
                 f"{world.describe()}: not all ranks have joined within {settings.timeout:g} s"
-                f" ({one_line(error)})",
+                f" ({to_one_line(error)})",
                 "start all of them, with the same MASTER_ADDR and MASTER_PORT;"
                 " --timeout SECONDS to wait longer",
             ) from error
@@ -141,11 +143,11 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
 
     def build() -> Job:
         build_optimizers_without_dynamo()
-        with raise_on_exit(path), surroundings(), explain_build_errors(path):
+        with raise_on_exit(path), name_machine_errors(), explain_build_errors(path):
             job = module.build(config)
         if not isinstance(job, Job):
             raise InputError(
-                f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)"
+                f"build(config) has returned {to_one_line(repr(job))}", "return stepladder.Job(...)"
             )
         return job
 
@@ -197,7 +199,7 @@ def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
             inspect.signature(build).bind(None)
         except TypeError as error:
             raise InputError(
-                f"build in {path.name} cannot be called with a config alone: {one_line(error)}",
+                f"build in {path.name} cannot be called with a config alone: {to_one_line(error)}",
                 "def build(config: Config) -> stepladder.Job: ...",
             ) from error
 

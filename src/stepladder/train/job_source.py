@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.source import parsed, source_of
+from stepladder.core.python_file import parse_source, read_source
 
 MAX_INT_BITS = 1024
 OTHER_BATCH_NAMES = ("batch_size", "batchsize", "train_batch_size")  # as other programs call it
@@ -73,7 +73,7 @@ def read_config_fields(path: Path) -> list[ConfigField]:
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
     nodes = [node for node in annotated if isinstance(node.target, ast.Name)]
     validate_batch_field(path, [ast.unparse(node.target) for node in nodes])
-    lines = source_of(path).splitlines()
+    lines = read_source(path).splitlines()
     return [_read_field(path, node, lines) for node in nodes]
 
 
@@ -122,7 +122,7 @@ def validate_not_job(path: Path, command: str = "stepladder train") -> None:
     """
     try:
         definitions = _read_definitions(path)
-        statements = parsed(path).body
+        statements = parse_source(path).body
     except InputError:
         return
     build = definitions.get("build")
@@ -168,7 +168,7 @@ def _may_train(statement: ast.stmt, defined_names: set[str]) -> bool:
 
 def _read_definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
     """Return the top-level classes and functions of a file, by name."""
-    statements = parsed(path).body
+    statements = parse_source(path).body
     kinds = (ast.ClassDef, ast.FunctionDef)
     return {node.name: node for node in statements if isinstance(node, kinds)}
 

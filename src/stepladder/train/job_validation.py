@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.train.build_errors import validate_unwrapped
 from stepladder.train.job import Job
 from stepladder.train.optimizers import list_optimizers
@@ -80,7 +80,7 @@ def validate_parts(job: Job) -> None:
         value = getattr(job, name)
         if not rule.is_valid(value):
             raise InputError(
-                f"{name} of the Job is {one_line(repr(value))}", f"{name}={rule.example}"
+                f"{name} of the Job is {to_one_line(repr(value))}", f"{name}={rule.example}"
             )
     validate_unwrapped(job.model)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.plan import fuse
+from stepladder.core.plan import fuse_spans
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Batches, Request, Source, TensorSource
@@ -168,7 +168,8 @@ def estimate_memory(weightless: FakeModelBuilder, spec: RunSpec, comm: Comm) -> 
     )
     spans = spec.plan.share(0, comm.world.rank, comm.world.world_size)
     requests = [
-        (0, spec.plan.indices(0, span)) for span in (spans if spec.by_microbatch else fuse(spans))
+        (0, spec.plan.indices(0, span))
+        for span in (spans if spec.by_microbatch else fuse_spans(spans))
     ]
     passes = RepeatedBatches(spec.train_source, requests)
     quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import naming
+from stepladder.core.errors import as_input_error
 from stepladder.core.heap import keep_freed_memory
-from stepladder.rank.error_record import note_step
-from stepladder.rank.exit_record import forget_end
-from stepladder.rank.keepsake import has_keeper
-from stepladder.rank.membership import joins
+from stepladder.rank.error_record import record_step
+from stepladder.rank.exit_record import remove_end
+from stepladder.rank.fd_store import has_fd_store
+from stepladder.rank.membership import get_joining_rank
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.lock import owner_of
 from stepladder.storage.run_config import environment, refuse_other_definition, shuffle_of
@@ -101,7 +101,7 @@ def noting_step(state: TrainState) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        note_step(error, state.step)
+        record_step(error, state.step)
         raise
 
 
@@ -135,7 +135,7 @@ class Opening:
     def open(self) -> Session | TrainResult:
         """Return the session, or the stored result of a run that is complete already."""
         self.state.prepare_model(self.spec.settings, self.comm)
-        number = joins()
+        number = get_joining_rank()
         if number is not None:
             return self._join(number)
         self._validate_ranks()  # before anything is written
@@ -164,11 +164,11 @@ class Opening:
         spec = self.spec
         settings = spec.settings
         validate_wandb_login(settings.log_to)
-        is_fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
+        is_fresh = settings.fresh and (has_fd_store() or self.comm.world.restart_count == 0)
         self._load_initial_weights(is_fresh)
         run_dir = open_run_dir(settings, self.snapshot_saver, self.at_end, is_fresh)
         self.run_dir = run_dir
-        forget_end()
+        remove_end()
         config = run_dir.stored(CONFIG)
         if config is not None:
             refuse_other_definition(config["definition"], spec.definition, run_dir.path)
@@ -205,7 +205,7 @@ class Opening:
         if result is None or result["steps"] != self.spec.num_steps:
             return None
         path = run_dir.path / RESULT
-        with naming(f"{path} is damaged", f"rm {path}: it is written anew", (ValueError,)):
+        with as_input_error(f"{path} is damaged", f"rm {path}: it is written anew", (ValueError,)):
             TrainResult.from_json(result)
         return result
 
@@ -226,7 +226,7 @@ class Opening:
             comm.world.world_size,
             self.state.step,
             snapshot.manifest["ledger"] if snapshot is not None else "",
-            spec.settings.deals_in_rounds,
+            spec.settings.is_round_robin,
         )
         ledger = Ledger(spec.settings.run_dir, header)
         recorder = Recorder(spec, comm, self.state, ledger, loggers)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import number_in
+from stepladder.core.numbers import read_env_number
 from stepladder.core.world import World
-from stepladder.rank.membership import joins, wire
-from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
+from stepladder.rank.error_reporter import REPORT_TIMEOUT_S, is_first_to_report
+from stepladder.rank.membership import get_control_channel, get_joining_rank
 from stepladder.rank.torch_fixes import (
     get_default_store,
     keep_backward_context_from_gloo,
@@ -63,15 +63,15 @@ def process_group(
     world = world or World.detect()
     device = device or pick_device("auto", world)
     comm = Comm(world, device, timeout_seconds=timeout_seconds)
-    launcher = wire()
-    number = joins()
+    launcher = get_control_channel()
+    number = get_joining_rank()
     if number is not None:  # other ranks train already, and form a group with this one later
         comm.members = [number]
     elif not comm.alone:
         comm.init_process_group(timeout_seconds)
         _count_joined(1)
         if launcher is not None:
-            launcher.say_met()
+            launcher.report_joined()
     elif launcher is None:  # no other rank can ever join
         yield comm
         return
@@ -87,7 +87,7 @@ def _end_together(comm: Comm) -> Iterator[None]:
     except InputError as error:  # in most cases all ranks raise it at the same point
         if not dist.is_initialized():  # the other ranks were lost
             raise
-        error.speaks = _end_after_all_joined(error, comm.world)
+        error.set_reporter(_end_after_all_joined(error, comm.world))
         dist.destroy_process_group()
         raise
     with suppress(Exception):  # a group that has failed has closed its connections already
@@ -104,11 +104,11 @@ def _end_after_all_joined(error: InputError, world: World) -> bool:
 
     gloo reports an error of its own if a rank ends while another one joins.
     """
-    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
     with suppress(RuntimeError):  # the store has ended already
         while _count_joined() < world.world_size and time.monotonic() < deadline:
             time.sleep(JOINED_POLL_INTERVAL_S)
-    return says_it(str(error), get_default_store(), world)
+    return is_first_to_report(str(error), get_default_store(), world)
 
 
 def _count_joined(more: int = 0) -> int:
@@ -122,7 +122,7 @@ def _world_of_script() -> World:
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        local_rank=number_in(os.environ, "LOCAL_RANK", dist.get_rank()),
-        ranks_per_node=number_in(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
+        local_rank=read_env_number(os.environ, "LOCAL_RANK", dist.get_rank()),
+        ranks_per_node=read_env_number(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
         source="the script's own process group",
     )

@@ -8,8 +8,8 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepladder.core.console import is_terminal, printable, show
-from stepladder.core.terminal import rich_console
+from stepladder.core.console import is_terminal, make_printable, write_text
+from stepladder.core.terminal import make_console
 
 LINE_INTERVAL_S = 10.0
 
@@ -39,8 +39,8 @@ class ProgressBar:
                 BarColumn(),
                 TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.4f}"),
-                TextColumn("{task.fields[speed]:,.0f} " + f"{printable(unit)}/s"),
-                console=rich_console(file=self.stream),
+                TextColumn("{task.fields[speed]:,.0f} " + f"{make_printable(unit)}/s"),
+                console=make_console(file=self.stream),
                 transient=True,
             )
             self.bar.add_task("", total=num_steps, completed=first_step, loss=0.0, speed=0.0)
@@ -78,6 +78,6 @@ class ProgressBar:
     def _show_line(self, text: str) -> None:
         self.last_line_time = time.monotonic()
         if self.bar is not None:
-            self.bar.console.print(printable(text), highlight=False, markup=False)
+            self.bar.console.print(make_printable(text), highlight=False, markup=False)
         else:
-            show(text, self.stream)
+            write_text(text, self.stream)

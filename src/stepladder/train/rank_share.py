@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepladder.core.plan import Span, fuse, with_idle
+from stepladder.core.plan import Span, add_idle_spans, fuse_spans
 from stepladder.core.world import World
 from stepladder.data.source import Request
 from stepladder.train.run_spec import RunSpec
@@ -46,14 +46,14 @@ class RankShare:
     def _spans_of(self, step: int) -> list[Span]:
         plan = self.spec.plan
         num_ranks = self.world.world_size
-        in_rounds = self.spec.settings.deals_in_rounds
+        in_rounds = self.spec.settings.is_round_robin
         by_rank = []
         for rank in range(num_ranks):
             spans = plan.share(step, rank, num_ranks, in_rounds)
             if not self.spec.by_microbatch:
-                spans = fuse(spans)
+                spans = fuse_spans(spans)
             by_rank.append(spans)
         own_spans = by_rank[self.world.rank]
         if self.passes_are_equal:
-            return with_idle(own_spans, by_rank)
+            return add_idle_spans(own_spans, by_rank)
         return own_spans

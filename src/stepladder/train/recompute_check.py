@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
-from stepladder.core.order import key
+from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
 from stepladder.data.source import DatasetSource
 from stepladder.train.comm import Comm
@@ -97,7 +97,7 @@ class RecomputeCheck:
     def _chosen(self, step: int, rank: int) -> Span | None:
         """The microbatch of a rank that is replayed in this step, by the run's seed."""
         spans = self.plan.share(step, rank, self.comm.world.world_size)
-        return spans[key(self.plan.seed, "replay", step) % len(spans)] if spans else None
+        return spans[derive_seed(self.plan.seed, "replay", step) % len(spans)] if spans else None
 
     # -- hashes ------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError, placing
-from stepladder.core.jsonl import open_to_append
+from stepladder.core.errors import InputError, name_file_in_errors
+from stepladder.core.jsonl import open_for_append
 from stepladder.rank.progress import TIMING_KEYS
-from stepladder.rank.timing import timing_line
+from stepladder.rank.timing import make_timing_line
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
@@ -86,13 +86,13 @@ class Recorder:
         """Open the first rank's files, to append to them."""
         for name in (METRICS, TIMING):
             path = self.spec.settings.run_dir / name
-            with placing(path):
-                self.files[name] = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+            with name_file_in_errors(path):
+                self.files[name] = os.fdopen(open_for_append(path), "a", encoding="utf-8")
 
     def close_files(self) -> None:
         """Close the first rank's files, as far as they are open."""
         for name, file in self.files.items():
-            with placing(self.spec.settings.run_dir / name):
+            with name_file_in_errors(self.spec.settings.run_dir / name):
                 file.close()
 
     def take_over(self, loggers: Sequence[Logger]) -> None:
@@ -106,7 +106,7 @@ class Recorder:
 
     def _append(self, name: str, text: str) -> None:
         """Append text to one of the files, past this process's buffer."""
-        with placing(self.spec.settings.run_dir / name):
+        with name_file_in_errors(self.spec.settings.run_dir / name):
             self.files[name].write(text)
             self.files[name].flush()
 
@@ -198,7 +198,7 @@ class Recorder:
             norm_values = read_norms(norms)
             lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
             self._append(METRICS, lines)
-            timing = timing_line(steps[-1], len(steps), seconds)
+            timing = make_timing_line(steps[-1], len(steps), seconds)
             self._append(TIMING, json.dumps(timing) + "\n")
             self._log_scalars(float(means.mean()), rates[-1], norm_values[-1])
             done = sum(counts)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import InputError, RanksDiffer, one_line
+from stepladder.core.errors import InputError, RanksDiffer, to_one_line
 from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
-from stepladder.core.settings import FREE_ON_RESUME, Settings
+from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
 from stepladder.data.source import Source, TensorSource
 from stepladder.storage.run_config import first_difference
 from stepladder.train.comm import Comm
@@ -31,7 +31,7 @@ HASH_BYTES = 8
 SAMPLES_COMPARED, INDICES_COMPARED = 32, 1024
 # Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same
 # collectives.
-MAY_DIFFER = FREE_ON_RESUME - {
+MAY_DIFFER = CHANGEABLE_ON_RESUME - {
     "snapshot_every",
     "steps",
     "guard_every",
@@ -161,8 +161,8 @@ def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
         name = first_difference(first, other)
         alike = [rank for rank in odd if texts[rank] == texts[odd[0]]]
         raise InputError(
-            f"{name} is {one_line(str(first.get(name)))} on rank 0, and {one_line(str(other.get(name)))} on"
-            f" {one_line(format_ranks(alike))}",
+            f"{name} is {to_one_line(str(first.get(name)))} on rank 0, and {to_one_line(str(other.get(name)))} on"
+            f" {to_one_line(format_ranks(alike))}",
             "start all ranks with the same job and the same flags",
         )
 
@@ -268,5 +268,5 @@ def fingerprint_order(plan: Plan, epoch: int) -> bytes:
     elif plan.shuffle == SORT:
         order = plan.order(epoch)
     else:  # every index comes of the same keys
-        order = plan.at(epoch, 0, min(plan.num_samples, INDICES_COMPARED))
+        order = plan.indices_at(epoch, 0, min(plan.num_samples, INDICES_COMPARED))
     return blake2b(order.data, digest_size=HASH_BYTES).digest()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, to_one_line
 
 LOSS_HINT = (
     "return (sum, count): the sum over the batch as a scalar tensor with its gradient,"
@@ -122,7 +122,7 @@ def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
         is_short_text = isinstance(name, str) and 0 < len(name) <= MAX_METRIC_NAME_LENGTH
         if not (is_short_text and name.isprintable()):
             raise InputError(
-                f"{function} of the Job names a metric {one_line(repr(name))}",
+                f"{function} of the Job names a metric {to_one_line(repr(name))}",
                 "a short text, as accuracy",
             )
         if name in RESERVED_NAMES:
@@ -182,7 +182,7 @@ def describe(value: Any) -> str:
         pairs = list(value.items())[:MAX_ITEMS_SHOWN]
         items = [f"{name!r:.40}: {describe(item)}" for name, item in pairs]
         return f"{{{', '.join(items)}}}"
-    return one_line(repr(value))
+    return to_one_line(repr(value))
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.order import key, largest_divisor
-from stepladder.core.plan import Plan, default_microbatch
-from stepladder.core.settings import FREE_ON_RESUME, Settings
+from stepladder.core.order import derive_seed, find_largest_divisor
+from stepladder.core.plan import Plan, choose_microbatch
+from stepladder.core.process_count import choose_threads_per_rank
+from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
 from stepladder.rank.preemption import has_failed
-from stepladder.rank.progress import PROGRESS
+from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.train.checkpoint_blocks import validate_checkpointable
 from stepladder.train.comm import Comm
 from stepladder.train.compile_loss import prepare_compiler
@@ -143,7 +143,7 @@ class RunSpec:
             plan=plan,
             epochs=sizes.epochs,
             num_steps=num_steps,
-            threads=threads_per_rank(settings, comm.world.ranks_per_node),
+            threads=choose_threads_per_rank(settings, comm.world.ranks_per_node),
             device=comm.device,
             train_source=train_source,
             eval_source=open_data(job.eval_data) if has_evaluation else None,
@@ -170,7 +170,7 @@ class RunSpec:
         definition = {
             name: value
             for name, value in asdict(self.settings).items()
-            if name not in FREE_ON_RESUME
+            if name not in CHANGEABLE_ON_RESUME
         }
         definition |= {"epochs": self.epochs, "seed": self.plan.seed}
         definition |= self.recipe.definition
@@ -178,7 +178,7 @@ class RunSpec:
         definition["global_batch"] = self.plan.global_batch
         chunks = self.plan.chunks
         if chunks is not None:  # they decide the order of samples
-            definition["chunks"] = f"{len(chunks.shards)} shards, {key(repr(chunks)):x}"
+            definition["chunks"] = f"{len(chunks.shards)} shards, {derive_seed(repr(chunks)):x}"
         if self.job.schedule is None:  # then only the length depends on the number of epochs
             definition.pop("epochs", None)
         if self.settings.sync == "exact":
@@ -219,10 +219,10 @@ def make_plan(
         global_batch = settings.batch_per_rank * world_size
         microbatch = microbatch or settings.batch_per_rank
     elif microbatch is None:
-        microbatch = default_microbatch(global_batch)
+        microbatch = choose_microbatch(global_batch)
         if microbatch < min_microbatch:
             most_microbatches = global_batch // min_microbatch
-            microbatch = global_batch // largest_divisor(global_batch, most_microbatches)
+            microbatch = global_batch // find_largest_divisor(global_batch, most_microbatches)
     chunks = job.train_data.chunks if isinstance(job.train_data, Shards) else None
     plan = Plan(num_samples, global_batch, microbatch, sizes.seed, min_microbatch, chunks)
     max_ranks = max(world_size, settings.most_ranks)
@@ -284,7 +284,7 @@ def describe_start(spec: RunSpec, world: World, step: int) -> list[str]:
         step: Steps done by earlier attempts.
     """
     lines = describe_run(spec, world)
-    is_started_by_another_launcher = world.world_size > 1 and PROGRESS not in os.environ
+    is_started_by_another_launcher = world.world_size > 1 and PROGRESS_VARIABLE not in os.environ
     if is_started_by_another_launcher:
         lines.append(f"  rank and world size from {world.source}")
     start = f"resumed after step {step}" if step else "new run"

@@ -11,13 +11,13 @@ from contextlib import ExitStack, suppress
 from time import perf_counter
 
 from stepladder.core import durable
-from stepladder.core.console import show
+from stepladder.core.console import write_text
 from stepladder.core.errors import STOPPED, PeerLost, StateLost
 from stepladder.core.settings import Settings
 from stepladder.data.source import Source
-from stepladder.rank.exit_record import note_end
-from stepladder.rank.membership import BROKEN, LEFT
-from stepladder.rank.streams import print_to_launcher
+from stepladder.rank.exit_record import write_end
+from stepladder.rank.membership import GROUP_BROKEN, GROUP_LEFT
+from stepladder.rank.streams import restore_launcher_output
 from stepladder.storage.ledger import join
 from stepladder.storage.rundir import RESULT, SNAPSHOTS, RunDir, finite
 from stepladder.storage.snapshot import Snapshots, weights_sha256
@@ -198,7 +198,7 @@ class Session:
             Exception: `reason`, if no launcher forms a next group.
         """
         is_rank_lost = isinstance(reason, PeerLost) and self.state.step >= 0
-        status = BROKEN if is_rank_lost else LEFT
+        status = GROUP_BROKEN if is_rank_lost else GROUP_LEFT
         self.snapshot_saver.abandon()
         with self.comm.phases(REGROUPING):
             while self.comm.regroup(status):
@@ -207,7 +207,7 @@ class Session:
                 except StateLost:
                     raise
                 except PeerLost:  # another rank was lost meanwhile
-                    status = BROKEN
+                    status = GROUP_BROKEN
                 else:
                     return
         raise reason
@@ -230,13 +230,13 @@ class Session:
 
     def _take_over_run_dir(self) -> RunDir:
         """Open the run directory, and take over the output, of a first rank that was lost."""
-        print_to_launcher()
+        restore_launcher_output()
         settings = self.spec.settings
         self.run_dir = open_run_dir(
             settings, self.snapshot_saver, self.at_end, attempt=self.attempt
         )
         self.at_end.callback(self.snapshot_saver.close)
-        durable.clear(settings.run_dir / SNAPSHOTS, "step_")
+        durable.remove_unfinished(settings.run_dir / SNAPSHOTS, "step_")
         loggers = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
         self.recorder.take_over(loggers)
         return self.run_dir
@@ -255,7 +255,7 @@ class Session:
             if self.run_dir is not None:
                 self.run_dir.heartbeat()  # notes in the lock that there is a snapshot
                 if self.is_stopped:
-                    note_end(STOPPED, self.state.step, is_late)
+                    write_end(STOPPED, self.state.step, is_late)
                 else:
                     self.run_dir.store(RESULT, result.as_json())
             if self.is_stopped:
@@ -323,4 +323,4 @@ def open_run_dir(
 def print_on_first_rank(text: str, settings: Settings, comm: Comm) -> None:
     """Print text for the person who started the run, unless the settings switch progress off."""
     if text and settings.progress and comm.world.is_first:
-        show(text, sys.stderr)
+        write_text(text, sys.stderr)

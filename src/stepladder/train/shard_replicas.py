@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.rank.membership import joins
+from stepladder.rank.membership import get_joining_rank
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.optimizer_shards import OptimizerShards, ShardPiece, slices_of_rank
@@ -40,7 +40,9 @@ class ShardReplicas:
 
     def __init__(self, shards: OptimizerShards) -> None:
         self.optimizer, self.comm = shards.optimizer, shards.comm
-        self.shards_by_group = {self.comm.group_number: shards} if joins() is None else {}
+        self.shards_by_group = (
+            {self.comm.group_number: shards} if get_joining_rank() is None else {}
+        )
         self.params = shards.params
         self.sliced = {
             id(piece.param) for number in range(shards.ranks) for piece in shards.slice(number)

@@ -8,7 +8,7 @@ pieces, one meeting each.
 
 What orders what. A rank writes data, then its number; another one reads the number, then the data.
 x86-64 keeps stores in order, and loads (and memcpy fences its streaming stores): no more is needed.
-Other processors do not get here, see rank/segment.py. A place has two halves, used in turn: to come
+Other processors do not get here, see rank/shared_segment.py. A place has two halves, used in turn: to come
 to meeting n + 1 is to have read all of meeting n, so whoever sees everybody's n + 1 may write over
 the half of n. A rank's number never falls, also from one group to the next. Who sleeps does it on a
 bell, a word that changes after the number: futex(2) compares it under the kernel's own lock, so a
@@ -17,7 +17,7 @@ is woken. To read that after the own bell is written takes a fence, which x86-64
 should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
 
 To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait
-was as short, and then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who
+was as short, and then to sleep. When another rank's process ends, a thread (rank/process_watch.py) wakes who
 waits for it."""
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ from typing import Any
 
 import torch
 
-from stepladder.core.cores import count_cores
-from stepladder.rank.ends import Ends
-from stepladder.rank.futex import sleep_while, wake_all
-from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
+from stepladder.core.process_count import count_cores
+from stepladder.rank.futex import wait_while_equal, wake_all
+from stepladder.rank.process_watch import ProcessWatch
+from stepladder.rank.shared_segment import (
+    ARENA_BYTES,
+    ARENA_OFFSET,
+    HALF_BYTES,
+    SLOT_BYTES,
+    WORDS_PER_SLOT,
+)
 from stepladder.train.shared_memory_work import (
     CACHE_LINE_BYTES,
     Chunk,
@@ -53,7 +59,7 @@ SECONDS_TO_SPIN = (
 )
 SECONDS_TO_SLEEP = 0.1
 NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
-SLOT_WORDS = PLACE_BYTES // 8
+SLOT_WORDS = SLOT_BYTES // 8
 MOST_PLANS = 64
 MASK = 2**32 - 1  # a bell is the low half of its word
 
@@ -62,7 +68,7 @@ class SharedMemory:
     """The collectives of one group, by torch.distributed's names; all are begun only. `join` comes
     first.
 
-    memory: rank/segment.py's, in which one group comes after another.
+    memory: rank/shared_segment.py's, in which one group comes after another.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -70,7 +76,7 @@ class SharedMemory:
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.begun: list[Work] = []
         self.fence = threading.Lock()
-        self.ends: Ends | None = None  # of the others' processes
+        self.ends: ProcessWatch | None = None  # of the others' processes
 
     @property
     def last_exchange(self) -> int:
@@ -100,7 +106,7 @@ class SharedMemory:
         self.arena_used_bytes = 0  # bytes of the place's room
         self.begun.clear()
         try:
-            self.ends = Ends({other: pids[other] for other in self.others}, self._ring)
+            self.ends = ProcessWatch({other: pids[other] for other in self.others}, self._ring)
         except OSError as error:
             raise RuntimeError("a rank has ended while the group formed") from error
 
@@ -125,11 +131,11 @@ class SharedMemory:
         All ranks call it, in the same order.
         """
         size = length * dtype.itemsize
-        if size <= HALF_BYTES or self.arena_used_bytes + size > ROOM_BYTES:
+        if size <= HALF_BYTES or self.arena_used_bytes + size > ARENA_BYTES:
             return None
-        begin = ROOM + self.arena_used_bytes
+        begin = ARENA_OFFSET + self.arena_used_bytes
         self.arena_used_bytes += -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-        starts = [PLACE_BYTES * place + begin for place in range(len(self.bells))]
+        starts = [SLOT_BYTES * place + begin for place in range(len(self.bells))]
         parts = self._views(starts, dtype, [length] * len(starts))
         mine = parts[self.rank].zero_()
         self.vectors[mine.data_ptr()] = begin, parts
@@ -308,7 +314,7 @@ class SharedMemory:
                 raise RuntimeError(
                     f"timed out: rank {other} has not come in {self.timeout_seconds:g} s"
                 )
-            sleep_while(self.bells[other], bell, min(left, SECONDS_TO_SLEEP))
+            wait_while_equal(self.bells[other], bell, min(left, SECONDS_TO_SLEEP))
         words[own + SLEEPS] = 0
         self.spins = self.have_cores and perf_counter() < end
 
@@ -317,7 +323,7 @@ class SharedMemory:
         assert self.ends is not None
         for other in self.others:
             place = SLOT_WORDS * other
-            gone = other in self.ends.gone or self.words[place + LEFT] == self.first
+            gone = other in self.ends.ended or self.words[place + LEFT] == self.first
             if gone and self.words[place] < count:
                 raise RuntimeError(f"rank {other} has gone")
 
@@ -358,8 +364,8 @@ class SharedMemory:
         return [(digest, pieces) for pieces in meetings]
 
     def _starts(self, half: int, begin: int) -> list[int]:
-        first = 8 * WORDS_PER_PLACE + HALF_BYTES * half + begin
-        return [PLACE_BYTES * place + first for place in range(len(self.bells))]
+        first = 8 * WORDS_PER_SLOT + HALF_BYTES * half + begin
+        return [SLOT_BYTES * place + first for place in range(len(self.bells))]
 
     def _views(self, starts: list[int], dtype: torch.dtype, lengths: list[int]) -> Tensors:
         return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepladder.core.stored import fit
+from stepladder.core.typed_file import convert
 
 RESULT_SCHEMA = 1  # of result.json, and of what `train --json` prints
 
@@ -67,7 +67,7 @@ class TrainResult:
         Raises:
             ValueError: If it holds no result.
         """
-        result: TrainResult = fit({"best": None, **stored}, TrainResult)
+        result: TrainResult = convert({"best": None, **stored}, TrainResult)
         return result
 
     def summary(self) -> list[str]:

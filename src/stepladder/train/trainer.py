@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import PeerLost, RanksDiffer
-from stepladder.core.order import key
-from stepladder.core.plan import Span, pass_key
+from stepladder.core.order import derive_seed
+from stepladder.core.plan import Span, derive_pass_seed
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.rank import progress
-from stepladder.rank.error_record import note_step
+from stepladder.rank.error_record import record_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_storage
@@ -142,7 +142,7 @@ class TrainingLoop:
         self.settings = self.spec.settings
         self.by_microbatch = self.spec.by_microbatch
         self.phase = self.comm.phases.timer
-        self.slots = self.comm.progress.words
+        self.slots = self.comm.progress.slots
         if not self.model.training:  # otherwise layers that the user froze with eval() stay frozen
             self.model.train()
 
@@ -155,7 +155,7 @@ class TrainingLoop:
         self.sync = self._make_sync()
         self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
         self.share = RankShare(self.spec, self.comm.world, self.state.gathers_weights)
-        self.base_key = key(self.plan.seed, "pass")
+        self.base_key = derive_seed(self.plan.seed, "pass")
         self.generator = default_generator(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
         self.scales_loss = self.state.scaler.is_enabled()
@@ -195,7 +195,7 @@ class TrainingLoop:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        note_step(error, self.state.step + 1)
+        record_step(error, self.state.step + 1)
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
         if isinstance(error, (PeerLost, RanksDiffer)):
@@ -281,7 +281,9 @@ class TrainingLoop:
         self.slots[PASS] += 1
         samples = len(span)
         with self.phase(FORWARD_PASS):
-            self.generator.manual_seed(pass_key(self.base_key, self.state.step, span.number))
+            self.generator.manual_seed(
+                derive_pass_seed(self.base_key, self.state.step, span.number)
+            )
             loss_function = self.loss_programs.get(samples, self.job.loss)
             with self.autocast:
                 result = loss_function(self.model, batch)
@@ -320,7 +322,7 @@ class TrainingLoop:
         now = perf_counter()
         is_late = self.comm.world.is_first and self.stop.is_late(now)
         votes = [  # in the order of Action
-            is_late or self.stop.asked,
+            is_late or self.stop.stop_requested,
             self.session.is_snapshot_due(now),
             self.recorder.is_flush_due(now),
             bool(self.slots[progress.REGROUP]),

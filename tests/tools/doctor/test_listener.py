@@ -20,7 +20,7 @@ def test_among_several_it_is_the_address_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        link, "addresses_of", lambda host: [ip_address("127.0.0.1"), ip_address("::1")]
+        link, "resolve_host", lambda host: [ip_address("127.0.0.1"), ip_address("::1")]
     )
     with link.listener_at(
         "node-1", alone=False
@@ -33,7 +33,7 @@ def test_among_several_it_is_the_address_that_was_asked_for(
             pytest.skip("this machine has no address but loopback")
         own = route.getsockname()[0]
     monkeypatch.setattr(
-        link, "addresses_of", lambda host: [ip_address("127.0.1.1"), ip_address(own)]
+        link, "resolve_host", lambda host: [ip_address("127.0.1.1"), ip_address(own)]
     )
     with link.listener_at("node-1", alone=False) as server:
         assert server.getsockname()[0] == own

@@ -158,5 +158,7 @@ def test_the_checkout_that_runs_is_trusted_as_its_code_is(monkeypatch: pytest.Mo
     """With a umask of 002 a group may write it, as whoever cloned it has it."""
     root = Path(stepladder.__file__).parents[2]
     monkeypatch.chdir(root / "lessons" / "exercises")
-    monkeypatch.setattr(folders, "refuse_foreign", lambda path: pytest.fail(f"{path} is asked for"))
+    monkeypatch.setattr(
+        folders, "validate_ownership", lambda path: pytest.fail(f"{path} is asked for")
+    )
     assert load_course().root == root

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.disk import (
     MAKE_ROOM,
     Feedback,
@@ -82,7 +82,7 @@ def is_right(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
     """Whether the file is there with the right sha256; tells the user what was found."""
     if not path.is_file():
         return False
-    with naming(f"cannot read {path}", "choose another --data-dir DIR"):
+    with as_input_error(f"cannot read {path}", "choose another --data-dir DIR"):
         right = sha256_of(path) == file.sha256
     feedback.say(
         f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it"
@@ -107,7 +107,7 @@ class Part:
         self.path = folder / f"{file.name}.part"
 
     def __enter__(self) -> Part:
-        with durable.writing(self.path, MAKE_ROOM):
+        with durable.name_write_errors(self.path, MAKE_ROOM):
             self._out = open_locked(self.path)
             self._out.seek(0)
             self._hash = hashlib.file_digest(self._out, "sha256")
@@ -123,7 +123,7 @@ class Part:
 
     def restart(self) -> None:
         """Drop all bytes."""
-        with durable.writing(self.path, MAKE_ROOM):
+        with durable.name_write_errors(self.path, MAKE_ROOM):
             self._out.truncate(0)
         self._hash = hashlib.sha256()
         self.size = 0
@@ -134,7 +134,7 @@ class Part:
             self.restart()
             raise SourceError(f"more than the {self.file.bytes:,} bytes expected")
         rest = memoryview(chunk)
-        with durable.writing(self.path, MAKE_ROOM):
+        with durable.name_write_errors(self.path, MAKE_ROOM):
             while rest:  # unbuffered: a disk that fills up takes the first bytes of a chunk only
                 taken = self._out.write(rest)
                 self._hash.update(rest[:taken])
@@ -150,7 +150,7 @@ class Part:
         if self._hash.hexdigest() != self.file.sha256:
             self.restart()
             raise SourceError("the sha256 is wrong")
-        with durable.writing(self.final, MAKE_ROOM):
+        with durable.name_write_errors(self.final, MAKE_ROOM):
             durable.move(self.path, self.final)
 
 

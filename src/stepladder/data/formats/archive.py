@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.disk import MAKE_ROOM
 
 # What reading a damaged archive can raise. RuntimeError is zipfile's for a password, and its
@@ -53,7 +53,7 @@ def is_archive(path: Path) -> bool:
 def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
     """The members of a zip or tar. InputError names the file when it is neither, or damaged."""
     archive: Any
-    with naming(f"cannot read {path}", "fetch it again", ARCHIVE_ERRORS):
+    with as_input_error(f"cannot read {path}", "fetch it again", ARCHIVE_ERRORS):
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(path)
             members = [zip_member(archive, info) for info in archive.infolist()]
@@ -90,7 +90,7 @@ def unpack(archive: Path, folder: Path) -> None:
         if all(path.is_file() and path.stat().st_size == size for path, size in there):
             return
         with (
-            durable.writing(folder, MAKE_ROOM),
+            durable.name_write_errors(folder, MAKE_ROOM),
             TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as temp,
         ):
             fresh = Path(temp) / folder.name
@@ -116,7 +116,9 @@ def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
     """Write one member. InputError when its bytes are damaged, OSError for the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        naming(f"cannot unpack {member.name} of {archive}", "fetch it again", DAMAGE_ERRORS),
+        as_input_error(
+            f"cannot unpack {member.name} of {archive}", "fetch it again", DAMAGE_ERRORS
+        ),
         member.open() as stream,
         target.open("wb") as out,
     ):

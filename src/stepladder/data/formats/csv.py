@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.stored import opened
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.typed_file import open_to_read
 from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
 
 FLOAT = np.dtype(np.float32)
@@ -51,8 +51,10 @@ def read_csv(path: Path, places: dict[str, int], table: Table) -> Iterator[Block
 
 
 def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
-    with naming(f"cannot read {path}", "give a file that can be read", (OSError, ValueError)):
-        return TextIOWrapper(opened(path), encoding="utf-8-sig", newline="")
+    with as_input_error(
+        f"cannot read {path}", "give a file that can be read", (OSError, ValueError)
+    ):
+        return TextIOWrapper(open_to_read(path), encoding="utf-8-sig", newline="")
 
 
 def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:

@@ -15,8 +15,8 @@ from typing import IO
 
 import numpy as np
 
-from stepladder.core.errors import InputError, reason_of
-from stepladder.core.stored import opened
+from stepladder.core.errors import InputError, get_reason
+from stepladder.core.typed_file import open_to_read
 from stepladder.data.disk import gz_or_plain
 
 LABELS, IMAGES = 2049, 2051
@@ -72,16 +72,16 @@ def reading(path: Path) -> Iterator[None]:
         raise damaged(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read {path}: {reason_of(error)}", get_hint(path.parent)
+            f"cannot read {path}: {get_reason(error)}", get_hint(path.parent)
         ) from error
 
 
 def open_plain(path: Path) -> IO[bytes]:
     """The uncompressed bytes of a file, gzip'd or not."""
-    stream = opened(path)
+    stream = open_to_read(path)
     packed = stream.read(2) == GZIP_MAGIC
     stream.close()
-    return gzip.open(path, "rb") if packed else opened(path)  # type: ignore[return-value]
+    return gzip.open(path, "rb") if packed else open_to_read(path)  # type: ignore[return-value]
 
 
 def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:

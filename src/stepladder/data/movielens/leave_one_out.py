@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
-from stepladder.core.order import key, permutation
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.order import derive_seed, make_permutation
 from stepladder.data.disk import MAKE_ROOM, Feedback, gz_or_plain
 from stepladder.data.formats.idx import open_plain
 from stepladder.data.movielens.ratings import MOST_TEXT, UNREADABLE, Ints, Ratings, numbers
@@ -172,7 +172,10 @@ def find(folder: Path, *names: str) -> Path:
 
 
 def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
-    with naming(f"cannot read {path}", "fetch it again", UNREADABLE), open_plain(path) as stream:
+    with (
+        as_input_error(f"cannot read {path}", "fetch it again", UNREADABLE),
+        open_plain(path) as stream,
+    ):
         data = stream.read(MOST_TEXT + 1)
         if len(data) > MOST_TEXT:
             raise InputError(f"{path} holds more than {MOST_TEXT:,} bytes", HINT)
@@ -243,7 +246,7 @@ def build_1m(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:  # no
     table = read_1m(folder / "ml-1m" / "ratings.dat")
     for path, text in zip(paths, texts(table), strict=True):
         data = text.encode()
-        with durable.writing(path, MAKE_ROOM):
+        with durable.name_write_errors(path, MAKE_ROOM):
             durable.write(path, gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
     feedback.say(
         f"leave-one-out pairs: {', '.join(NAMES_1M)}; the {NEGATIVES_1M} negatives per user are our own draw"
@@ -253,7 +256,7 @@ def build_1m(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:  # no
 
 def read_1m(path: Path) -> np.ndarray:
     """UserID, MovieID, rating and time, shape (rows, 4), int64, as in the file."""
-    with naming(f"cannot read {path}", GET_1M):
+    with as_input_error(f"cannot read {path}", GET_1M):
         lines = path.read_bytes().splitlines()
     rows = [line.split(b"::") for line in lines]
     bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
@@ -285,7 +288,7 @@ def texts(table: np.ndarray) -> list[str]:
     for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True):
         unseen = np.setdiff1d(np.arange(len(ids)), seen)
         drawn = unseen[
-            permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES_1M]
+            make_permutation(len(unseen), derive_seed("leave-one-out", user))[:NEGATIVES_1M]
         ]  # by the user alone
         negatives.append(f"({user},{item})\t" + "\t".join(map(str, drawn)))
     return [

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.numbers import MOST
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import MAX_INTEGER
 from stepladder.data.disk import refuse_no_file
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
 
@@ -69,7 +69,7 @@ def read_ratings(data_dir: Path) -> Ratings:
     path = data_dir if data_dir.is_file() else locate(data_dir)
     if path is None:
         raise InputError(f"{data_dir} holds no ratings.csv", f"{HINT} --data-dir {data_dir}")
-    with naming(f"cannot read the ratings in {path}", HINT, UNREADABLE):
+    with as_input_error(f"cannot read the ratings in {path}", HINT, UNREADABLE):
         text = read_text(path)
     header = text.partition("\n")[0].strip().split(",")
     names = ["userId", "movieId", "rating"]
@@ -107,7 +107,7 @@ def numbers(
         table = np.loadtxt(
             io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None
         )
-        if table.shape[1] == width and (np.abs(table[:, columns]) <= MOST).all():
+        if table.shape[1] == width and (np.abs(table[:, columns]) <= MAX_INTEGER).all():
             return table[:, columns]
     except ValueError:
         pass  # the lines are looked at one by one, to name the first bad one
@@ -120,7 +120,7 @@ def numbers(
             if len(parts) != width:
                 raise ValueError(f"{len(parts)} columns instead of {width}")
             rows.append([float(parts[column]) for column in columns])
-            if not (np.abs(rows[-1]) <= MOST).all():
+            if not (np.abs(rows[-1]) <= MAX_INTEGER).all():
                 raise ValueError("a value that is not finite, or beyond 2**53")
         except ValueError as error:
             hint = "mend the line, or fetch it again"
@@ -159,7 +159,7 @@ def read_titles(path: Path) -> dict[int, str]:
         rows = csv.DictReader(io.StringIO(read_text(found, TITLES), newline=""))
         return {int(row["movieId"]): row["title"] for row in rows}
     except InputError as error:
-        raise InputError(error.found, "--titles PATH/TO/movies.csv") from error
+        raise InputError(error.problem, "--titles PATH/TO/movies.csv") from error
     except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
         raise InputError(
             f"cannot read titles from {found}: {type(error).__name__}: {error}",

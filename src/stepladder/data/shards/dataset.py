@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core import stored
-from stepladder.core.errors import InputError, naming, one_line
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, as_input_error, to_one_line
 from stepladder.core.order import Chunks
 from stepladder.data.table import Column, chosen, row_bytes, unusable
 
@@ -175,7 +175,9 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
     right size.
     """
     try:
-        index = stored.loads(stored.read(folder / INDEX, MOST_INDEX_BYTES), StoredIndex)
+        index = typed_file.parse_json(
+            typed_file.read_file(folder / INDEX, MOST_INDEX_BYTES), StoredIndex
+        )
         columns = {name: column.as_column() for name, column in index.columns.items()}
         shards = [one.as_shard(folder, index.chunk_rows) for one in index.shards]
         if (
@@ -191,7 +193,7 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
         if index.chunk_rows * row_bytes(columns) > MOST_CHUNK_BYTES:
             raise ValueError(f"chunks of {index.chunk_rows:,} rows")
     except (OSError, ValueError, TypeError) as error:
-        raise bad_shards(folder, f"cannot use {folder / INDEX} ({one_line(error)})") from error
+        raise bad_shards(folder, f"cannot use {folder / INDEX} ({to_one_line(error)})") from error
     for shard in shards:
         refuse_other_file(shard, list(columns))
     if index.rows != (found := sum(shard.rows for shard in shards)):
@@ -254,7 +256,7 @@ def look_into(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Colu
     import h5py
 
     with (
-        naming(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
+        as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
         h5py.File(file, "r", locking=False) as h5,
     ):
         arrays = {

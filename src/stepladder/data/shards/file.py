@@ -38,7 +38,7 @@ def write_shard(
     path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
 ) -> dict[str, Any]:
     """A shard from chunks of chunk_rows rows each: its entry in the index."""
-    with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
+    with durable.name_write_errors(path, GOES_ON), durable.replace_file(path) as aside:
         entry = fill(aside, table, settings, chunks, feedback)
         entry["sha256"] = sha256_of(aside)
     return {"file": path.name, "bytes": path.stat().st_size, **entry}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import Order
 from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, bad_shards
 from stepladder.data.table import Column, Ragged, join
@@ -146,7 +146,7 @@ class Reader:
                     self._read_array(number, name, lo, target)
                     digest = xxhash.xxh3_64_intdigest(target.data)
             except H5_ERRORS as error:
-                raise damaged(shard, place, name, one_line(error)) from error
+                raise damaged(shard, place, name, to_one_line(error)) from error
             if shard.checksums is not None and digest != shard.checksums[name][place]:
                 raise damaged(
                     shard, place, name, "its bytes are not those that were written (checksum)"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data import table as tables
 from stepladder.data.disk import Feedback, filled_folder, open_locked
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
@@ -75,7 +75,7 @@ def write_table(
     MB]."""
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        with naming(
+        with as_input_error(
             f"cannot use {out / INDEX}", f"rm -r {shlex.quote(str(out))}", (OSError, ValueError)
         ):
             index = json.loads((out / INDEX).read_bytes())
@@ -180,7 +180,7 @@ def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
 
 
 def open_notes(out: Path) -> io.FileIO:
-    with durable.writing(out, GOES_ON):
+    with durable.name_write_errors(out, GOES_ON):
         if not (out / UNFINISHED).exists() and h5_files(out):
             raise InputError(
                 f"{out} holds HDF5 files that this command did not write", "another --out DIR"
@@ -196,9 +196,9 @@ class Notes:
     def __init__(self, out: Path, settings: ShardSettings, file: io.FileIO) -> None:
         self.out, self.settings, self.file = out, settings, file
         self.entries: list[dict[str, Any]] = []
-        with durable.writing(out, GOES_ON):
+        with durable.name_write_errors(out, GOES_ON):
             for name in (INDEX, "shard-"):
-                durable.clear(out, name)
+                durable.remove_unfinished(out, name)
             self._read()
 
     def _read(self) -> None:
@@ -212,7 +212,7 @@ class Notes:
             self._append(asdict(self.settings))
             return
         refused, hint = f"cannot use {self.out / UNFINISHED}", f"rm -r {shlex.quote(str(self.out))}"
-        with naming(refused, hint, (ValueError, KeyError, TypeError, RecursionError)):
+        with as_input_error(refused, hint, (ValueError, KeyError, TypeError, RecursionError)):
             refuse_other(json.loads(lines[0]), self.settings, self.out)
             for entry in map(json.loads, lines[1:]):
                 path, _ = self.out / entry["file"], int(entry["rows"]) + int(entry["list_bytes"])
@@ -222,7 +222,7 @@ class Notes:
         self.file.truncate(sum(len(line) + 1 for line in lines[: 1 + len(self.entries)]))
 
     def add(self, entry: dict[str, Any]) -> None:
-        with durable.writing(self.out / UNFINISHED, GOES_ON):
+        with durable.name_write_errors(self.out / UNFINISHED, GOES_ON):
             self._append(entry)
         self.entries.append(entry)
 
@@ -244,7 +244,7 @@ class Notes:
             "made_from": asdict(self.settings),
         }
         path = self.out / INDEX
-        with durable.writing(path, GOES_ON):
+        with durable.name_write_errors(path, GOES_ON):
             durable.write(path, json.dumps(index))
             (self.out / UNFINISHED).unlink()
         return path

@@ -12,7 +12,7 @@ from stepladder.launcher.diagnose.rank_status import (
     is_users_code,
 )
 from stepladder.rank.progress import PHASES
-from stepladder.rank.stacks import Stack, users_frame
+from stepladder.rank.stacks import Stack, find_user_frame
 
 MAX_FRAMES_SHOWN = 8
 MAX_RANKS_SHOWN = 8
@@ -71,11 +71,11 @@ def format_rank(status: RankStatus) -> list[str]:
     if not status.stack and not has_ended:
         lines.append("    no stack: it did not answer")
     for thread in status.threads[1:]:
-        frame = users_frame(thread)
+        frame = find_user_frame(thread)
         if frame is not None and is_users_code(frame):
             lines.append(f"    another thread: {describe_frame(frame)}")
     for pid, stack in sorted(status.workers.items()):
-        frame = users_frame(stack)
+        frame = find_user_frame(stack)
         if frame is not None:
             lines.append(f"    worker {pid}: {describe_frame(frame)}")
     return lines

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.rank.progress import RING, CallSite, Standing
-from stepladder.rank.stacks import Frame, users_frame
+from stepladder.rank.progress import RING, CallSite, RankProgress
+from stepladder.rank.stacks import Frame, find_user_frame
 
 DUMP_PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 OLD_DUMP_PREFIX_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -65,7 +65,7 @@ class RecordedCollective:
         frames = []
         for frame in self.entry.get("frames", []):
             frames.append(Frame(frame["name"], frame["filename"], int(frame["line"])))
-        caller = users_frame(frames) or UNKNOWN_CALLER
+        caller = find_user_frame(frames) or UNKNOWN_CALLER
         return CallSite(caller.function, caller.file, caller.line, self.name)
 
     @property
@@ -126,7 +126,7 @@ def _load_dump(data: bytes) -> Any:
     return _ContainerUnpickler(io.BytesIO(data)).load()
 
 
-def infer_progress(dumps: dict[int, dict[str, Any]]) -> dict[int, Standing]:
+def infer_progress(dumps: dict[int, dict[str, Any]]) -> dict[int, RankProgress]:
     """Return the collectives of each rank in the group that hangs, by rank.
 
     That is a group in which ranks have begun different numbers of collectives; if there is none,
@@ -155,12 +155,12 @@ def _rate_health(group: RecordedGroup) -> tuple[bool, bool]:
     return len(counts) == 1, are_completed
 
 
-def _make_progress(collectives: list[RecordedCollective]) -> Standing:
+def _make_progress(collectives: list[RecordedCollective]) -> RankProgress:
     if not collectives:
-        return Standing()
+        return RankProgress()
     last = max(collectives, key=lambda collective: collective.number)
     recent = []
     for collective in collectives[-RING:]:
         recent.append((collective.number, (collective.call_site, collective.size)))
     waits = 0 if last.is_completed else last.number
-    return Standing(count=last.number, waits=waits, recent=tuple(recent))
+    return RankProgress(count=last.number, waits=waits, recent=tuple(recent))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from stepladder.core.errors import readable
+from stepladder.core.errors import make_readable
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
-from stepladder.rank.progress import CallSite, Standing
+from stepladder.rank.progress import CallSite, RankProgress
 from stepladder.rank.stacks import Frame
 
 INQUIRY_INTERVAL_S = 1.0
@@ -147,7 +147,8 @@ def _parse_answer(text: str) -> list[RankStatus]:
 def _make_readable(record: dict[str, Any]) -> dict[str, Any]:
     """Replace characters that a terminal would obey."""
     return {
-        key: readable(value) if isinstance(value, str) else value for key, value in record.items()
+        key: make_readable(value) if isinstance(value, str) else value
+        for key, value in record.items()
     }
 
 
@@ -158,7 +159,7 @@ def _parse_status(record: dict[str, Any]) -> RankStatus:
     )
     fields = {
         "state": ProcessState(record["state"]),
-        "progress": Standing(**{**progress, "recent": recent}),
+        "progress": RankProgress(**{**progress, "recent": recent}),
         "threads": [_parse_stack(stack) for stack in record["threads"]],
         "workers": {int(pid): _parse_stack(stack) for pid, stack in record["workers"].items()},
     }

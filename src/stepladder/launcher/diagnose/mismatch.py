@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stepladder.launcher.diagnose import causes
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.rank_status import RankStatus
-from stepladder.rank.progress import OF_BLOCK, RING, CallSite
+from stepladder.rank.progress import BLOCK_SEPARATOR, RING, CallSite
 
 UNKNOWN_SIZE = -1
 
@@ -86,7 +86,7 @@ def _compare(
             f"{second.status} calls {second.site.name} ({second.site}) where {first.status} calls"
             f" {first.site.name} ({first.site}): collective {number}{step}"
         )
-        is_of_block = OF_BLOCK in first.site.name or OF_BLOCK in second.site.name
+        is_of_block = BLOCK_SEPARATOR in first.site.name or BLOCK_SEPARATOR in second.site.name
         cause = causes.SKIPPED_BLOCK if is_of_block else causes.DIFFERENT_ORDER
         return Explanation(second.status.rank, sentence, cause, statuses)
     has_sizes = UNKNOWN_SIZE not in (first.size, second.size)

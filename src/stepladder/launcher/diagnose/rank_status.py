@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from stepladder.rank.progress import PHASES, READING, UNKNOWN, Standing
-from stepladder.rank.stacks import Frame, Stack, users_frame
+from stepladder.rank.progress import PHASES, READING, UNKNOWN, RankProgress
+from stepladder.rank.stacks import Frame, Stack, find_user_frame
 
 COLLECTIVE_FILES = (
     "torch/distributed/",
@@ -56,7 +56,7 @@ class RankStatus:
     rank: int
     pid: int
     state: ProcessState = ProcessState.RUNNING
-    progress: Standing = field(default_factory=Standing)
+    progress: RankProgress = field(default_factory=RankProgress)
     threads: Sequence[Stack] = ()
     workers: dict[int, Stack] = field(default_factory=dict)
     host: str = ""
@@ -79,7 +79,7 @@ class RankStatus:
     @property
     def frame(self) -> Frame | None:
         """The innermost call of the user's own code, if there is one."""
-        return users_frame(self.stack)
+        return find_user_frame(self.stack)
 
     @property
     def collective(self) -> Frame | None:
@@ -146,7 +146,7 @@ class RankStatus:
         if not self.is_loading_data:
             return None
         for pid, stack in sorted(self.workers.items()):
-            frame = users_frame(stack)
+            frame = find_user_frame(stack)
             if frame is not None and is_users_code(frame):
                 return pid, frame
         return None

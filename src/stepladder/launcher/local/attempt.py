@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.core.errors import DONE, is_failure
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
@@ -29,9 +29,9 @@ from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.rank_starter import RankStarter
 from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.error_record import ErrorKind, RankError
-from stepladder.rank.membership import JOINS
+from stepladder.rank.membership import JOIN_VARIABLE
 from stepladder.rank.open_file import MemoryFile
-from stepladder.rank.segment import new_segment
+from stepladder.rank.shared_segment import make_segment
 
 CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
 FIRST_FAILURE_GRACE_S = 0.5  # the cause may fail a moment after its consequences
@@ -145,7 +145,7 @@ class GroupAttempt:
         )
         self._recovery = InPlaceRecovery(context.policy, actions, spec.consensus, spec.min_ranks)
         has_all_ranks = spec.world_size == len(spec.ranks) and not spec.joins
-        self._segment = new_segment(spec.world_size) if has_all_ranks else None
+        self._segment = make_segment(spec.world_size) if has_all_ranks else None
 
     def start(self) -> None:
         """Start all ranks."""
@@ -165,7 +165,7 @@ class GroupAttempt:
             "LOCAL_WORLD_SIZE": str(len(self._spec.ranks)),
         }
         if joins:  # it starts alone, and then joins the others
-            variables |= {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
+            variables |= {"RANK": "0", "WORLD_SIZE": "1", JOIN_VARIABLE: str(rank)}
         else:
             variables["RANK"] = str(rank)
         env = self._context.spec.make_environment(variables)
@@ -207,7 +207,7 @@ class GroupAttempt:
         if not self._is_voting:
             text = self.monitor.poll(self._find_alive())
             if text:
-                say(text)
+                print_message(text)
         if self.monitor.has_begun:
             self._output.begin()
         has_ended = not self.running and not self._recovery.failed

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stepladder.rank.membership import BROKEN, LATE, Membership
+from stepladder.rank.membership import GROUP_BROKEN, GROUP_LATE, Membership
 
 MAX_LOSS_REASONS = 8  # of one change: they are written into a line of the ledger
 
@@ -95,7 +95,7 @@ def _would_break_again(votes: Collection[NodeVote]) -> bool:
     if any(len(vote.members) > vote.trained_count for vote in votes):
         return False
     reasons = {reason for vote in votes for reason in vote.leave_reasons}
-    return BROKEN.decode() in reasons and LATE.decode() not in reasons
+    return GROUP_BROKEN.decode() in reasons and GROUP_LATE.decode() not in reasons
 
 
 class Consensus(Protocol):

@@ -14,9 +14,9 @@ import signal
 import sys
 from types import TracebackType
 
-from stepladder.core.paths import FOR_FORK_SERVER, SAFE_PATH
-from stepladder.core.surroundings import is_limit
-from stepladder.rank.lifecycle import FOR_RANKS, die_with_parent
+from stepladder.core.machine_limits import is_limit_error
+from stepladder.core.paths import FORK_SERVER_VALUE, SAFE_PATH_VARIABLE
+from stepladder.rank.lifecycle import UNBLOCKED_SIGNALS, die_with_parent
 
 
 def show_error(
@@ -26,13 +26,13 @@ def show_error(
 
     A limit of the machine is not printed: the launcher tries again, and reports the limit itself.
     """
-    if not is_limit(error):
+    if not is_limit_error(error):
         sys.__excepthook__(error_type, error, trace)
 
 
 sys.excepthook = show_error  # each rank restores Python's own
 die_with_parent()
-if os.environ.get(SAFE_PATH) == FOR_FORK_SERVER:
-    del os.environ[SAFE_PATH]  # processes that ranks start must not inherit it
+if os.environ.get(SAFE_PATH_VARIABLE) == FORK_SERVER_VALUE:
+    del os.environ[SAFE_PATH_VARIABLE]  # processes that ranks start must not inherit it
 gc.disable()  # saves a fifth of the time that torch's import takes; each rank enables it again
-signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
+signal.pthread_sigmask(signal.SIG_BLOCK, UNBLOCKED_SIGNALS)

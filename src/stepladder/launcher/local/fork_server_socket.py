@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
-from stepladder.core.sockets import folder_for_sockets, open_by_file
+from stepladder.core.sockets import open_socket_file, use_socket_folder
 
 # The result of `open_by_file` for the server's socket, by the socket's path.
 _opened: dict[str, tuple[int, str]] = {}
@@ -21,12 +21,12 @@ _opened: dict[str, tuple[int, str]] = {}
 def reach_fork_server() -> Iterator[None]:
     """Start the fork server if there is none, and reach it by its open socket in the block."""
     server: Any = forkserver._forkserver
-    with folder_for_sockets():
+    with use_socket_folder():
         forkserver.ensure_running()
         address = server._forkserver_address
         if address not in _opened:
             _close_all()
-            _opened[address] = open_by_file(address)
+            _opened[address] = open_socket_file(address)
     _, open_address = _opened[address]
     server._forkserver_address = open_address
     try:

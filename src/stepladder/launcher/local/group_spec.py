@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
-from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
+from stepladder.rank.preemption import STOP_SIGNALS, TIME_LIMIT_MARGIN_S, get_seconds_left
 
 DEFAULT_STOP_TIMEOUT_S = 30.0  # for a job, where no time limit is near
 
@@ -18,7 +18,7 @@ def read_stop_timeout() -> float:
 
     A batch job may use all that remains of its time limit, since a step may be long.
     """
-    remaining_s = seconds_left() - SECONDS_TO_LEAVE
+    remaining_s = get_seconds_left() - TIME_LIMIT_MARGIN_S
     if not math.isfinite(remaining_s):
         return DEFAULT_STOP_TIMEOUT_S
     return max(DEFAULT_STOP_TIMEOUT_S, remaining_s)
@@ -48,7 +48,7 @@ class GroupSpec:
     preload_modules: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
     make_environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
-    stop_signals: tuple[int, ...] = HANDLED
+    stop_signals: tuple[int, ...] = STOP_SIGNALS
     stop_timeout: Callable[[], float] = read_stop_timeout
     is_script: bool = False
     recovers_in_place: bool = False

@@ -17,13 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.launcher.local.consensus import Consensus, NodeVote, Quorum
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.error_record import ErrorKind
-from stepladder.rank.membership import MET, Membership, new_wire, tell, tell_loss
+from stepladder.rank.membership import (
+    GROUP_JOINED,
+    Membership,
+    make_control_sockets,
+    send_loss,
+    send_membership,
+)
 from stepladder.rank.open_file import MemoryFile
 
 MAX_MESSAGE_BYTES = 64
@@ -102,7 +108,7 @@ class InPlaceRecovery:
 
     def open_channel(self, rank: int) -> socket.socket:
         """Return the rank's end of a new channel, to be closed here once the rank has it."""
-        self._channels[rank], rank_end = new_wire()
+        self._channels[rank], rank_end = make_control_sockets()
         self._started_ranks.add(rank)
         return rank_end
 
@@ -125,7 +131,7 @@ class InPlaceRecovery:
         message = b""
         with suppress(OSError):
             message = channel.recv(MAX_MESSAGE_BYTES)
-        if message == MET:
+        if message == GROUP_JOINED:
             self._grouped_ranks.add(rank)
         elif message:
             self._leave_reasons[rank] = message
@@ -158,7 +164,7 @@ class InPlaceRecovery:
         error = member.read_error()
         if error is not None and error.kind is ErrorKind.STATE_LOST:
             self.state = RecoveryState.REFUSED
-        concerns_all = error is not None and error.is_of_all
+        concerns_all = error is not None and error.affects_all_ranks
         is_refused = self.state is RecoveryState.REFUSED
         if is_refused or concerns_all or not self._can_regroup(member, alive):
             return False
@@ -176,7 +182,7 @@ class InPlaceRecovery:
 
     def _abandon_joining(self, member: RankProcess) -> None:
         self._policy.report(member.determine_failure())
-        say("it was to join the other ranks, which continue without it")
+        print_message("it was to join the other ranks, which continue without it")
         self._close_channel(member.rank)
         del self.joining[member.rank]
         self.abandoned.add(member.rank)
@@ -236,7 +242,7 @@ class InPlaceRecovery:
         if consensus.loss_reported and self._loss_notified_for < next_group:
             self._loss_notified_for = next_group
             for channel in self._channels.values():
-                tell_loss(channel)
+                send_loss(channel)
         if consensus.join_requested and self._join_notified_for < next_group:
             self._join_notified_for = next_group
             for rank in training - self._leave_reasons.keys():
@@ -305,7 +311,7 @@ class InPlaceRecovery:
             self._answer(rank, None)
 
     def _answer(self, rank: int, membership: Membership | None) -> None:
-        tell(self._channels[rank], membership)
+        send_membership(self._channels[rank], membership)
         del self._leave_reasons[rank]
 
     def _needs_replacement(self, member: RankProcess, trained_count: int) -> bool:
@@ -313,7 +319,7 @@ class InPlaceRecovery:
             return True
         if not self._policy.is_repeated_failure(member.local_rank):
             return True
-        say(
+        print_message(
             f"rank {member.rank} failed within a minute of the rank that it replaced:"
             " it is not replaced"
         )
@@ -324,4 +330,4 @@ def _print_group(quorum: Quorum, membership: Membership) -> None:
     size = len(membership.members)
     processes = "1 process" if size == 1 else f"{size} processes"
     cause = "in-place recovery" if quorum.lost_count else "another process has joined"
-    say(f"{cause}: continuing with {processes}")
+    print_message(f"{cause}: continuing with {processes}")

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.address import free_port, on_this_machine
-from stepladder.core.console import say
-from stepladder.core.scratch import scratch
-from stepladder.core.surroundings import refuse_few_files, refuse_open_fork_server
+from stepladder.core.address import find_free_port, make_loopback_env
+from stepladder.core.console import print_message
+from stepladder.core.machine_limits import validate_fork_server, validate_open_files
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.attempt import AttemptSpec, GroupAttempt, GroupContext, StopRequest
 from stepladder.launcher.local.consensus import Consensus, SingleNode
@@ -29,7 +29,7 @@ from stepladder.launcher.local.outcome import Outcome
 from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.launcher.local.rank_starter import RankStarter
 from stepladder.launcher.local.restart_policy import RestartPolicy
-from stepladder.rank.keepsake import new_mailbox, take_all
+from stepladder.rank.fd_store import make_fd_store, remove_all_fds
 
 FORK_SERVER_MODULE = "stepladder.launcher.local.fork_server"
 
@@ -51,19 +51,19 @@ class LocalGroup:
         limits: Limits | None = None,
         spec: GroupSpec | None = None,
     ) -> None:
-        refuse_open_fork_server()
+        validate_fork_server()
         self.spec = spec or GroupSpec()
         self.restart_policy = RestartPolicy(
             has_steps=not self.spec.is_script, report=self.spec.report_failure
         )
-        self._scratch = Path(tempfile.mkdtemp(dir=scratch()))
+        self._scratch = Path(tempfile.mkdtemp(dir=get_scratch_folder()))
         # The fork server takes its environment from here. A rank cannot set this variable before
         # torch is imported.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         process_context = multiprocessing.get_context("forkserver")
         process_context.set_forkserver_preload([FORK_SERVER_MODULE, *self.spec.preload_modules])
         # Keeps the lock of the run directory while no rank has it.
-        self._mailbox = new_mailbox()
+        self._mailbox = make_fd_store()
         self._starter = RankStarter(process_context, work, self.spec, self._mailbox)
         self._fork_server_watch = ForkServerWatch()
         self._stop_request = StopRequest()
@@ -108,9 +108,9 @@ class LocalGroup:
         variables = {
             "WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(find_free_port()),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            **on_this_machine(),
+            **make_loopback_env(),
         }
         self._start(AttemptSpec(str(attempt), range(nproc), variables, min_ranks=min_nproc))
 
@@ -134,7 +134,7 @@ class LocalGroup:
         self._start(AttemptSpec(attempt, ranks, variables, joins, consensus or SingleNode()))
 
     def _start(self, spec: AttemptSpec) -> None:
-        refuse_few_files(len(spec.ranks))
+        validate_open_files(len(spec.ranks))
         self._attempt = GroupAttempt(spec, self._context)
         self._attempt.start()
 
@@ -149,7 +149,7 @@ class LocalGroup:
         is_over = self._attempt.poll()
         text = self._fork_server_watch.poll()
         if text:
-            say(text)
+            print_message(text)
         return is_over
 
     def end_within(self, seconds: float) -> None:
@@ -184,7 +184,7 @@ class LocalGroup:
 
     def release_locks(self) -> None:
         """Release the locks that ranks of this group held."""
-        for file in take_all(self._mailbox):
+        for file in remove_all_fds(self._mailbox):
             # Explicitly, because a forked worker that hangs may have the file open as well.
             fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)

@@ -237,7 +237,7 @@ class Monitor:
 
     def _read_phases(self) -> memoryview:
         """Return the phase of each local rank at the last poll."""
-        return memoryview(self._last_progress).cast("q")[progress.PHASE :: progress.WORDS]
+        return memoryview(self._last_progress).cast("q")[progress.PHASE :: progress.NUM_SLOTS]
 
     @property
     def has_begun(self) -> bool:

@@ -18,7 +18,7 @@ from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.launcher.local.process_stats import IdleMeter, find_children, is_stopped
 from stepladder.rank import progress
 from stepladder.rank.open_file import MemoryFile
-from stepladder.rank.stacks import Stack, last_words, raised_at, stacks_of
+from stepladder.rank.stacks import Stack, parse_traceback, read_abort_stacks, read_stacks
 
 
 class ObservedRank:
@@ -113,13 +113,13 @@ class ObservedRanks:
 
     def replace_rank(self, local_rank: int, rank: int, pid: int) -> None:
         """Observe the replacement of a lost rank, which has a new number."""
-        progress.clear_words(self._progress_file.path, local_rank)
+        progress.clear_slots(self._progress_file.path, local_rank)
         stack_file = self._observed[local_rank].stack_file
         self._observed[local_rank] = ObservedRank(rank, stack_file, pid)
 
     def request_regroup(self, local_rank: int) -> None:
         """Ask a local rank to leave its group after the current step: another rank joins."""
-        progress.write_word(self._progress_file.path, local_rank, progress.REGROUP, 1)
+        progress.write_slot(self._progress_file.path, local_rank, progress.REGROUP, 1)
 
     def list_ended(self) -> list[RankStatus]:
         """Return the last progress that each rank wrote, without a look at its process."""
@@ -149,15 +149,15 @@ class ObservedRanks:
         return statuses
 
     def _inspect_running(
-        self, observed: ObservedRank, rank_progress: progress.Standing
+        self, observed: ObservedRank, rank_progress: progress.RankProgress
     ) -> RankStatus:
         pid = observed.pid
         file = observed.stack_file.path
         state = ProcessState.STOPPED if is_stopped(pid) else ProcessState.RUNNING
-        threads = stacks_of(pid, file)
+        threads = read_stacks(pid, file)
         workers: dict[int, Stack] = {}
         for child in find_children(pid):
-            child_threads = stacks_of(child, file)
+            child_threads = read_stacks(child, file)
             if child_threads:
                 workers[child] = child_threads[0]
         observed.idle_meter.reset(pid)
@@ -166,16 +166,16 @@ class ObservedRanks:
         )
 
     def _inspect_ended(
-        self, observed: ObservedRank, rank_progress: progress.Standing, trace: str
+        self, observed: ObservedRank, rank_progress: progress.RankProgress, trace: str
     ) -> RankStatus:
-        crashed_threads = last_words(observed.stack_file.path)
+        crashed_threads = read_abort_stacks(observed.stack_file.path)
         if crashed_threads:
             state = ProcessState.ABORTED
         elif observed.exit_code == DONE:
             state = ProcessState.DONE
         else:
             state = ProcessState.ENDED
-        threads = crashed_threads or raised_at(trace)
+        threads = crashed_threads or parse_traceback(trace)
         return RankStatus(
             observed.rank, observed.pid, state, rank_progress, threads, host=self._host_name
         )
@@ -189,10 +189,10 @@ class ObservedRanks:
         """Whether NCCL has given up, so that torch's flight recorder has written its dumps."""
         return bool(find_dumps(self._dump_prefix, self._ranks))
 
-    def _read_progress(self) -> list[progress.Standing]:
+    def _read_progress(self) -> list[progress.RankProgress]:
         return progress.read_progress(self._progress_file.path, self._sites_file.path, self._ranks)
 
-    def _read_best_progress(self) -> list[progress.Standing]:
+    def _read_best_progress(self) -> list[progress.RankProgress]:
         """Return the progress that ranks wrote, or, for scripts, that the flight recorder did."""
         written = self._read_progress()
         if any(rank_progress.count for rank_progress in written):

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from stepladder.core.errors import DONE, InputError
-from stepladder.core.surroundings import ASK
+from stepladder.core.machine_limits import LIMITS_HINT
 from stepladder.launcher.diagnose.causes import ABORTED
 from stepladder.rank.error_record import ErrorKind, RankError
 
@@ -18,7 +18,7 @@ MAX_NAME_CHARACTERS = 80
 ERROR_CAUSES = {
     ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch;"
     " train JOB --dry-run estimates the memory that it needs",
-    ErrorKind.LIMIT: f"a limit of this machine. HINT: {ASK}",
+    ErrorKind.LIMIT: f"a limit of this machine. HINT: {LIMITS_HINT}",
     ErrorKind.IMPORT: "an import. HINT: install what is missing for"
     f" {sys.executable}, which runs the ranks",
     ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one,"

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from stepladder.core.console import clear_bar, draw_bar, say
-from stepladder.core.errors import naming
-from stepladder.core.own_file import open_own
+from stepladder.core.console import clear_bar, draw_bar, print_message
+from stepladder.core.errors import as_input_error
+from stepladder.core.safe_open import open_without_links
 from stepladder.launcher.local.screen import Screen
 from stepladder.rank.open_file import OpenFile
 
@@ -31,7 +31,7 @@ class RankLogFile:
 
     def __init__(self, path: Path) -> None:
         self._folder = path.parent
-        self._file = os.fdopen(open_own(path, APPEND_FLAGS), "ab", buffering=0)
+        self._file = os.fdopen(open_without_links(path, APPEND_FLAGS), "ab", buffering=0)
         self._has_failed = False
 
     def write(self, data: bytes) -> None:
@@ -51,7 +51,7 @@ class RankLogFile:
 
 def say_log_failed(folder: Path, error: OSError) -> None:
     """Tell the user that the output of the ranks is lost from now on."""
-    say(f"the ranks' output is no longer logged: {folder}: {error.strerror}")
+    print_message(f"the ranks' output is no longer logged: {folder}: {error.strerror}")
 
 
 class Stream:
@@ -233,7 +233,7 @@ class Output:
 
 def _open_log(path: Path) -> RankLogFile:
     folder = path.parent
-    with naming(
+    with as_input_error(
         f"--log-dir {folder} cannot be written", "--log-dir DIR in a place you can write to"
     ):
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ class LogFiles(Output):
             self._folder.mkdir(exist_ok=True)
             # It is opened each time: the close sends the data to the server of a network file
             # system, where others follow the file.
-            with os.fdopen(open_own(self._folder / name, APPEND_FLAGS), "ab") as log:
+            with os.fdopen(open_without_links(self._folder / name, APPEND_FLAGS), "ab") as log:
                 log.write(data)
         except OSError as error:
             self._has_failed = True

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.paths import FOR_FORK_SERVER, SAFE_PATH
-from stepladder.core.surroundings import ASK
+from stepladder.core.machine_limits import LIMITS_HINT
+from stepladder.core.paths import FORK_SERVER_VALUE, SAFE_PATH_VARIABLE
 from stepladder.launcher.local.fork_server_socket import reach_fork_server
 from stepladder.launcher.local.fork_server_watch import continue_fork_server
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.session_guard import SessionGuard
-from stepladder.rank.keepsake import Mailbox
-from stepladder.rank.lifecycle import Shared, rank_main
+from stepladder.rank.fd_store import FdStore
+from stepladder.rank.lifecycle import SharedResources, run_rank
 from stepladder.rank.open_file import OpenFile
 
 MAX_START_ATTEMPTS = 5
@@ -42,7 +42,7 @@ class RankStarter:
         context: ForkServerContext,
         work: Callable[[], Any],
         spec: GroupSpec,
-        mailbox: Mailbox,
+        mailbox: FdStore,
     ) -> None:
         self._context = context
         self._work = work
@@ -72,10 +72,10 @@ class RankStarter:
             segment: The memory that all ranks share, if there is any.
         """
         rank_channel = channel if self._spec.recovers_in_place else None
-        shared = Shared(self._mailbox, rank_channel, segment)
+        shared = SharedResources(self._mailbox, rank_channel, segment)
         with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
             process = self._context.Process(
-                target=rank_main,
+                target=run_rank,
                 args=(self._work, env, errors, pipes, shared, self._spec.is_script),
             )
             continue_fork_server()
@@ -105,7 +105,7 @@ def start_process(process: Any) -> None:
             process.start()
             return
         time.sleep(MONITOR_INTERVAL_S)  # until the old server has ended
-    raise InputError("the process that ranks are forked from ends again and again", ASK)
+    raise InputError("the process that ranks are forked from ends again and again", LIMITS_HINT)
 
 
 @contextmanager
@@ -116,11 +116,11 @@ def hide_current_folder() -> Iterator[None]:
     random.py or cuda.py of the user would be imported in place of Python's or NVIDIA's. Ranks get
     the launcher's sys.path.
     """
-    if SAFE_PATH in os.environ:
+    if SAFE_PATH_VARIABLE in os.environ:
         yield
         return
-    os.environ[SAFE_PATH] = FOR_FORK_SERVER
+    os.environ[SAFE_PATH_VARIABLE] = FORK_SERVER_VALUE
     try:
         yield
     finally:
-        del os.environ[SAFE_PATH]
+        del os.environ[SAFE_PATH_VARIABLE]

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from stepladder.core.console import say
+from stepladder.core.console import print_message
 from stepladder.launcher.local.outcome import Exited, Failure, Mismatched, Raised
 
 REPEATED_FAILURE_WINDOW_S = 60.0  # a rank that fails twice within it will not recover
@@ -40,7 +40,7 @@ class RestartPolicy:
         if isinstance(failure, Raised):
             self._failed_step = failure.error.step
         if reason:
-            say(reason)
+            print_message(reason)
         return bool(reason)
 
     def is_permanent(self, failure: Failure) -> bool:
@@ -66,7 +66,7 @@ class RestartPolicy:
             return "not restarted"
         if step != self._failed_step:
             return ""
-        verdict = "a bug, not a fault" if failure.error.is_about_code else "not restarted"
+        verdict = "a bug, not a fault" if failure.error.has_useful_traceback else "not restarted"
         return f"{verdict}: the same step failed twice"
 
     def is_repeated_failure(self, rank: int | None) -> bool:
@@ -84,16 +84,16 @@ class RestartPolicy:
         return True
 
     def _print(self, failure: Failure) -> None:
-        say(failure.text)
+        print_message(failure.text)
         if isinstance(failure, Raised):
             self._print_trace_once(failure)
         if failure.cause:
-            say(failure.cause)
+            print_message(failure.cause)
 
     def _print_trace_once(self, failure: Raised) -> None:
         trace = failure.error.trace
-        if not failure.error.is_about_code or trace in self._printed_traces:
+        if not failure.error.has_useful_traceback or trace in self._printed_traces:
             return
         self._printed_traces.add(trace)
         lines = [f"  [rank {failure.rank}] {line}" for line in trace.splitlines()]
-        say("\n".join(lines).rstrip())
+        print_message("\n".join(lines).rstrip())

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
-from stepladder.core.console import say
-from stepladder.core.errors import FAILED, KILLED, NO_FILE, STOPPED, TERMINATED
+from stepladder.core.console import print_message
+from stepladder.core.errors import FAILED, KILLED, STOPPED, STORAGE_FAILED, TERMINATED
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
 from stepladder.rank.error_record import ErrorKind
-from stepladder.rank.exit_record import note_end
-from stepladder.rank.preemption import unless_ignored
+from stepladder.rank.exit_record import write_end
+from stepladder.rank.preemption import drop_ignored_hangup
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # a closed terminal sends SIGHUP to its group
 # Slurm's warnings: scripts get them, and they end nothing.
@@ -52,22 +52,22 @@ def run_local(
                 raise outcome.input_error
             if group.stop_signal and _has_stopped(outcome):
                 return STOPPED
-            is_permanent = policy.record_failure(outcome)
-            if is_permanent or group.stop_signal:
+            if policy.record_failure(outcome) or group.stop_signal:  # a permanent fault, or a stop
                 return record_failed_end(outcome, group.stop_signal)
             if nproc > min_nproc and policy.is_repeated_failure(outcome.rank):
                 nproc -= 1
                 restarts = 0
                 twice = f"rank {outcome.rank} failed twice within a minute"
-                say(f"{twice}: continuing with {nproc} ranks")
+                print_message(f"{twice}: continuing with {nproc} ranks")
             elif restarts < max_restarts:
                 restarts += 1
                 start = " from the last snapshot" if policy.has_steps else ""
-                say(f"restarting all ranks{start} ({restarts} of {max_restarts} restarts)")
+                count = f"{restarts} of {max_restarts} restarts"
+                print_message(f"restarting all ranks{start} ({count})")
             else:
                 if max_restarts:
                     hint = f"HINT: --max-restarts {2 * max_restarts}"
-                    say(f"given up after {max_restarts} restarts. {hint}")
+                    print_message(f"given up after {max_restarts} restarts. {hint}")
                 return record_failed_end(outcome)
     raise AssertionError("the number of attempts has no end")
 
@@ -94,11 +94,11 @@ def record_failed_end(failure: Failure | None, stop_signal: int = 0) -> int:
         stop_signal: The signal that asked the ranks to stop; 0 if there was none.
     """
     if stop_signal == signal.SIGTERM and not isinstance(failure, Raised):
-        note_end(TERMINATED)
+        write_end(TERMINATED)
     elif isinstance(failure, Killed) and failure.signal_number == signal.SIGKILL:
-        note_end(KILLED)
+        write_end(KILLED)
     elif isinstance(failure, Raised) and failure.error.kind is ErrorKind.STORAGE:
-        note_end(NO_FILE)
+        write_end(STORAGE_FAILED)
     return FAILED
 
 
@@ -109,7 +109,7 @@ def handle_signals(group: LocalGroup) -> Iterator[None]:
     if group.spec.is_script:
         handlers = dict.fromkeys(FORWARDED_SIGNALS, group.forward_signal) | handlers
     with ExitStack() as at_end:
-        for number in unless_ignored(handlers):
+        for number in drop_ignored_hangup(handlers):
             previous = signal.signal(number, handlers[number])
             at_end.callback(signal.signal, number, previous)
         at_end.enter_context(closing(group))

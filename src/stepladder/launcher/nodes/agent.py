@@ -16,8 +16,8 @@ from dataclasses import replace
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from stepladder.core.address import free_port
-from stepladder.core.console import say
+from stepladder.core.address import find_free_port
+from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.diagnose.inquiry import explain_answers
 from stepladder.launcher.diagnose.rank_status import RankStatus
@@ -51,7 +51,7 @@ from stepladder.launcher.nodes.policy import (
 )
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import read_end
-from stepladder.rank.preemption import seconds_left
+from stepladder.rank.preemption import get_seconds_left
 from stepladder.rank.torch_fixes import stop_rendezvous_heartbeats
 
 SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
@@ -141,8 +141,10 @@ class Agent:
         )
         if found:
             self.peers, self.node.known = found
-            self.node.known = replace(self.node.known, master=(self.meeting.address, free_port()))
-            say(
+            self.node.known = replace(
+                self.node.known, master=(self.meeting.address, find_free_port())
+            )
+            print_message(
                 f"joining the ranks of {len(self.peers.living) - 1} other nodes, which train already"
             )
         return bool(found)
@@ -160,7 +162,7 @@ class Agent:
             announce(peers, node.known)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
-            say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
+            print_message(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
 
     def _look(self) -> View:
         """What there is to see. The store is asked only while its node must be there."""
@@ -202,7 +204,7 @@ class Agent:
         with suppress(DistError):  # the store's node has left
             answers = self.peers.inquiry.poll(monitor.has_unreported_hang(), self._own_ranks)
             if answers:
-                say(monitor.report_for_all_nodes(explain_answers(answers)))
+                print_message(monitor.report_for_all_nodes(explain_answers(answers)))
 
     def _own_ranks(self) -> list[RankStatus]:
         """For the other nodes. What is told once is not asked again, as long as the same ranks
@@ -222,7 +224,7 @@ class Agent:
                 answers = inquiry.poll(asks, self._own_ranks)
                 asks = asks and not inquiry.answered
                 if answers and (found := explain_answers(answers)).left_early:
-                    say(found.with_cause)
+                    print_message(found.with_cause)
                 if answers or 0 < inquiry.answered < inquiry.current:
                     return not answers or found.left_early
                 time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -257,9 +259,9 @@ class Agent:
                 if isinstance(failure, Unrecoverable)
                 else "a rank on another node was lost"
             )
-            say(f"{lost}: restarting all from the last snapshot")
+            print_message(f"{lost}: restarting all from the last snapshot")
         elif cause := self.peers.cause():
-            say(f"ended by {cause}")
+            print_message(f"ended by {cause}")
         elif not self._says_who_left():
             self.group.restart_policy.report(failure)
 
@@ -278,7 +280,7 @@ class Agent:
 
     def _obey(self, decision: Keep | Stop | Restart) -> None:
         if not isinstance(decision, Keep) and decision.text:
-            say(decision.text)
+            print_message(decision.text)
         match decision:
             case Keep():
                 if self.ranks is not Status.RUNNING:
@@ -307,7 +309,7 @@ class Agent:
             raise self.outcome.input_error
         text = end.text if code == end.code else "ended, as on another node"
         if text:
-            say(text)
+            print_message(text)
         if code != FAILED:
             return code
         failure = self.outcome if isinstance(self.outcome, Failure) else None
@@ -315,7 +317,7 @@ class Agent:
 
     def _await_others(self) -> None:
         if self.ranks in (Status.DONE, Status.STOPPED):
-            resumes, limited = self.resumes, math.isfinite(seconds_left())
+            resumes, limited = self.resumes, math.isfinite(get_seconds_left())
             self.peers.await_end(
                 lambda: patience(resumes, bool(self.group.stop_signal), limited), self._inquire
             )

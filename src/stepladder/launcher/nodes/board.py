@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from stepladder.core.signed import Forged, sign, verified
+from stepladder.core.signing import ForgedError, sign, verify
 
 
 class SignedBoard:
@@ -38,9 +38,9 @@ class SignedBoard:
 
     def _verified(self, key: str, value: bytes) -> str:
         try:
-            return verified(self.secret, self._key(key), b64decode(value)).decode()
+            return verify(self.secret, self._key(key), b64decode(value)).decode()
         except ValueError as error:  # no base64, no text
-            raise Forged from error
+            raise ForgedError from error
 
     def write(self, key: str, text: str = "") -> None:
         self.store.set(self._key(key), self._signed(key, text))

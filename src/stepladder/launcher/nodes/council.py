@@ -13,9 +13,9 @@ from itertools import count
 
 from torch.distributed import DistError
 
-from stepladder.core.address import free_port
-from stepladder.core.console import say
-from stepladder.core.stored import fit
+from stepladder.core.address import find_free_port
+from stepladder.core.console import print_message
+from stepladder.core.typed_file import convert
 from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.peers import ENDED, Peers
@@ -56,7 +56,7 @@ class NodeCouncil:
         """Where ranks could meet on this node. Its port is chosen when it is first asked for, not
         days before.
         """
-        self._address = self._address or f"{self.host}:{free_port()}"
+        self._address = self._address or f"{self.host}:{find_free_port()}"
         return self._address
 
     @property
@@ -82,7 +82,7 @@ class NodeCouncil:
         if not self.join_requested and self.board.has(self._key("asked")):
             self.join_requested = True
             if self.peers.living[0] == self.node:
-                say("processes on another node are ready: they join after this step")
+                print_message("processes on another node are ready: they join after this step")
         for node in self.lifelines.ended(self.peers.listened_to):
             self.lose(node)
 
@@ -130,7 +130,7 @@ class NodeCouncil:
         ):
             return
         words = {
-            node: fit(json.loads(self.board.read(self._key(f"word-{node}"))), NodeVote)
+            node: convert(json.loads(self.board.read(self._key(f"word-{node}"))), NodeVote)
             for node in there
         }
         answer = form_quorum(self.group_number, words, len(self.peers.gone - self.gone))
@@ -141,12 +141,12 @@ class NodeCouncil:
     def _found(self) -> Quorum:
         about = json.loads(self.board.read(self._key("found")))
         gone = set(about.pop("gone"))
-        answer: Quorum = fit(about, Quorum)
+        answer: Quorum = convert(about, Quorum)
         self.excluded = self.node in gone
         if answer.membership is None or self.excluded:
             return Quorum(None)
         for node in sorted(gone - self.gone):
-            say(f"node {node} is lost: the others go on without it")
+            print_message(f"node {node} is lost: the others go on without it")
         self.trains = set(answer.membership.nodes)
         self.peers.gone |= gone
         self.peers.inquiry.set_members(self.peers.living)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepladder.core.numbers import MOST_PORT
+from stepladder.core.numbers import MAX_PORT
 from stepladder.launcher.nodes.policy import End
 
 
@@ -25,7 +25,7 @@ class Generation:
     given_up: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= MOST_PORT:
+        if not 0 <= self.port <= MAX_PORT:
             raise ValueError(f"port {self.port} is none")
 
     @property

@@ -27,10 +27,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from stepladder.core.address import answers, is_local
-from stepladder.core.console import say
+from stepladder.core.address import is_listening, is_local
+from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, InputError
-from stepladder.core.signed import Forged, given_secret, secret_in
+from stepladder.core.signing import ForgedError, load_or_make_secret, take_secret_from_env
 from stepladder.launcher.nodes.agent import Agent
 from stepladder.launcher.nodes.generation import Excluded, Moved
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
@@ -54,11 +54,13 @@ def run_on_nodes(node: OwnNode, spec: RendezvousSpec) -> int:
             node, Unpublished(), lambda check: interruptible(lambda: open_handler(spec), check)
         ).run()
     except RendezvousTimeoutError:
-        say(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
-    except Forged as error:
+        print_message(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
+    except ForgedError as error:
         raise _foreign(spec.endpoint, "another port") from error
     except (RendezvousError, DistError) as error:
-        say(f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})")
+        print_message(
+            f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})"
+        )
     return FAILED
 
 
@@ -75,11 +77,11 @@ def open_handler(spec: RendezvousSpec) -> Meeting:
         parameters = RendezvousParameters(
             spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
-        return Meeting(registry.get_rendezvous_handler(parameters), given_secret())
+        return Meeting(registry.get_rendezvous_handler(parameters), take_secret_from_env())
     given = {name: float(value) for name, value in spec.conf.items() if name in NUMBERS}
     limits = {"join_timeout": spec.timeout} | given
     return meeting_over(
-        find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, given_secret()
+        find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, take_secret_from_env()
     )
 
 
@@ -89,7 +91,7 @@ def find_store(spec: RendezvousSpec) -> TCPStore:
         with suppress(DistError):
             return open_store(spec.host, spec.port, serves=True)
     deadline = time.monotonic() + spec.timeout
-    while not answers(spec.host, spec.port):
+    while not is_listening(spec.host, spec.port):
         if time.monotonic() > deadline:
             raise InputError(
                 f"no rendezvous answered at {spec.endpoint} within {spec.timeout:g} s",
@@ -125,20 +127,20 @@ def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]
                 text = f"fewer than {nodes[0]} nodes came within {rendezvous.timeout:g} s"
                 break
             except Excluded:
-                say(
+                print_message(
                     "the others have heard nothing of this node and gone on without it: joining them again"
                 )
             except (Moved, RendezvousError, DistError):
-                say(f"the rendezvous of generation {rendezvous.number} is lost")
+                print_message(f"the rendezvous of generation {rendezvous.number} is lost")
                 node.restarts_left = min(allowed - 1, node.restarts_left)
         rendezvous.end(FAILED, text)
-    except Forged as error:
+    except ForgedError as error:
         raise _foreign(
             f"{rendezvous.current}", "train again: the rendezvous gets another port"
         ) from error
     finally:
         rendezvous.leave()
-    say(text)
+    print_message(text)
     return FAILED
 
 
@@ -170,7 +172,12 @@ def open_generation(
     limit_silence(port)
     name, limits = f"generation-{generation.number}", {"join_timeout": rendezvous.timeout}
     return meeting_over(
-        store, name, nodes, rendezvous.address, limits, secret_in(rendezvous.run_dir / SECRET_FILE)
+        store,
+        name,
+        nodes,
+        rendezvous.address,
+        limits,
+        load_or_make_secret(rendezvous.run_dir / SECRET_FILE),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-from stepladder.core.address import free_port
+from stepladder.core.address import find_free_port
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import End
@@ -49,7 +49,7 @@ class Meeting:
     def own_master(self, info: RendezvousInfo) -> tuple[str, int]:
         """Where ranks would meet on this node: not what anybody may have written into the store."""
         if self.address:
-            return self.address, free_port()
+            return self.address, find_free_port()
         told = info.bootstrap_store_info
         assert told is not None
         return str(told.master_addr), told.master_port

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from stepladder.core.stored import fit
+from stepladder.core.typed_file import convert
 from stepladder.launcher.nodes.board import SignedBoard
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import BROKEN, ENDED, SCOPE, Peers, board_of_start
@@ -45,7 +45,7 @@ def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduc
     board = SignedBoard(common, SCOPE, secret)
     if not board.has(CURRENT):
         return None
-    current: RunningStart = fit(json.loads(board.read(CURRENT)), RunningStart)
+    current: RunningStart = convert(json.loads(board.read(CURRENT)), RunningStart)
     start = board_of_start(common, current.attempt, secret)
     if current.attempt <= own.attempt or start.has(BROKEN) or start.has(ENDED):
         return None

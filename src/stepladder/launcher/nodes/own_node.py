@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.supervisor import handle_signals
-from stepladder.rank.lifecycle import leave
+from stepladder.rank.lifecycle import exit_now
 
 T = TypeVar("T")
 WAIT, WATCH = "stepladder-wait", "stepladder-self-watch"  # names of threads
@@ -102,5 +102,5 @@ def end_process_if_waiting(code: int) -> int:
         for thread in threading.enumerate()
     ):
         atexit._run_exitfuncs()
-        leave(code)
+        exit_now(code)
     return code

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from stepladder.core.signed import Forged
+from stepladder.core.signing import ForgedError
 from stepladder.launcher.diagnose.inquiry import Inquiry
 from stepladder.launcher.nodes.board import SignedBoard
 from stepladder.launcher.nodes.own_node import Introduction
@@ -186,7 +186,7 @@ class Peers:
         for node, beats in self._beats_of(self.listened_to).items():
             last, since = self.heard.get(node, (-1, now))
             if beats < last:
-                raise Forged
+                raise ForgedError
             if beats > last:
                 self.heard[node] = beats, now
             elif now - since > limit:
@@ -196,7 +196,7 @@ class Peers:
     def _beat(self) -> None:
         key = f"alive-{self.number}"
         if self.beats and self.board.read(key) != str(self.beats):
-            raise Forged
+            raise ForgedError
         self.beats += 1
         self.board.write(key, str(self.beats))
 
@@ -224,7 +224,7 @@ class Peers:
 
     def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
         """What another node has told, within so many seconds; else ""."""
-        with suppress(DistError, Forged):
+        with suppress(DistError, ForgedError):
             if self._wait_for(lambda: self.board.has(CAUSE), lambda: seconds):
                 return self.board.read(CAUSE)
         return ""

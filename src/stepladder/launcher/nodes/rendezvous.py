@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from stepladder.core import durable, stored
-from stepladder.core.address import answers, is_local, own_address, parse_endpoint
-from stepladder.core.errors import DONE, InputError, StorageFault, naming
+from stepladder.core import durable, typed_file
+from stepladder.core.address import find_own_address, is_listening, is_local, parse_endpoint
+from stepladder.core.errors import DONE, InputError, StorageFault, as_input_error
 from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
 from stepladder.launcher.nodes.seats import Seats
@@ -59,7 +59,7 @@ class Rendezvous:
         touch: Callable[[Path], None] = os.utime,
     ) -> None:
         self.run_dir, self.fresh, self.timeout, self.touch = run_dir, fresh, timeout, touch
-        self.address = address.strip("[]") or own_address()
+        self.address = address.strip("[]") or find_own_address()
         self.endpoint = parse_endpoint(endpoint) if endpoint else None
         self.current: Generation | None = None
         self.agents: int | None = None
@@ -105,7 +105,7 @@ class Rendezvous:
         published = self.read()
         if published is not None and published.code is not None:
             return published
-        if published is not None and answers(published.host, published.port):
+        if published is not None and is_listening(published.host, published.port):
             return published if self._sit(published) else None
         if published is not None and not self._may_replace(published):
             return None
@@ -273,13 +273,15 @@ class Rendezvous:
 
     def read(self) -> Generation | None:
         try:
-            return stored.loads(stored.read(self.run_dir / PUBLISHED), Generation)
+            return typed_file.parse_json(typed_file.read_file(self.run_dir / PUBLISHED), Generation)
         except (OSError, ValueError):
             return None
 
     def _publish(self, generation: Generation) -> None:
         path = self.run_dir / PUBLISHED
-        with durable.writing(path, "--run-dir DIR on a file system that all nodes can write"):
+        with durable.name_write_errors(
+            path, "--run-dir DIR on a file system that all nodes can write"
+        ):
             durable.write(path, json.dumps(asdict(generation)) + "\n")
 
     @contextmanager
@@ -288,7 +290,7 @@ class Rendezvous:
         meanwhile.
         """
         hint = "--run-dir DIR on a file system that all nodes can write"
-        with naming(f"run directory {self.run_dir} cannot be written", hint):
+        with as_input_error(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = open_lock_file(self.run_dir / MEETING)
         try:
@@ -298,7 +300,9 @@ class Rendezvous:
 
     def _take(self, lock: int) -> bool:
         hint = "mount it with locks (Lustre: -o flock), or --run-dir DIR on another file system"
-        with naming(f"run directory {self.run_dir} has no locks, which several nodes need", hint):
+        with as_input_error(
+            f"run directory {self.run_dir} has no locks, which several nodes need", hint
+        ):
             if not try_lock(lock):
                 return False
         with suppress(FileNotFoundError):

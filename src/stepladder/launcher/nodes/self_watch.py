@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from stepladder.core.console import say, show
-from stepladder.core.errors import readable
+from stepladder.core.console import print_message, write_text
+from stepladder.core.errors import make_readable
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.inquiry import Inquiry
@@ -31,8 +31,8 @@ from stepladder.launcher.local.monitor import DEFAULT_EXPLAIN_AFTER_S, MONITOR_I
 from stepladder.launcher.local.process_stats import IdleKind, IdleMeter, is_stopped
 from stepladder.launcher.nodes.own_node import WATCH
 from stepladder.rank.error_record import RankError
-from stepladder.rank.progress import OWN_WORDS, PHASE, STEP, Standing
-from stepladder.rank.stacks import Frame, Stack, answer_into, raised_at, stacks_of
+from stepladder.rank.progress import LOCAL_SLOTS, PHASE, STEP, RankProgress
+from stepladder.rank.stacks import Frame, Stack, dump_stacks_into, parse_traceback, read_stacks
 
 SECONDS_TO_READ = 3.0  # what a rank that has left has told, before the store may go
 
@@ -47,7 +47,7 @@ def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
     )
     if stacks < 0:
         return watch
-    answer_into(stacks)
+    dump_stacks_into(stacks)
     threading.Thread(target=watch.run, name=WATCH, daemon=True).start()
     return watch
 
@@ -146,7 +146,7 @@ class SelfWatch:
         """An end that no error has brought about is told. The first rank takes the store with it."""
         if not hasattr(sys, "last_value"):
             with suppress(RuntimeError):
-                board.write(f"left-{self.world.rank}", str(OWN_WORDS[STEP]))
+                board.write(f"left-{self.world.rank}", str(LOCAL_SLOTS[STEP]))
                 end = time.monotonic() + SECONDS_TO_READ * self.world.is_first
                 while len(self._left(board)) < self.world.world_size and time.monotonic() < end:
                     time.sleep(0.05)
@@ -165,7 +165,7 @@ class SelfWatch:
                         self.pid,
                         ProcessState.ENDED,
                         own_standing(),
-                        raised_at(error.trace),
+                        parse_traceback(error.trace),
                         host=self.host,
                     )
                     name = str(self.world.rank)
@@ -173,7 +173,7 @@ class SelfWatch:
                         found = explain_hang(
                             [own, *(self._silent(self.board, rank) for rank in left)]
                         )
-                        show(
+                        write_text(
                             f"stepladder: {found.with_cause}", sys.__stderr__
                         )  # torch puts `[rank0]:` before others
                     return True
@@ -186,7 +186,7 @@ class SelfWatch:
         silent = set(range(self.world.world_size)) - {one.rank for one in ranks}
         ranks += [self._silent(board, rank) for rank in sorted(silent)]
         waited = time.monotonic() - self.waits_since
-        say(
+        print_message(
             explain_hang(sorted(ranks, key=lambda one: one.rank)).format_report(
                 "other ranks have waited", waited
             )
@@ -196,17 +196,17 @@ class SelfWatch:
         """One that has not answered."""
         if board.has(f"left-{rank}"):
             return RankStatus(
-                rank, 0, ProcessState.DONE, Standing(step=int(board.read(f"left-{rank}")))
+                rank, 0, ProcessState.DONE, RankProgress(step=int(board.read(f"left-{rank}")))
             )
         if not board.has(f"who-{rank}"):
             return RankStatus(rank, 0, ProcessState.SILENT)
         name, number, file = json.loads(board.read(f"who-{rank}"))
-        host, pid = readable(name), int(number)
+        host, pid = make_readable(name), int(number)
         if host != self.host:
             return RankStatus(rank, pid, ProcessState.SILENT, host=host)
         if not Path(f"/proc/{pid}").exists():
             return RankStatus(rank, pid, ProcessState.ENDED, host=host)
-        threads = stacks_of(pid, Path(f"/proc/{pid}/fd/{int(file)}"))
+        threads = read_stacks(pid, Path(f"/proc/{pid}/fd/{int(file)}"))
         running = ProcessState.RUNNING if threads else ProcessState.SILENT
         return RankStatus(
             rank,
@@ -217,8 +217,8 @@ class SelfWatch:
         )
 
 
-def own_standing() -> Standing:
-    return Standing(step=OWN_WORDS[STEP], phase=OWN_WORDS[PHASE])
+def own_standing() -> RankProgress:
+    return RankProgress(step=LOCAL_SLOTS[STEP], phase=LOCAL_SLOTS[PHASE])
 
 
 def stack_of(frame: FrameType | None) -> Stack:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from stepladder.core.signed import Forged, sign, verified
+from stepladder.core.signing import ForgedError, sign, verify
 
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
 BYTES_OF_NUMBER = 8
@@ -72,11 +72,11 @@ class SignedBackend(RendezvousBackend):
 
     def _checked(self, signed: bytes) -> bytes:
         """Return the state. Raises Forged where it is not signed, or older than the state before."""
-        data = verified(self.secret, self.key, signed)
+        data = verify(self.secret, self.key, signed)
         number = int.from_bytes(data[:BYTES_OF_NUMBER], "big")
         state = data[BYTES_OF_NUMBER:]
         if number < self.newest:
-            raise Forged
+            raise ForgedError
         _State(io.BytesIO(state)).load()
         self.newest = number
         return state
@@ -91,7 +91,7 @@ class _State(PythonsUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STATE:
-            raise Forged
+            raise ForgedError
         return super().find_class(module, name)
 
     def load_build(self) -> None:
@@ -99,7 +99,7 @@ class _State(PythonsUnpickler):  # type: ignore[misc]
         fields, target = self.stack[-1], self.stack[-2]
         known = FIELDS.get(type(target))
         if known is None or type(fields) is not dict or not fields.keys() <= known:
-            raise Forged
+            raise ForgedError
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -108,7 +108,7 @@ class _State(PythonsUnpickler):  # type: ignore[misc]
         try:
             state = super().load()
         except Exception as error:  # of any kind: a stranger has written it
-            raise Forged from error
+            raise ForgedError from error
         if type(state) is not dynamic_rendezvous._RendezvousState:
-            raise Forged
+            raise ForgedError
         return state

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, naming, reason_of
-from stepladder.core.folders import refuse_foreign, state_folder
+from stepladder.core import durable, typed_file
+from stepladder.core.errors import InputError, as_input_error, get_reason
+from stepladder.core.folders import get_state_folder, validate_ownership
 from stepladder.slurm.lab import machine
 from stepladder.slurm.lab.layout import UP, Layout, Node, gres_conf, hosts_file, slurm_conf
 
@@ -28,7 +28,7 @@ HINT_UP = "stepladder lab up --nodes 2"
 
 
 def lab_folder() -> Path:
-    return state_folder() / "lab"
+    return get_state_folder() / "lab"
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Lab:
         file = lab_folder() / STATE
         hint = f"rm -r {file.parent}, after its daemons: pgrep -af {file.parent}"
         try:
-            refuse_foreign(file)
-            lab = stored.load(file, Lab, hint)
+            validate_ownership(file)
+            lab = typed_file.load_json(file, Lab, hint)
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError) as error:  # a loop of links
             raise InputError(
-                f"{file} cannot be used: {reason_of(error)}", "export XDG_STATE_HOME=DIR"
+                f"{file} cannot be used: {get_reason(error)}", "export XDG_STATE_HOME=DIR"
             ) from error
         if (owner := file.stat().st_uid) != os.geteuid():
             raise InputError(f"{file} is of a lab of user {owner}", "the same command as that user")
-        with naming(f"{file} cannot be used", hint, (ValueError,)):
+        with as_input_error(f"{file} cannot be used", hint, (ValueError,)):
             lab.layout.check(file.parent)
         return lab
 
@@ -81,7 +81,7 @@ class Lab:
         again.
         """
         hint = "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up"
-        with naming(f"{self.layout.folder} cannot be made", hint):
+        with as_input_error(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
         try:
             self.daemons[UP] = machine.Daemon.of(os.getpid())
@@ -277,7 +277,7 @@ class Lab:
             self._needs_network("exec --node")
             command = machine.on_node(self.layout, self.node(name), command)
         os.environ["SLURM_CONF"] = str(self.layout.conf)
-        with naming(command[0], "stepladder lab exec -- srun -N2 hostname"):
+        with as_input_error(command[0], "stepladder lab exec -- srun -N2 hostname"):
             os.execvp(command[0], command)
 
     def _needs_network(self, what: str) -> None:

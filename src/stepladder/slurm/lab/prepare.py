@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from stepladder.core.address import free_ports
-from stepladder.core.errors import InputError, naming
+from stepladder.core.address import find_free_ports
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.slurm.lab.cluster import STATE, Lab, lab_folder
 from stepladder.slurm.lab.layout import MOST_NODES, Layout
 from stepladder.slurm.lab.machine import search_path
@@ -40,12 +40,12 @@ def new_lab(nodes: int, cpus: int, gpus: int, plain: bool) -> Lab:
             "stepladder lab up --plain, or the same command with sudo",
         )
     nameless = f"user {os.geteuid()} has no name, and Slurm asks for one"
-    with naming(nameless, "a line for it in /etc/passwd", (KeyError, OSError)):
+    with as_input_error(nameless, "a line for it in /etc/passwd", (KeyError, OSError)):
         user = getpass.getuser()
     folder = lab_folder()
     check_folder(folder)
     remove_remains(folder)
-    ports = free_ports(1 + nodes * plain)
+    ports = find_free_ports(1 + nodes * plain)
     memory = psutil.virtual_memory().total // 2**20
     host = socket.gethostname().partition(".")[0]
     return Lab(Layout(folder, nodes, cpus, gpus, memory, plain, 0, ports, host, user))

@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stepladder.core.cores import refuse_too_many
-from stepladder.core.scratch import scratch
-from stepladder.core.signals import leaving_on_signals
+from stepladder.core.process_count import validate_process_count
+from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.attempts import ScriptRun, ScriptRuns
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.finding import Fault, worst_first
@@ -101,7 +101,7 @@ class Check:
             ]
         )
         if not self.request.static:
-            with leaving_on_signals(), tempfile.TemporaryDirectory(dir=scratch()) as place:
+            with exit_on_signals(), tempfile.TemporaryDirectory(dir=get_scratch_folder()) as place:
                 self.run_in(Path(place).resolve())
         self.report.faults = worst_first(list(self.told.values()))
         return self.report
@@ -227,5 +227,5 @@ def no_training(attempt: ScriptRun) -> NotChecked:
 
 
 def check(request: Request, tell: Tell = lambda _: None) -> Report:
-    refuse_too_many(request.nproc)
+    validate_process_count(request.nproc)
     return Check(request, tell).run()

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.scratch import scratch
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.scratch import get_scratch_folder
 
 LEFT_OUT = {
     ".git",
@@ -37,7 +37,7 @@ def copy_folder(source: Path, target: Path, writes: Sequence[Path] = ()) -> None
     Raises:
         InputError: It is too large, or cannot be read.
     """
-    with naming(f"{source} cannot be copied", "cd to the script's own folder"):
+    with as_input_error(f"{source} cannot be copied", "cd to the script's own folder"):
         refuse_large(source, writes)
         for folder, links, files in walk(source, writes):
             place = target / folder.relative_to(source)
@@ -74,7 +74,7 @@ def walk(
     """Yield each folder, its links to folders, and its files; no sockets, pipes or links to
     nowhere.
     """
-    own = scratch()  # the temporary directory may lie below
+    own = get_scratch_folder()  # the temporary directory may lie below
     for name, folders, files in os.walk(source):
         folder = Path(name)
         if folder in writes and folder != source:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stepladder.core.address import free_port
-from stepladder.core.cores import count_cores
+from stepladder.core.address import find_free_port
+from stepladder.core.process_count import count_cores
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.environment import with_startup
 from stepladder.tools.check.isolation.sandbox import Sandbox
@@ -125,7 +125,7 @@ def run_ranks(
     settings = replace(start.settings, folder=str(folder), torchrun=not start.alone)
     settings = replace(settings, mechanism=start.sandbox.mechanism, writable=start.sandbox.writable)
     start = replace(start, settings=settings)
-    attempt, port, processes = Launched(folder), free_port(), []
+    attempt, port, processes = Launched(folder), find_free_port(), []
     try:
         for rank in range(1 if start.alone else start.nproc):
             with (folder / f"rank-{rank}.out").open("wb") as out:

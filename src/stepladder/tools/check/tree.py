@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.source import parsed
+from stepladder.core.python_file import parse_source
 
 SUPPRESS = re.compile(r"#\s*stepladder:\s*ignore\[([\w, -]+)\]\s*(.*)")
 
@@ -114,7 +114,7 @@ def read_source(script: Path, folder: Path) -> Code:
         if path in found or len(found) > 60:
             continue
         try:
-            tree = parsed(path)
+            tree = parse_source(path)
         except InputError:
             if path == script:
                 raise

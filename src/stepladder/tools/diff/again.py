@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.core.stored import sha256_of
+from stepladder.core.typed_file import hash_file
 from stepladder.storage.rundir import CONFIG, SNAPSHOTS
 from stepladder.storage.slices import Damaged
 from stepladder.storage.snapshot import read_snapshot
@@ -212,7 +212,7 @@ def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
             f"the ledger of {kept.run_dir} does not prove step {last}",
             f"stepladder audit {kept.run_dir}",
         )
-    if (recorded := kept.environment.get(CODE)) is not None and recorded != sha256_of(path):
+    if (recorded := kept.environment.get(CODE)) is not None and recorded != hash_file(path):
         raise InputError(
             f"{path} is no longer the file that {kept.run_dir} was trained with",
             "put that one back",
@@ -233,7 +233,9 @@ def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
         settings |= {} if "epochs" in given else {"epochs": epochs}
     settings |= {"run_dir": folder, "steps": last, "snapshot_every": last, "progress": False}
     settings |= {"threads": kept.settings["threads"] or 1}
-    with naming(f"{kept.run_dir / CONFIG} is damaged", "put a copy there", (TypeError, ValueError)):
+    with as_input_error(
+        f"{kept.run_dir / CONFIG} is damaged", "put a copy there", (TypeError, ValueError)
+    ):
         return TrainRequest(path, given, Settings(**settings))
 
 

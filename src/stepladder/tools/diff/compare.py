@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.scratch import scratch
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.tools.diff.records import Kept, Records
 from stepladder.tools.diff.verdict import Answer, by_records, without_training
 
@@ -35,7 +35,7 @@ def compare(
                 Retrial,
             )  # late: torch, and what is needed to train
 
-            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+            with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
                 found = Retrial(records, found, Path(folder)).verdict()
         except InputError as error:
             say(f"the runs were not trained again: {error}")

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError, one_line
-from stepladder.core.jsonl import Line, Lines
+from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.jsonl import JsonlReader, Line
 from stepladder.core.plan import Plan
-from stepladder.core.stored import fit
+from stepladder.core.typed_file import convert
 from stepladder.storage.audit import Stretch, followed, snapshot_chains, surviving_line
 from stepladder.storage.run_config import config_of
 from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS, snapshot_paths
@@ -68,8 +68,8 @@ class Kept:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         with config_of(run_dir) as config:
-            self.config, self.plan = fit(config, Stored), Plan.from_json(config["plan"])
-            self.by_microbatch = bool(fit(config.get("derived", {}), dict).get("by_microbatch"))
+            self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
+            self.by_microbatch = bool(convert(config.get("derived", {}), dict).get("by_microbatch"))
         self.definition, self.environment = self.config.definition, self.config.environment
         self.exact = self.definition.get("sync") == "exact"
         self.problems: list[str] = []
@@ -225,7 +225,7 @@ class Records:
 
 def steps_in(run_dir: Path) -> Iterator[Line]:
     """A line for each step."""
-    return (line for line in Lines(run_dir / METRICS, is_metrics).new() if "lr" in line)
+    return (line for line in JsonlReader(run_dir / METRICS, is_metrics).read_new() if "lr" in line)
 
 
 def unlike_tensors(
@@ -283,5 +283,5 @@ def shown(value: Any) -> str:
     from stepladder.train.replica_check import fingerprint  # late: torch
 
     if not hasattr(value, "shape"):
-        return one_line(repr(value))
+        return to_one_line(repr(value))
     return f"norm {float(value.double().norm()):.12g}, bits {fingerprint(value).hex()[:8]}"

@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from stepladder.core.console import printable
-from stepladder.core.errors import one_line
+from stepladder.core.console import make_printable
+from stepladder.core.errors import to_one_line
 from stepladder.tools.diff.records import CODE, ENVIRONMENT, SETTINGS, TOLERANCE, Records, Unlike
 
 
@@ -44,13 +44,13 @@ def table_of(found: Answer) -> Table:
     for name in ("what", "first", "second"):
         table.add_column(name, overflow="fold")
     for row in found.records:
-        table.add_row(*(escape(printable(short(value))) for value in asdict(row).values()))
+        table.add_row(*(escape(make_printable(short(value))) for value in asdict(row).values()))
     return table
 
 
 def short(value: Any) -> str:
     """In one line; of a hash its beginning."""
-    return re.sub(r"\b[0-9a-f]{64}\b", lambda found: found[0][:16], one_line(str(value)))
+    return re.sub(r"\b[0-9a-f]{64}\b", lambda found: found[0][:16], to_one_line(str(value)))
 
 
 def by_records(records: Records) -> Answer:
@@ -101,11 +101,11 @@ def precision(records: Records) -> str:
 def plain(value: Any) -> Any:
     """As JSON has it: not every number is one there."""
     is_number = isinstance(value, int) or (isinstance(value, float) and isfinite(value))
-    return value if is_number or value is None else one_line(str(value))
+    return value if is_number or value is None else to_one_line(str(value))
 
 
 def values(row: Unlike) -> str:
-    first, second = (one_line(str(value)) for value in (row.first, row.second))
+    first, second = (to_one_line(str(value)) for value in (row.first, row.second))
     return f"{row.name} is {first} in the first run and {second} in the second"
 
 

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stepladder.core import stored
-from stepladder.core.address import addresses_of, is_bindable
-from stepladder.core.cores import count_cores
-from stepladder.core.errors import naming
-from stepladder.core.folders import file_system
-from stepladder.core.numbers import MOST_PORT, whole
+from stepladder.core import typed_file
+from stepladder.core.address import can_bind, resolve_host
+from stepladder.core.errors import as_input_error
+from stepladder.core.folders import get_file_system
+from stepladder.core.numbers import MAX_PORT, parse_whole_number
 from stepladder.core.output_file import write_output
+from stepladder.core.process_count import count_cores
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import (
     Gpus,
@@ -87,7 +87,7 @@ class Facts:
         network.check_addresses(*self.own_addresses)
 
     def number(self, variable: str) -> int:
-        return whole(self.env.get(variable, "")) or 0
+        return parse_whole_number(self.env.get(variable, "")) or 0
 
     @property
     def in_step(self) -> bool:
@@ -117,11 +117,11 @@ class Facts:
     def load(path: Path) -> Facts:
         """What `doctor --save` wrote. Raises InputError."""
         hint = "stepladder doctor --save FILE, on the machine in question"
-        with naming(f"--load {path}", hint, (OSError, ValueError)):
-            text = stored.read(path)
-        with naming(f"--load {path} is not a bundle of this version", hint, (ValueError,)):
-            bundle = stored.loads(text, dict[str, Any])
-            facts: Facts = stored.fit(bundle, Facts)
+        with as_input_error(f"--load {path}", hint, (OSError, ValueError)):
+            text = typed_file.read_file(path)
+        with as_input_error(f"--load {path} is not a bundle of this version", hint, (ValueError,)):
+            bundle = typed_file.parse_json(text, dict[str, Any])
+            facts: Facts = typed_file.convert(bundle, Facts)
             if other := set(bundle) ^ set(asdict(facts)):
                 raise ValueError(f"{min(other)} is missing, or not of it")
         return facts
@@ -140,7 +140,7 @@ def gather(
     port: None for MASTER_PORT, but inside a rank: there it is in use as it should be.
     """
     if port is None and "RANK" not in os.environ:
-        port = whole(os.environ.get("MASTER_PORT", ""), 1, MOST_PORT)
+        port = parse_whole_number(os.environ.get("MASTER_PORT", ""), 1, MAX_PORT)
     import resource  # late: Windows has none
 
     (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
@@ -163,8 +163,8 @@ def gather(
         infiniband=Path("/sys/class/infiniband").is_dir(),
         folder=look_at_folder(folder),
         interfaces=network.find_interfaces(),
-        own_addresses=tuple(map(str, addresses_of(platform.node()))),
-        ipv6=is_bindable("::1", 0),
+        own_addresses=tuple(map(str, resolve_host(platform.node()))),
+        ipv6=can_bind("::1", 0),
         peer=network.look_at_peer(peer) if peer else network.Peer(),
         port=port,
         port_error=network.look_at_port(port) if port is not None else "",
@@ -224,4 +224,4 @@ def look_at_folder(wanted: Path) -> Folder:
         probe.unlink()
     except OSError:
         writable = False
-    return Folder(str(wanted), file_system(path), shutil.disk_usage(path).free, writable, skew)
+    return Folder(str(wanted), get_file_system(path), shutil.disk_usage(path).free, writable, skew)

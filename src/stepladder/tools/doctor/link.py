@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from stepladder.core.address import addresses_of
+from stepladder.core.address import resolve_host
 from stepladder.core.world import World
 from stepladder.launcher.function import launch
 from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
@@ -227,7 +227,7 @@ def listener_at(host: str, alone: bool) -> socket.socket:
     alone: all ranks are on this machine. Else the name may lead to a loopback address here, as
     Debian's hosts file has it, and to another one elsewhere: only then it listens on all addresses.
     """
-    addresses = [address for address in addresses_of(host) if alone or not address.is_loopback]
+    addresses = [address for address in resolve_host(host) if alone or not address.is_loopback]
     for address in addresses:
         with suppress(OSError):
             family = socket.AF_INET if address.version == 4 else socket.AF_INET6

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from stepladder.core.address import source_towards
+from stepladder.core.address import find_source_address
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def look_at_peer(host: str) -> Peer:
         addresses = tuple(
             dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None))
         )
-        source = source_towards(host)
+        source = find_source_address(host)
     except OSError as error:
         return Peer(host, addresses, error=str(error.strerror))
     interface = next((one.name for one in find_interfaces() if source in one.addresses), "")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.numbers import whole
-from stepladder.core.source import parsed
+from stepladder.core.numbers import parse_whole_number
+from stepladder.core.python_file import parse_source
 
 SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
 QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
@@ -177,7 +177,7 @@ def parse_smi(text: str, query: tuple[str, ...] = QUERY) -> tuple[Gpu, ...]:
     gpus = []
     for line in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
         capability = line.get("compute_cap", "")
-        if whole(line["index"]) is not None:
+        if parse_whole_number(line["index"]) is not None:
             gpu = Gpu(
                 int(line["index"]),
                 line["name"],
@@ -221,7 +221,7 @@ def look_at_script(path: Path) -> Imports:
     """Import what the script imports at its top, without running it. Raises InputError for no
     Python file.
     """
-    lines = imports_of(parsed(path))
+    lines = imports_of(parse_source(path))
     places = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
     done = _timing_imports("\n".join(lines), PYTHONPATH=os.pathsep.join(places))
     seconds = seconds_by_package(done.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepladder.core.numbers import whole
+from stepladder.core.numbers import parse_whole_number
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import (
     CLOCKS_APART,
@@ -49,7 +49,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 def threads_and_cores(facts: Facts) -> Findings:
     text, ranks = facts.env.get("OMP_NUM_THREADS", ""), facts.ranks_wanted
     first = text.partition(",")[0].strip()  # of nested parallel regions, as in 4,1
-    threads = whole(first) or 0
+    threads = parse_whole_number(first) or 0
     fix = f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
     if text and not threads:
         cause = "libgomp ignores it, and each process takes all cores"

@@ -213,7 +213,9 @@ def half_set(facts: Facts) -> Findings:
         World.detect(dict(facts.env))
     except InputError as wrong:
         yield error(
-            wrong.found, "a rank that does not know its place waits for others for ever", wrong.hint
+            wrong.problem,
+            "a rank that does not know its place waits for others for ever",
+            wrong.hint,
         )
 
 

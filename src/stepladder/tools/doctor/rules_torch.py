@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.numbers import whole
+from stepladder.core.numbers import parse_whole_number
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import Findings, Rule, error, error_if, warning, warning_if
 from stepladder.tools.doctor.programs import BEFORE, Imports, Torch
@@ -150,7 +150,7 @@ def absent_device(facts: Facts) -> tuple[Any, ...]:
     """The first GPU that CUDA_VISIBLE_DEVICES names and that is not there, and the last that is."""
     names = [name.strip() for name in facts.env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     last = len(facts.gpus.found) - 1
-    return next(((name, last) for name in names if (whole(name) or 0) > last >= 0), ())
+    return next(((name, last) for name in names if (parse_whole_number(name) or 0) > last >= 0), ())
 
 
 def more_ranks_than_gpus(facts: Facts) -> Findings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stepladder.core.secrets import masked
+from stepladder.core.masking import mask
 
 NAMES = """
     RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
@@ -47,4 +47,4 @@ SHOWN = frozenset(NAMES.split())
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: masked(value) for name, value in sorted(environ.items()) if name in SHOWN}
+    return {name: mask(value) for name, value in sorted(environ.items()) if name in SHOWN}

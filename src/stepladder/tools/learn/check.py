@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.core.signals import leaving_on_signals
+from stepladder.core.signals import exit_on_signals
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.learn.course import (
     Course,
@@ -142,7 +142,7 @@ def run_exercise(
     return run_command(command, file.parent, echo, timeout, PYTHONUNBUFFERED="1")
 
 
-@leaving_on_signals()
+@exit_on_signals()
 def run_command(
     command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str
 ) -> CommandResult:

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import find_above, obstacle, state_folder
+from stepladder.core import durable, typed_file
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.folders import find_file_above, find_obstacle, get_state_folder
 
 Kind = TypeVar("Kind")
 
@@ -117,7 +117,7 @@ def load_course() -> Course:
     inside = Path.cwd().is_relative_to(
         own.parents[1]
     )  # it has this very code, whoever may write there
-    ladder = own if inside and own.is_file() else find_above(LADDER) or own
+    ladder = own if inside and own.is_file() else find_file_above(LADDER) or own
     if not ladder.is_file():
         raise InputError(
             f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
@@ -131,9 +131,12 @@ def load_course() -> Course:
 
 def read(path: Path, table: str, kind: type[Kind]) -> tuple[Kind, ...]:
     """The file's tables of this name; keys that `kind` does not have serve others."""
-    with naming(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
-        tables = stored.read_toml(path).get(table)
-        return tuple(stored.fit(entry, kind, table) for entry in stored.fit(tables, list, table))
+    with as_input_error(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
+        tables = typed_file.read_toml(path).get(table)
+        return tuple(
+            typed_file.convert(entry, kind, table)
+            for entry in typed_file.convert(tables, list, table)
+        )
 
 
 def part_of_check(text: str) -> str:
@@ -171,14 +174,14 @@ class CourseProgress:
         }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
         if place := next(
-            filter(None, (obstacle(target.parent) for target in missing.values())), None
+            filter(None, (find_obstacle(target.parent) for target in missing.values())), None
         ):
             raise InputError(
                 f"{folder} cannot be written: {place} is in the way", "name another folder"
             )
         self.save()  # before they are made: there may be no place for it
         for exercise, target in missing.items():
-            with naming(f"{target} cannot be written", "name another folder"):
+            with as_input_error(f"{target} cannot be written", "name another folder"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
         self.folder = folder.resolve()
@@ -187,11 +190,13 @@ class CourseProgress:
 
     @property
     def file(self) -> Path:
-        return state_folder() / "learn.json"
+        return get_state_folder() / "learn.json"
 
     def save(self) -> None:
         state = asdict(self) | {"passed": sorted(self.passed)}
-        with naming(f"{self.file} cannot be written", "XDG_STATE_HOME=FOLDER stepladder learn ..."):
+        with as_input_error(
+            f"{self.file} cannot be written", "XDG_STATE_HOME=FOLDER stepladder learn ..."
+        ):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             durable.write(self.file, json.dumps(state, indent=1, default=str) + "\n")
 
@@ -200,7 +205,7 @@ def load_progress() -> CourseProgress:
     """As it was saved; nothing passed where it never was."""
     progress = CourseProgress()
     with suppress(FileNotFoundError):
-        progress = stored.load(
+        progress = typed_file.load_json(
             progress.file, CourseProgress, f"rm {progress.file}  (forgets what was passed)"
         )
     return progress

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from stepladder.rank.lifecycle import leave
+from stepladder.rank.lifecycle import exit_now
 from stepladder.tools.steps.hook import await_all, count_file, who
 from stepladder.train.phases import STEPPING
 
@@ -114,4 +114,4 @@ class CapturedSteps:
         )
         for child in multiprocessing.active_children():  # workers of a DataLoader
             child.kill()
-        leave(0)
+        exit_now(0)

@@ -14,9 +14,9 @@ from typing import Any
 from rich.table import Table
 
 from stepladder.core.durable import remove
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.output_file import write_output
-from stepladder.core.scratch import scratch
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.world import World
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.parts import align, rank_profiles, top_operators
@@ -60,7 +60,7 @@ def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     others' an exit code."""
     refuse_foreign(out)
     if world.world_size == 1:
-        with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+        with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
             return run(Path(folder)) or examined(name, Path(folder), out)
     shared = out.with_name(f"{out.name}.traces")
     if not world.is_first:
@@ -151,7 +151,7 @@ def refuse_foreign(out: Path) -> None:
     nearest = next(
         folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir()
     )
-    with naming(f"--out {out} cannot be written", "--out another folder"):
+    with as_input_error(f"--out {out} cannot be written", "--out another folder"):
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
 
 

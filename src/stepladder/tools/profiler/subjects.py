@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from stepladder.core.cores import refuse_too_many, threads_per_rank
 from stepladder.core.errors import InputError
+from stepladder.core.process_count import choose_threads_per_rank, validate_process_count
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.local_group import LocalGroup
@@ -37,9 +37,10 @@ def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, fold
     with environment(**QUIET):
         if World.detect().world_size > 1:
             return work()
-        refuse_too_many(nproc)
+        validate_process_count(nproc)
         return run_local(
-            LocalGroup(work, threads_per_rank(settings, nproc), Limits(settings.timeout)), nproc
+            LocalGroup(work, choose_threads_per_rank(settings, nproc), Limits(settings.timeout)),
+            nproc,
         )
 
 

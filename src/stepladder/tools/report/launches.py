@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
-from stepladder.core.jsonl import Line, Lines, open_to_append
-from stepladder.core.secrets import masked_command
-from stepladder.core.stored import fit, opened
+from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
+from stepladder.core.jsonl import JsonlReader, Line, open_for_append
+from stepladder.core.masking import mask_command
+from stepladder.core.typed_file import convert, open_to_read
 from stepladder.storage.rundir import CONFIG, refuse_unwritable
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
@@ -58,17 +58,17 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError
     without a place.
     """
-    with naming(
+    with as_input_error(
         f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
     ):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
-        file = open_to_append(run_dir / LAUNCHES)
+        file = open_for_append(run_dir / LAUNCHES)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
     os.set_inheritable(file, True)  # where this process becomes the script, that holds it
     begun, host = time.time(), socket.gethostname()
     key = f"{host} {os.getpid()} {begun:.3f}"
-    command, python = masked_command(["stepladder", *sys.argv[1:]]), platform.python_version()
+    command, python = mask_command(["stepladder", *sys.argv[1:]]), platform.python_version()
     about = {
         "script": script,
         "command": command,
@@ -96,14 +96,14 @@ def write(file: int, line: dict[str, Any]) -> None:
 
 def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
     """In the order of their begin, and what was left out. Raises InputError where there is none."""
-    lines = Lines(run_dir / LAUNCHES, lambda line: isinstance(line.get("launch"), str))
+    lines = JsonlReader(run_dir / LAUNCHES, lambda line: isinstance(line.get("launch"), str))
     found: dict[str, Line] = {}
-    for said in lines.new():
+    for said in lines.read_new():
         found.setdefault(said.pop("launch"), {}).update(said)
     launches, damage = [], ""
     for said in found.values():
         try:
-            launches.append(fit(said, LaunchRecord))
+            launches.append(convert(said, LaunchRecord))
         except ValueError as error:
             damage = f": {error}"
     if not launches:
@@ -112,14 +112,14 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
             f"mv {run_dir} {run_dir}.damaged",
         )
     return launches, [
-        *lines.told(is_growing=True),
+        *lines.describe_damage(is_growing=True),
         *([f"a launch in {lines.path} is damaged{damage}"] if damage else []),
     ]
 
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the file; a killed one's lock is gone with its process."""
-    with opened(run_dir / LAUNCHES) as file:
+    with open_to_read(run_dir / LAUNCHES) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

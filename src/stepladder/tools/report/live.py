@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from stepladder.core.console import printable
+from stepladder.core.console import make_printable
 from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.report.record import Record
@@ -49,7 +49,7 @@ def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
     """Again and again, and at last when it is over."""
     while True:
         lines, is_over = look()
-        yield [printable(line) for line in lines]
+        yield [make_printable(line) for line in lines]
         if is_over:
             return
         time.sleep(seconds)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import stored
+from stepladder.core import typed_file
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import Line, Lines, is_number, is_whole, last_lines
+from stepladder.core.jsonl import JsonlReader, Line, is_count, is_finite_number, read_last_lines
 from stepladder.core.plan import Plan
-from stepladder.core.stored import fit, opened
+from stepladder.core.typed_file import convert, open_to_read
 from stepladder.rank.progress import TIMING_KEYS
-from stepladder.rank.timing import is_timing, rows_of
+from stepladder.rank.timing import get_timing_rows, is_timing_line
 from stepladder.storage.ledger_rank import LONGEST_LINE
 from stepladder.storage.ledger_reader import read_header
 from stepladder.storage.lock import is_held
@@ -68,12 +68,12 @@ class Record:
             )
         self.run_dir = run_dir
         with config_of(run_dir) as config:
-            self.config, self.plan = fit(config, Stored), Plan.from_json(config["plan"])
-            self.name = fit(self.config.definition["recipe"], str)
-            self.epochs = fit(self.config.config.get("epochs"), int | None)
+            self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
+            self.name = convert(self.config.definition["recipe"], str)
+            self.epochs = convert(self.config.config.get("epochs"), int | None)
         self.metrics, self.timing = (
-            Lines(run_dir / METRICS, is_metrics),
-            Lines(run_dir / TIMING, is_timing),
+            JsonlReader(run_dir / METRICS, is_metrics),
+            JsonlReader(run_dir / TIMING, is_timing_line),
         )
         self._begin_curves()
         self._begin_times()
@@ -89,13 +89,13 @@ class Record:
 
     def look(self) -> None:
         """Read what is new."""
-        if self.metrics.was_replaced():
+        if self.metrics.restart_if_replaced():
             self._begin_curves()
-        if self.timing.was_replaced():
+        if self.timing.restart_if_replaced():
             self._begin_times()
-        for line in self.metrics.new():
+        for line in self.metrics.read_new():
             self._take(line)
-        for step, steps, size, rows in windows(self.timing.new()):
+        for step, steps, size, rows in windows(self.timing.read_new()):
             self.times.add(step, steps, rows, size)
         self.starts = list(starts_in(self.run_dir / LEDGER))
         self.result = result_in(self.run_dir / RESULT)
@@ -126,14 +126,16 @@ class Record:
     def warnings(self) -> list[str]:
         """What was left out. Of a running run the last line may be half written."""
         return [
-            text for lines in (self.metrics, self.timing) for text in lines.told(self.is_running)
+            text
+            for lines in (self.metrics, self.timing)
+            for text in lines.describe_damage(self.is_running)
         ]
 
 
 def is_metrics(line: Line) -> bool:
     """Whether it is a line of a step or of an evaluation."""
-    return is_whole(line.get("step")) and (
-        "lr" not in line or (is_number(line["lr"]) and is_number(line.get("loss")))
+    return is_count(line.get("step")) and (
+        "lr" not in line or (is_finite_number(line["lr"]) and is_finite_number(line.get("loss")))
     )
 
 
@@ -141,7 +143,7 @@ def values_of(evaluation: Line) -> dict[str, float]:
     return {
         name: value
         for name, value in evaluation.items()
-        if name not in ("step", "epoch") and is_number(value)
+        if name not in ("step", "epoch") and is_finite_number(value)
     }
 
 
@@ -167,13 +169,15 @@ def windows(
 
 def window(group: list[Line]) -> tuple[int, int, int, Mapping[int | str, list[float]]]:
     first = group[0]
-    rows = {label: row for line in group for label, row in rows_of(line).items()}
+    rows = {label: row for line in group for label, row in get_timing_rows(line).items()}
     return first["step"], first["steps"], first.get("world_size", len(rows)), rows
 
 
 def result_in(path: Path) -> Outcome | None:
     with suppress(FileNotFoundError):
-        return stored.load(path, Outcome, f"rm {path}, and start the run again: it is written anew")
+        return typed_file.load_json(
+            path, Outcome, f"rm {path}, and start the run again: it is written anew"
+        )
     return None
 
 
@@ -183,13 +187,13 @@ def starts_in(folder: Path) -> Iterator[Start]:
     """
     for path in sorted(folder.glob("attempt-*.rank-0.jsonl")):
         found = OF_ATTEMPT.fullmatch(path.name)
-        with suppress(OSError, ValueError), opened(path) as file:
+        with suppress(OSError, ValueError), open_to_read(path) as file:
             header = read_header(file.readline(LONGEST_LINE), int(found[1])) if found else None
             if header is not None:
                 steps = [
                     line["step"]
-                    for line in last_lines(path, LONGEST_LINE)
-                    if is_whole(line.get("step"))
+                    for line in read_last_lines(path, LONGEST_LINE)
+                    if is_count(line.get("step"))
                 ]
                 yield Start(
                     header.number,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from stepladder.core.console import say
-from stepladder.core.output_file import refuse_unwritable, write_output
-from stepladder.core.secrets import masked, masked_command
+from stepladder.core.console import print_message
+from stepladder.core.masking import mask, mask_command
+from stepladder.core.output_file import validate_writable, write_output
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
 from stepladder.tools.pages.page import render
@@ -20,10 +20,10 @@ from stepladder.tools.report.series import Times, own_work
 
 def write_report(run_dir: Path, output: Path) -> None:
     """Raises InputError where there is no run, or no place for the page."""
-    refuse_unwritable(output, "-o")
+    validate_writable(output, "-o")
     record = ScriptRecord(run_dir) if is_script(run_dir) else Record(run_dir)
     for warning in record.warnings():
-        say(warning)
+        print_message(warning)
     if isinstance(record, ScriptRecord):
         write_output(output, report_of_script(record), "-o")
     else:
@@ -59,7 +59,7 @@ def report(record: Record, audited: Audit) -> str:
         ranks=compared(record.times),
         starts=starts and spans("starts", starts, "step"),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
-        config=masked(asdict(record.config)),
+        config=mask(asdict(record.config)),
     )
 
 
@@ -82,7 +82,7 @@ def report_of_script(record: ScriptRecord) -> str:
             one.host,
             "-" if one.code is None else one.code,
             one.python,
-            masked_command(one.command),
+            mask_command(one.command),
         ]
         for one in record.launches
     ]

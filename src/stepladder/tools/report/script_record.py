@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stepladder.core.jsonl import Line, Lines, is_number, is_time, is_whole
-from stepladder.core.world import MOST_RANKS
+from stepladder.core.jsonl import JsonlReader, Line, is_count, is_finite_number, is_unix_time
+from stepladder.core.world import MAX_RANKS
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches, state_of
 from stepladder.tools.report.series import Times
@@ -70,7 +70,7 @@ class ScriptRecord:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.lines: dict[int, Lines] = {}
+        self.lines: dict[int, JsonlReader] = {}
         self.parts: dict[int, list[RankPart]] = {}
         self.look()
 
@@ -83,16 +83,16 @@ class ScriptRecord:
         )
         for path in (self.run_dir / STEPS).glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
-            if number.isascii() and number.isdigit() and int(number[:9]) < MOST_RANKS:
+            if number.isascii() and number.isdigit() and int(number[:9]) < MAX_RANKS:
                 self._read(int(number), path)
         self.starts, self.times = starts_of(self.parts)
 
     def _read(self, rank: int, path: Path) -> None:
-        lines = self.lines.setdefault(rank, Lines(path, is_step))
-        if rank not in self.parts or lines.was_replaced():
+        lines = self.lines.setdefault(rank, JsonlReader(path, is_step))
+        if rank not in self.parts or lines.restart_if_replaced():
             self.parts[rank] = []
         parts = self.parts[rank]
-        for line in lines.new():
+        for line in lines.read_new():
             if "start" in line:
                 parts.append(
                     RankPart(
@@ -110,7 +110,7 @@ class ScriptRecord:
         growing = self.state == "running"
         return [
             *self._said,
-            *(text for lines in self.lines.values() for text in lines.told(growing)),
+            *(text for lines in self.lines.values() for text in lines.describe_damage(growing)),
         ]
 
     @property
@@ -129,12 +129,12 @@ def is_script(run_dir: Path) -> bool:
 
 def is_step(line: Line) -> bool:
     """Whether it begins a start, or says how far the rank has come since."""
-    if not is_time(line.get("time")):
+    if not is_unix_time(line.get("time")):
         return False
     if "start" in line:
         size = line.get("world_size", 0)
-        return isinstance(line["start"], str) and is_whole(size) and 0 < size <= MOST_RANKS
-    return is_whole(line.get("step")) and all(is_number(line.get(key)) for key in STEP_KEYS)
+        return isinstance(line["start"], str) and is_count(size) and 0 < size <= MAX_RANKS
+    return is_count(line.get("step")) and all(is_finite_number(line.get(key)) for key in STEP_KEYS)
 
 
 def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], Times]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepladder.core.console import echo
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
 from stepladder.slurm.job import BatchJob
 from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, ask, look_up, submit
@@ -42,7 +42,7 @@ def measured_on_nodes(
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
     for doubt in doubts(replace(like, job_dir=str(folder))):
         say(f"warning: {doubt}")
-    with naming(f"{folder} cannot be made", "cd to a folder that all nodes see"):
+    with as_input_error(f"{folder} cannot be made", "cd to a folder that all nodes see"):
         folder.mkdir(mode=0o700)  # for in it is the job, with its secrets
     jobs: dict[tuple[int, int], tuple[str, BatchJob]] = {}
     try:

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from stepladder.core.console import echo
-from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
-from stepladder.core.scratch import scratch
+from stepladder.core.process_count import validate_process_count
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import BadInput, Failure
 from stepladder.launcher.local.supervisor import handle_signals
@@ -94,8 +94,8 @@ def measured_here(
     subject: TimedJob | TimedScript, sizes: list[int], rounds: int, say: Callable[[str], None]
 ) -> list[Size]:
     """On numbers of processes of this machine. Raises InputError where they are too many for it."""
-    refuse_too_many(max(sizes))
-    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+    validate_process_count(max(sizes))
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
 
         def run(number: int, size: int) -> Round:
             place = Path(folder) / f"{size}-{number}"

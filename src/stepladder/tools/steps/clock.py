@@ -22,7 +22,7 @@ from time import perf_counter, thread_time
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.jsonl import open_to_append
+from stepladder.core.jsonl import open_for_append
 from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.hook import await_all, count_file, who
@@ -168,7 +168,7 @@ class StepRecorder(StepClock):
         self.pause = SECONDS_BETWEEN_LINES * max(1, size / RANKS_THAT_OFTEN)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open_to_append(self.folder / f"rank-{rank}.jsonl")
+            self.file = open_for_append(self.folder / f"rank-{rank}.jsonl")
         about = {
             "host": socket.gethostname(),
             "gpu": self.gpu,
@@ -237,7 +237,7 @@ class StepTimer(StepClock):
         if has_gpu():
             times[:, COLUMNS.index("compute") :] = np.nan
         distributed = sys.modules["torch"].distributed
-        with durable.replacing(file, fsync=False) as aside, aside.open("wb") as opened:
+        with durable.replace_file(file, fsync=False) as aside, aside.open("wb") as opened:
             np.savez(
                 opened,
                 times=times,

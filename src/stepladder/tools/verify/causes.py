@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
-from stepladder.core.order import key
+from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.verify.trial import Difference
@@ -195,7 +195,7 @@ class Probe:
     def ask(self, lo: int, hi: int) -> list[float]:
         """The loss's sum and count over samples [lo, hi) of the first step."""
         batch = self.batch(lo, hi)
-        torch.manual_seed(key(self.spec.plan.seed, "probe"))
+        torch.manual_seed(derive_seed(self.spec.plan.seed, "probe"))
         result = self.job.loss(self.model, batch)
         total, count = result if isinstance(result, tuple) else (result * (hi - lo), hi - lo)
         return [float(total), float(count)]

@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
-from stepladder.core.scratch import scratch
+from stepladder.core.process_count import validate_process_count
+from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.ranks import on_ranks
@@ -80,9 +80,9 @@ def prove(
         )
     if steps is not None and steps < 2:
         raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
-    refuse_too_many(max(sizes or DEFAULT_SIZES))
+    validate_process_count(max(sizes or DEFAULT_SIZES))
     settings = replace(settings, steps=None, threads=settings.threads or 1)
-    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
         return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(
             sizes
         )

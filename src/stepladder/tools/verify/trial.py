@@ -123,7 +123,7 @@ def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) 
             BufferChanged
         ) as error:  # of exact mode: a difference that has a name before it happens
             step = getattr(error, "step", 1)
-            _say_why(run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.found)
+            _say_why(run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.problem)
             raise
     return 0
 

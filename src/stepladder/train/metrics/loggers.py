@@ -18,10 +18,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from stepladder.core import durable, stored
-from stepladder.core.console import say
-from stepladder.core.errors import InputError, text_of
-from stepladder.core.secrets import masked_words
+from stepladder.core import durable, typed_file
+from stepladder.core.console import print_message
+from stepladder.core.errors import InputError, get_text
+from stepladder.core.masking import mask_arguments
 from stepladder.storage.rundir import RunDir
 
 T = TypeVar("T")
@@ -98,8 +98,10 @@ class SafeLogger:
             return function()
         except Exception as error:  # a server, or the user's own logger, may raise anything
             self.logger = None
-            message = text_of(error).partition("\n")[0]
-            say(f"{self.name} is off, training goes on: {type(error).__name__}: {message}")
+            message = get_text(error).partition("\n")[0]
+            print_message(
+                f"{self.name} is off, training goes on: {type(error).__name__}: {message}"
+            )
             return None
 
 
@@ -111,7 +113,7 @@ class Wandb:
 
         state.setdefault("id", uuid.uuid4().hex[:12])
         arguments = sys.argv
-        sys.argv = masked_words(sys.argv)  # wandb uploads them
+        sys.argv = mask_arguments(sys.argv)  # wandb uploads them
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -248,7 +250,7 @@ def open_loggers(
     path = run_dir.path / LOGGERS_FILE
     state: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # a damaged file starts new runs instead of no training
-        state = stored.loads(stored.read(path), dict[str, dict[str, Any]])
+        state = typed_file.parse_json(typed_file.read_file(path), dict[str, dict[str, Any]])
 
     def store() -> None:
         text = json.dumps(state, indent=1) + "\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepladder.core.plan import share
+from stepladder.core.plan import split_evenly
 
 
 @dataclass
@@ -71,7 +71,7 @@ def split_into_blocks(lo: int, hi: int) -> list[int]:
 @lru_cache(maxsize=16)
 def block_sizes_by_rank(total: int, world_size: int) -> list[list[int]]:
     """Of the blocks that each rank has of `total` microbatches."""
-    return [split_into_blocks(*share(total, rank, world_size)) for rank in range(world_size)]
+    return [split_into_blocks(*split_evenly(total, rank, world_size)) for rank in range(world_size)]
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from stepladder.core import stored
+from stepladder.core import typed_file
 from stepladder.core.errors import InputError
 
 
@@ -33,7 +33,7 @@ class Kept:
     counts: dict[str, int] = field(default_factory=dict)
     maybe: int | None = None
     on: bool = False
-    rest: Any = None
+    anything: Any = None
 
 
 INNER = {"name": "a", "port": 1}
@@ -41,7 +41,7 @@ GOOD = {"folder": "/x", "inner": INNER, "seconds": 1, "pair": ["a", 2]}
 
 
 def test_a_value_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    kept = Kept(
+    example = Kept(
         Path("x"),
         Inner("a", 2**63),
         0.5,
@@ -55,20 +55,21 @@ def test_a_value_comes_back_as_it_was_written(tmp_path: Path) -> None:
         [{}],
     )
     text = json.dumps(
-        asdict(kept), default=lambda value: str(value) if isinstance(value, Path) else list(value)
+        asdict(example),
+        default=lambda value: str(value) if isinstance(value, Path) else list(value),
     )
     (tmp_path / "kept.json").write_text(text)
-    assert stored.load(tmp_path / "kept.json", Kept, "") == kept
+    assert typed_file.load_json(tmp_path / "kept.json", Kept, "") == example
 
 
 def test_defaults_and_keys_of_a_later_version() -> None:
-    assert stored.loads(json.dumps(GOOD | {"new": 1}), Kept) == Kept(
+    assert typed_file.parse_json(json.dumps(GOOD | {"new": 1}), Kept) == Kept(
         Path("/x"), Inner("a", 1), 1.0, ("a", 2)
     )
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"folder": 5}, "folder is 5, and not a path"),
         ({"folder": "a\0b"}, "folder is 'a\\x00b', and not a path"),
@@ -94,14 +95,14 @@ def test_defaults_and_keys_of_a_later_version() -> None:
         ({"on": 1}, "on is 1, and not true or false"),
     ],
 )
-def test_a_value_of_another_shape_is_named(changed: dict[str, Any], said: str) -> None:
+def test_a_value_of_another_shape_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        stored.loads(json.dumps(GOOD | changed), Kept)
-    assert str(caught.value).startswith(said)
+        typed_file.parse_json(json.dumps(GOOD | changed), Kept)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"", "it is not JSON"),
         (b'{"folder": "/x", "inn', "it is not JSON"),
@@ -109,13 +110,13 @@ def test_a_value_of_another_shape_is_named(changed: dict[str, Any], said: str) -
         (b"7" * 5000, "it is not JSON"),
         (b"[" * 100_000, "its lists or tables are nested too deeply"),
         (b"[]", "it is [], and not a table"),
-        (b" " * (stored.MOST_BYTES + 1), "it is larger than 16 MiB"),
+        (b" " * (typed_file.MAX_FILE_BYTES + 1), "it is larger than 16 MiB"),
     ],
 )
-def test_what_is_no_such_file_is_one_line(tmp_path: Path, text: bytes, said: str) -> None:
+def test_what_is_no_such_file_is_one_line(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "kept.json").write_bytes(text)
-    with pytest.raises(InputError, match=re.escape(said)) as caught:
-        stored.load(tmp_path / "kept.json", Kept, "rm it")
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        typed_file.load_json(tmp_path / "kept.json", Kept, "rm it")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("HINT: rm it")
 
@@ -124,13 +125,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     """Nor read for ever, as /dev/zero would be."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")
-    for path, said in (
+    for path, message in (
         (tmp_path, "Is a directory"),
         (tmp_path / "fifo", "it is not a file"),
         (Path("/dev/zero"), "it is not a file"),
         (tmp_path / "loop", "Too many levels of symbolic links"),
     ):
-        with pytest.raises(InputError, match=f"^--load it cannot be used: {said}"):
-            stored.load(path, Kept, "", "--load it")
+        with pytest.raises(InputError, match=f"^--load it cannot be used: {message}"):
+            typed_file.load_json(path, Kept, "", "--load it")
     with pytest.raises(FileNotFoundError):
-        stored.load(tmp_path / "none", Kept, "")
+        typed_file.load_json(tmp_path / "none", Kept, "")

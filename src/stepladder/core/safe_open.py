@@ -1,7 +1,8 @@
 """Open the files of a run directory, which others may write to.
 
 A directory that a group shares lets each member put a link in a file's place. A process that
-follows it writes into a file of its own user's, wherever that is: so no link is followed."""
+follows it writes into a file of its own user's, wherever that is: so no link is followed.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +11,30 @@ import os
 import stat
 from pathlib import Path
 
+ROOT_USER_ID = 0
 
-def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+
+def open_without_links(path: Path, flags: int, mode: int = 0o666) -> int:
     """Return a file descriptor of a regular file that is no link.
 
     Args:
         path: The file. Its folder may be a link of this user's own or of root's.
         flags: Those of `os.open`.
-        mode: Of a file that is made, before the umask.
+        mode: The mode of a new file, before the umask.
 
     Raises:
-        OSError: Where it cannot be opened, or is something else than a regular file.
+        OSError: The file cannot be opened, or is no regular file.
     """
     if is_foreign_link(path.parent):
         raise OSError(errno.ELOOP, "its folder is a link of another user's", str(path))
+    flags |= getattr(os, "O_NOFOLLOW", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for the process at its other end
     try:
-        # O_NONBLOCK: a FIFO would wait for the process at its other end.
-        file = os.open(
-            path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode
-        )
+        file = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(
-                errno.ELOOP, "it is a link, and a run writes into no other directory", str(path)
-            ) from None
+            reason = "it is a link, and a run writes into no other directory"
+            raise OSError(errno.ELOOP, reason, str(path)) from None
         raise
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
@@ -42,9 +43,9 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def is_foreign_link(path: Path) -> bool:
-    """Return whether the path is a link that neither this user nor root has made."""
+    """Tell whether the path is a link that neither this user nor root has made."""
     try:
-        about = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISLNK(about.st_mode) and about.st_uid != 0 and about.st_uid != os.geteuid()
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (ROOT_USER_ID, os.geteuid())

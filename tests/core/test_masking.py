@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepladder.core.secrets import is_secret, masked, masked_command, masked_words, without_masked
+from stepladder.core.masking import drop_masked, is_secret_name, mask, mask_arguments, mask_command
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from stepladder.core.secrets import is_secret, masked, masked_command, masked_wo
     ],
 )
 def test_names_of_secrets(name: str) -> None:
-    assert is_secret(name)
+    assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_names_of_secrets(name: str) -> None:
     ],
 )
 def test_names_of_none(name: str) -> None:
-    assert not is_secret(name)
+    assert not is_secret_name(name)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_names_of_none(name: str) -> None:
     ],
 )
 def test_passwords_in_urls(url: str, shown: str) -> None:
-    assert masked(url) == shown
+    assert mask(url) == shown
 
 
 def test_all_of_a_config() -> None:
@@ -92,16 +92,16 @@ def test_all_of_a_config() -> None:
         "lr": 0.1, "hf_token": "abc", "max_token": 5, "password": "", "on": True, "none": None,
         "deep": [{"api_key": "abc", "name": "x"}], "secrets": {"one": "abc", "two": ["abc"]}, "url": "http://a:b@c",
     }  # fmt: skip
-    shown = masked(config)
+    shown = mask(config)
     assert shown == config | {
         "hf_token": "***", "deep": [{"api_key": "***", "name": "x"}], "secrets": {"one": "***", "two": ["***"]},
         "url": "http://a:***@c",
     }  # fmt: skip
-    assert without_masked(shown).keys() == config.keys() - {"hf_token", "deep", "secrets", "url"}
+    assert drop_masked(shown).keys() == config.keys() - {"hf_token", "deep", "secrets", "url"}
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("command", "shown"),
     [
         (["train", "--hf-token", "abc", "--lr", "1"], ["train", "--hf-token", "***", "--lr", "1"]),
         (["--hf-token=a=b", "--lr=1"], ["--hf-token=***", "--lr=1"]),
@@ -112,12 +112,12 @@ def test_all_of_a_config() -> None:
         (["--token"], ["--token"]),
     ],
 )
-def test_words_of_a_command(words: list[str], shown: list[str]) -> None:
-    assert masked_words(words) == shown
+def test_words_of_a_command(command: list[str], shown: list[str]) -> None:
+    assert mask_arguments(command) == shown
 
 
 def test_a_command_is_shown_as_it_is_typed() -> None:
     shown = "train 'my job.py' --api-key '***'"
-    assert masked_command(["train", "my job.py", "--api-key", "abc"]) == shown
-    assert masked_command("train 'my job.py' --api-key abc") == masked_command(shown) == shown
-    assert masked_command("train 'my job.py http://a:b@c") == "train 'my job.py http://a:***@c"
+    assert mask_command(["train", "my job.py", "--api-key", "abc"]) == shown
+    assert mask_command("train 'my job.py' --api-key abc") == mask_command(shown) == shown
+    assert mask_command("train 'my job.py http://a:b@c") == "train 'my job.py http://a:***@c"

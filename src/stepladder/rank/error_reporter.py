@@ -1,0 +1,40 @@
+"""Choose one rank to report an error that several ranks have found in their input."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+from stepladder.core.world import World
+
+REPORT_TIMEOUT_S = 10.0  # that a rank with bad input, which ends all ranks, waits for the others
+REPORT_POLL_S = 0.01
+ENDING_RANKS_KEY = "stepladder/left"
+
+
+def is_first_to_report(text: str, store: Any, world: World) -> bool:
+    """Tell whether this rank is the first one with this error.
+
+    Numbers in the text do not count, since each rank may have found another one.
+
+    Args:
+        text: The error.
+        store: torch's store, through which the ranks connect. Rank 0 may serve it, and then ends
+            last.
+        world: Which rank this is.
+    """
+    text_without_numbers = re.sub("[0-9]+", "", text)
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
+    is_first = True
+    with suppress(RuntimeError):  # the store has ended, and rank 0 with it
+        is_first = store.add(f"stepladder/told {text_without_numbers}", 1) == 1
+        if is_first:  # Slurm and torchrun end all ranks with the first one that ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        num_ending = store.add(ENDING_RANKS_KEY, 1)
+        while world.is_first and num_ending < world.world_size and time.monotonic() < deadline:
+            time.sleep(REPORT_POLL_S)
+            num_ending = store.add(ENDING_RANKS_KEY, 0)
+    return is_first

@@ -1,0 +1,69 @@
+"""Memory that the ranks of one machine share: their launcher makes it, and each rank maps it.
+
+It has no name by which other processes could open it, and is freed with the last process that has
+it. Each rank has one slot in it, which holds words, two halves, and an arena.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+from contextlib import suppress
+
+from stepladder.rank.open_file import OpenFile
+
+MAX_SLOTS = 8  # each rank reads the slots of all others: with more ranks a ring moves less
+WORDS_PER_SLOT = 64  # of 8 bytes; so many that no two ranks write to one line of a cache
+HALF_BYTES = 1 << 19  # of each of a slot's two halves, which are used in turn
+ARENA_OFFSET = 8 * WORDS_PER_SLOT + 2 * HALF_BYTES  # where a slot's arena begins
+ARENA_BYTES = 1 << 34  # for vectors that stay; only what is written takes memory
+SLOT_BYTES = ARENA_OFFSET + ARENA_BYTES
+
+
+def can_share_memory(num_ranks: int) -> bool:
+    """Tell whether so many ranks of one machine exchange tensors through shared memory.
+
+    On processors other than x86-64 a number may be visible before the data that it announces.
+    """
+    is_supported = sys.platform == "linux" and platform.machine() == "x86_64"
+    return is_supported and 1 < num_ranks <= MAX_SLOTS
+
+
+def make_segment(num_ranks: int) -> OpenFile | None:
+    """Make a file as large as the ranks need; only what is written takes memory.
+
+    Returns:
+        The file; None if the ranks should use gloo, or if this machine has no such memory.
+    """
+    if not can_share_memory(num_ranks):
+        return None
+    with suppress(OSError):
+        segment = OpenFile(os.memfd_create("stepladder"))
+        try:
+            os.ftruncate(segment.number, num_ranks * SLOT_BYTES)
+        except OSError:  # a limit for the size of files, which counts what is not written too
+            segment.close()
+            return None
+        return segment
+    return None
+
+
+_mapped_segments: list[mmap.mmap] = []  # this rank's, if a launcher of ours has made one
+
+
+def map_segment(segment: OpenFile | None) -> None:
+    """Map the segment that the launcher has given this rank, and close its file."""
+    _mapped_segments.clear()
+    if segment is None:
+        return
+    with suppress(OSError):  # a sandbox without pidfd, which shared memory needs
+        os.close(os.pidfd_open(os.getpid()))
+        _mapped_segments.append(mmap.mmap(segment.number, 0))
+    segment.close()
+
+
+def get_mapped_segment() -> mmap.mmap | None:
+    """Return this rank's segment, or None if no launcher of ours has made one."""
+    return _mapped_segments[0] if _mapped_segments else None
