@@ -92,7 +92,8 @@ def test_a_stopped_fork_server_is_named_and_goes_on(paused: Started, tmp_path: P
     server = rank.parent()
     server.suspend()
     wait_until(
-        lambda: "was stopped (SIGSTOP); it goes on" in paused.err.read_text(), paused.err.read_text
+        lambda: "was stopped (SIGSTOP), and is continued" in paused.err.read_text(),
+        paused.err.read_text,
     )
     assert f"the process that ranks are forked from (pid {server.pid})" in paused.err.read_text()
     rank.kill()

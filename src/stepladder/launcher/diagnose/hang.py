@@ -120,13 +120,13 @@ def _find_abort(statuses: Sequence[RankStatus]) -> Explanation | None:
         return None
     position = aborted.describe_position()
     sentence = f"{aborted} was aborted {position}"
-    others = [_as_running(status) for status in in_collective if status is not aborted]
-    different = next((other for other in others if other.describe_position() != position), None)
+    peers = [_as_running(status) for status in in_collective if status is not aborted]
+    different = next((peer for peer in peers if peer.describe_position() != position), None)
     if different is not None:
         sentence += f", while {different} was {different.describe_position()}"
         cause = causes.DIFFERENT_ORDER
-    elif others:
-        sentence += f", where {others[0]} was too"
+    elif peers:
+        sentence += f", where {peers[0]} was too"
         cause = causes.DIFFERENT_SHAPES
     else:
         cause = f"{causes.DIFFERENT_ORDER}; or {causes.DIFFERENT_SHAPES}"

@@ -25,18 +25,14 @@ MAX_SOURCE_CHARACTERS = 60
 
 
 class ProcessState(StrEnum):
-    """The state of a rank's process.
-
-    DONE is exit code 0. ABORTED is an end by compiled code that left a stack. SILENT is a process
-    that has not answered and cannot be inspected from here.
-    """
+    """The state of a rank's process."""
 
     RUNNING = "running"
-    STOPPED = "stopped"
-    DONE = "ended well"
-    ENDED = "ended"
-    ABORTED = "aborted"
-    SILENT = "silent"
+    STOPPED = "stopped"  # by SIGSTOP
+    DONE = "ended well"  # with exit code 0
+    ENDED = "ended"  # in any other way
+    ABORTED = "aborted"  # by compiled code, which has left a stack
+    SILENT = "silent"  # it has not answered, and cannot be inspected from here
 
 
 @dataclass(frozen=True)

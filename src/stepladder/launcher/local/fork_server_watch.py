@@ -35,8 +35,8 @@ class ForkServerWatch:
         self._polls_stopped = 0
         continue_fork_server()
         return (
-            f"the process that ranks are forked from (pid {pid}) was stopped (SIGSTOP);"
-            " it goes on (SIGCONT)"
+            f"the process that ranks are forked from (pid {pid}) was stopped (SIGSTOP),"
+            " and is continued (SIGCONT)"
         )
 
 

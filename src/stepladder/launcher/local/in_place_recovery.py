@@ -37,15 +37,11 @@ MAX_REPLACEMENTS = 3  # that are started in a row without one that joins
 
 
 class RecoveryState(Enum):
-    """What becomes of the next group.
+    """What becomes of the next group."""
 
-    OPEN: it is formed as soon as all ranks that are left wait for it. VOTING: the votes of other
-    nodes are missing. REFUSED: there will be none, since its ranks would fail as well.
-    """
-
-    OPEN = auto()
-    VOTING = auto()
-    REFUSED = auto()
+    OPEN = auto()  # it is formed when all remaining ranks wait for it
+    VOTING = auto()  # the votes of other nodes are missing
+    REFUSED = auto()  # there will be none, because its ranks would fail as well
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,13 @@ def count_oom_kills() -> int:
 
 
 class IdleKind(Enum):
-    """How a process is idle.
+    """The ways in which a process is idle."""
 
-    ASLEEP: its main thread has not run at all. A process that waits in a collective of gloo is
-    asleep; one that completes collectives is not, however slow its steps are.
-
-    IDLE: it has hardly computed, but may wake up to check for something, as the first rank does
-    while the process group forms.
-    """
-
+    # Its main thread has not run at all. A process that waits in a collective of gloo is asleep;
+    # one that completes collectives is not, however slow its steps are.
     ASLEEP = auto()
+    # It has hardly computed, but may wake up to check for something, as the first rank does while
+    # the process group forms.
     IDLE = auto()
 
 

@@ -17,16 +17,11 @@ ESCAPE_PATTERN = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Row:
-    """One row of the screen, which may not be complete yet.
-
-    Attributes:
-        text: The text of the row.
-        is_bar: Whether the row was rewritten.
-    """
+    """One row of the screen, which may not be complete yet."""
 
     def __init__(self) -> None:
         self.text = b""
-        self.is_bar = False
+        self.is_bar = False  # whether the row was rewritten
         self._is_at_start = False  # after a carriage return: what follows replaces the row
         self._is_cleared = False  # by blanks
         self._shown = b""  # what the reader has seen of a bar
