@@ -23,10 +23,17 @@ from report import Report, table
 
 from stepladder.core.plan import Plan, split_evenly
 from stepladder.rank.timing import make_timing_line
-from stepladder.storage.ledger import Ledger, LedgerHeader, join
-from stepladder.storage.ledger_plan import orders
-from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, SNAPSHOTS, TIMING
-from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, _sealed, read_snapshot
+from stepladder.storage.ledger import Ledger, LedgerHeader, join_chains
+from stepladder.storage.ledger_plan import iterate_indices
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    LEDGER_FOLDER,
+    MANIFEST_FILE,
+    METRICS_FILE,
+    SNAPSHOTS_FOLDER,
+    TIMING_FILE,
+)
+from stepladder.storage.snapshot import MODEL_FILE, STATE_FILE, _seal_manifest, read_snapshot
 
 OPEN_FILES, MEGABYTES, GIGABYTE = 64, 300, 10**9
 SECONDS = {"audit": 60.0, "report": 10.0, "watch": 10.0, "submit": 10.0, "resume": 10.0}
@@ -93,20 +100,20 @@ def make(run_dir: Path, size: Size) -> None:
     real.
     """
     stepladder("train", *size.flags, "--steps", "1", "--run-dir", str(run_dir))
-    plan = Plan.from_json(json.loads((run_dir / CONFIG).read_text())["plan"])
+    plan = Plan.from_json(json.loads((run_dir / CONFIG_FILE).read_text())["plan"])
     (run_dir / "result.json").unlink()
-    for name in (LEDGER, "tensorboard"):
+    for name in (LEDGER_FOLDER, "tensorboard"):
         shutil.rmtree(run_dir / name)
     chains = [make_ledger(run_dir, plan, size, rank) for rank in range(size.ranks)]
-    first = read_snapshot(run_dir / SNAPSHOTS / "step_00000001")
-    folder = run_dir / SNAPSHOTS / f"step_{size.steps:08d}"
+    first = read_snapshot(run_dir / SNAPSHOTS_FOLDER / "step_00000001")
+    folder = run_dir / SNAPSHOTS_FOLDER / f"step_{size.steps:08d}"
     folder.mkdir()
-    for name in (MODEL, STATE):
+    for name in (MODEL_FILE, STATE_FILE):
         (folder / name).write_bytes(first.files[name])
-    (folder / MANIFEST).write_bytes(
-        _sealed(first.manifest | {"step": size.steps, "ledger": join(chains)})
+    (folder / MANIFEST_FILE).write_bytes(
+        _seal_manifest(first.manifest | {"step": size.steps, "ledger": join_chains(chains)})
     )
-    shutil.rmtree(run_dir / SNAPSHOTS / first.name)
+    shutil.rmtree(run_dir / SNAPSHOTS_FOLDER / first.name)
     make_lines(run_dir, plan, size)
 
 
@@ -116,9 +123,11 @@ def make_ledger(run_dir: Path, plan: Plan, size: Size, rank: int) -> str:
     lo, hi = lo * plan.microbatch, hi * plan.microbatch  # of every step, for all are whole
     for begin in range(0, size.steps, AT_ONCE):
         end = min(size.steps, begin + AT_ONCE)
-        rows = np.concatenate(list(orders(plan, begin, end))).reshape(-1, plan.global_batch)
+        rows = np.concatenate(list(iterate_indices(plan, begin, end))).reshape(
+            -1, plan.global_batch
+        )
         for step in range(begin, end):
-            ledger.record(step + 1, plan.epoch_of_step(step), [rows[step - begin, lo:hi]])
+            ledger.record_step(step + 1, plan.epoch_of_step(step), [rows[step - begin, lo:hi]])
         ledger.flush()
     ledger.close()
     return ledger.chain
@@ -126,7 +135,7 @@ def make_ledger(run_dir: Path, plan: Plan, size: Size, rank: int) -> str:
 
 def make_lines(run_dir: Path, plan: Plan, size: Size) -> None:
     random = np.random.default_rng(0)
-    with (run_dir / METRICS).open("w") as metrics, (run_dir / TIMING).open("w") as timing:
+    with (run_dir / METRICS_FILE).open("w") as metrics, (run_dir / TIMING_FILE).open("w") as timing:
         for step in range(1, size.steps + 1):
             epoch = plan.epoch_of_step(step - 1)
             metrics.write(
@@ -160,7 +169,7 @@ def measure(size: Size, folder: Path) -> tuple[list[list[str]], list[str]]:
         bars.append(
             f"- {verdict}: {name}, {command}: less than {SECONDS[command]:.0f} s and {MEGABYTES} MB"
         )
-    line = (run_dir / TIMING).read_text().splitlines()[-2]
+    line = (run_dir / TIMING_FILE).read_text().splitlines()[-2]
     day = 24 * 3600 * (len(line) + 1)
     verdict = "PASS" if day < GIGABYTE else "FAIL"
     bars.append(

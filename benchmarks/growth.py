@@ -301,7 +301,7 @@ def snapshot(rounds: int) -> list[str]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from stepladder.storage.snapshot import Snapshots
+    from stepladder.storage.snapshot_store import Snapshots
 
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(5000, 5000) for _ in range(4)))

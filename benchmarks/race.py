@@ -30,7 +30,7 @@ import psutil
 from report import Report, table
 
 from stepladder.storage.audit import audit
-from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
+from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots
 
 JOB = Path(__file__).parents[1] / "tests" / "jobs" / "gates.py"
 GATE = 7  # the step that the directory's owner stands still in, of 20
@@ -163,8 +163,8 @@ def stored(run_dir: Path, name: str) -> dict[str, Any]:
 def models(run_dir: Path) -> dict[str, str]:
     """What each snapshot holds, by its name."""
     hashes = {
-        path.name: json.loads((path / MANIFEST).read_text())
-        for path in snapshot_paths(run_dir / SNAPSHOTS)
+        path.name: json.loads((path / MANIFEST_FILE).read_text())
+        for path in list_snapshots(run_dir / SNAPSHOTS_FOLDER)
     }
     return {name: str(manifest["files"]["model.safetensors"]) for name, manifest in hashes.items()}
 

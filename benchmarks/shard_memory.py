@@ -115,7 +115,7 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     from stepladder.core.settings import Settings
     from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.gpt import build
-    from stepladder.storage.snapshot import weights_sha256
+    from stepladder.storage.snapshot import hash_weights
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
     from stepladder.train.opening import open_session
@@ -142,7 +142,7 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
             TrainingLoop(session, StopSignals()) as loop,
         ):
             took["seconds"] = timed(loop.step)
-        took |= {"peak": resident("VmHWM"), "weights": weights_sha256(job.model)}
+        took |= {"peak": resident("VmHWM"), "weights": hash_weights(job.model)}
     return took
 
 
@@ -203,7 +203,7 @@ def steps_by_hand(job: Any, model: Any, optimizer: Any, world: Any) -> dict[str,
     import torch
 
     from stepladder.recipes.gpt import loss
-    from stepladder.storage.snapshot import weights_sha256
+    from stepladder.storage.snapshot import hash_weights
 
     job.optimizer.param_groups.clear()  # of the weights as they were built
     rows_of_rank = range(world.rank, ROWS, world.world_size)
@@ -215,7 +215,7 @@ def steps_by_hand(job: Any, model: Any, optimizer: Any, world: Any) -> dict[str,
         optimizer.step()
 
     took: dict[str, Any] = {"seconds": timed(step), "peak": resident("VmHWM")}
-    took |= {"weights": weights_sha256(job.model)}
+    took |= {"weights": hash_weights(job.model)}
     return took | {"state": state_bytes(getattr(optimizer, "optim", optimizer))}
 
 

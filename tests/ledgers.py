@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger import Ledger, LedgerHeader, attempt_file, join
+from stepladder.storage.ledger import Ledger, LedgerHeader, join_chains, ledger_path
 
 Indices = NDArray[np.int64]
 Reader = Callable[[int, int, list[Indices]], list[Indices]]
@@ -61,9 +61,11 @@ class FakeRun:
                     continue
                 spans = self.plan.share(step - 1, rank, world_size)
                 planned = [self.plan.indices(step - 1, span) for span in spans]
-                ledger.record(step, self.plan.epoch_of_step(step - 1), read(step, rank, planned))
+                ledger.record_step(
+                    step, self.plan.epoch_of_step(step - 1), read(step, rank, planned)
+                )
                 ledger.flush()
-            self.chains[number][step] = join([ledger.chain for ledger in ledgers])
+            self.chains[number][step] = join_chains([ledger.chain for ledger in ledgers])
         for ledger in ledgers:
             ledger.close()
         return number
@@ -80,7 +82,7 @@ class FakeRun:
         (self.path / "result.json").write_text(json.dumps({"steps": steps}))
 
     def file(self, attempt: int, rank: int) -> Path:
-        return attempt_file(self.path, attempt, rank)
+        return ledger_path(self.path, attempt, rank)
 
     def lines(self, attempt: int, rank: int) -> list[str]:
         """The header and one line per step, so that line n is step n of a first attempt."""

@@ -16,7 +16,8 @@ from torch import nn
 
 from processes import SECONDS
 from ranks import CONTEXT
-from stepladder.storage.snapshot import Snapshot, Snapshots, read_snapshot
+from stepladder.storage.snapshot import Snapshot, read_snapshot
+from stepladder.storage.snapshot_store import Snapshots
 
 
 class Awkward(nn.Module):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writing import write_shards
     from stepladder.launcher.function import RankFailed, launch
-    from stepladder.storage.snapshot import Snapshot, Snapshots
+    from stepladder.storage.snapshot import Snapshot
+    from stepladder.storage.snapshot_store import Snapshots
     from stepladder.train.comm import Comm
     from stepladder.train.group_setup import pick_device
     from stepladder.train.job import Job, Recipe, mean_loss
@@ -36,7 +37,8 @@ _NAMES = {
     "data.shards.dataset": ("Shards",),
     "data.shards.writing": ("write_shards",),
     "launcher.function": ("RankFailed", "launch"),
-    "storage.snapshot": ("Snapshot", "Snapshots"),
+    "storage.snapshot": ("Snapshot",),
+    "storage.snapshot_store": ("Snapshots",),
     "train.comm": ("Comm",),
     "train.process_group": ("process_group",),
     "train.job": ("Job", "Recipe", "mean_loss"),

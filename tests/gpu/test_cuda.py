@@ -20,7 +20,7 @@ import processes
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
 from stepladder.data.source import StreamSource, open_source
-from stepladder.storage.staging import HostCopies
+from stepladder.storage.staging import HostBuffers
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
 from stepladder.train.group_setup import pick_device
@@ -280,7 +280,7 @@ def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale
 
 
 def test_the_snapshot_s_copy_is_pinned_once_and_no_view_of_the_card(tmp_path: Path) -> None:
-    copies, weight = HostCopies(), torch.arange(6.0, device="cuda").view(2, 3)
+    copies, weight = HostBuffers(), torch.arange(6.0, device="cuda").view(2, 3)
     tree = {"model": {"weight": weight, "same on the host": torch.ones(2)}, "step": 3}
     first = copies.copy(tree)["model"]["weight"]
     assert first.device.type == "cpu" and first.is_pinned()

@@ -17,7 +17,7 @@ import torch
 import stepladder.train.comm as collectives
 from stepladder import Job
 from stepladder.core.errors import PeerLost
-from stepladder.storage.snapshot import Snapshots
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.optimizer_shards import OptimizerShards
 from stepladder.train.recorder import Recorder

@@ -20,7 +20,7 @@ from psutil import CONN_LISTEN, Process
 from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
 from stepladder.core.address import find_free_port
 from stepladder.core.console import print_message
-from stepladder.storage.lock import is_held, owner_of
+from stepladder.storage.lock import is_locked, read_owner
 
 pytestmark = pytest.mark.ranks
 
@@ -128,17 +128,17 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
     env = {"TROUBLE": f"hold 0 7 {marker}"}
     with started("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env) as running:
         running.wait_for(marker)
-        before = owner_of(run_dir)
+        before = read_owner(run_dir)
         os.kill(int(marker.read_text()), signal.SIGKILL)
         while (
-            owner_of(run_dir).get("token") == before["token"]
+            read_owner(run_dir).get("token") == before["token"]
         ):  # until the next rank 0 has taken it over
-            is_locked = is_held(run_dir)
+            has_writer = is_locked(run_dir)
             assert (
-                is_locked or owner_of(run_dir).get("token") != before["token"]
+                has_writer or read_owner(run_dir).get("token") != before["token"]
             )  # it may even have ended meanwhile
         assert running.end() == 0
-    assert not is_held(run_dir)
+    assert not is_locked(run_dir)
     ends_as_unbroken(tmp_path, unbroken)
 
 
@@ -216,7 +216,7 @@ def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
     ]
     assert subprocess.run(command, cwd=tmp_path, preexec_fn=close, check=False).returncode == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 3
-    assert owner_of(tmp_path / "run")["attempt"] == 1
+    assert read_owner(tmp_path / "run")["attempt"] == 1
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])

@@ -26,8 +26,8 @@ from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
 from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Rendezvous
 from stepladder.launcher.nodes.seats import Seats
-from stepladder.storage.lock import Lock, owner_of
-from stepladder.storage.rundir import move_aside
+from stepladder.storage.lock import RunDirLock, read_owner
+from stepladder.storage.run_dir import move_run_dir_aside
 
 
 class Stores:
@@ -253,12 +253,12 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     """
     run = tmp_path / "run"
     run.mkdir()
-    alone = Lock(run, 0)
-    alone.write({})
+    alone = RunDirLock(run, 0)
+    alone.write_owner({})
     refused = agent(timeout=0.2)
     with pytest.raises(InputError, match=f"is in use by process {os.getpid()} "):
         refused.join(stores.serve)
-    assert owner_of(run)["token"] == alone.token
+    assert read_owner(run)["token"] == alone.token
     refused.leave()
     alone.release()
     first, second = agent(), agent()
@@ -266,10 +266,10 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     second.join(stores.serve)
     for lost in (first, second):
         with pytest.raises(InputError, match="in use"):
-            Lock(run, 0)
-        Lock(run, 0, of_nodes=True).release()
+            RunDirLock(run, 0)
+        RunDirLock(run, 0, is_multi_node=True).release()
         lost.leave()
-    Lock(run, 0).release()
+    RunDirLock(run, 0).release()
 
 
 def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
@@ -281,7 +281,7 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    alone, refused = Lock(run, 0), agent(fresh=True, timeout=0.2)
+    alone, refused = RunDirLock(run, 0), agent(fresh=True, timeout=0.2)
     with pytest.raises(InputError, match="is in use"):
         refused.join(stores.serve)
     refused.leave()
@@ -289,11 +289,11 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
     assert not (tmp_path / "run.old-1").exists()
 
     def slip_in(path: Path, *args: Any, **flags: Any) -> None:
-        move_aside(path, *args, **flags)
+        move_run_dir_aside(path, *args, **flags)
         path.mkdir()
         (path / "config.json").write_text("another's")
 
-    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.move_aside", slip_in)
+    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.move_run_dir_aside", slip_in)
     with pytest.raises(InputError, match="is in use"):
         agent(fresh=True).join(stores.serve)
     assert (run / "config.json").read_text() == "another's"

@@ -45,9 +45,9 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
     """The ranks of the node go on, hear nothing, and have no part in what follows: where two nodes
     are enough, the others go on in place, until a job that was submitted for it joins them; else
     the job is queued again."""
-    words = "--nodes", f"{fewest}:3", "--", *WORDS
+    arguments = "--nodes", f"{fewest}:3", "--", *WORDS
     gates = f"{jobs.folder} 7 14" if fewest == 2 else f"{jobs.folder} 7"
-    job = jobs.submit(*words, GATES=gates)
+    job = jobs.submit(*arguments, GATES=gates)
     jobs.is_held(job, jobs.folder / "at-7")
     serves = json.loads((jobs.folder / "run" / "rendezvous.json").read_text())["host"]
     cut = next(name for name in ("n2", "n3") if jobs.lab.nodes()[name]["address"] != serves)
@@ -56,12 +56,12 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
     if fewest == 2:
         jobs.is_held(job, jobs.folder / "at-14")
         assert "in-place recovery: continuing with 2 processes" in jobs.typed("logs", job)
-        newcomer = jobs.submit("--join", job, *words, GATES=gates)
+        newcomer = jobs.submit("--join", job, *arguments, GATES=gates)
         ready = "are ready: they join after this step"
         wait_until(lambda: ready in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer))
         (jobs.folder / "open-14").touch()
         jobs.ended(newcomer)
-        late = run("submit", "--join", newcomer, *words, cwd=jobs.folder, env=jobs.lab.env)
+        late = run("submit", "--join", newcomer, *arguments, cwd=jobs.folder, env=jobs.lab.env)
         refused(
             late, f"--join {newcomer}, but job {newcomer} gates: completed", "stepladder status"
         )
@@ -99,8 +99,8 @@ def test_weights_that_lie_in_rows_on_two_nodes_survive_a_lost_rank_and_a_requeue
 
 
 def test_mnist_on_two_nodes_one_of_which_is_lost(jobs: Jobs, mnist_dir: Path) -> None:
-    words = "mnist", "--data-dir", mnist_dir, *EXACT, "--steps", 60, "--snapshot-every", 10
-    job = jobs.submit("--nodes", 2, "--nproc", 1, "--", "train", *words, "--run-dir", "run")
+    arguments = "mnist", "--data-dir", mnist_dir, *EXACT, "--steps", 60, "--snapshot-every", 10
+    job = jobs.submit("--nodes", 2, "--nproc", 1, "--", "train", *arguments, "--run-dir", "run")
     snapshots = jobs.folder / "run" / "snapshots"
     wait_until(lambda: list(snapshots.glob("step_*")), lambda: jobs.typed("logs", job))
     jobs.lab.lab("fail", "n2")
@@ -108,7 +108,7 @@ def test_mnist_on_two_nodes_one_of_which_is_lost(jobs: Jobs, mnist_dir: Path) ->
     jobs.is_requeued(job, 1)
     jobs.ended(job)
     assert jobs.result("run")["resumed_from_step"] >= 10
-    jobs.equals_one_process("run", *words)
+    jobs.equals_one_process("run", *arguments)
 
 
 def test_nodes_meet_at_an_ipv6_address(lab: TestLab, tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ MOVED = "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up"
 def test_every_node_has_its_own_name_address_and_gpus(lab: TestLab) -> None:
     assert sorted(lab.slurm("srun", "-N4", "hostname").split()) == ["n1", "n2", "n3", "n4"]
     command = "hostname -I; echo $CUDA_VISIBLE_DEVICES"
-    seen = lab.slurm("srun", "-N1", "-w", "n3", "--gpus-per-node=2", "sh", "-c", command).split()
+    observed = lab.slurm(
+        "srun", "-N1", "-w", "n3", "--gpus-per-node=2", "sh", "-c", command
+    ).split()
     node = lab.nodes()["n3"]
-    assert {node["address"], node["address6"]} >= set(seen) - {"0,1"}
-    assert (seen[0], seen[-1]) == (node["address"], "0,1")
+    assert {node["address"], node["address6"]} >= set(observed) - {"0,1"}
+    assert (observed[0], observed[-1]) == (node["address"], "0,1")
 
 
 def test_ranks_of_a_plain_srun_find_each_other_and_give_the_bits_of_one_process(
@@ -64,8 +66,8 @@ def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(
     """
     command = "stepladder", "train", "mlp", "--steps", 2, "--run-dir", "run"
     on_debian = "unshare", "--mount", "sh", "-c", DEBIAN, tmp_path / "hosts", *command
-    said = lab.slurm("srun", "-N2", "--ntasks-per-node=1", *on_debian, cwd=tmp_path)
-    assert said.count("127.0.1.1") == 2
+    message = lab.slurm("srun", "-N2", "--ntasks-per-node=1", *on_debian, cwd=tmp_path)
+    assert message.count("127.0.1.1") == 2
     assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
 
 
@@ -79,7 +81,7 @@ def test_exec_is_the_command_itself_on_a_node_or_outside(lab: TestLab) -> None:
 
 @needs_lab
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("arguments", "parts"),
     [
         (("up",), ("a lab is up already, with 4 nodes", "stepladder lab down")),
         (("fail", "n9"), ("no node 'n9'; its nodes are n1, n2, n3, n4", "stepladder lab status")),
@@ -87,14 +89,16 @@ def test_exec_is_the_command_itself_on_a_node_or_outside(lab: TestLab) -> None:
     ],
 )
 def test_what_a_lab_cannot_do_is_refused(
-    lab: TestLab, words: tuple[str, ...], parts: tuple[str, ...]
+    lab: TestLab, arguments: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
-    refused(lab.lab(*words, code=2), *parts)
+    refused(lab.lab(*arguments, code=2), *parts)
 
 
-@pytest.mark.parametrize("words", [("status",), ("exec", "--", "sinfo"), ("cut", "n1"), ("down",)])
-def test_without_a_lab_every_command_says_so(tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = run("lab", *words, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path)})
+@pytest.mark.parametrize(
+    "arguments", [("status",), ("exec", "--", "sinfo"), ("cut", "n1"), ("down",)]
+)
+def test_without_a_lab_every_command_says_so(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = run("lab", *arguments, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path)})
     refused(done, "no lab is up", "stepladder lab up --nodes 2")
 
 
@@ -110,24 +114,24 @@ def test_impossible_sizes_are_refused(tmp_path: Path, flags: tuple[object, ...])
 def test_a_daemon_is_known_though_the_machine_s_clock_was_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    daemon = machine.Daemon.of(os.getpid())
+    daemon = machine.Daemon.from_pid(os.getpid())
     program, conf = Path(sys.executable).name, Path("slurm.conf")
     monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
-    other = machine.Daemon(daemon.pid, daemon.born - 1)
-    assert other.process(program, conf) is None, "another one's number, used again"
+    later_process = machine.Daemon(daemon.pid, daemon.born - 1)
+    assert later_process.process(program, conf) is None, "another one's number, used again"
     before = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1)
     assert daemon.process(program, conf) is not None
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SBIN", ())
+    monkeypatch.setattr(machine, "SBIN_FOLDERS", ())
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(InputError) as caught:
-        prepare.check_programs(plain=False)
+        prepare.validate_programs(plain=False)
     assert caught.value.hint == "apt-get install slurm-wlm munge iproute2 util-linux"
     with pytest.raises(InputError) as caught:
-        prepare.check_programs(plain=True)
+        prepare.validate_programs(plain=True)
     assert caught.value.hint == "apt-get install slurm-wlm munge"
 
 
@@ -206,15 +210,15 @@ def network_parts(bridge: str) -> set[tuple[str, int]]:
 
 def processes_with(text: str) -> list[psutil.Process]:
     """Processes in whose command or environment the text stands, other than this one's."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
-            words = [*process.cmdline(), *process.environ().values()]
+            arguments = [*process.cmdline(), *process.environ().values()]
         except (psutil.Error, OSError):
             continue
-        if process.pid != os.getpid() and any(text in word for word in words):
-            found.append(process)
-    return found
+        if process.pid != os.getpid() and any(text in word for word in arguments):
+            result.append(process)
+    return result
 
 
 # -- without root ----------------------------------------------------------------------------------
@@ -231,12 +235,12 @@ def nobody() -> tuple[str, ...]:
     """Words before a command that run it as an ordinary user who may read this checkout."""
     if reason := why_not():
         pytest.skip(reason)
-    for words in (NOBODY, (*NOBODY, *READS_ALL)):
+    for arguments in (NOBODY, (*NOBODY, *READS_ALL)):
         tried = subprocess.run(
-            [*words, *COMMAND, "--version"], cwd="/", capture_output=True, check=False
+            [*arguments, *COMMAND, "--version"], cwd="/", capture_output=True, check=False
         )
         if tried.returncode == 0:
-            return words
+            return arguments
     pytest.skip("an ordinary user may not read this checkout, nor be given the right")
 
 
@@ -245,24 +249,24 @@ def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
         "--plain", "--nodes", 2, "--gpus", 2, command=(*nobody, *COMMAND), user="nobody"
     ) as lab:
         assert {node["address"] for node in lab.nodes().values()} == {"127.0.0.1"}
-        seen = lab.slurm(
+        observed = lab.slurm(
             "srun", "-N2", "--gpus-per-node=2", "sh", "-c", "id -un; echo $CUDA_VISIBLE_DEVICES"
         )
-        assert sorted(seen.split()) == ["0,1", "0,1", "nobody", "nobody"]
+        assert sorted(observed.split()) == ["0,1", "0,1", "nobody", "nobody"]
         lab.slurm("sbatch", "-N2", "-o/dev/null", "--wrap", "srun env -i sleep 300; sleep 300")
         wait_until(lambda: {"slurmd", "slurmstepd", "sleep"} <= names_on("n2", lab))
-        left = machine.of_plain_node("n2", lab.folder)
+        remaining = machine.find_plain_node_processes("n2", lab.folder)
         lab.lab("fail", "n1")
         assert lab.nodes()["n1"]["processes"] == 0 < lab.nodes()["n2"]["processes"]
         refused(lab.lab("cut", "n2", code=2), "needs a network per node", "as root")
         refused(lab.lab("exec", "--node", "n2", "--", "ls", code=2), "needs a network per node")
-    assert not [process for process in left if is_alive(process)]
+    assert not [process for process in remaining if is_alive(process)]
     assert not processes_with(str(lab.folder))
 
 
 def names_on(node: str, lab: TestLab) -> set[str]:
     names = set()
-    for process in machine.of_plain_node(node, lab.folder):
+    for process in machine.find_plain_node_processes(node, lab.folder):
         with suppress(psutil.NoSuchProcess):
             names.add(process.name())
     return names

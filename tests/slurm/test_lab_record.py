@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from processes import refused, run
-from stepladder.slurm.lab.cluster import Lab
+from stepladder.slurm.lab.lab import Lab
 from stepladder.slurm.lab.layout import Layout
 from stepladder.slurm.lab.machine import Daemon
 
@@ -26,9 +26,9 @@ def lab(tmp_path: Path) -> Lab:
     """The record of a plain lab that was up before the machine was started again."""
     folder = tmp_path / "stepladder" / "lab"
     folder.mkdir(parents=True)
-    found = Lab(Layout(folder, 1, 1, 0, 100, True, 0, (1, 2), "here", "me"))
-    found.write()
-    return found
+    lab_of_layout = Lab(Layout(folder, 1, 1, 0, 100, True, 0, (1, 2), "here", "me"))
+    lab_of_layout.save()
+    return lab_of_layout
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ def test_no_other_folder_is_removed(lab: Lab, tmp_path: Path) -> None:
 def test_no_process_is_killed_but_a_daemon_of_the_lab(
     name: str, lab: Lab, stranger: subprocess.Popen[bytes]
 ) -> None:
-    lab.daemons[name] = Daemon.of(stranger.pid)
-    lab.write()
+    lab.daemons[name] = Daemon.from_pid(stranger.pid)
+    lab.save()
     assert down(lab).returncode == 0
     assert stranger.poll() is None
     assert not lab.layout.folder.exists()
 
 
 def test_a_lab_that_is_coming_up_is_left_alone(lab: Lab, stranger: subprocess.Popen[bytes]) -> None:
-    lab.daemons["up"] = Daemon.of(stranger.pid)
-    lab.write()
+    lab.daemons["up"] = Daemon.from_pid(stranger.pid)
+    lab.save()
     refused(down(lab), f"process {stranger.pid} is starting this lab")
     assert stranger.poll() is None and lab.layout.folder.exists()
 
@@ -88,8 +88,8 @@ def test_a_daemon_of_the_lab_is_killed(lab: Lab, tmp_path: Path) -> None:
     with subprocess.Popen(
         [tmp_path / "munged", "1000"], env={"SLURM_CONF": str(lab.layout.conf)}
     ) as daemon:
-        lab.daemons["munged"] = Daemon.of(daemon.pid)
-        lab.write()
+        lab.daemons["munged"] = Daemon.from_pid(daemon.pid)
+        lab.save()
         assert down(lab).returncode == 0
         assert daemon.wait() == -9
 
@@ -108,10 +108,10 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGES)
-def test_a_damaged_record_is_one_line(said: str, lab: Lab) -> None:
-    change(lab, DAMAGES[said])
-    refused(down(lab), "lab.json cannot be used", said, f"rm -r {lab.layout.folder}")
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_record_is_one_line(message: str, lab: Lab) -> None:
+    change(lab, DAMAGES[message])
+    refused(down(lab), "lab.json cannot be used", message, f"rm -r {lab.layout.folder}")
     assert lab.layout.folder.exists()
 
 

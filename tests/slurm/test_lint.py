@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepladder.slurm.lint import lint
+from stepladder.slurm.lint import lint_script
 
 GOOD = """#!/bin/bash
 #SBATCH --nodes=2
@@ -25,7 +25,7 @@ def findings(tmp_path: Path, text: str) -> list[tuple[str, int]]:
     (tmp_path / "train.py").touch()
     script = tmp_path / "job.sbatch"
     script.write_text(text)
-    return [(finding.rule, finding.line) for finding in lint(script)]
+    return [(finding.rule, finding.line) for finding in lint_script(script)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_each_mistake_is_found_on_its_line(
 
 
 @pytest.mark.parametrize(
-    ("place", "other"),
+    ("old", "new"),
     [
         ("", ""),
         (" train.py", " train.py # --node-rank=$SLURM_PROCID, MASTER_PORT=29500"),
@@ -75,8 +75,8 @@ def test_each_mistake_is_found_on_its_line(
         ("#SBATCH --nodes=2", '##SBATCH --x\n#SBATCH --nodes=2 --job-name="a # b"'),
     ],
 )
-def test_what_is_right_is_left_alone(tmp_path: Path, place: str, other: str) -> None:
-    text = GOOD.replace(place, other, 1) if place else GOOD
-    if "ntasks-per-node=2" in other:  # a task per rank, without an agent
+def test_what_is_right_is_left_alone(tmp_path: Path, old: str, new: str) -> None:
+    text = GOOD.replace(old, new, 1) if old else GOOD
+    if "ntasks-per-node=2" in new:  # a task per rank, without an agent
         text = text.replace('torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 2', "python")
     assert findings(tmp_path, text) == []

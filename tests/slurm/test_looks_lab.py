@@ -70,13 +70,13 @@ def test_a_hang_over_two_nodes_is_named_once(command: str, jobs: Jobs) -> None:
     )
     log = jobs.folder / f"slurm-{job}.out"
 
-    def said() -> str:
+    def read_log() -> str:
         return log.read_text() if log.exists() else ""
 
-    told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
-    wait_until(lambda: told.search(said()), said)
+    pattern = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
+    wait_until(lambda: pattern.search(read_log()), read_log)
     assert (
-        len(told.findall(said())) == 1
+        len(pattern.findall(read_log())) == 1
     )  # the first rank may have waited as long for a slow start, and said so
 
 
@@ -87,6 +87,6 @@ def test_a_hang_of_ranks_without_a_launcher_is_named_once(lab: TestLab, tmp_path
     )
     command = "srun", "-N2", "--ntasks-per-node=1", *script
     with started(*command, cwd=tmp_path, env=lab.env, command=()) as running:
-        told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
-        wait_until(lambda: told.search(running.err.read_text()), running.err.read_text)
-        assert len(told.findall(running.err.read_text())) == 1
+        pattern = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
+        wait_until(lambda: pattern.search(running.err.read_text()), running.err.read_text)
+        assert len(pattern.findall(running.err.read_text())) == 1

@@ -17,8 +17,9 @@ from pages import REPOSITORY
 from processes import run
 from stepladder.core.errors import InputError
 from stepladder.rank.timing import make_timing_line
-from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin, render
-from stepladder.slurm.lint import lint
+from stepladder.slurm.batch_job import DEFAULT_MARGIN_S, BatchJob, measure_margin
+from stepladder.slurm.batch_script import render_batch_script
+from stepladder.slurm.lint import lint_script
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 JOB = BatchJob(
@@ -54,8 +55,11 @@ def test_templates_are_what_submit_renders(template: Path, tmp_path: Path) -> No
 
 
 def test_there_is_a_template_for_each_kind_of_job() -> None:
-    found = [sorted(options(path.read_text())) for path in TEMPLATES]
-    sizes = {tuple(w for w in words if re.match("--(nodes|gpus-per-node)=", w)) for words in found}
+    result = [sorted(options(path.read_text())) for path in TEMPLATES]
+    sizes = {
+        tuple(w for w in arguments if re.match("--(nodes|gpus-per-node)=", w))
+        for arguments in result
+    }
     assert sizes == {
         ("--gpus-per-node=4", "--nodes=1"), ("--gpus-per-node=2", "--nodes=2"),
         ("--gpus-per-node=1", "--nodes=4"), ("--nodes=2",),
@@ -66,7 +70,7 @@ def test_there_is_a_template_for_each_kind_of_job() -> None:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
 def test_templates_are_valid_and_hold_no_mistake(template: Path) -> None:
     subprocess.run(["bash", "-n", template], check=True)
-    assert lint(template) == []
+    assert lint_script(template) == []
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -76,7 +80,7 @@ def test_names_and_paths_are_words_and_never_commands(name: str) -> None:
     job = replace(
         JOB, name=name, output=f"{name}.out", job_dir=path, command=("train", path), made_by=path
     )
-    script = render(job)
+    script = render_batch_script(job)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     before, _, body = script.partition("\n\n")
     assert "touch harmed" not in [line.strip("; ") for line in before.splitlines()]
@@ -103,18 +107,18 @@ def test_a_line_break_in_an_sbatch_line_is_refused(field: str) -> None:
 
 
 def test_the_number_of_nodes_stands_once() -> None:
-    script = render(replace(JOB, nodes=(7, 7)))
+    script = render_batch_script(replace(JOB, nodes=(7, 7)))
     assert re.findall(r"\b7\b", script) == ["7"]
 
 
 def test_two_jobs_of_one_script_do_not_share_their_word() -> None:
-    script = render(replace(JOB, command=("run", "my job.py"), job_dir="runs/my job"))
+    script = render_batch_script(replace(JOB, command=("run", "my job.py"), job_dir="runs/my job"))
     assert "END_FILE=$SLURM_JOB_ID:'runs/my job'/ended-$SLURM_JOB_ID.json\n" in script
-    assert "END_FILE=$SLURM_JOB_ID:runs/mnist/ended.json\n" in render(JOB)
+    assert "END_FILE=$SLURM_JOB_ID:runs/mnist/ended.json\n" in render_batch_script(JOB)
 
 
 def test_an_elastic_job_outlives_a_lost_node() -> None:
-    script = render(replace(JOB, nodes=(2, 4)))
+    script = render_batch_script(replace(JOB, nodes=(2, 4)))
     assert {"--nodes=2-4", "--no-kill"} <= set(options(script))
     assert (
         "--no-kill --kill-on-bad-exit=0" in script and '--nodes 2:"$SLURM_JOB_NUM_NODES"' in script
@@ -125,7 +129,7 @@ def test_an_elastic_job_outlives_a_lost_node() -> None:
 
 
 def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
-    script = render(replace(JOB, nodes=(2, 4), join="7"))
+    script = render_batch_script(replace(JOB, nodes=(2, 4), join="7"))
     assert {"--nodes=1", "--ntasks-per-node=1", "--no-requeue"} <= set(options(script))
     assert "env --unset SLURM_JOB_ID stepladder train --nodes 2:4 --nproc 2 \\\n" in script
     for word in ("--rdzv-endpoint", "scontrol requeue", "STEPLADDER_END"):
@@ -142,7 +146,7 @@ def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
 
 
 def test_a_task_per_rank() -> None:
-    script = render(replace(JOB, per_rank=True))
+    script = render_batch_script(replace(JOB, per_rank=True))
     assert "--ntasks-per-node=2" in options(script)
     assert "stepladder train mnist --sync exact\n" in script and "--rdzv-endpoint" not in script
     with pytest.raises(InputError, match="--task-per-rank"):
@@ -152,7 +156,7 @@ def test_a_task_per_rank() -> None:
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_the_port_of_a_script_is_another_one_at_each_start(per_rank: bool) -> None:
     """One that follows from the job's number can be waited for by somebody else."""
-    script = render(replace(JOB, command=("run", "my_job.py"), per_rank=per_rank))
+    script = render_batch_script(replace(JOB, command=("run", "my_job.py"), per_rank=per_rank))
     (expression,) = re.findall(
         r"endpoint=\$address:(\S+(?: .*)?)$|MASTER_PORT=\"(.*?)\"", script, re.MULTILINE
     )
@@ -178,12 +182,12 @@ def test_options_of_the_site_come_before_what_is_started() -> None:
         setup=("module load cuda",),
         container="apptainer exec x.sif",
     )
-    script = render(job)
-    wanted = {
+    script = render_batch_script(job)
+    expected = {
         "--partition=gpu", "--account=physics", "--qos=high", "--constraint=a100&nvlink", "--reservation=course",
         "--mem=64G", "--gpus-per-node=a100:2", "--nice=100", "--requeue", "--open-mode=append",
     }  # fmt: skip
-    assert wanted <= set(options(script))
+    assert expected <= set(options(script))
     assert script.index("module load cuda\n") < script.index("srun ")
     assert script.count("apptainer exec x.sif stepladder") == 2, (
         "also what asks for the requeue's reason"
@@ -192,8 +196,8 @@ def test_options_of_the_site_come_before_what_is_started() -> None:
 
 
 def test_the_margin_is_measured_where_there_was_a_run(tmp_path: Path) -> None:
-    assert measured_margin(tmp_path) == DEFAULT_MARGIN
-    assert measured_margin(tmp_path, "2") == 30, (
+    assert measure_margin(tmp_path) == DEFAULT_MARGIN_S
+    assert measure_margin(tmp_path, "2") == 30, (
         "Slurm warns up to a minute early: no more than a quarter"
     )
     first = {"data": 10.0, "compute": 180.0, "wait": 0, "optimizer": 10.0, "snapshot": 0}
@@ -201,9 +205,9 @@ def test_the_margin_is_measured_where_there_was_a_run(tmp_path: Path) -> None:
     of_rank = {"step": 10, "steps": 10, "rank": 0}  # as it was written before version 0.2
     rows = [{**of_rank, **first}, {**of_rank, **second}]
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
+    assert measure_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
     seconds = np.array([list(first.values()), list(second.values())])
     (tmp_path / "timing.jsonl").write_text(json.dumps(make_timing_line(10, 10, seconds)) + "\n")
-    assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
+    assert measure_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
     (tmp_path / "timing.jsonl").write_text('{"step": 1')
-    assert measured_margin(tmp_path) == DEFAULT_MARGIN
+    assert measure_margin(tmp_path) == DEFAULT_MARGIN_S

@@ -13,26 +13,26 @@ import pytest
 
 from processes import run
 from stepladder.rank.exit_record import END_FILE_VARIABLE, read_end, remove_end, write_end
-from stepladder.slurm.query import lines_of_job
 from stepladder.slurm.requeue import (
-    HISTORY,
-    Ending,
-    PastEnd,
+    REQUEUES_FILE,
+    RequeueRecord,
+    StartEnd,
     decide,
-    ended_by_slurm,
-    lost_nodes,
-    reason_of,
+    find_end_reason,
+    find_ends_by_slurm,
+    find_lost_nodes,
 )
+from stepladder.slurm.submitted_jobs import read_job_records
 
-STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
+STOPPED = StartEnd(75, ranks_code=75, step=40, margin=120, seconds_left=3000)
 
 
 @pytest.mark.parametrize(
     ("end", "reason", "requeue"),
     [
-        (Ending(0), "finished", False),
+        (StartEnd(0), "finished", False),
         (
-            Ending(137, word=0, step=90, lost=("n2",)),
+            StartEnd(137, ranks_code=0, step=90, lost_nodes=("n2",)),
             "finished",
             False,
         ),  # --no-kill: srun mourns the lost node
@@ -55,36 +55,44 @@ STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
             "cancelled",
             False,
         ),  # a requeue would raise it from the dead
-        (Ending(1, word=1, lost=("n2",), step=3), "node failure", True),
-        (Ending(137, lost=("n2",), step=3), "node failure", True),
-        (Ending(1, word=74, step=3), "storage fault", True),
-        (Ending(137, step=3), "out of memory", True),
-        (Ending(1, step=3, state="OUT_OF_MEMORY"), "out of memory", True),
-        (Ending(1, word=137, step=3), "out of memory", True),  # the launcher saw a rank killed
-        (Ending(1, word=143), "signal", False),  # a script that does not say it can go on
-        (Ending(1, word=143, preempted=True), "preemption", False),
-        (Ending(1, word=143, margin=120, seconds_left=100), "time limit", False),
-        (Ending(1, word=143, lost=("n2",)), "node failure", True),  # srun ends the others then
+        (StartEnd(1, ranks_code=1, lost_nodes=("n2",), step=3), "node failure", True),
+        (StartEnd(137, lost_nodes=("n2",), step=3), "node failure", True),
+        (StartEnd(1, ranks_code=74, step=3), "storage fault", True),
+        (StartEnd(137, step=3), "out of memory", True),
+        (StartEnd(1, step=3, state="OUT_OF_MEMORY"), "out of memory", True),
         (
-            Ending(75, word=1),
+            StartEnd(1, ranks_code=137, step=3),
+            "out of memory",
+            True,
+        ),  # the launcher saw a rank killed
+        (StartEnd(1, ranks_code=143), "signal", False),  # a script that does not say it can go on
+        (StartEnd(1, ranks_code=143, preempted=True), "preemption", False),
+        (StartEnd(1, ranks_code=143, margin=120, seconds_left=100), "time limit", False),
+        (
+            StartEnd(1, ranks_code=143, lost_nodes=("n2",)),
+            "node failure",
+            True,
+        ),  # srun ends the others then
+        (
+            StartEnd(75, ranks_code=1),
             "bug",
             False,
         ),  # srun gives the largest code: an agent's that it ended itself
-        (Ending(2, word=1), "bug", False),
+        (StartEnd(2, ranks_code=1), "bug", False),
         (
-            Ending(137, word=1, step=3),
+            StartEnd(137, ranks_code=1, step=3),
             "bug",
             False,
         ),  # srun kills the others with the first that fails
-        (Ending(143, word=1, step=3), "bug", False),
-        (Ending(143, step=3), "signal", True),  # before there were ranks
-        (Ending(1, step=3), "bug", False),
-        (Ending(127), "bug", False),
-        (Ending(2, word=2), "bad input", False),
+        (StartEnd(143, ranks_code=1, step=3), "bug", False),
+        (StartEnd(143, step=3), "signal", True),  # before there were ranks
+        (StartEnd(1, step=3), "bug", False),
+        (StartEnd(127), "bug", False),
+        (StartEnd(2, ranks_code=2), "bad input", False),
     ],
 )
-def test_reasons_are_told_apart(end: Ending, reason: str, requeue: bool) -> None:
-    assert reason_of(end) == reason
+def test_reasons_are_told_apart(end: StartEnd, reason: str, requeue: bool) -> None:
+    assert find_end_reason(end) == reason
     decision = decide(end, [], 50)
     assert (decision.reason, decision.requeue) == (reason, requeue)
 
@@ -107,9 +115,9 @@ def test_two_restarts_without_a_step_are_enough() -> None:
 
 
 def test_out_of_memory_at_the_same_step_again_is_enough() -> None:
-    killed = Ending(137, step=40)
+    killed = StartEnd(137, step=40)
     assert decide(killed, [20], 50).requeue
-    for before, end in (([40], killed), ([], Ending(137, step=0)), ([], Ending(137))):
+    for before, end in (([40], killed), ([], StartEnd(137, step=0)), ([], StartEnd(137))):
         stop = decide(end, before, 50)
         assert not stop.requeue and "more --mem" in stop.text
 
@@ -127,7 +135,7 @@ def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
         facts = (
             job + node("n1", "MIXED", port) + node("n2", "DOWN*", port) + node("n3", "ALLOCATED", 1)
         )
-        assert lost_nodes(facts) == ("n2", "n3")
+        assert find_lost_nodes(facts) == ("n2", "n3")
 
 
 def test_the_word_of_another_start_does_not_count(
@@ -182,8 +190,8 @@ def test_starts_that_slurm_ended_are_read_from_the_log(tmp_path: Path) -> None:
         + f"slurmstepd-n1: error: *** JOB 5 ON n1 {at} DUE TO {end}\n" * bool(end)
         for number, end in enumerate(ends, 1)
     ))  # fmt: skip
-    assert ended_by_slurm(log) == {0: "preemption", 1: "node failure", 3: "requeue"}
-    assert ended_by_slurm(tmp_path / "nothing") == {}
+    assert find_ends_by_slurm(log) == {0: "preemption", 1: "node failure", 3: "requeue"}
+    assert find_ends_by_slurm(tmp_path / "nothing") == {}
 
 
 def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
@@ -200,9 +208,11 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}
 
     def after(code: int, restart: int) -> tuple[int, str]:
-        words = f"exec stepladder after {code} --job-dir run --margin 120 --max-requeues 5 < facts"
+        arguments = (
+            f"exec stepladder after {code} --job-dir run --margin 120 --max-requeues 5 < facts"
+        )
         done = run(
-            words.replace("stepladder", f"{sys.executable} -m stepladder"),
+            arguments.replace("stepladder", f"{sys.executable} -m stepladder"),
             cwd=tmp_path,
             env={**env, "SLURM_RESTART_COUNT": str(restart)},
             command=("bash", "-c"),
@@ -216,22 +226,22 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
         75,
         "stepladder: stopped at step 40 (time limit): requeued (1 of at most 5)\n",
     )
-    code, said = after(1, 1)  # this start left no word
-    assert code == 1 and "not requeued" in said
-    code, said = after(75, 2)  # an agent that srun ended, not the ranks' word
-    assert code == 1 and "not requeued" in said
+    code, recorded_code = after(1, 1)  # this start left no word
+    assert code == 1 and "not requeued" in recorded_code
+    code, recorded_code = after(75, 2)  # an agent that srun ended, not the ranks' word
+    assert code == 1 and "not requeued" in recorded_code
     assert after(0, 3) == (0, "stepladder: finished\n")
-    assert [(line["restart"], line["reason"]) for line in lines_of_job(job_dir / HISTORY, "12", PastEnd)] == [
+    assert [(line["restart"], line["reason"]) for line in read_job_records(job_dir / REQUEUES_FILE, "12", RequeueRecord)] == [
         (0, "time limit"), (1, "bug"), (2, "bug"), (3, "finished"),
     ]  # fmt: skip
-    assert lines_of_job(job_dir / HISTORY, "13", PastEnd) == []
+    assert read_job_records(job_dir / REQUEUES_FILE, "13", RequeueRecord) == []
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)]
+    ("error", "recorded_code"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)]
 )
 def test_a_rank_that_slurm_has_started_says_that_it_failed(
-    error: str, said: int | None, tmp_path: Path
+    error: str, recorded_code: int | None, tmp_path: Path
 ) -> None:
     """Unless another one's end was the cause: srun gives the exit code of a rank that it has ended
     for it.
@@ -252,4 +262,6 @@ work_and_leave(fail)
         command=(sys.executable,),
     )
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)
-    assert (json.loads(end_file.read_text())["code"] if end_file.exists() else None) == said
+    assert (
+        json.loads(end_file.read_text())["code"] if end_file.exists() else None
+    ) == recorded_code

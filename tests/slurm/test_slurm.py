@@ -11,19 +11,22 @@ import pytest
 
 from labs import TestLab
 from stepladder.core.errors import InputError
-from stepladder.slurm.cluster import defaults_in_force, hostnames, read_partitions
-from stepladder.slurm.job import SiteDefaults, batch_job, seconds_of
-from stepladder.slurm.query import (
+from stepladder.slurm.batch_job import make_batch_job, parse_time_limit
+from stepladder.slurm.client import (
     SYSTEM_CONF,
-    Busy,
-    Note,
-    append_line,
-    ask,
-    field,
-    lines_of_job,
+    SlurmBusy,
+    parse_field,
+    run_slurm,
     show_job,
     slurm_environment,
 )
+from stepladder.slurm.partitions import (
+    describe_cluster_defaults,
+    expand_node_list,
+    parse_partitions,
+)
+from stepladder.slurm.site_defaults import SiteDefaults
+from stepladder.slurm.submitted_jobs import JobNote, add_record, read_job_records
 
 LISTS = {
     "gpu[7],gpu[9-10]": ["gpu7", "gpu9", "gpu10"],
@@ -38,21 +41,29 @@ LISTS = {
 def test_node_lists(text: str, lab: TestLab, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in lab.env.items():
         monkeypatch.setenv(name, value)
-    assert hostnames(text) == LISTS[text]
+    assert expand_node_list(text) == LISTS[text]
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "gpu[1-", "gpu[a-b]", "a b", "gpu[1--3]", "gpu]1["])
 def test_what_is_no_node_list_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="node list"):
-        hostnames(text)
+        expand_node_list(text)
 
 
 def test_times() -> None:
-    asked = ["30", "1:30", "2:00:00", "1-0", "1-12:30", "2-00:00:01", "infinite"]
-    assert [seconds_of(text) for text in asked] == [1800, 90, 7200, 86400, 131400, 172801, math.inf]
+    requested = ["30", "1:30", "2:00:00", "1-0", "1-12:30", "2-00:00:01", "infinite"]
+    assert [parse_time_limit(text) for text in requested] == [
+        1800,
+        90,
+        7200,
+        86400,
+        131400,
+        172801,
+        math.inf,
+    ]
     for text in ("", "soon", "1:2:3:4", "-5"):
         with pytest.raises(InputError, match="--time"):
-            seconds_of(text)
+            parse_time_limit(text)
 
 
 def test_partitions() -> None:
@@ -61,16 +72,16 @@ def test_partitions() -> None:
         "gpu*|up|1-00:00:00|1-4|1|32+|gpu:v100:2,shard:8|1:00:00\n"
         "long|drain|infinite|1-infinite|2|8|(null)|n/a\n"
     )
-    found = read_partitions(shown)
-    gpu, long = found["gpu"], found["long"]
-    assert (gpu.is_default, gpu.is_up, gpu.seconds, gpu.most, gpu.count) == (
+    result = parse_partitions(shown)
+    gpu, long = result["gpu"], result["long"]
+    assert (gpu.is_default, gpu.is_up, gpu.time_limit_s, gpu.max_nodes, gpu.count) == (
         True,
         True,
         86400,
         4,
         4,
     )
-    assert (long.is_default, long.is_up, long.seconds, long.most, long.count) == (
+    assert (long.is_default, long.is_up, long.time_limit_s, long.max_nodes, long.count) == (
         False,
         False,
         math.inf,
@@ -90,11 +101,11 @@ def test_partitions() -> None:
 
 
 def test_limits_that_no_flag_gave_are_told() -> None:
-    cluster = read_partitions(
+    cluster = parse_partitions(
         "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4|1:00:00\nlong|up|infinite|1-4|2|8|(null)|n/a\n"
     )
     flags = {"gpus_per_node": "a100:4", "nodes": "1"}
-    job = batch_job(
+    job = make_batch_job(
         flags,
         SiteDefaults(),
         command=("train", "mlp"),
@@ -102,14 +113,14 @@ def test_limits_that_no_flag_gave_are_told() -> None:
         name="mlp",
         nodes=(1, 1),
     )
-    assert defaults_in_force(job, cluster, flags) == [
+    assert describe_cluster_defaults(job, cluster, flags) == [
         "no --time: partition gpu ends the job after 1:00:00, its default",
         "no --cpus-per-task: 4 CPU cores per node, 1 for each GPU and its data loading; nodes have 16",
     ]
     on_long = replace(job, partition="long", gpus_per_node="")
-    assert defaults_in_force(on_long, cluster, {}) == []
-    asked = replace(job, time="30", cpus_per_task=16)
-    assert defaults_in_force(asked, cluster, {"cpus_per_task"}) == []
+    assert describe_cluster_defaults(on_long, cluster, {}) == []
+    requested = replace(job, time="30", cpus_per_task=16)
+    assert describe_cluster_defaults(requested, cluster, {"cpus_per_task"}) == []
 
 
 BUSY = """#!/bin/sh
@@ -126,8 +137,8 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Busy, match="has not answered in time"):
-        ask("scontrol")
+    with pytest.raises(SlurmBusy, match="has not answered in time"):
+        run_slurm("scontrol")
     (tmp_path / "asked").unlink()
     assert show_job("7") == "JobId=7 JobName=x\n"
 
@@ -138,11 +149,11 @@ def test_a_job_cannot_name_itself_into_another_field() -> None:
         "   StartTime=2026-01-01T00:00:00 EndTime=2026-01-02T00:00:00 Deadline=N/A\n"
         "   WorkDir=/a b/JobState=x\n   StdOut=/a b/slurm-7.out\n"
     )
-    wanted = {
+    expected = {
         "JobState": "RUNNING", "Reason": "", "EndTime": "2026-01-02T00:00:00", "Deadline": "",
         "StdOut": "/a b/slurm-7.out", "WorkDir": "/a b/JobState=x", "Restarts": "",
     }  # fmt: skip
-    assert {name: field(shown, name) for name in wanted} == wanted
+    assert {name: parse_field(shown, name) for name in expected} == expected
 
 
 @pytest.mark.skipif(SYSTEM_CONF.exists(), reason=f"this machine has {SYSTEM_CONF}")
@@ -167,8 +178,8 @@ def test_a_damaged_note_of_a_job_is_left_out(text: str, tmp_path: Path) -> None:
     """And half a one, as a kill leaves it, takes none of the next along."""
     sound = {"job": "7", "name": "x", "output": "", "job_dir": "/r"}
     path = tmp_path / "new" / "jobs.jsonl"
-    append_line(path, sound)
+    add_record(path, sound)
     with path.open("a") as file:
         file.write(text + '\n{"job": "7", "na')
-    append_line(path, sound)
-    assert lines_of_job(path, "7", Note) == [sound, sound]
+    add_record(path, sound)
+    assert read_job_records(path, "7", JobNote) == [sound, sound]

@@ -33,18 +33,18 @@ class Jobs:
     def __init__(self, lab: TestLab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
 
-    def submit(self, *words: object, **env: object) -> str:
+    def submit(self, *arguments: object, **env: object) -> str:
         """The job's number. env: variables of the user, which Slurm hands on to the job."""
         typed = [f"{name}={value}" for name, value in env.items()]
         done = self.lab.slurm(
-            "env", *typed, "stepladder", "submit", "--json", *words, cwd=self.folder
+            "env", *typed, "stepladder", "submit", "--json", *arguments, cwd=self.folder
         )
         answer = json.loads(done.splitlines()[-1])
         assert answer.keys() == documented_keys("submit")
         return str(answer["job_id"])
 
-    def typed(self, *words: object) -> str:
-        return self.lab.slurm("stepladder", *words, cwd=self.folder)
+    def typed(self, *arguments: object) -> str:
+        return self.lab.slurm("stepladder", *arguments, cwd=self.folder)
 
     def status(self, job: str) -> dict[str, Any]:
         status = json.loads(self.typed("status", job, "--json"))
@@ -84,20 +84,20 @@ class Jobs:
     def result(self, run_dir: str) -> dict[str, Any]:
         return json.loads((self.folder / run_dir / "result.json").read_text())
 
-    def equals_one_process(self, run_dir: str, *words: object) -> None:
+    def equals_one_process(self, run_dir: str, *arguments: object) -> None:
         """The bits of the same training on this machine, alone, and an audit without a lost or
         repeated sample.
         """
-        assert self.result(run_dir)["weights_sha256"] == weights_of_one_process(*words)
-        found = audited(self.folder / run_dir)
-        assert (found["ok"], found["lost"], found["repeated"]) == (True, 0, 0)
+        assert self.result(run_dir)["weights_sha256"] == weights_of_one_process(*arguments)
+        audit = audited(self.folder / run_dir)
+        assert (audit["ok"], audit["lost"], audit["repeated"]) == (True, 0, 0)
 
 
 @cache
-def weights_of_one_process(*words: object) -> str:
+def weights_of_one_process(*arguments: object) -> str:
     """Trained once for all tests that ask for the same."""
     with TemporaryDirectory() as folder:
-        return train(*words, cwd=Path(folder))["weights_sha256"]
+        return train(*arguments, cwd=Path(folder))["weights_sha256"]
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
     folders = [jobs.folder / name for name in ("limit", "gates")]
     for folder in folders:
         folder.mkdir()
-    words = ("--", "train", GATES, *EXACT, "--run-dir")
-    limited = jobs.submit("--nodes", 2, "--time", 3, *words, "limited", GATES=f"{folders[0]} 7")
-    job = jobs.submit("--nodes", 2, *words, "signalled", GATES=f"{folders[1]} 7 14")
+    arguments = ("--", "train", GATES, *EXACT, "--run-dir")
+    limited = jobs.submit("--nodes", 2, "--time", 3, *arguments, "limited", GATES=f"{folders[0]} 7")
+    job = jobs.submit("--nodes", 2, *arguments, "signalled", GATES=f"{folders[1]} 7 14")
     jobs.is_held(limited, folders[0] / "at-7")
     jobs.lab.slurm("scontrol", "update", f"JobId={limited}", "TimeLimit=2")
     for restarts, command in enumerate((("scancel", "--signal=TERM"), ("scontrol", "requeue")), 1):
@@ -149,8 +149,8 @@ def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
         jobs.lab.slurm(*command, job)
         jobs.is_requeued(job, restarts)
     ends = [(end["restart"], end["reason"], end["step"]) for end in jobs.ended(job)["ends"]]
-    wanted = [(0, "signal", 7), (1, "requeue", None), (2, "finished", 20)]
-    assert ends == wanted, "Slurm's own requeue ends the script too, which says nothing then"
+    expected = [(0, "signal", 7), (1, "requeue", None), (2, "finished", 20)]
+    assert ends == expected, "Slurm's own requeue ends the script too, which says nothing then"
 
     jobs.is_requeued(limited, 1)
     ends = [(end["restart"], end["reason"], end["step"]) for end in jobs.ended(limited)["ends"]]
@@ -186,8 +186,8 @@ def test_a_more_urgent_job_costs_no_step(jobs: Jobs) -> None:
 @pytest.mark.slow
 def test_a_task_per_rank_and_cancel(jobs: Jobs) -> None:
     gates = f"{jobs.folder} 7 14"
-    words = ("--", "train", GATES, *EXACT, "--run-dir", "run")
-    job = jobs.submit("--nodes", 2, "--nproc", 2, "--task-per-rank", *words, GATES=gates)
+    arguments = ("--", "train", GATES, *EXACT, "--run-dir", "run")
+    job = jobs.submit("--nodes", 2, "--nproc", 2, "--task-per-rank", *arguments, GATES=gates)
     jobs.is_held(job, jobs.folder / "at-7")
     jobs.lab.slurm("scancel", "--signal=TERM", job)
     jobs.is_requeued(job, 1)
@@ -196,17 +196,17 @@ def test_a_task_per_rank_and_cancel(jobs: Jobs) -> None:
     assert jobs.ended(job, "CANCELLED")["restarts"] == 1
     refusal = run("cancel", job, cwd=jobs.folder, env=jobs.lab.env)
     assert refusal.returncode == 2 and "has ended already" in refusal.stderr
-    again = jobs.submit("--nodes", 1, "--nproc", 3, *words)
-    assert jobs.ended(again)["ends"][-1]["reason"] == "finished"
-    assert "resumed after step 14" in jobs.typed("logs", again)
+    second = jobs.submit("--nodes", 1, "--nproc", 3, *arguments)
+    assert jobs.ended(second)["ends"][-1]["reason"] == "finished"
+    assert "resumed after step 14" in jobs.typed("logs", second)
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
 @pytest.mark.slow
 def test_mnist_on_two_nodes(jobs: Jobs, mnist_dir: Path) -> None:
-    words = ("mnist", *EXACT, "--steps", 40, "--device", "cpu", "--data-dir", mnist_dir)
-    jobs.ended(jobs.submit("--nodes", 2, "--gpus-per-node", 1, "--", "train", *words))
-    jobs.equals_one_process("runs/mnist", *words)
+    arguments = ("mnist", *EXACT, "--steps", 40, "--device", "cpu", "--data-dir", mnist_dir)
+    jobs.ended(jobs.submit("--nodes", 2, "--gpus-per-node", 1, "--", "train", *arguments))
+    jobs.equals_one_process("runs/mnist", *arguments)
 
 
 STOPPABLE = """
@@ -245,14 +245,18 @@ def test_a_secret_reaches_the_job_and_no_script(jobs: Jobs) -> None:
     script = "import hashlib, sys; print([hashlib.sha256(word.encode()).hexdigest()[:8] for word in sys.argv[1:]])"
     (jobs.folder / "script.py").write_text(script)
     secrets = ["to'p $HOME", "https://me:pass@host/x"]
-    words = "run", "script.py", "--hf-token", secrets[0], secrets[1], f"API_KEY={secrets[0]}"
+    arguments = "run", "script.py", "--hf-token", secrets[0], secrets[1], f"API_KEY={secrets[0]}"
     for flags in ((), ("--task-per-rank",)):
-        job = jobs.submit(*flags, "--", *words)
+        job = jobs.submit(*flags, "--", *arguments)
         jobs.ended(job)
-        hashes = [hashlib.sha256(str(word).encode()).hexdigest()[:8] for word in words[2:]]
+        hashes = [hashlib.sha256(str(word).encode()).hexdigest()[:8] for word in arguments[2:]]
         assert str(hashes) in jobs.typed("logs", job)
-        kept = jobs.lab.slurm("scontrol", "write", "batch_script", job, "-")
-        assert "script.py" in kept and "to'p" not in kept and "me:pass" not in kept
+        script_value = jobs.lab.slurm("scontrol", "write", "batch_script", job, "-")
+        assert (
+            "script.py" in script_value
+            and "to'p" not in script_value
+            and "me:pass" not in script_value
+        )
 
 
 @pytest.mark.slow
@@ -282,12 +286,12 @@ def test_a_job_without_a_file_for_its_output_has_no_logs(jobs: Jobs) -> None:
 
 @pytest.mark.slow
 def test_a_run_directory_that_another_job_has_is_said(jobs: Jobs) -> None:
-    words = ("--sbatch-arg=--hold", "--", "train", "mlp", "--run-dir")
-    first = jobs.submit(*words, "run")
+    arguments = ("--sbatch-arg=--hold", "--", "train", "mlp", "--run-dir")
+    first = jobs.submit(*arguments, "run")
     numbers = [first]
     warning = f"warning: run is also the run directory of job {first}: they take turns\n"
-    for name, said in (("run", warning), ("b", "")):
-        done = run("submit", "--json", *words, name, cwd=jobs.folder, env=jobs.lab.env)
-        assert done.stderr == said
+    for name, message in (("run", warning), ("b", "")):
+        done = run("submit", "--json", *arguments, name, cwd=jobs.folder, env=jobs.lab.env)
+        assert done.stderr == message
         numbers.append(str(json.loads(done.stdout)["job_id"]))
     jobs.lab.slurm("scancel", *numbers)

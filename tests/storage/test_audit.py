@@ -13,7 +13,7 @@ from ledgers import FakeRun
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import Audit, audit
-from stepladder.storage.ledger import Ledger, LedgerHeader, digests
+from stepladder.storage.ledger import Ledger, LedgerHeader, compute_digests
 
 PLAN = Plan(
     num_samples=22, global_batch=8, microbatch=2
@@ -25,11 +25,11 @@ def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run", PLAN)
 
 
-def assert_whole(found: Audit, epochs: int, superseded: int = 0, never_seen: int = 0) -> None:
-    assert found.problems == []
-    assert (found.lost, found.repeated, found.superseded) == (0, 0, superseded)
-    assert [epoch.never_seen for epoch in found.epochs] == [0] * (epochs - 1) + [never_seen]
-    assert found.ok
+def assert_whole(result: Audit, epochs: int, superseded: int = 0, never_seen: int = 0) -> None:
+    assert result.problems == []
+    assert (result.lost, result.repeated, result.superseded) == (0, 0, superseded)
+    assert [epoch.never_seen for epoch in result.epochs] == [0] * (epochs - 1) + [never_seen]
+    assert result.ok
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -60,9 +60,9 @@ def test_attempts_resumed_on_other_numbers_of_ranks_are_one_line(run: FakeRun) -
     second = run.attempt(3, range(3, 5), after=first)
     third = run.attempt(1, range(5, 10), after=second)
     run.snapshot(third, 9)
-    found = audit(run.path)
-    assert_whole(found, epochs=3)
-    assert found.attempts == 3
+    result = audit(run.path)
+    assert_whole(result, epochs=3)
+    assert result.attempts == 3
 
 
 def test_steps_after_the_snapshot_that_a_later_attempt_resumed_from_are_superseded(
@@ -136,9 +136,9 @@ def test_an_attempt_killed_while_it_started_did_nothing(
             run.file(second, rank).unlink()
         elif text != "whole":
             run.file(second, rank).write_text(text)
-    found = audit(run.path)
-    assert_whole(found, epochs=1)
-    assert found.attempts == 2
+    result = audit(run.path)
+    assert_whole(result, epochs=1)
+    assert result.attempts == 2
 
 
 def test_a_run_killed_before_its_first_step_has_lost_nothing(run: FakeRun) -> None:
@@ -208,7 +208,7 @@ def test_a_run_without_a_ledger_is_an_input_error(run: FakeRun) -> None:
 
 
 def digest(*samples: int) -> int:
-    return int(digests(np.array(samples, dtype=np.int64), [len(samples)])[0])
+    return int(compute_digests(np.array(samples, dtype=np.int64), [len(samples)])[0])
 
 
 def test_a_digest_does_not_depend_on_order() -> None:
@@ -216,12 +216,12 @@ def test_a_digest_does_not_depend_on_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [(0, 5), (0, 5, 9, 9), (0, 5, 8), (0, 0, 5, 9), (5, 9), (1, 4, 9), (0, 5, 9, 2)],
     ids=["missing", "twice", "replaced", "zero twice", "zero missing", "same sum", "extra"],
 )
-def test_a_digest_changes_with_a_sample_missing_extra_or_replaced(other: tuple[int, ...]) -> None:
-    assert digest(*other) != digest(0, 5, 9)
+def test_a_digest_changes_with_a_sample_missing_extra_or_replaced(changed: tuple[int, ...]) -> None:
+    assert digest(*changed) != digest(0, 5, 9)
 
 
 def test_digests_of_neighbouring_samples_spread_over_64_bits() -> None:
@@ -232,7 +232,7 @@ def test_digests_of_neighbouring_samples_spread_over_64_bits() -> None:
 
 
 def test_groups_have_their_own_digests_and_an_empty_one_is_zero() -> None:
-    together = digests(np.array([4, 7, 1], dtype=np.int64), [0, 2, 0, 1])
+    together = compute_digests(np.array([4, 7, 1], dtype=np.int64), [0, 2, 0, 1])
     assert together.tolist() == [0, digest(4, 7), 0, digest(1)]
 
 
@@ -272,5 +272,5 @@ def test_attempts_are_told_apart_by_all_their_digits(run: FakeRun) -> None:
     run.snapshot(1, 3)
     run.chains |= dict.fromkeys(range(2, 1001), run.chains[1])
     run.attempt(1, range(4, 7), after=1)
-    found = audit(run.path)
-    assert found.ok and found.attempts == 2, found.problems
+    result = audit(run.path)
+    assert result.ok and result.attempts == 2, result.problems

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ledgers import FakeRun
 from stepladder import Plan
 from stepladder.storage.audit import audit
-from stepladder.storage.ledger import Ledger, LedgerHeader, join
+from stepladder.storage.ledger import Ledger, LedgerHeader, join_chains
 
 PLAN = Plan(num_samples=24, global_batch=6, microbatch=1, seed=1)
 STEPS = 8
@@ -35,20 +35,20 @@ class Ranks:
         for rank in ranks:
             spans = PLAN.share(self.step, members.index(rank), len(members))
             indices = [PLAN.indices(self.step, span) for span in spans]
-            self.ledgers[rank].record(self.step + 1, PLAN.epoch_of_step(self.step), indices)
+            self.ledgers[rank].record_step(self.step + 1, PLAN.epoch_of_step(self.step), indices)
             self.ledgers[rank].flush()
 
     def do_step(self) -> None:
         self.compute(list(self.ledgers))
         self.step += 1
 
-    def change(self, told: list[int] | None = None, ahead: int = 0) -> None:
+    def change(self, informed: list[int] | None = None, ahead: int = 0) -> None:
         """A new group. told: those that come to write it down.  ahead: steps that some of it have
         done more.
         """
         self.group += 1
-        for rank in told if told is not None else list(self.ledgers):
-            self.ledgers[rank].change(self.step + ahead, list(self.ledgers), self.group)
+        for rank in informed if informed is not None else list(self.ledgers):
+            self.ledgers[rank].record_change(self.step + ahead, list(self.ledgers), self.group)
 
     def lose(self, rank: int) -> None:
         self.ledgers.pop(rank).close()
@@ -72,23 +72,23 @@ def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(
         ranks = Ranks(run, 3)
         changes = 0
         for step in range(STEPS):
-            what, who, count = events[step] if step < len(events) else (9, 0, 0)
-            if what < 4 and len(ranks.ledgers) > 1:
+            event, rank_index, count = events[step] if step < len(events) else (9, 0, 0)
+            if event < 4 and len(ranks.ledgers) > 1:
                 ranks.compute(
                     first(ranks, count)
                 )  # a step that is not done: some have written their share
                 if (
-                    what == 3
+                    event == 3
                 ):  # a group that nobody trains with, as one more is lost, when some know of it
                     was_last = count >= len(
                         ranks.ledgers
                     )  # to have done the step that all have written down
-                    ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
-                    ranks.change(told=first(ranks, count)[:-1], ahead=int(was_last))
+                    ranks.lose(first(ranks, 9)[rank_index % len(ranks.ledgers)])
+                    ranks.change(informed=first(ranks, count)[:-1], ahead=int(was_last))
                 if len(ranks.ledgers) > 1:
-                    ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
+                    ranks.lose(first(ranks, 9)[rank_index % len(ranks.ledgers)])
                 ranks.change()
-            elif what == 4:
+            elif event == 4:
                 ranks.join()
                 if count == 4:  # and gets the state from those that are lost then
                     for rank in first(ranks, len(ranks.ledgers) - 1):
@@ -97,26 +97,26 @@ def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(
             ranks.do_step()
         changes = ranks.group
         run.result(STEPS)
-        found = audit(run.path)
-        assert (found.lost, found.repeated, found.superseded, found.problems) == (0, 0, 0, [])
-        assert found.changes <= changes
+        result = audit(run.path)
+        assert (result.lost, result.repeated, result.superseded, result.problems) == (0, 0, 0, [])
+        assert result.changes <= changes
 
 
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("informed", [[0], [1], [0, 1]])
 def test_the_one_that_is_a_step_ahead_is_lost_before_it_gives_that_step(
-    tmp_path: Path, told: list[int]
+    tmp_path: Path, informed: list[int]
 ) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 3)
     ranks.do_step()
-    run.chains[1][1] = join([ledger.chain for ledger in ranks.ledgers.values()])
+    run.chains[1][1] = join_chains([ledger.chain for ledger in ranks.ledgers.values()])
     ranks.compute([0, 1, 2])
-    run.chains[1][2] = join(
+    run.chains[1][2] = join_chains(
         [ledger.chain for ledger in ranks.ledgers.values()]
     )  # of a step that is void
     run.snapshot(1, 1)
     ranks.lose(2)
-    ranks.change(told, ahead=1)
+    ranks.change(informed, ahead=1)
     ranks.lose(0)
     ranks.change()
     ranks.do_step()
@@ -136,7 +136,7 @@ def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(
     ranks = Ranks(run, 1)
     ranks.do_step()
     ranks.ledgers[1] = Ledger(run.path, LedgerHeader(1, 1, 0, 0, ""))
-    ranks.change(told=[0, 1] if joined else [1])
+    ranks.change(informed=[0, 1] if joined else [1])
     ranks.lose(0)
     ranks.change()
     ranks.do_step()
@@ -150,14 +150,16 @@ def test_the_history_says_who_was_lost_and_who_came(tmp_path: Path) -> None:
     ranks.do_step()
     ranks.lose(1)
     ranks.group += 1
-    ranks.ledgers[0].change(1, [0], ranks.group, ["rank 1 was killed by SIGKILL", "\x1b[31m"])
+    ranks.ledgers[0].record_change(
+        1, [0], ranks.group, ["rank 1 was killed by SIGKILL", "\x1b[31m"]
+    )
     ranks.do_step()
     ranks.join()
     ranks.do_step()
     run.result(3)
-    found = audit(run.path)
-    assert found.problems == []
-    assert found.as_json()["history"] == [
+    result = audit(run.path)
+    assert result.problems == []
+    assert result.as_json()["history"] == [
         {
             "attempt": 1,
             "step": 1,
@@ -167,7 +169,7 @@ def test_the_history_says_who_was_lost_and_who_came(tmp_path: Path) -> None:
         },
         {"attempt": 1, "step": 2, "lost": [], "joined": [2], "why": []},
     ]
-    sentences = [one.sentence for one in found.history]
+    sentences = [item.sentence for item in result.history]
     assert sentences[0].startswith("after step 1: rank 1 lost (rank 1 was killed by SIGKILL; ")
     assert sentences[1] == "after step 2: rank 2 joined"
 
@@ -207,8 +209,8 @@ def test_a_rank_that_is_lost_before_it_writes_anything(
     ranks.do_step()
     ranks.do_step()
     run.result(2)
-    found = audit(run.path)
-    assert (found.lost, found.repeated, found.problems) == (0, 0, [])
+    result = audit(run.path)
+    assert (result.lost, result.repeated, result.problems) == (0, 0, [])
     run.file(1, 2).unlink()  # one that counts
     assert audit(run.path).problems[0] == "attempt 1 rank 2: attempt-0001.rank-2.jsonl is missing"
 
@@ -222,10 +224,10 @@ def test_an_attempt_that_is_lost_before_all_have_begun(
     ranks.compute([0, 2])  # and wait for the one that is killed
     file = run.file(1, 1)
     file.unlink() if written is None else file.write_bytes(written)
-    again = {rank: Ledger(run.path, LedgerHeader(2, rank, 3, 0, "")) for rank in range(3)}
-    ranks.ledgers = again
+    second = {rank: Ledger(run.path, LedgerHeader(2, rank, 3, 0, "")) for rank in range(3)}
+    ranks.ledgers = second
     ranks.do_step()
     run.result(1)
-    found = audit(run.path)
-    assert (found.lost, found.repeated, found.problems) == (0, 0, [])
-    assert found.attempts == 2
+    result = audit(run.path)
+    assert (result.lost, result.repeated, result.problems) == (0, 0, [])
+    assert result.attempts == 2

@@ -15,8 +15,8 @@ from processes import SECONDS
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
-from stepladder.storage.ledger import attempt_file, link
-from stepladder.storage.ledger_reader import steps_at_once
+from stepladder.storage.ledger import extend_chain, ledger_path
+from stepladder.storage.ledger_attempts import count_steps_per_read
 
 
 def test_more_ranks_than_open_files(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_more_ranks_than_open_files(tmp_path: Path) -> None:
     }
     (run.path / "config.json").write_text(json.dumps(config))
     page = str(tmp_path / "page.html")
-    for words in (("audit", str(run.path), "--json"), ("report", str(run.path), "-o", page)):
-        command = [sys.executable, "-m", "stepladder", *words]
+    for arguments in (("audit", str(run.path), "--json"), ("report", str(run.path), "-o", page)):
+        command = [sys.executable, "-m", "stepladder", *arguments]
         done = subprocess.run(
             ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command],
             capture_output=True,
@@ -38,9 +38,9 @@ def test_more_ranks_than_open_files(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        if words[0] == "audit":
-            found = json.loads(done.stdout)
-            assert (found["ok"], len(found["epochs"])) == (True, 2)
+        if arguments[0] == "audit":
+            result = json.loads(done.stdout)
+            assert (result["ok"], len(result["epochs"])) == (True, 2)
     assert "on 150 process(es); samples lost 0" in Path(page).read_text()
 
 
@@ -55,15 +55,15 @@ def test_a_header_with_a_huge_number_is_a_problem_or_one_line(
         name: value
     }
     body = json.dumps(header)
-    attempt_file(run.path, 1, 0).write_text(
-        f'{body[:-1]}, "link": "{link("", body)}"}}\n{{"step": 1}}\n'
+    ledger_path(run.path, 1, 0).write_text(
+        f'{body[:-1]}, "link": "{extend_chain("", body)}"}}\n{{"step": 1}}\n'
     )
     try:
-        found = audit(run.path)
+        result = audit(run.path)
     except InputError as error:
         assert f"step {value}" in error.problem
     else:
-        assert not found.ok
+        assert not result.ok
 
 
 @pytest.mark.parametrize("steps", [10**9, 10**18])
@@ -143,12 +143,12 @@ def test_an_order_that_does_not_fit_is_refused_with_both_sizes(
     [(1, 8, 1 << 17), (1024, 8, 128), (1, 1 << 12, 256), (1, 1 << 30, 1)],
 )
 def test_few_lines_are_held_at_once(world_size: int, global_batch: int, steps: int) -> None:
-    assert steps_at_once(world_size, global_batch) == steps
+    assert count_steps_per_read(world_size, global_batch) == steps
 
 
 def test_a_run_on_other_data_names_its_first_steps(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", Plan(num_samples=400, global_batch=2, microbatch=1))
     run.attempt(1, range(1, 301), read=lambda step, rank, parts: [part + 1 for part in parts])
-    found = audit(run.path)
-    assert (found.lost, len(found.problems)) == (600, 101)
-    assert found.problems[-1] == "attempt 1: 200 more such steps, up to step 300"
+    result = audit(run.path)
+    assert (result.lost, len(result.problems)) == (600, 101)
+    assert result.problems[-1] == "attempt 1: 200 more such steps, up to step 300"

@@ -14,7 +14,7 @@ import pytest
 from ledgers import FakeRun, Indices
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
-from stepladder.storage.ledger import line_text, link
+from stepladder.storage.ledger import extend_chain, format_line
 
 PLAN = Plan(num_samples=24, global_batch=8, microbatch=2)  # 3 steps per epoch
 Tamper = Callable[[FakeRun], object]
@@ -35,9 +35,9 @@ def run(tmp_path: Path) -> FakeRun:
 
 def problems(run: FakeRun) -> str:
     """All that the audit says of a ledger that must not pass."""
-    found = audit(run.path)
-    assert not found.ok, f"passed as whole: {found}"
-    return "\n".join(found.problems)
+    result = audit(run.path)
+    assert not result.ok, f"passed as whole: {result}"
+    return "\n".join(result.problems)
 
 
 def edited(attempt: int, rank: int, line: int, old: str, new: str) -> Tamper:
@@ -57,11 +57,11 @@ def deleted(attempt: int, *ranks: int, lines: slice) -> Tamper:
     ]
 
 
-def swapped(one: tuple[int, int], other: tuple[int, int]) -> Tamper:
+def swapped(first_line: tuple[int, int], second_line: tuple[int, int]) -> Tamper:
     """Exchange two files, each (attempt, rank)."""
 
     def tamper(run: FakeRun) -> None:
-        first, second = run.file(*one), run.file(*other)
+        first, second = run.file(*first_line), run.file(*second_line)
         texts = first.read_text(), second.read_text()
         first.write_text(texts[1])
         second.write_text(texts[0])
@@ -98,7 +98,7 @@ def link_to_itself(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tamper", "found"),
+    ("tamper", "result"),
     [
         (
             edited(1, 1, 2, '"count": 4', '"count": 5'),
@@ -188,11 +188,11 @@ def link_to_itself(path: Path) -> None:
     ],
 )
 def test_a_ledger_that_was_altered_is_detected_with_its_place(
-    run: FakeRun, tamper: Tamper, found: str
+    run: FakeRun, tamper: Tamper, result: str
 ) -> None:
     tamper(run)
-    said = problems(run)
-    assert re.search(found, said), said
+    message = problems(run)
+    assert re.search(result, message), message
 
 
 def test_an_untouched_ledger_passes(run: FakeRun) -> None:
@@ -200,21 +200,21 @@ def test_an_untouched_ledger_passes(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "result"),
     [(Path.mkdir, "cannot be read"), (link_to_itself, "is missing")],
     ids=["folder", "link"],
 )
 def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too(
-    run: FakeRun, make: Callable[[Path], object], found: str
+    run: FakeRun, make: Callable[[Path], object], result: str
 ) -> None:
     """Of such an attempt headers may be missing, as a kill leaves it; this one is there."""
     third = run.attempt(2, range(10, 10), after=2)
     in_place_of(third, 1, make)(run)
-    assert f"attempt 3 rank 1: attempt-0003.rank-1.jsonl {found}" in problems(run)
+    assert f"attempt 3 rank 1: attempt-0003.rank-1.jsonl {result}" in problems(run)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
+    ("old", "new", "result"),
     [
         (
             '"count": 8',
@@ -244,7 +244,7 @@ def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too
     ],
 )
 def test_a_line_whose_hash_is_right_is_compared_with_the_plan(
-    tmp_path: Path, old: str, new: str, found: str
+    tmp_path: Path, old: str, new: str, result: str
 ) -> None:
     """Hashes have no key: whoever writes a ledger anew can make them right."""
     run = FakeRun(tmp_path / "run", PLAN)
@@ -252,9 +252,9 @@ def test_a_line_whose_hash_is_right_is_compared_with_the_plan(
     first, second = run.lines(1, 0)[1:]
     body = second[: second.rindex(', "chain"')].replace(old, new)
     assert old in second
-    anew = line_text(body, link(json.loads(first)["chain"], body))
-    run.edit(1, 0, lambda lines: lines.__setitem__(2, anew))
-    assert re.search(found, problems(run)), problems(run)
+    rewritten = format_line(body, extend_chain(json.loads(first)["chain"], body))
+    run.edit(1, 0, lambda lines: lines.__setitem__(2, rewritten))
+    assert re.search(result, problems(run)), problems(run)
 
 
 def test_a_wrong_step_counts_in_its_own_epoch(tmp_path: Path) -> None:
@@ -283,13 +283,13 @@ def test_attempts_that_changed_names_are_detected(tmp_path: Path) -> None:
 def test_no_flipped_bit_of_a_finished_runs_ledger_goes_unseen(tmp_path: Path, bit: int) -> None:
     run = FakeRun(tmp_path / "run", Plan(num_samples=8, global_batch=4, microbatch=2))
     run.snapshot(run.attempt(2, range(1, 3)), 2)
-    whole = run.file(1, 1).read_bytes()
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 1 << bit
+    complete = run.file(1, 1).read_bytes()
+    for position in range(len(complete)):
+        changed = bytearray(complete)
+        changed[position] ^= 1 << bit
         run.file(1, 1).write_bytes(changed)
         assert not audit(run.path).ok, (
-            f"byte {place}, {whole[place : place + 1]!r}, may change unseen"
+            f"byte {position}, {complete[position : position + 1]!r}, may change unseen"
         )
 
 
@@ -329,14 +329,14 @@ def test_a_rank_that_trained_other_samples_is_named_with_the_step(
         range(1, 7),
         read=lambda step, r, parts: wrong(parts) if (step, r) == (bad, rank) else parts,
     )
-    found = audit(run.path)
-    assert len(found.problems) == 1
+    result = audit(run.path)
+    assert len(result.problems) == 1
     assert (
         f"attempt 1: step {bad}, rank {rank} trained other samples than planned"
-        in found.problems[0]
+        in result.problems[0]
     )
-    assert found.lost > 0 and not found.ok
-    assert [epoch.lost for epoch in found.epochs] == [0, found.lost]
+    assert result.lost > 0 and not result.ok
+    assert [epoch.lost for epoch in result.epochs] == [0, result.lost]
 
 
 def test_ranks_that_each_read_the_whole_batch_have_repeated_samples(tmp_path: Path) -> None:
@@ -347,17 +347,17 @@ def test_ranks_that_each_read_the_whole_batch_have_repeated_samples(tmp_path: Pa
         return [PLAN.indices(step - 1, span) for span in PLAN.microbatches(step - 1)]
 
     run.attempt(2, range(1, 4), read=whole_batch)
-    found = audit(run.path)
-    assert len(found.problems) == 2 * 3, "each rank is wrong in each step"
-    assert found.repeated == 24
+    result = audit(run.path)
+    assert len(result.problems) == 2 * 3, "each rank is wrong in each step"
+    assert result.repeated == 24
 
 
 def test_steps_that_a_finished_run_claims_and_nobody_recorded_are_lost(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     run.attempt(2, range(1, 6))
     run.result(6)
-    found = audit(run.path)
-    assert (found.lost, found.ok) == (8, False)
+    result = audit(run.path)
+    assert (result.lost, result.ok) == (8, False)
 
 
 def test_steps_between_two_attempts_that_nobody_recorded_are_lost(tmp_path: Path) -> None:
@@ -365,8 +365,8 @@ def test_steps_between_two_attempts_that_nobody_recorded_are_lost(tmp_path: Path
     first = run.attempt(2, range(1, 4))
     run.chains[first][4] = run.chains[first][3]
     run.attempt(2, range(5, 7), after=first)
-    found = audit(run.path)
-    assert found.lost > 0 and not found.ok
+    result = audit(run.path)
+    assert result.lost > 0 and not result.ok
 
 
 def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_samples(
@@ -377,9 +377,9 @@ def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_sam
     run.attempt(2, range(4, 6), after=first)
     for rank in range(2):
         run.file(first, rank).unlink()
-    found = audit(run.path)
-    assert [(epoch.lost, epoch.never_seen) for epoch in found.epochs] == [(22, 0), (0, 6)]
-    assert found.problems == [
+    result = audit(run.path)
+    assert [(epoch.lost, epoch.never_seen) for epoch in result.epochs] == [(22, 0), (0, 6)]
+    assert result.problems == [
         "attempt 2 resumed from step 3, which no earlier attempt's ledger proves"
     ]
 
@@ -391,9 +391,11 @@ def test_a_result_that_says_nothing_is_a_problem_and_claims_no_step(
     run = FakeRun(tmp_path / "run", PLAN)
     run.attempt(1, range(1, 1))
     (run.path / "result.json").write_text(text)
-    found = audit(run.path)
-    assert len(found.problems) == 1 and found.problems[0].startswith("result.json cannot be read (")
-    assert (found.lost, found.epochs[0].never_seen, found.ok) == (0, 24, False)
+    result = audit(run.path)
+    assert len(result.problems) == 1 and result.problems[0].startswith(
+        "result.json cannot be read ("
+    )
+    assert (result.lost, result.epochs[0].never_seen, result.ok) == (0, 24, False)
 
 
 def test_a_step_that_no_rank_recorded_in_the_middle_is_named(tmp_path: Path) -> None:

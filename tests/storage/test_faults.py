@@ -19,8 +19,10 @@ from stepladder.launcher.nodes.generation import Generation
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.storage import lock as locks
 from stepladder.storage.ledger import Ledger, LedgerHeader
-from stepladder.storage.rundir import CONFIG, METRICS, RESULT, RunDir, naming_storage, stored_in
-from stepladder.storage.snapshot import Snapshots
+from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_dir_access import translate_storage_errors
+from stepladder.storage.run_files import CONFIG_FILE, METRICS_FILE, RESULT_FILE, read_stored_json
+from stepladder.storage.snapshot_store import Snapshots
 
 ERRORS = ["ENOSPC", "EDQUOT", "EROFS", "EIO", "ENXIO", "ENODEV", "ESTALE", "ETIMEDOUT"]
 PASSING = {"ESTALE", "ETIMEDOUT"}
@@ -43,21 +45,21 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def write_ledger(run_dir: RunDir) -> None:
     ledger = Ledger(run_dir.path, LedgerHeader(1, 0, 1, 0, ""))
     try:
-        ledger.record(1, 0, [])
-        ledger.flush(lasting=True)
+        ledger.record_step(1, 0, [])
+        ledger.flush(fsync=True)
     finally:
         ledger.file.close()
 
 
 def save_snapshot(run_dir: RunDir) -> None:
-    snapshots = Snapshots(run_dir.path / "snapshots", guard=run_dir.guard)
+    snapshots = Snapshots(run_dir.path / "snapshots", guard=run_dir.validate_ownership)
     snapshots.save(1, torch.nn.Linear(1, 1), {}, {"ledger": ""})
     snapshots.wait()
 
 
 def cut_metrics(run_dir: RunDir) -> None:
-    (run_dir.path / METRICS).touch()
-    run_dir.cut_metrics(0, 1)
+    (run_dir.path / METRICS_FILE).touch()
+    run_dir.truncate_metrics(0, 1)
 
 
 def publish(run_dir: RunDir) -> None:
@@ -67,9 +69,9 @@ def publish(run_dir: RunDir) -> None:
 
 # By the name of the file: what writes it.
 WRITERS: dict[str, Callable[[RunDir], None]] = {
-    CONFIG: lambda run_dir: run_dir.store(CONFIG, {"definition": {}}),
-    RESULT: lambda run_dir: run_dir.store(RESULT, {"steps": 1}),
-    METRICS: cut_metrics,
+    CONFIG_FILE: lambda run_dir: run_dir.write_json(CONFIG_FILE, {"definition": {}}),
+    RESULT_FILE: lambda run_dir: run_dir.write_json(RESULT_FILE, {"steps": 1}),
+    METRICS_FILE: cut_metrics,
     "ledger": write_ledger,
     "snapshots": save_snapshot,
     "rendezvous.json": publish,
@@ -84,7 +86,7 @@ def test_what_cannot_be_written_is_named_and_is_written_later(
     FAULT.plant(f"run/{name}", getattr(errno, error))
     with (
         pytest.raises(StorageFault if error in PASSING else InputError) as raised,
-        naming_storage(run_dir.path),
+        translate_storage_errors(run_dir.path),
     ):
         WRITERS[name](run_dir)
     FAULT.end()
@@ -95,15 +97,15 @@ def test_what_cannot_be_written_is_named_and_is_written_later(
 
 @pytest.mark.parametrize("error", ["EIO", "ESTALE"])
 def test_what_cannot_be_read_is_named(error: str, run_dir: RunDir, faults: None) -> None:
-    run_dir.store(CONFIG, {"definition": {}})
-    FAULT.plant(f"run/{CONFIG}", getattr(errno, error))
+    run_dir.write_json(CONFIG_FILE, {"definition": {}})
+    FAULT.plant(f"run/{CONFIG_FILE}", getattr(errno, error))
     with (
         pytest.raises(StorageFault if error in PASSING else InputError) as raised,
-        naming_storage(run_dir.path),
+        translate_storage_errors(run_dir.path),
     ):
-        stored_in(run_dir.path, CONFIG)
+        read_stored_json(run_dir.path, CONFIG_FILE)
     FAULT.end()
-    assert f"run/{CONFIG}" in str(raised.value)
+    assert f"run/{CONFIG_FILE}" in str(raised.value)
 
 
 def test_a_snapshot_that_cannot_be_read_for_a_while_is_not_taken_for_a_damaged_one(
@@ -123,23 +125,23 @@ def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(
     error: str, run_dir: RunDir, faults: None
 ) -> None:
     FAULT.plant("run/lock", getattr(errno, error), count=2)
-    run_dir.guard()
+    run_dir.validate_ownership()
     assert FAULT.left == 0
 
 
 def test_a_lock_that_cannot_be_read_for_long_is_no_other_run(
     run_dir: RunDir, faults: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "SECONDS_TO_READ", 0.0)
+    monkeypatch.setattr(locks, "LOCK_READ_TIMEOUT_S", 0.0)
     FAULT.plant("run/lock", errno.ESTALE)
     with pytest.raises(StorageFault, match=r"run/lock cannot be read, .* Stale file handle"):
-        run_dir.guard()
+        run_dir.validate_ownership()
     FAULT.end()
-    run_dir.guard()
+    run_dir.validate_ownership()
 
 
 def test_an_error_at_a_file_of_the_job_s_own_is_the_job_s(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="Input/output"), naming_storage(tmp_path / "run"):
+    with pytest.raises(OSError, match="Input/output"), translate_storage_errors(tmp_path / "run"):
         raise OSError(errno.EIO, "Input/output error", str(tmp_path / "run-data" / "file"))
 
 

@@ -24,8 +24,17 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.rank import fd_store
-from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, Lock, has_ended, is_held, owner_of
-from stepladder.storage.rundir import RunDir, move_aside
+from stepladder.storage.lock import (
+    AGENTS_LOCK_FILE,
+    LINK_LOCK_FILE,
+    LOCK_FILE,
+    RENDEZVOUS_LOCK_FILE,
+    RunDirLock,
+    has_owner_ended,
+    is_locked,
+    read_owner,
+)
+from stepladder.storage.run_dir import RunDir, move_run_dir_aside
 
 # A run without torch: takes the directory, writes its name there, says so, and ends well when told
 # to.
@@ -34,7 +43,7 @@ import sys
 import time
 from pathlib import Path
 from stepladder.core.errors import InputError
-from stepladder.storage.rundir import RESULT, RunDir
+from stepladder.storage.run_dir import RunDir
 
 path, name, fresh, wait = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "fresh", float(sys.argv[4])
 if "without-locks" in sys.argv:
@@ -52,7 +61,7 @@ except InputError as error:
 (path / "writer").write_text(name)
 print("has it", flush=True)
 sys.stdin.read()
-run_dir.store(RESULT, {"steps": 1, "by": name})
+run_dir.write_json("result.json", {"steps": 1, "by": name})
 run_dir.close()
 """
 
@@ -165,13 +174,15 @@ def test_a_run_that_waits_ends_at_once_when_another_one_comes(tmp_path: Path) ->
     path = tmp_path / "run"
     path.mkdir()
     with runs() as start:
-        lock = Lock(path, 0)
-        lock.write({"attempt": 1})
+        lock = RunDirLock(path, 0)
+        lock.write_owner({"attempt": 1})
         waiting = start(path, "waiting", wait=600.0)
         attempt = 1
         while is_running(waiting.process.pid):
             attempt += 1
-            lock.write({"attempt": attempt})  # as by other ones, each of which had it for a moment
+            lock.write_owner(
+                {"attempt": attempt}
+            )  # as by other ones, each of which had it for a moment
         code, err = waiting.end()
         lock.release()
     assert code == 2
@@ -185,60 +196,60 @@ def is_running(pid: int) -> bool:
 
 def test_agents_of_several_nodes_that_live_keep_a_run_on_one_out(tmp_path: Path) -> None:
     """Their ranks, which they have not started yet, hold no lock."""
-    for name in (MEETING, AGENTS):
+    for name in (RENDEZVOUS_LOCK_FILE, AGENTS_LOCK_FILE):
         (tmp_path / name).touch()
-    Lock(tmp_path, 0.0).release()
-    with (tmp_path / AGENTS).open("rb") as agents:
+    RunDirLock(tmp_path, 0.0).release()
+    with (tmp_path / AGENTS_LOCK_FILE).open("rb") as agents:
         fcntl.flock(agents, fcntl.LOCK_SH)
         with pytest.raises(InputError, match="is in use by another run"):
-            Lock(tmp_path, 0.0)
-        Lock(tmp_path, 0.0, of_nodes=True).release()
-    Lock(tmp_path, 0.0).release()
+            RunDirLock(tmp_path, 0.0)
+        RunDirLock(tmp_path, 0.0, is_multi_node=True).release()
+    RunDirLock(tmp_path, 0.0).release()
 
 
 @pytest.mark.parametrize("pid", [0, 2**31 - 1])
 def test_a_lock_file_names_a_process(tmp_path: Path, pid: int) -> None:
-    (tmp_path / LOCK).write_text(json.dumps({"host": "here", "pid": pid}))
-    assert owner_of(tmp_path)["pid"] == pid
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"host": "here", "pid": pid}))
+    assert read_owner(tmp_path)["pid"] == pid
 
 
 @pytest.mark.parametrize(
-    "about", [{"pid": 2**31}, {"pid": -1}, {"attempt": 10**9 + 1}, {"attempt": -1}]
+    "details", [{"pid": 2**31}, {"pid": -1}, {"attempt": 10**9 + 1}, {"attempt": -1}]
 )
 def test_numbers_that_no_process_or_attempt_has_name_nobody(
-    tmp_path: Path, about: dict[str, int]
+    tmp_path: Path, details: dict[str, int]
 ) -> None:
-    (tmp_path / LOCK).write_text(json.dumps({"host": "here", **about}))
-    assert owner_of(tmp_path) == {}
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"host": "here", **details}))
+    assert read_owner(tmp_path) == {}
 
 
 @pytest.mark.parametrize("size", [1000, 1 << 40])
 def test_a_damaged_lock_file_is_written_anew(tmp_path: Path, size: int) -> None:
-    (tmp_path / LOCK).write_bytes(b"x" * 1000)
-    os.truncate(tmp_path / LOCK, size)
+    (tmp_path / LOCK_FILE).write_bytes(b"x" * 1000)
+    os.truncate(tmp_path / LOCK_FILE, size)
     run_dir = RunDir(tmp_path, 0.0, fresh=False)
-    run_dir.store("about.json", {"steps": 1})
-    assert owner_of(tmp_path)["pid"] == os.getpid()
+    run_dir.write_json("about.json", {"steps": 1})
+    assert read_owner(tmp_path)["pid"] == os.getpid()
     run_dir.close()
 
 
 def test_the_writer_of_a_directory_that_was_moved_away_has_lost_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    lock = Lock(path, 0)
-    lock.write({})
+    lock = RunDirLock(path, 0)
+    lock.write_owner({})
     path.rename(tmp_path / "moved")
     with pytest.raises(InputError, match="its lock file is gone"):
-        lock.guard()
+        lock.validate_ownership()
     path.mkdir()
-    other = Lock(path, 0)
-    other.write({})
+    second_lock = RunDirLock(path, 0)
+    second_lock.write_owner({})
     with pytest.raises(InputError, match="lost run directory"):
-        lock.guard()
-    other.guard()
+        lock.validate_ownership()
+    second_lock.validate_ownership()
     lock.release()
-    other.guard()
-    other.release()
+    second_lock.validate_ownership()
+    second_lock.release()
 
 
 def just_before_locking(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
@@ -251,22 +262,22 @@ def just_before_locking(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], o
     monkeypatch.setattr("fcntl.flock", late)
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("rewritten", [False, True])
 def test_a_directory_that_is_moved_between_the_lock_files_opening_and_its_locking_is_anothers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewritten: bool
 ) -> None:
     path = tmp_path / "run"
     path.mkdir()
 
     def move() -> None:
         path.rename(tmp_path / "moved")
-        if anew:
+        if rewritten:
             path.mkdir()
-            (path / LOCK).touch()
+            (path / LOCK_FILE).touch()
 
     just_before_locking(monkeypatch, move)
     with pytest.raises(InputError, match=f"{path} is in use by another run"):
-        Lock(path, 0)
+        RunDirLock(path, 0)
 
 
 def test_a_directory_that_is_moved_while_a_run_waits_for_it_is_anothers(
@@ -274,21 +285,21 @@ def test_a_directory_that_is_moved_while_a_run_waits_for_it_is_anothers(
 ) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    other = Lock(path, 0)
+    second_lock = RunDirLock(path, 0)
     monkeypatch.setattr("time.sleep", lambda _: path.rename(tmp_path / "moved"))
     with pytest.raises(InputError, match=f"{path} is in use by"):
-        Lock(path, 60)
-    other.close()
+        RunDirLock(path, 60)
+    second_lock.close()
 
 
 def test_a_fresh_run_is_not_refused_for_one_that_has_only_come_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or all would go, each for another's look, and nobody train."""
-    looking = Lock(tmp_path, 0)
+    looking = RunDirLock(tmp_path, 0)
     monkeypatch.setattr("time.sleep", lambda _: looking.release())
     run_dir = RunDir(tmp_path, 60, fresh=True)
-    run_dir.guard()
+    run_dir.validate_ownership()
     run_dir.close()
 
 
@@ -296,30 +307,30 @@ def test_a_fresh_run_is_not_refused_for_one_that_has_only_come_to_look(
 def test_a_fresh_run_ends_at_once_where_another_has_its_new_directory(
     tmp_path: Path, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Lock(tmp_path, 0)
-    other.write(named)
+    second_lock = RunDirLock(tmp_path, 0)
+    second_lock.write_owner(named)
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(InputError, match="is in use by process"):
         RunDir(tmp_path, 60, fresh=True)
-    other.release()
+    second_lock.release()
 
 
 WRITER = {"host": "elsewhere", "pid": 7, "attempt": 3, "token": "ab"}
 
 
 @pytest.mark.parametrize(
-    "other",
+    "second_lock",
     [{}, {"host": "a"}, {"host": "z"}, {"pid": 8}, {"attempt": 4}, {"attempt": 2}, {"token": "ac"}],
 )
 def test_a_directory_that_another_run_had_for_a_moment_is_its(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second_lock: dict[str, object]
 ) -> None:
     """Whichever word tells the two apart. A heartbeat of the writer before tells nothing."""
-    (tmp_path / LOCK).write_text(json.dumps(WRITER))
-    last = json.dumps({**WRITER, "heartbeat": 1.5, **other})
-    just_before_locking(monkeypatch, lambda: (tmp_path / LOCK).write_text(last))
-    with pytest.raises(InputError, match="is in use by process") if other else nullcontext():
-        Lock(tmp_path, 0).release()
+    (tmp_path / LOCK_FILE).write_text(json.dumps(WRITER))
+    last = json.dumps({**WRITER, "heartbeat": 1.5, **second_lock})
+    just_before_locking(monkeypatch, lambda: (tmp_path / LOCK_FILE).write_text(last))
+    with pytest.raises(InputError, match="is in use by process") if second_lock else nullcontext():
+        RunDirLock(tmp_path, 0).release()
 
 
 # -- what outlives a rank --------------------------------------------------------------------------
@@ -332,18 +343,18 @@ def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) 
             pid = os.fork()
             if pid == 0:
                 fd_store.set_fd_store(mailbox)
-                Lock(tmp_path, 0).write({"attempt": attempt})
+                RunDirLock(tmp_path, 0).write_owner({"attempt": attempt})
                 os.kill(os.getpid(), signal.SIGKILL)
             os.waitpid(pid, 0)
-            assert is_held(tmp_path)
-            assert owner_of(tmp_path)["attempt"] == attempt
+            assert is_locked(tmp_path)
+            assert read_owner(tmp_path)["attempt"] == attempt
             with pytest.raises(InputError, match=f"is in use by process {pid} "):
-                Lock(tmp_path, 0)
+                RunDirLock(tmp_path, 0)
     finally:
         for end in mailbox:
             end.close()
-    assert not is_held(tmp_path)
-    Lock(tmp_path, 0).release()
+    assert not is_locked(tmp_path)
+    RunDirLock(tmp_path, 0).release()
 
 
 def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> None:
@@ -351,12 +362,12 @@ def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> 
     mailbox = fd_store.make_fd_store()
     fd_store.set_fd_store(mailbox)
     try:
-        Lock(tmp_path, 0).write({})
-        first, again = (
+        RunDirLock(tmp_path, 0).write_owner({})
+        first, second_value = (
             fd_store.find_stored_fd(lambda _: True),
             fd_store.find_stored_fd(lambda _: True),
         )
-        assert first is not None and again is not None
+        assert first is not None and second_value is not None
         assert fd_store.find_stored_fd(lambda _: False) is None
         assert fd_store.remove_all_fds(mailbox) == []
     finally:
@@ -375,9 +386,9 @@ def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(
     (path / "writer").write_text("before")
     fd_store.set_fd_store(mailbox)
     try:
-        lock = Lock(path, 0)  # as to move it aside
+        lock = RunDirLock(path, 0)  # as to move it aside
         if begun:
-            lock.write({})
+            lock.write_owner({})
         lock.close()
         RunDir(path, 0, fresh=True).close()
     finally:
@@ -407,13 +418,13 @@ def forbid_flock() -> None:
         (give, 0, 0, 0x7FFF0000),
     ]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-    about = ctypes.create_string_buffer(
+    details = ctypes.create_string_buffer(
         struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
     )
     libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-    assert libc.prctl(set_seccomp, by_filter, about) == 0, os.strerror(ctypes.get_errno())
+    assert libc.prctl(set_seccomp, by_filter, details) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(
@@ -427,7 +438,7 @@ def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(
         code, err = second.end()
         assert (code, "is in use by process" in err) == (2, True)
         assert first.end() == (0, "")
-        assert {file.name for file in path.iterdir()} == {LOCK, "writer", "result.json"}
+        assert {file.name for file in path.iterdir()} == {LOCK_FILE, "writer", "result.json"}
         third = start(path, "third", locks=False)
         assert third.has_it()
         assert third.end() == (0, "")
@@ -444,13 +455,13 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    monkeypatch.setattr("stepladder.storage.lock.SECONDS_BETWEEN_TRIES", 0.01)
+    monkeypatch.setattr("stepladder.storage.lock.LOCK_RETRY_INTERVAL_S", 0.01)
 
 
-def leave(folder: Path, host: str, pid: int) -> None:
+def make_link_lock(folder: Path, host: str, pid: int) -> None:
     """What a run leaves that was killed where there are no locks."""
-    (folder / LOCK).write_text(json.dumps({"host": host, "pid": pid}))
-    (folder / HELD).touch()
+    (folder / LOCK_FILE).write_text(json.dumps({"host": host, "pid": pid}))
+    (folder / LINK_LOCK_FILE).touch()
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -458,38 +469,40 @@ def leave(folder: Path, host: str, pid: int) -> None:
 def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(
     tmp_path: Path, host: str
 ) -> None:
-    leave(tmp_path, host, NOBODY)
+    make_link_lock(tmp_path, host, NOBODY)
     with pytest.raises(InputError) as caught:
-        Lock(tmp_path, 60)
+        RunDirLock(tmp_path, 60)
     assert f"in use by process {NOBODY} on {host}, if that still lives" in caught.value.problem
     assert "flock: Function not implemented" in caught.value.problem
-    assert "-o flock" in caught.value.hint and f"rm {tmp_path / HELD}" in caught.value.hint
+    assert (
+        "-o flock" in caught.value.hint and f"rm {tmp_path / LINK_LOCK_FILE}" in caught.value.hint
+    )
 
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_what_a_killed_run_left_is_taken_at_once_and_nobody_was_waited_for(
     tmp_path: Path,
 ) -> None:
-    leave(tmp_path, socket.gethostname(), NOBODY)
-    lock = Lock(tmp_path, 0)
-    assert not lock.waited
-    assert {file.name for file in tmp_path.iterdir()} == {LOCK, HELD}
+    make_link_lock(tmp_path, socket.gethostname(), NOBODY)
+    lock = RunDirLock(tmp_path, 0)
+    assert not lock.has_waited
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK_FILE, LINK_LOCK_FILE}
     lock.release()
-    assert {file.name for file in tmp_path.iterdir()} == {LOCK}
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK_FILE}
 
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_run_is_live_until_it_is_known_to_have_ended(tmp_path: Path) -> None:
-    assert not is_held(tmp_path)
-    leave(tmp_path, socket.gethostname(), os.getpid())
-    assert is_held(tmp_path)
-    leave(tmp_path, "elsewhere", NOBODY)
-    assert is_held(tmp_path)
-    leave(tmp_path, socket.gethostname(), NOBODY)
-    assert not is_held(tmp_path)
-    leave(tmp_path, socket.gethostname(), os.getpid())
-    (tmp_path / HELD).unlink()
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
+    make_link_lock(tmp_path, socket.gethostname(), os.getpid())
+    assert is_locked(tmp_path)
+    make_link_lock(tmp_path, "elsewhere", NOBODY)
+    assert is_locked(tmp_path)
+    make_link_lock(tmp_path, socket.gethostname(), NOBODY)
+    assert not is_locked(tmp_path)
+    make_link_lock(tmp_path, socket.gethostname(), os.getpid())
+    (tmp_path / LINK_LOCK_FILE).unlink()
+    assert not is_locked(tmp_path)
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -498,25 +511,25 @@ def test_without_locks_of_two_that_find_a_killed_run_one_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: bool
 ) -> None:
     """The second comes between the first one's look and its deed, and is done before."""
-    leave(tmp_path, socket.gethostname(), NOBODY)
+    make_link_lock(tmp_path, socket.gethostname(), NOBODY)
     if described:
-        (tmp_path / HELD).write_text((tmp_path / LOCK).read_text())
-    taken: list[Lock] = []
+        (tmp_path / LINK_LOCK_FILE).write_text((tmp_path / LOCK_FILE).read_text())
+    taken: list[RunDirLock] = []
 
-    def take() -> None:
+    def acquire() -> None:
         with suppress(InputError):
-            taken.append(Lock(tmp_path, 0))
+            taken.append(RunDirLock(tmp_path, 0))
 
-    def look(owner: dict[str, object]) -> bool:
-        monkeypatch.setattr("stepladder.storage.lock.has_ended", has_ended)
-        take()
-        return has_ended(owner)
+    def check_owner(owner: dict[str, object]) -> bool:
+        monkeypatch.setattr("stepladder.storage.lock.has_owner_ended", has_owner_ended)
+        acquire()
+        return has_owner_ended(owner)
 
-    monkeypatch.setattr("stepladder.storage.lock.has_ended", look)
-    take()
+    monkeypatch.setattr("stepladder.storage.lock.has_owner_ended", check_owner)
+    acquire()
     assert len(taken) == 1
     taken[0].release()
-    assert {file.name for file in tmp_path.iterdir()} == {LOCK}
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK_FILE}
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -526,18 +539,18 @@ def test_without_locks_moving_aside_takes_its_own_file_along_and_leaves_anothers
     path = tmp_path / "run"
     path.mkdir()
     (path / "config.json").write_text("before")
-    others: list[Lock] = []
+    remaining: list[RunDirLock] = []
     rename = Path.rename
 
     def moved(self: Path, target: Path) -> Path:
         new = rename(self, target)
         if self == path:
             path.mkdir()
-            others.append(Lock(path, 0))
+            remaining.append(RunDirLock(path, 0))
         return new
 
     monkeypatch.setattr(Path, "rename", moved)
-    assert move_aside(path) == path.with_name("run.old-1")
-    assert not (path.with_name("run.old-1") / HELD).exists()
-    assert is_held(path)
-    others[0].release()
+    assert move_run_dir_aside(path) == path.with_name("run.old-1")
+    assert not (path.with_name("run.old-1") / LINK_LOCK_FILE).exists()
+    assert is_locked(path)
+    remaining[0].release()

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from snapshots import kill_before_act, run_until_killed, save, whole_steps
-from stepladder.storage.parts import PartWriter, note_of, write_noted
-from stepladder.storage.slices import Rows
-from stepladder.storage.snapshot import Snapshots
+from stepladder.storage.snapshot_parts import PartWriter, note_path, write_part_and_note
+from stepladder.storage.snapshot_slices import TensorSlice
+from stepladder.storage.snapshot_store import Snapshots
 
 WEIGHTS = torch.arange(12.0).view(4, 3)
 STEP = "step_00000002"
 
 
-def part(number: int) -> dict[str, Rows]:
-    return {"model/w": Rows(WEIGHTS[2 * number : 2 * number + 2], 2 * number, [4, 3])}
+def part(number: int) -> dict[str, TensorSlice]:
+    return {"model/w": TensorSlice(WEIGHTS[2 * number : 2 * number + 2], 2 * number, [4, 3])}
 
 
 @pytest.fixture
@@ -40,19 +40,19 @@ def begun(folder: Path) -> tuple[Snapshots, Path]:
 
 def test_it_counts_when_all_parts_are_on_disk(folder: Path) -> None:
     snapshots, aside = begun(folder)
-    write_noted(aside, 1, part(1))
+    write_part_and_note(aside, 1, part(1))
     assert whole_steps(folder) == [1]
-    write_noted(aside, 0, part(0))
+    write_part_and_note(aside, 0, part(0))
     snapshots.wait()
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None and torch.equal(found.tensors()["w"], WEIGHTS)
-    assert not note_of(folder / STEP, 0).exists() and not note_of(folder / STEP, 1).exists()
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None and torch.equal(result.tensors()["w"], WEIGHTS)
+    assert not note_path(folder / STEP, 0).exists() and not note_path(folder / STEP, 1).exists()
 
 
 def test_without_a_part_there_is_nothing(folder: Path) -> None:
     snapshots, aside = begun(folder)
-    write_noted(aside, 1, part(1))
-    snapshots.end(patience=0)
+    write_part_and_note(aside, 1, part(1))
+    snapshots.end(timeout_s=0)
     assert [path.name for path in folder.iterdir()] == ["step_00000001"]
     save(snapshots, 3)
     assert whole_steps(folder) == [1, 3]
@@ -61,9 +61,9 @@ def test_without_a_part_there_is_nothing(folder: Path) -> None:
 def test_a_part_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     writer = PartWriter()
     writer.save(tmp_path / "gone", 0, part(0))
-    assert writer.failure() == "No such file or directory"
+    assert writer.wait_for_error() == "No such file or directory"
     writer.save(tmp_path, 0, part(0))
-    assert writer.failure() == "" and note_of(tmp_path, 0).exists()
+    assert writer.wait_for_error() == "" and note_path(tmp_path, 0).exists()
 
 
 def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
@@ -74,13 +74,13 @@ def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
 
     def then_the_first_rank_is_quicker(self: Path, target: Path) -> None:
         replace(self, target)
-        if target == note_of(aside, 0):
+        if target == note_path(aside, 0):
             aside.rename(tmp_path / STEP)
 
     monkeypatch.setattr(Path, "replace", then_the_first_rank_is_quicker)
     writer = PartWriter()
     writer.save(aside, 0, part(0))
-    assert writer.failure() == "" and note_of(tmp_path / STEP, 0).exists()
+    assert writer.wait_for_error() == "" and note_path(tmp_path / STEP, 0).exists()
 
 
 def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
@@ -88,11 +88,11 @@ def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
     weights, writers = WEIGHTS.clone(), [PartWriter(), PartWriter()]
     for number, writer in enumerate(writers):
         values = weights[2 * number : 2 * number + 2]
-        writer.save(aside, number, {"model/w": Rows(values, 2 * number, [4, 3])})
+        writer.save(aside, number, {"model/w": TensorSlice(values, 2 * number, [4, 3])})
         values.zero_()
     snapshots.wait()
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None and torch.equal(found.tensors()["w"], WEIGHTS)
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None and torch.equal(result.tensors()["w"], WEIGHTS)
 
 
 def write_all(folder: Path) -> None:
@@ -113,9 +113,9 @@ def test_killed_before_any_act_the_older_one_is_left_or_a_whole_new_one(
     folder: Path, number: int
 ) -> None:
     run_until_killed(kill_before_act, number, write_all, folder)
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None and found.step == (2 if (folder / STEP).exists() else 1)
-    assert found.step == 1 or torch.equal(found.tensors()["w"], WEIGHTS)
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None and result.step == (2 if (folder / STEP).exists() else 1)
+    assert result.step == 1 or torch.equal(result.tensors()["w"], WEIGHTS)
     assert {path.name for path in folder.iterdir()} <= {"step_00000001", STEP}, (
         "what it left is cleared"
     )

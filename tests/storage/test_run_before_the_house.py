@@ -52,9 +52,9 @@ def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, npr
     There the stored processor is changed to the one at hand, and the end is close to that of an
     unbroken run: losses and weights within 1e-4, where a step less or more of the 20 that are left
     makes a difference of 1e-2."""
-    here = describe_machine(torch.device("cpu"))
-    same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == here
-    edit_config(copy, machine=here)
+    folder_now = describe_machine(torch.device("cpu"))
+    same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == folder_now
+    edit_config(copy, machine=folder_now)
     result = train(*FLAGS, "--nproc", nproc, "--run-dir", copy, cwd=copy.parent)
     assert (result["resumed_from_step"], result["steps"], result["stopped"]) == (20, 40, False)
     audit = audited(copy)

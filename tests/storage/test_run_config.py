@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.storage.run_config import config_of, environment, refuse_other_definition
+from stepladder.storage.run_config import (
+    describe_environment,
+    open_config,
+    validate_same_definition,
+)
 
 RUN = Path("runs/mlp")
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "found", "hint"),
+    ("stored", "requested", "result", "hint"),
     [
         ({"lr": 0.1}, {"lr": 0.2}, "started with lr=0.1, now it is 0.2", "--lr 0.1 to resume"),
         (
@@ -75,17 +79,17 @@ RUN = Path("runs/mlp")
     ],
 )
 def test_another_definition_is_refused_naming_both_values(
-    stored: dict[str, Any], asked: dict[str, Any], found: str, hint: str
+    stored: dict[str, Any], requested: dict[str, Any], result: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        refuse_other_definition(json.loads(json.dumps(stored)), asked, RUN)
-    assert found in caught.value.problem and str(RUN) in caught.value.problem
+        validate_same_definition(json.loads(json.dumps(stored)), requested, RUN)
+    assert result in caught.value.problem and str(RUN) in caught.value.problem
     assert hint in caught.value.hint
 
 
 def test_the_same_definition_passes_after_a_way_through_json() -> None:
     definition = {"lr": 0.1 + 0.2, "name": "a", "microbatch": None, "flag": True}
-    refuse_other_definition(json.loads(json.dumps(definition)), definition, RUN)
+    validate_same_definition(json.loads(json.dumps(definition)), definition, RUN)
 
 
 @pytest.mark.parametrize("schema", [1, None])
@@ -94,12 +98,12 @@ def test_this_version_is_read_and_so_is_one_that_says_no_version(
 ) -> None:
     config = {"plan": 3} | ({"schema": schema} if schema else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with config_of(tmp_path) as stored:
+    with open_config(tmp_path) as stored:
         assert stored == config
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, result",
     [
         ('{"schema": 2}', "written by a newer stepladder: its schema is 2, this one knows 1"),
         ('{"schema": "2"}', "config.json is damaged (TypeError"),
@@ -109,12 +113,12 @@ def test_this_version_is_read_and_so_is_one_that_says_no_version(
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_to_do(
-    tmp_path: Path, text: str, found: str
+    tmp_path: Path, text: str, result: str
 ) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError) as caught, config_of(tmp_path) as stored:
+    with pytest.raises(InputError) as caught, open_config(tmp_path) as stored:
         stored["plan"]["seed"]
-    assert found in caught.value.problem and str(tmp_path) in caught.value.problem
+    assert result in caught.value.problem and str(tmp_path) in caught.value.problem
     assert caught.value.hint in (
         "pip install --upgrade stepladder, or another --run-dir",
         "put a copy there, or train again with --fresh",
@@ -122,8 +126,8 @@ def test_what_cannot_be_read_is_named_with_what_to_do(
 
 
 def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
-    found = rf"{tmp_path} is not a run directory: config.json: No such file"
-    with pytest.raises(InputError, match=found), config_of(tmp_path):
+    result = rf"{tmp_path} is not a run directory: config.json: No such file"
+    with pytest.raises(InputError, match=result), open_config(tmp_path):
         pass
 
 
@@ -131,18 +135,18 @@ def test_the_environment_names_the_commit_of_the_repository_that_the_run_is_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert environment()["git_commit"] is None
+    assert describe_environment()["git_commit"] is None
     git("init", "-q")
-    assert environment()["git_commit"] is None, "nothing was committed"
+    assert describe_environment()["git_commit"] is None, "nothing was committed"
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first")
     (tmp_path / "job.py").write_text("x = 1")
-    stored = json.loads(json.dumps(environment("job.py", 2)))
+    stored = json.loads(json.dumps(describe_environment("job.py", 2)))
     assert stored["git_commit"] == git("rev-parse", "HEAD")
     assert None not in stored.values()
     assert stored["job_sha256"] == hashlib.sha256(b"x = 1").hexdigest()
-    assert environment("gone.py")["job_sha256"] is None
+    assert describe_environment("gone.py")["job_sha256"] is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment()["git_commit"] is None, "there is no git"
+    assert describe_environment()["git_commit"] is None, "there is no git"
 
 
 def git(*command: str) -> str:

@@ -21,24 +21,23 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.rank import fd_store
-from stepladder.storage.lock import LOCK, is_held
-from stepladder.storage.run_config import shuffle_of
-from stepladder.storage.rundir import (
-    CONFIG,
-    METRICS,
-    RESULT,
-    RunDir,
-    attempts_in_ledger,
-    finite,
-    move_aside,
-    naming_storage,
-    snapshot_paths,
+from stepladder.storage.lock import LOCK_FILE, is_locked
+from stepladder.storage.run_config import find_shuffle
+from stepladder.storage.run_dir import RunDir, move_run_dir_aside
+from stepladder.storage.run_dir_access import translate_storage_errors
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    finite_or_none,
+    list_attempts,
+    list_snapshots,
 )
 
 HOLDER = """
 import sys
 from pathlib import Path
-from stepladder.storage.rundir import RunDir
+from stepladder.storage.run_dir import RunDir
 print(RunDir(Path(sys.argv[1]), 30).attempt, flush=True)
 sys.stdin.read()
 """
@@ -110,7 +109,7 @@ def test_a_run_that_was_refused_leaves_the_owner_untouched(path: Path) -> None:
     with opened(path) as owner:
         with pytest.raises(InputError, match=f"process {os.getpid()} "):
             RunDir(path, lock_wait=0)
-        owner.guard()
+        owner.validate_ownership()
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -125,8 +124,8 @@ def test_a_closed_directory_is_free_though_a_forked_child_lives_on(
     child.start()
     run_dir.close(failed)
     try:
-        with opened(path) as again:
-            assert again.attempt == 2
+        with opened(path) as second:
+            assert second.attempt == 2
     finally:
         ours.send("end")
         child.join()
@@ -146,10 +145,10 @@ def launcher() -> Iterator[None]:
 @pytest.mark.usefixtures("launcher")
 def test_a_failed_attempt_keeps_its_directory_for_the_next_one_of_its_launcher(path: Path) -> None:
     RunDir(path, 0).close(failed=True)
-    assert is_held(path)
+    assert is_locked(path)
     with opened(path) as run_dir:
         assert run_dir.attempt == 2
-    assert not is_held(path)
+    assert not is_locked(path)
 
 
 def test_attempt_numbers_grow_with_each_opening(path: Path) -> None:
@@ -169,13 +168,13 @@ def test_an_attempt_comes_after_those_in_the_ledger_whatever_became_of_the_lock_
     for name in ("attempt-0002.rank-0.jsonl", "attempt-0007.rank-1.jsonl"):
         (ledger / name).touch()
     if lock_text is not None:
-        (path / LOCK).write_text(lock_text)
+        (path / LOCK_FILE).write_text(lock_text)
     with opened(path) as run_dir:
         assert run_dir.attempt == 8
 
 
 def test_attempts_of_more_than_four_digits_count_and_other_files_do_not(path: Path) -> None:
-    assert attempts_in_ledger(path) == set()
+    assert list_attempts(path) == set()
     (path / "ledger").mkdir(parents=True)
     for name in (
         "attempt-9999.rank-0.jsonl",
@@ -184,7 +183,7 @@ def test_attempts_of_more_than_four_digits_count_and_other_files_do_not(path: Pa
         "notes",
     ):
         (path / "ledger" / name).touch()
-    assert attempts_in_ledger(path) == {9999, 10000}
+    assert list_attempts(path) == {9999, 10000}
 
 
 def test_a_heartbeat_says_who_writes_here_and_when(
@@ -193,24 +192,27 @@ def test_a_heartbeat_says_who_writes_here_and_when(
     with opened(path) as run_dir:
         monkeypatch.setattr("time.time", lambda: 1790000000.26)
         run_dir.heartbeat()
-        owner = json.loads((path / LOCK).read_text())
+        owner = json.loads((path / LOCK_FILE).read_text())
     assert (owner["host"], owner["pid"], owner["attempt"]) == (socket.gethostname(), os.getpid(), 1)
     assert owner["heartbeat"] == 1790000000.3
 
 
 WRITES = [
-    RunDir.guard, RunDir.heartbeat, lambda run: run.store(RESULT, {"steps": 1}), lambda run: run.cut_metrics(0, 4),
-    lambda run: run.cut_last_metrics(0, 4),
+    RunDir.validate_ownership, RunDir.heartbeat, lambda run: run.write_json(RESULT_FILE, {"steps": 1}),
+    lambda run: run.truncate_metrics(0, 4),
+    lambda run: run.truncate_recent_metrics(0, 4),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_nothing_is_replaced_after_a_take_over(path: Path, write: Callable[[RunDir], None]) -> None:
     with opened(path) as run_dir:
-        (path / METRICS).write_text(step_line(1))
+        (path / METRICS_FILE).write_text(step_line(1))
         write(run_dir)
-        (path / METRICS).write_text(step_line(1))
-        (path / LOCK).write_text('{"attempt": 1, "pid": 7, "host": "other", "token": "another"}')
+        (path / METRICS_FILE).write_text(step_line(1))
+        (path / LOCK_FILE).write_text(
+            '{"attempt": 1, "pid": 7, "host": "other", "token": "another"}'
+        )
         before = {file.name: file.read_bytes() for file in path.iterdir()}
         with pytest.raises(
             InputError, match=r"lost run directory .* to process 7 on other; nothing was written"
@@ -224,7 +226,7 @@ def test_nothing_is_replaced_after_a_take_over(path: Path, write: Callable[[RunD
 )
 def test_a_lock_file_that_says_nonsense_is_an_ended_runs(path: Path, owner: str) -> None:
     path.mkdir()
-    (path / LOCK).write_text(owner)
+    (path / LOCK_FILE).write_text(owner)
     with opened(path) as run_dir:
         assert run_dir.attempt == 1
 
@@ -239,11 +241,11 @@ def test_a_group_that_shares_its_runs_may_take_turns(path: Path) -> None:
     before = os.umask(0o002)
     try:
         with opened(path) as run_dir:
-            run_dir.store(RESULT, {"steps": 1})
+            run_dir.write_json(RESULT_FILE, {"steps": 1})
     finally:
         os.umask(before)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {
-        LOCK: "0o664", RESULT: "0o664",
+        LOCK_FILE: "0o664", RESULT_FILE: "0o664",
     }  # fmt: skip
 
 
@@ -257,39 +259,39 @@ def test_a_place_that_cannot_be_a_directory_is_an_input_error(tmp_path: Path, na
 # -- stored values ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [CONFIG, RESULT])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RESULT_FILE])
 def test_what_is_stored_comes_back_and_what_is_not_is_none(path: Path, name: str) -> None:
     with opened(path) as run_dir:
-        assert run_dir.stored(name) is None
+        assert run_dir.read_json(name) is None
         for value in (1, 2):
-            run_dir.store(name, {"steps": value, "definition": {}})
-        assert run_dir.stored(name) == {"steps": 2, "definition": {}}
-    assert {file.name for file in path.iterdir()} == {LOCK, name}
+            run_dir.write_json(name, {"steps": value, "definition": {}})
+        assert run_dir.read_json(name) == {"steps": 2, "definition": {}}
+    assert {file.name for file in path.iterdir()} == {LOCK_FILE, name}
 
 
-@pytest.mark.parametrize("name", [CONFIG, RESULT])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RESULT_FILE])
 def test_what_an_earlier_version_stored_is_read_and_of_a_later_one_refused(
     path: Path, name: str
 ) -> None:
     with opened(path) as run_dir:
         for schema in (0, 1):
-            run_dir.store(name, {"schema": schema, "steps": 3, "definition": {}})
-            assert run_dir.stored(name) == {"schema": schema, "steps": 3, "definition": {}}
-        run_dir.store(name, {"schema": 2})
+            run_dir.write_json(name, {"schema": schema, "steps": 3, "definition": {}})
+            assert run_dir.read_json(name) == {"schema": schema, "steps": 3, "definition": {}}
+        run_dir.write_json(name, {"schema": 2})
         with pytest.raises(
             InputError, match=rf"{name} was written by a newer .* is 2, this one knows 1\. HINT"
         ):
-            run_dir.stored(name)
+            run_dir.read_json(name)
 
 
-@pytest.mark.parametrize("name", [CONFIG, RESULT, METRICS])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RESULT_FILE, METRICS_FILE])
 def test_what_a_killed_run_was_writing_goes_when_the_next_one_comes(path: Path, name: str) -> None:
     path.mkdir()
     (path / name).write_text("whole")
     (path / f"{name}.0123abcd.tmp").write_text("ha")
     (path / "a person's.tmp").touch()
     with opened(path):
-        assert {file.name for file in path.iterdir()} == {LOCK, name, "a person's.tmp"}
+        assert {file.name for file in path.iterdir()} == {LOCK_FILE, name, "a person's.tmp"}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_what_a_killed_run_was_writing_goes_when_the_next_one_comes(path: Path, 
     [(0.5, 0.5), (-1e308, -1e308), (math.inf, None), (-math.inf, None), (math.nan, None)],
 )
 def test_what_json_has_no_word_for_is_stored_as_null(value: float, stored: float | None) -> None:
-    assert finite(value) == stored
+    assert finite_or_none(value) == stored
 
 
 def test_snapshots_are_whole_folders_and_come_by_their_step(tmp_path: Path) -> None:
@@ -310,30 +312,30 @@ def test_snapshots_are_whole_folders_and_come_by_their_step(tmp_path: Path) -> N
     ):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000012").write_text("a file")
-    assert [path.name for path in snapshot_paths(tmp_path)] == [
+    assert [path.name for path in list_snapshots(tmp_path)] == [
         "step_00000009",
         "step_00000010",
         "step_100000000",
     ]
-    assert snapshot_paths(tmp_path / "not there") == []
+    assert list_snapshots(tmp_path / "not there") == []
 
 
 @pytest.mark.parametrize("text", ['{"steps": ', "", "{}", "[]", "3"])
-@pytest.mark.parametrize("name", [CONFIG, RESULT])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RESULT_FILE])
 def test_what_is_stored_and_damaged_is_named(path: Path, name: str, text: str) -> None:
     with opened(path) as run_dir:
         (path / name).write_text(text)
         with pytest.raises(InputError, match=rf"{name} is damaged"):
-            run_dir.stored(name)
+            run_dir.read_json(name)
 
 
 def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
     with (
         pytest.raises(InputError, match=rf"{path} cannot be written: No space left"),
-        naming_storage(path),
+        translate_storage_errors(path),
     ):
         Path("/dev/full").write_text("more than fits")
-    with pytest.raises(PermissionError), naming_storage(path):
+    with pytest.raises(PermissionError), translate_storage_errors(path):
         raise PermissionError(errno.EACCES, "a bug is not a full disk")
 
 
@@ -354,10 +356,10 @@ FIVE_STEPS = [*map(step_line, range(1, 5)), evaluation_line(4), step_line(5)]
 def cut(path: Path, text: str, step: int) -> list[str]:
     """Lines that are left of a metrics.jsonl of epochs of four steps."""
     with opened(path) as run_dir:
-        (path / METRICS).write_text(text)
-        run_dir.cut_metrics(step, steps_per_epoch=4)
-    assert {file.name for file in path.iterdir()} == {LOCK, METRICS}
-    return (path / METRICS).read_text().splitlines(keepends=True)
+        (path / METRICS_FILE).write_text(text)
+        run_dir.truncate_metrics(step, steps_per_epoch=4)
+    assert {file.name for file in path.iterdir()} == {LOCK_FILE, METRICS_FILE}
+    return (path / METRICS_FILE).read_text().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize(("step", "lines"), [(0, 0), (1, 1), (3, 3), (4, 5), (5, 6), (9, 6)])
@@ -377,11 +379,11 @@ def test_what_follows_a_later_line_is_forgotten_whatever_step_it_says(path: Path
 @pytest.mark.parametrize("garbage", [b"\xff\xfe", b"\0\0\0", b"5\n", b'{"loss": 1}\n'])
 def test_what_is_no_line_is_forgotten_with_all_after_it(path: Path, garbage: bytes) -> None:
     with opened(path) as run_dir:
-        (path / METRICS).write_bytes(
+        (path / METRICS_FILE).write_bytes(
             "".join(FIVE_STEPS[:3]).encode() + garbage + step_line(4).encode()
         )
-        run_dir.cut_metrics(5, steps_per_epoch=4)
-    assert (path / METRICS).read_text() == "".join(FIVE_STEPS[:3])
+        run_dir.truncate_metrics(5, steps_per_epoch=4)
+    assert (path / METRICS_FILE).read_text() == "".join(FIVE_STEPS[:3])
 
 
 @pytest.mark.parametrize("torn", [1, 10, -2, -1])
@@ -406,26 +408,26 @@ def test_where_a_run_goes_on_in_place_its_last_metrics_are_cut_as_at_a_start(
     text = "".join(FIVE_STEPS) + torn
     at_start = cut(path, text, step)
     with opened(path) as run_dir:
-        (path / METRICS).write_text(text)
-        run_dir.cut_last_metrics(step, steps_per_epoch=4)
-    assert (path / METRICS).read_text() == "".join(at_start)
+        (path / METRICS_FILE).write_text(text)
+        run_dir.truncate_recent_metrics(step, steps_per_epoch=4)
+    assert (path / METRICS_FILE).read_text() == "".join(at_start)
 
 
 def test_in_place_only_the_end_of_long_metrics_is_read(path: Path) -> None:
     text = "".join(map(step_line, range(1, 30_001)))
     with opened(path) as run_dir:
-        (path / METRICS).write_text(text)
-        before = (path / METRICS).stat().st_ino
-        run_dir.cut_last_metrics(29_000, steps_per_epoch=4)
-    assert (path / METRICS).read_text() == "".join(map(step_line, range(1, 29_001)))
-    assert (path / METRICS).stat().st_ino == before  # not written anew
+        (path / METRICS_FILE).write_text(text)
+        before = (path / METRICS_FILE).stat().st_ino
+        run_dir.truncate_recent_metrics(29_000, steps_per_epoch=4)
+    assert (path / METRICS_FILE).read_text() == "".join(map(step_line, range(1, 29_001)))
+    assert (path / METRICS_FILE).stat().st_ino == before  # not written anew
 
 
 def test_a_run_without_metrics_has_nothing_to_cut(path: Path) -> None:
     with opened(path) as run_dir:
-        run_dir.cut_metrics(3, steps_per_epoch=4)
-        run_dir.cut_last_metrics(3, steps_per_epoch=4)
-    assert not (path / METRICS).exists()
+        run_dir.truncate_metrics(3, steps_per_epoch=4)
+        run_dir.truncate_recent_metrics(3, steps_per_epoch=4)
+    assert not (path / METRICS_FILE).exists()
 
 
 # -- moving aside ----------------------------------------------------------------------------------
@@ -435,8 +437,8 @@ def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path
     for number in (1, 2):
         path.mkdir()
         (path / "from").write_text(f"run {number}")
-        (path / RESULT).touch()
-        assert move_aside(path) == path.with_name(f"run.old-{number}")
+        (path / RESULT_FILE).touch()
+        assert move_run_dir_aside(path) == path.with_name(f"run.old-{number}")
     assert not path.exists()
     assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == [
         "run 1",
@@ -448,15 +450,15 @@ def test_what_holds_no_run_is_not_moved(path: Path) -> None:
     path.mkdir()
     (path / "notes").touch()
     with pytest.raises(InputError, match="it holds no run"):
-        move_aside(path)
+        move_run_dir_aside(path)
     assert [inside.name for inside in path.iterdir()] == ["notes"]
 
 
 def test_there_is_nothing_to_move_before_the_first_run(path: Path) -> None:
-    assert move_aside(path) is None
+    assert move_run_dir_aside(path) is None
 
 
 @pytest.mark.parametrize("plan", [{"shuffle": []}, {"shuffle": 1}, [], None])
 def test_an_order_that_is_none_is_a_damaged_config(plan: object, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json is damaged"):
-        shuffle_of({"plan": plan}, tmp_path)
+        find_shuffle({"plan": plan}, tmp_path)

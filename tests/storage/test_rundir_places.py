@@ -16,9 +16,10 @@ from processes import COMMAND, JOBS, refused, run, train
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.storage.ledger import Ledger, LedgerHeader
-from stepladder.storage.lock import LOCK
-from stepladder.storage.rundir import METRICS, RunDir
-from stepladder.storage.snapshot import Snapshots
+from stepladder.storage.lock import LOCK_FILE
+from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_files import METRICS_FILE
+from stepladder.storage.snapshot_store import Snapshots
 
 FILES = [
     "config.json", "result.json", "metrics.jsonl", "timing.jsonl", "loggers.json", "ended.json", "requeues.jsonl",
@@ -47,7 +48,7 @@ def test_what_is_no_file_is_refused_when_the_directory_is_opened(
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match=f"{name} is not a file"):
         RunDir(tmp_path, 0)
-    assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK) == before
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK_FILE) == before
     with pytest.raises(InputError, match=f"{name} is not a file"):  # and not: in use by another run
         RunDir(tmp_path, 0)
 
@@ -87,7 +88,7 @@ def test_what_may_not_be_written_is_refused_when_the_directory_is_opened(
 def test_a_lock_that_is_no_file_is_one_line(put: Callable[[Path], None], tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mlp"
     folder.mkdir(parents=True)
-    put(folder / LOCK)
+    put(folder / LOCK_FILE)
     refused(run("train", "mlp", "--steps", 1, cwd=tmp_path), "runs/mlp")
 
 
@@ -97,11 +98,11 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_made(
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    for name in (LOCK, "result.json"):
+    for name in (LOCK_FILE, "result.json"):
         (run_dir / name).symlink_to("nowhere")
     with pytest.raises(InputError, match="lock is a link, and not a file"):
         RunDir(run_dir, 0, fresh)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [LOCK, "result.json", "run"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [LOCK_FILE, "result.json", "run"]
 
 
 @pytest.mark.ranks
@@ -115,7 +116,7 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
             "train", "mlp", "--steps", 2, "--nproc", nproc, "--run-dir", folder, cwd=tmp_path
         )
         refused(done, f"{name} is not a file")
-        assert not (folder / METRICS).exists()
+        assert not (folder / METRICS_FILE).exists()
 
 
 @pytest.mark.ranks
@@ -125,10 +126,10 @@ def test_ranks_that_are_refused_leave_no_log(tmp_path: Path) -> None:
     job.write_text(
         (JOBS / "plain.py").read_text(encoding="utf-8") + "\nprint('here')\n", encoding="utf-8"
     )
-    place = tmp_path / "its" / METRICS
-    place.mkdir(parents=True)
+    position = tmp_path / "its" / METRICS_FILE
+    position.mkdir(parents=True)
     done = run("train", job, "--nproc", 2, "--run-dir", "its", cwd=tmp_path)
-    assert done.returncode == 2 and f"{METRICS} is not a file" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"{METRICS_FILE} is not a file" in done.stderr, done.stderr
     assert not (tmp_path / "its" / "log").exists()
 
 
@@ -139,8 +140,8 @@ def test_a_log_that_takes_no_more_ends_no_script(tmp_path: Path) -> None:
     log.parent.mkdir(parents=True)
     with log.open("wb") as file:
         file.truncate(1 << 20)
-    words = "run", "--run-dir", "its", JOBS / "script.py", "about"
-    done = run(*words, cwd=tmp_path, command=("prlimit", f"--fsize={1 << 20}", *COMMAND))
+    arguments = "run", "--run-dir", "its", JOBS / "script.py", "about"
+    done = run(*arguments, cwd=tmp_path, command=("prlimit", f"--fsize={1 << 20}", *COMMAND))
     assert done.returncode == 0, done.stderr
     assert "is no longer logged" in done.stderr and "Traceback" not in done.stderr
 
@@ -184,7 +185,7 @@ def test_a_finished_run_s_file_with_wrong_values_is_one_line(
     ],
 )
 def test_a_lock_with_senseless_values_is_an_ended_runs(text: str, tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_text(text)
+    (tmp_path / LOCK_FILE).write_text(text)
     run_dir = RunDir(tmp_path, 0)
     assert run_dir.attempt == 1
     run_dir.close()
@@ -197,14 +198,14 @@ def test_the_metrics_of_a_long_run_are_cut_in_little_memory(tmp_path: Path) -> N
     lines = [
         f'{{"step": {step}, "epoch": 0, "loss": 0.5, "lr": 0.1}}\n' for step in range(1, 100_001)
     ]
-    (tmp_path / METRICS).write_text("".join(lines))
+    (tmp_path / METRICS_FILE).write_text("".join(lines))
     tracemalloc.start()
-    run_dir.cut_metrics(90_000, 100)
-    most = tracemalloc.get_traced_memory()[1]
+    run_dir.truncate_metrics(90_000, 100)
+    maximum = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     run_dir.close()
-    assert (tmp_path / METRICS).read_text() == "".join(lines[:90_000])
-    assert most < 2_000_000  # the file has 5 MB
+    assert (tmp_path / METRICS_FILE).read_text() == "".join(lines[:90_000])
+    assert maximum < 2_000_000  # the file has 5 MB
 
 
 def test_new_names_are_on_the_disk_before_what_relies_on_them(

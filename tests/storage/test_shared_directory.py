@@ -16,9 +16,8 @@ from stepladder.core import durable, jsonl
 from stepladder.core.errors import InputError
 from stepladder.core.safe_open import is_foreign_link, open_without_links
 from stepladder.launcher.local.output import LogFiles
-from stepladder.storage.ledger import Ledger, LedgerHeader
-from stepladder.storage.ledger_reader import attempt_file
-from stepladder.storage.rundir import RunDir
+from stepladder.storage.ledger import Ledger, LedgerHeader, ledger_path
+from stepladder.storage.run_dir import RunDir
 
 STRANGER = 64000
 ONLY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -69,7 +68,7 @@ def open_of_ledger(path: Path) -> None:
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a line is added": ("timing.jsonl", lambda path: jsonl.append_record(path, {"step": 1})),
     "a file is opened to add to it": ("metrics.jsonl", jsonl.open_for_append),
-    "a ledger": ("ledger/" + attempt_file(Path(), 1, 0).name, open_of_ledger),
+    "a ledger": ("ledger/" + ledger_path(Path(), 1, 0).name, open_of_ledger),
 }
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from snapshots import Training, bits
 from stepladder.core.errors import InputError
-from stepladder.storage.snapshot import Snapshots, weights_sha256
+from stepladder.storage.snapshot import hash_weights
+from stepladder.storage.snapshot_store import Snapshots
 
 
 @pytest.fixture
@@ -36,8 +37,8 @@ def steps_kept(snapshots: Snapshots) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in snapshots.paths()]
 
 
-def save(snapshots: Snapshots, step: int, **about: Any) -> None:
-    snapshots.save(step, nn.Linear(1, 1), {}, about)
+def save(snapshots: Snapshots, step: int, **manifest_value: Any) -> None:
+    snapshots.save(step, nn.Linear(1, 1), {}, manifest_value)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -61,7 +62,7 @@ def test_training_goes_on_from_a_snapshot_as_if_never_stopped(snapshots: Snapsho
     restored.restore(latest(snapshots))
     trained.train(3)
     restored.train(3)
-    assert weights_sha256(restored.model) == weights_sha256(trained.model)
+    assert hash_weights(restored.model) == hash_weights(trained.model)
 
 
 def test_a_snapshot_is_of_the_moment_of_save_whatever_training_does_next(
@@ -113,7 +114,7 @@ def test_saving_a_step_again_replaces_it(snapshots: Snapshots) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "what"),
+    ("changed", "case"),
     [
         (
             nn.Linear(4, 3),
@@ -125,33 +126,33 @@ def test_saving_a_step_again_replaces_it(snapshots: Snapshots) -> None:
     ids=["another shape", "other names", "fewer parameters"],
 )
 def test_a_snapshot_of_another_model_is_refused(
-    snapshots: Snapshots, other: nn.Module, what: str
+    snapshots: Snapshots, changed: nn.Module, case: str
 ) -> None:
     snapshots.save(5, nn.Linear(4, 2), {})
-    with pytest.raises(InputError, match=f"snapshot step_00000005 is of another model: {what}"):
-        latest(snapshots).restore_model(other)
+    with pytest.raises(InputError, match=f"snapshot step_00000005 is of another model: {case}"):
+        latest(snapshots).restore_model(changed)
 
 
-@pytest.mark.parametrize("other", [0, 99])
+@pytest.mark.parametrize("changed", [0, 99])
 def test_a_snapshot_in_another_format_is_refused(
-    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch, other: int
+    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch, changed: int
 ) -> None:
-    monkeypatch.setattr("stepladder.storage.snapshot.FORMAT", other)
+    monkeypatch.setattr("stepladder.storage.snapshot.SNAPSHOT_FORMAT", changed)
     save(snapshots, 1)
     snapshots.wait()
     monkeypatch.undo()
     with pytest.raises(
-        InputError, match=f"has format {other}\\. HINT: a stepladder that writes format 1$"
+        InputError, match=f"has format {changed}\\. HINT: a stepladder that writes format 1$"
     ):
         latest(snapshots)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5])
-def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
-    snapshots = Snapshots(tmp_path, keep=keep)
+@pytest.mark.parametrize("max_kept", [1, 2, 5])
+def test_the_newest_stay(tmp_path: Path, max_kept: int) -> None:
+    snapshots = Snapshots(tmp_path, keep=max_kept)
     for step in range(1, 5):
         save(snapshots, step)
-    assert steps_kept(snapshots) == [1, 2, 3, 4][-keep:]
+    assert steps_kept(snapshots) == [1, 2, 3, 4][-max_kept:]
 
 
 def test_the_last_one_stays_even_if_none_is_to_be_kept(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_the_last_one_stays_even_if_none_is_to_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept"),
+    ("scores", "remaining"),
     [
         ([0.1, 0.9, 0.5, 0.6, 0.7], [2, 4, 5]),
         ([0.1, 0.2, 0.3, 0.4, 0.5], [4, 5]),
@@ -173,12 +174,12 @@ def test_the_last_one_stays_even_if_none_is_to_be_kept(tmp_path: Path) -> None:
     ids=["early", "last", "beside a NaN", "negative", "no scores"],
 )
 def test_the_best_stays_besides(
-    tmp_path: Path, scores: list[float | None], kept: list[int]
+    tmp_path: Path, scores: list[float | None], remaining: list[int]
 ) -> None:
     snapshots = Snapshots(tmp_path, keep=2)
     for step, score in enumerate(scores, 1):
         save(snapshots, step, **({} if score is None else {"score": score}))
-    assert steps_kept(snapshots) == kept
+    assert steps_kept(snapshots) == remaining
 
 
 def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
@@ -190,26 +191,26 @@ def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
 
 
 def test_the_same_weights_have_the_same_hash_in_any_memory_format() -> None:
-    model, other = Training(seed=1).model, Training(seed=1).model
-    other.conv.to(memory_format=torch.contiguous_format)
-    assert model.conv.weight.stride() != other.conv.weight.stride()
-    assert weights_sha256(model) == weights_sha256(other)
+    model, changed = Training(seed=1).model, Training(seed=1).model
+    changed.conv.to(memory_format=torch.contiguous_format)
+    assert model.conv.weight.stride() != changed.conv.weight.stride()
+    assert hash_weights(model) == hash_weights(changed)
 
 
 @pytest.mark.parametrize(
     "name", ["conv.weight", "gain", "norm.running_var", "norm.num_batches_tracked", "mask"]
 )
 def test_one_flipped_bit_of_any_tensor_changes_the_hash(name: str) -> None:
-    model, other = Training(seed=1).model, Training(seed=1).model
-    tensor = other.state_dict()[name]
+    model, changed = Training(seed=1).model, Training(seed=1).model
+    tensor = changed.state_dict()[name]
     flat = tensor.detach().contiguous().reshape(-1)
     flat.view(torch.uint8)[-1] ^= 1
     tensor.copy_(flat.view(tensor.shape))
-    assert weights_sha256(model) != weights_sha256(other)
+    assert hash_weights(model) != hash_weights(changed)
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [
         {"a": torch.zeros(2, 3), "c": torch.zeros(1)},
         {"a": torch.zeros(3, 2), "b": torch.zeros(1)},
@@ -218,18 +219,16 @@ def test_one_flipped_bit_of_any_tensor_changes_the_hash(name: str) -> None:
     ],
     ids=["name", "shape", "dtype", "sign of zero"],
 )
-def test_the_hash_depends_on_name_shape_dtype_and_bits(other: dict[str, torch.Tensor]) -> None:
+def test_the_hash_depends_on_name_shape_dtype_and_bits(changed: dict[str, torch.Tensor]) -> None:
     first = {"a": torch.zeros(2, 3), "b": torch.zeros(1)}
-    assert weights_sha256(with_buffers(first)) != weights_sha256(with_buffers(other))
+    assert hash_weights(with_buffers(first)) != hash_weights(with_buffers(changed))
 
 
 def test_the_hash_is_frozen_so_that_results_of_other_versions_compare() -> None:
     model = with_buffers(
         {"b": torch.tensor(2, dtype=torch.int64), "a": torch.tensor([[1.0, -2.0]])}
     )
-    assert (
-        weights_sha256(model) == "f11642cd8f20041ee40e6e8e247a958fab8049b6a2b5c6e18c34e6ad921b3dbb"
-    )
+    assert hash_weights(model) == "f11642cd8f20041ee40e6e8e247a958fab8049b6a2b5c6e18c34e6ad921b3dbb"
 
 
 def with_buffers(tensors: dict[str, torch.Tensor]) -> nn.Module:

@@ -17,16 +17,11 @@ from torch import nn
 from ranks import run_ranks
 from snapshots import model_of, save, whole_steps
 from stepladder.core.errors import InputError
-from stepladder.storage.snapshot import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    Snapshots,
-    newest_snapshot,
-    read_snapshot,
-)
+from stepladder.storage.run_files import MANIFEST_FILE
+from stepladder.storage.snapshot import MODEL_FILE, STATE_FILE, read_newest_snapshot, read_snapshot
+from stepladder.storage.snapshot_store import Snapshots
 
-FILES = (MODEL, STATE, MANIFEST)
+FILES = (MODEL_FILE, STATE_FILE, MANIFEST_FILE)
 
 
 @pytest.fixture
@@ -37,9 +32,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "snapshots"
 
 
-def truncate(path: Path, keep: int) -> None:
+def truncate(path: Path, max_kept: int) -> None:
     data = path.read_bytes()
-    path.write_bytes(data[: keep if keep >= 0 else len(data) + keep])
+    path.write_bytes(data[: max_kept if max_kept >= 0 else len(data) + max_kept])
 
 
 def flip(path: Path, where: float, bit: int) -> None:
@@ -50,34 +45,34 @@ def flip(path: Path, where: float, bit: int) -> None:
 
 def latest_with_reports(folder: Path) -> tuple[int, list[str]]:
     reports: list[str] = []
-    found = Snapshots(folder).latest(reports.append)
-    assert found is not None
-    return found.step, reports
+    result = Snapshots(folder).latest(reports.append)
+    assert result is not None
+    return result.step, reports
 
 
 def test_the_newest_good_snapshot_is_found_and_nothing_is_tidied_up(folder: Path) -> None:
-    truncate(folder / "step_00000002" / MODEL, 100)
-    assert newest_snapshot(folder.parent).step == 1
+    truncate(folder / "step_00000002" / MODEL_FILE, 100)
+    assert read_newest_snapshot(folder.parent).step == 1
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
-    truncate(folder / "step_00000001" / STATE, 0)
+    truncate(folder / "step_00000001" / STATE_FILE, 0)
     with pytest.raises(
         InputError, match=r"has no good snapshot \(step_00000001 is damaged: state.pt: 0 bytes"
     ):
-        newest_snapshot(folder.parent)
+        read_newest_snapshot(folder.parent)
 
 
 def test_a_file_that_grew_to_a_terabyte_is_not_read(folder: Path) -> None:
-    os.truncate(folder / "step_00000002" / MODEL, 1 << 40)
-    for whole in (True, False):
-        assert newest_snapshot(folder.parent, whole).step == 1
+    os.truncate(folder / "step_00000002" / MODEL_FILE, 1 << 40)
+    for complete in (True, False):
+        assert read_newest_snapshot(folder.parent, complete).step == 1
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("keep", [0, 100, -1])
+@pytest.mark.parametrize("max_kept", [0, 100, -1])
 def test_a_truncated_file_is_reported_by_name_and_the_snapshot_before_it_used(
-    folder: Path, name: str, keep: int
+    folder: Path, name: str, max_kept: int
 ) -> None:
-    truncate(folder / "step_00000002" / name, keep)
+    truncate(folder / "step_00000002" / name, max_kept)
     step, reports = latest_with_reports(folder)
     assert step == 1
     assert len(reports) == 1 and "step_00000002 is damaged" in reports[0] and name in reports[0]
@@ -98,17 +93,17 @@ def test_a_flipped_bit_is_reported_by_file_and_the_snapshot_before_it_used(
 @pytest.mark.parametrize("bit", range(8))
 def test_no_flipped_bit_of_a_manifest_goes_unseen(folder: Path, bit: int) -> None:
     path = folder / "step_00000002"
-    whole = (path / "manifest.json").read_bytes()
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 1 << bit
+    complete = (path / "manifest.json").read_bytes()
+    for position in range(len(complete)):
+        changed = bytearray(complete)
+        changed[position] ^= 1 << bit
         (path / "manifest.json").write_bytes(changed)
         try:
             read_snapshot(path)
         except Exception as error:
-            assert type(error).__name__ == "Damaged", f"byte {place}: {error!r}"
+            assert type(error).__name__ == "DamagedSnapshot", f"byte {position}: {error!r}"
         else:
-            pytest.fail(f"byte {place} of {whole!r} may change unseen")
+            pytest.fail(f"byte {position} of {complete!r} may change unseen")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -121,8 +116,8 @@ def test_a_missing_file_is_reported_by_name(folder: Path, name: str) -> None:
 
 def test_a_manifest_whose_keys_come_in_another_order_is_the_same_one(folder: Path) -> None:
     newest = max(folder.glob("step_*"))
-    stored = json.loads((newest / MANIFEST).read_text())
-    (newest / MANIFEST).write_text(json.dumps(dict(reversed(stored.items()))))
+    stored = json.loads((newest / MANIFEST_FILE).read_text())
+    (newest / MANIFEST_FILE).write_text(json.dumps(dict(reversed(stored.items()))))
     assert read_snapshot(newest).manifest == {
         name: stored[name] for name in stored if name != "seal"
     }

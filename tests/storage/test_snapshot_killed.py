@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from snapshots import kill_before_act, model_of, run_until_killed, save, whole_steps
-from stepladder.storage.snapshot import MODEL, Snapshots
+from stepladder.storage.snapshot import MODEL_FILE
+from stepladder.storage.snapshot_store import Snapshots
 
 NUMBERS = range(
     1, 19
@@ -34,7 +35,7 @@ def save_and_end(folder: Path, step: int) -> None:
 def kill_in_prune(folder: Path, step: int) -> None:
     def half_way(path: Path, **_: Any) -> None:
         if path.exists():
-            (path / MODEL).unlink()
+            (path / MODEL_FILE).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
     shutil.rmtree = half_way  # type: ignore[assignment]
@@ -49,11 +50,11 @@ def test_a_writer_killed_before_any_act_leaves_the_older_snapshot_or_a_whole_new
     run_until_killed(kill_before_act, number, save_and_end, folder, 3)
     published = (folder / "step_00000003").exists()
     assert published or number < NUMBERS[-2], "the last ones are tried after all is done"
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None
-    found.restore_model(model := model_of(0))
-    assert (found.step, model.weight[0, 0].item()) == ((3, 3.0) if published else (2, 2.0))
-    assert found.step in whole_steps(folder)
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None
+    result.restore_model(model := model_of(0))
+    assert (result.step, model.weight[0, 0].item()) == ((3, 3.0) if published else (2, 2.0))
+    assert result.step in whole_steps(folder)
     later = Snapshots(folder, keep=1)
     save(later, 3)
     assert [path.name for path in folder.iterdir()] == ["step_00000003"], (
@@ -68,9 +69,9 @@ def test_a_writer_killed_before_any_act_while_it_replaces_a_step_leaves_one_of_t
     folder: Path, number: int
 ) -> None:
     run_until_killed(kill_before_act, number, save_and_end, folder, 2)
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None and found.step == 2
-    assert found.step in whole_steps(folder)
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None and result.step == 2
+    assert result.step in whole_steps(folder)
 
 
 @pytest.mark.ranks
@@ -87,6 +88,6 @@ def test_killed_between_the_two_renames_of_a_replacement_one_of_both_is_found(
     step.rename(folder / "step_00000002.old")
     if new_is_there:
         shutil.copytree(folder / "step_00000002.old", step)
-    found = Snapshots(folder).latest(report=pytest.fail)
-    assert found is not None and found.step == 2
+    result = Snapshots(folder).latest(report=pytest.fail)
+    assert result is not None and result.step == 2
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]

@@ -21,7 +21,8 @@ from safetensors.torch import load
 from pages import documented_keys
 from processes import refused, run
 from stepladder.cli import cli
-from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
+from stepladder.storage.snapshot import MODEL_FILE, read_snapshot
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.tools.diff.again import Again, Event, first_unlike
 from stepladder.tools.diff.records import Kept, in_step
 from stepladder.tools.diff.verdict import plain
@@ -217,7 +218,7 @@ def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, P
     """After the last step, so that no loss tells of it; it was written as a snapshot is."""
     path = copied[1] / "snapshots" / "step_00000008"
     snapshot, model = read_snapshot(path), torch.nn.Module()
-    for name, tensor in load(snapshot.files[MODEL]).items():
+    for name, tensor in load(snapshot.files[MODEL_FILE]).items():
         model.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
     tensors = model.state_dict()
     tensors["last_bias"] += 1e-6

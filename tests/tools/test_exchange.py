@@ -19,9 +19,10 @@ from torch.distributed import checkpoint as dcp
 import stepladder.cli
 from ranks import run_ranks
 from stepladder import InputError
-from stepladder.storage.slices import Rows, write_part
-from stepladder.storage.snapshot import Snapshots, newest_snapshot, write_files
-from stepladder.storage.tensor_file import write_tensors
+from stepladder.storage.safetensors_file import write_tensors
+from stepladder.storage.snapshot import read_newest_snapshot, write_snapshot_files
+from stepladder.storage.snapshot_slices import TensorSlice, write_part
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.tools import export as exports
 from stepladder.tools.export import StoredWeights
 
@@ -75,7 +76,7 @@ def typed(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def trained(typed: Any) -> dict[str, torch.Tensor]:
     """The weights of a run in `run`, as its model has them."""
     assert typed("train", "job.py", "--run-dir", "run", "--steps", 2, "--global-batch", 8)[0] == 0
-    found = newest_snapshot(Path("run")).tensors()
+    found = read_newest_snapshot(Path("run")).tensors()
     return {**found, "head.weight": found["tokens.weight"]}
 
 
@@ -94,7 +95,7 @@ def test_safetensors_are_what_the_library_reads_and_come_back(typed: Any) -> Non
     found = load_file("out/model.safetensors")
     assert same(found, {name: weights[name] for name in weights if name != "head.weight"})
     assert imported(typed, "out")[0::2] == (0, "")
-    assert same(newest_snapshot(Path("new")).tensors(), found)
+    assert same(read_newest_snapshot(Path("new")).tensors(), found)
 
 
 def test_a_large_model_has_several_files_and_an_index(
@@ -111,7 +112,7 @@ def test_a_large_model_has_several_files_and_an_index(
     assert same(found, weights)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
     assert imported(typed, "out")[0::2] == (0, "")
-    assert same(newest_snapshot(Path("new")).tensors(), weights)
+    assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
 def test_dcp_is_what_torch_reads_and_comes_back(typed: Any) -> None:
@@ -122,7 +123,7 @@ def test_dcp_is_what_torch_reads_and_comes_back(typed: Any) -> None:
     assert same(found, weights)
     assert imported(typed, "out")[0::2] == (0, "")
     del weights["head.weight"]
-    assert same(newest_snapshot(Path("new")).tensors(), weights)
+    assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
 def save_by_two(comm: Any, folder: str, weights: dict[str, torch.Tensor]) -> None:
@@ -145,7 +146,7 @@ def test_a_checkpoint_of_two_ranks_beside_an_optimizer_is_imported(
     run_ranks(save_by_two, 2, str(tmp_path / "out"), weights)
     assert imported(typed, "out")[0::2] == (0, "")
     del weights["head.weight"]
-    assert same(newest_snapshot(Path("new")).tensors(), weights)
+    assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
 def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
@@ -160,7 +161,7 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
     loss = json.loads(Path("new/metrics.jsonl").read_text().splitlines()[0])["loss"]
     first = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert loss != pytest.approx(first)
-    after = newest_snapshot(Path("new"))
+    after = read_newest_snapshot(Path("new"))
     assert after.step == 1
     torch.testing.assert_close(
         after.tensors()["blocks.0.weight"], weights["blocks.0.weight"], atol=2e-3, rtol=0
@@ -171,14 +172,14 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
 def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
     whole, count = torch.arange(21.0).view(7, 3).bfloat16(), torch.tensor(3)
     snapshots = Snapshots(tmp_path / "run" / "snapshots")
-    with snapshots.place(4) as aside:
+    with snapshots.create(4) as aside:
         cuts = [(0, 3), (3, 7)]
         parts = [
-            write_part(aside, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])})
+            write_part(aside, n, {"model/w": TensorSlice(whole[lo:hi], lo, [7, 3])})
             for n, (lo, hi) in enumerate(cuts)
         ]
         about = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
-        write_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
+        write_snapshot_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
     for to in ("safetensors", "dcp"):
         exports.export(tmp_path / "run", to, tmp_path / to)
     assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": whole, "n": count})
@@ -291,7 +292,9 @@ def test_bad_places_are_one_line(typed: Any) -> None:
 def export_on_a_full_disk(_comm: Any, run_dir: Path, to: str) -> str:
     """RLIMIT_FSIZE fails a write as a full disk does, after some of its bytes."""
     target = run_dir.with_name("out")
-    StoredWeights(newest_snapshot(run_dir, whole=False))  # what is imported late is here now
+    StoredWeights(
+        read_newest_snapshot(run_dir, with_model=False)
+    )  # what is imported late is here now
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
     try:
         exports.export(run_dir, to, target)

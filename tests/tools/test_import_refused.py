@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import pickles as p
 import stepladder.cli
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.tools import dcp
 
 JOB = """
@@ -100,7 +100,7 @@ def assert_refused(ended: tuple[int, str], reason: str) -> None:
 def test_the_folder_is_imported_where_nothing_is_planted(imported: Import) -> None:
     write_metadata(p.value({"weight": ("weight",)}))
     assert imported()[0] == 0
-    assert torch.equal(newest_snapshot(Path("new")).tensors()["weight"], WEIGHTS["weight"])
+    assert torch.equal(read_newest_snapshot(Path("new")).tensors()["weight"], WEIGHTS["weight"])
 
 
 def armed_layout() -> bytes:
@@ -330,7 +330,7 @@ def test_metadata_of_each_python_is_read(imported: Import, pickler: Any, protoco
             dcp_metadata.Metadata(described, planner, storage, meta, "1.0.0")
         )
     assert imported()[0] == 0
-    assert torch.equal(newest_snapshot(Path("new")).tensors()["bias"], WEIGHTS["bias"])
+    assert torch.equal(read_newest_snapshot(Path("new")).tensors()["bias"], WEIGHTS["bias"])
 
 
 def test_metadata_may_name_a_member_by_getattr_and_nothing_else() -> None:

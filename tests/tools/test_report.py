@@ -23,7 +23,7 @@ from ranks import run_ranks
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.rank.progress import TIMING_KEYS
-from stepladder.storage.rundir import RunDir
+from stepladder.storage.run_dir import RunDir
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans, thin, ticks
 from stepladder.tools.pages.page import environment
 from stepladder.tools.report.live import Follower, describe

@@ -15,7 +15,8 @@ from torch import nn
 
 from processes import refused, run
 from stepladder import InputError, Job
-from stepladder.storage.rundir import METRICS, SNAPSHOTS, RunDir
+from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_files import METRICS_FILE, SNAPSHOTS_FOLDER
 from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
 
 JOB = """
@@ -51,15 +52,15 @@ def test_a_resume_after_an_edit_names_the_file_and_what_has_no_effect(tmp_path: 
     message = "lr of the optimizer is 0.1 in job.py, 0.05 in the snapshot: the snapshot's is used. HINT: --fresh"
     assert edited.stderr.count(message) == 1
 
-    shutil.rmtree(tmp_path / "runs" / "job" / SNAPSHOTS)
-    before = (tmp_path / "runs" / "job" / METRICS).read_bytes()
+    shutil.rmtree(tmp_path / "runs" / "job" / SNAPSHOTS_FOLDER)
+    before = (tmp_path / "runs" / "job" / METRICS_FILE).read_bytes()
     refused(
         run("train", job, "--epochs", 4, cwd=tmp_path),
         "has no snapshot any more",
         "has 12 steps",
         "--fresh",
     )
-    assert (tmp_path / "runs" / "job" / METRICS).read_bytes() == before
+    assert (tmp_path / "runs" / "job" / METRICS_FILE).read_bytes() == before
     assert run("train", job, "--epochs", 4, "--fresh", cwd=tmp_path).returncode == 0
 
 
@@ -67,11 +68,11 @@ def test_a_resume_after_an_edit_names_the_file_and_what_has_no_effect(tmp_path: 
 def test_lost_snapshots_are_noticed_by_what_is_left(remaining: str, tmp_path: Path) -> None:
     """Also where the run was killed, and has no result. A run that had none yet begins again."""
     run_dir = RunDir(tmp_path, 0.0)
-    (tmp_path / METRICS).write_text('{"step": 89, "lr": 1.0}\n{"step": 90, "lr": 1.0}\n{"ste')
+    (tmp_path / METRICS_FILE).write_text('{"step": 89, "lr": 1.0}\n{"step": 90, "lr": 1.0}\n{"ste')
     if remaining == "lock":
-        (tmp_path / SNAPSHOTS / "step_00000090").mkdir(parents=True)
+        (tmp_path / SNAPSHOTS_FOLDER / "step_00000090").mkdir(parents=True)
         run_dir.heartbeat()
-        shutil.rmtree(tmp_path / SNAPSHOTS)
+        shutil.rmtree(tmp_path / SNAPSHOTS_FOLDER)
     elif remaining:
         (tmp_path / remaining).write_text(json.dumps({"steps": 90}))
     run_dir.close()
@@ -79,11 +80,11 @@ def test_lost_snapshots_are_noticed_by_what_is_left(remaining: str, tmp_path: Pa
     try:
         if remaining:
             with pytest.raises(
-                InputError, match=f"no snapshot any more, and its {METRICS} has 90 steps"
+                InputError, match=f"no snapshot any more, and its {METRICS_FILE} has 90 steps"
             ):
-                second.refuse_lost_snapshots()
+                second.validate_snapshots_exist()
         else:
-            second.refuse_lost_snapshots()
+            second.validate_snapshots_exist()
     finally:
         second.close()
 

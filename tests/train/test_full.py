@@ -19,15 +19,15 @@ from processes import JOBS, run
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, add_idle_spans
-from stepladder.storage.slices import (
-    Damaged,
-    Rows,
+from stepladder.storage.snapshot import read_newest_snapshot, read_snapshot
+from stepladder.storage.snapshot_slices import (
+    DamagedSnapshot,
     SliceReader,
-    joined,
-    refuse_senseless,
+    TensorSlice,
+    merge_parts,
+    verify_slices,
     write_part,
 )
-from stepladder.storage.snapshot import newest_snapshot, read_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.full_shards import FullShards
 from stepladder.train.job_file import load_job_file
@@ -123,7 +123,8 @@ def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_
     assert last["metrics"]["nats"] == pytest.approx(whole["metrics"]["nats"], rel=1e-5)
 
     state, whole_state = (
-        newest_snapshot(path).state()["optimizer"]["state"] for path in (parts, tmp_path / "whole")
+        read_newest_snapshot(path).state()["optimizer"]["state"]
+        for path in (parts, tmp_path / "whole")
     )
     for number, values in whole_state.items():
         for name, value in values.items():
@@ -154,13 +155,13 @@ def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_
     full = "--nproc", 4, "--shard", "full", "--fail-at", "2:8", "--max-restarts", 0
     killed = run(*parts, *full, cwd=tmp_path)
     assert killed.returncode not in (0, 2, 75), killed.stderr
-    assert newest_snapshot(tmp_path / "parts").manifest["slices"], (
+    assert read_newest_snapshot(tmp_path / "parts").manifest["slices"], (
         "it was saved in rows before it was killed"
     )
     stopped = run(*parts, "--nproc", 3, "--shard", "optimizer", "--steps", 15, cwd=tmp_path)
     # That of step 6 had begun, so that of step 3 was whole.
     assert json.loads(stopped.stdout.splitlines()[-1])["resumed_from_step"] in (3, 6)
-    assert newest_snapshot(tmp_path / "parts").manifest["slices"], (
+    assert read_newest_snapshot(tmp_path / "parts").manifest["slices"], (
         "no process had the optimizer's whole state"
     )
     assert run(*parts, cwd=tmp_path).returncode == 0
@@ -178,7 +179,7 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
     nets = []
     for ranks in (2, 3):
         found = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
-        snapshot, net = newest_snapshot(tmp_path / str(ranks)), Net()
+        snapshot, net = read_newest_snapshot(tmp_path / str(ranks)), Net()
         snapshot.restore_model(net)
         assert (
             net.head.weight is net.tokens.weight
@@ -200,10 +201,10 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    with pytest.raises(Damaged, match=r"part-00001.safetensors: SHA-256 differs"):
+    with pytest.raises(DamagedSnapshot, match=r"part-00001.safetensors: SHA-256 differs"):
         read_snapshot(folder)
     part.unlink()
-    with pytest.raises(Damaged, match=r"part-00001.safetensors: No such file"):
+    with pytest.raises(DamagedSnapshot, match=r"part-00001.safetensors: No such file"):
         read_snapshot(folder)
 
 
@@ -213,19 +214,22 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -
     cuts = [(4, 18), (0, 4), (18, 21), (21, 21)] if flat else [(0, 3), (3, 6), (6, 7), (7, 7)]
     held = whole.flatten() if flat else whole
     parts = [
-        write_part(tmp_path, n, {"model/w": Rows(held[lo:hi], lo, [7, 3], flat)})
+        write_part(tmp_path, n, {"model/w": TensorSlice(held[lo:hi], lo, [7, 3], flat)})
         for n, (lo, hi) in enumerate(cuts)
     ]
-    files, slices = joined(parts)
-    refuse_senseless({"files": files, "slices": slices})
+    files, slices = merge_parts(parts)
+    verify_slices({"files": files, "slices": slices})
     reader = SliceReader(tmp_path, slices)
     for lo in range(8):
         for hi in range(lo, 8):
-            assert torch.equal(reader.rows("model/w", lo, hi), whole[lo:hi]), (lo, hi)
+            assert torch.equal(reader.read_rows("model/w", lo, hi), whole[lo:hi]), (lo, hi)
     for lo in range(22):
         for hi in range(lo, 22):
-            assert torch.equal(reader.elements("model/w", lo, hi), whole.flatten()[lo:hi]), (lo, hi)
-    assert torch.equal(reader.tensor("model/w"), whole)
+            assert torch.equal(reader.read_elements("model/w", lo, hi), whole.flatten()[lo:hi]), (
+                lo,
+                hi,
+            )
+    assert torch.equal(reader.read_tensor("model/w"), whole)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +250,11 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -
 def test_slices_that_do_not_go_together_are_refused(pieces: Any) -> None:
     files = {"part-0": {}, "part-1": {}, "state.pt": {}}
     good = {"model/w": {"shape": [7, 3], "pieces": [["part-1", 4, 7], ["part-0", 0, 4]]}}
-    refuse_senseless({"files": files, "slices": good})
-    with pytest.raises(Damaged, match="its slices do not go together"):
-        refuse_senseless(
-            {"files": files, "slices": {"model/w": {"shape": [7, 3], "pieces": pieces}}}
-        )
-    with pytest.raises(Damaged, match="its slices do not go together"):
-        refuse_senseless({"files": files, "slices": {"state/../w": good["model/w"]}})
+    verify_slices({"files": files, "slices": good})
+    with pytest.raises(DamagedSnapshot, match="its slices do not go together"):
+        verify_slices({"files": files, "slices": {"model/w": {"shape": [7, 3], "pieces": pieces}}})
+    with pytest.raises(DamagedSnapshot, match="its slices do not go together"):
+        verify_slices({"files": files, "slices": {"state/../w": good["model/w"]}})
 
 
 def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:

@@ -16,9 +16,9 @@ from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
-from stepladder.storage.ledger import digests
-from stepladder.storage.ledger_plan import planned_steps
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.ledger import compute_digests
+from stepladder.storage.ledger_plan import compute_planned_steps
+from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.comm import Comm
 
 KINDS: dict[str, Any] = {
@@ -112,7 +112,7 @@ def alone() -> Comm:
 def assert_same_run(found: Path, expected: Path) -> None:
     """To the byte what was recorded, to the bit what was saved; and no sample lost."""
     assert (found / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
-    one, other = newest_snapshot(found), newest_snapshot(expected)
+    one, other = read_newest_snapshot(found), read_newest_snapshot(expected)
     states, whole = one.state(), other.state()
     for number, values in whole["optimizer"]["state"].items():
         for name, value in values.items():
@@ -170,13 +170,13 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
         ]
         whole = sorted((span for spans in shares for span in spans), key=lambda span: span.number)
         assert whole == plan.microbatches(step)
-        planned = planned_steps(plan, 0, 3, ranks, in_rounds=True)
+        planned = compute_planned_steps(plan, 0, 3, ranks, in_rounds=True)
         for rank, spans in enumerate(shares):
             mine = np.concatenate(
                 [np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)]
             )
             assert planned.counts[step, rank] == len(mine)
-            assert planned.digests[step, rank] == digests(mine, [len(mine)])[0]
+            assert planned.digests[step, rank] == compute_digests(mine, [len(mine)])[0]
 
 
 @pytest.mark.parametrize(

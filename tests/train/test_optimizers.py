@@ -16,7 +16,7 @@ from torch import nn
 
 from ranks import run_ranks
 from stepladder import InputError, Job, Optimizers, Settings, Trainer, World
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.checkpoint_blocks import checkpoint_blocks, validate_checkpointable
 from stepladder.train.comm import Comm
 
@@ -108,7 +108,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    return newest_snapshot(run_dir).state()
+    return read_newest_snapshot(run_dir).state()
 
 
 @pytest.mark.ranks
@@ -156,7 +156,7 @@ def test_full_has_the_curve_norms_and_average_of_one_process(tmp_path: Path) -> 
 
 def test_an_average_is_what_its_formula_says_and_is_evaluated(tmp_path: Path) -> None:
     fit(alone(), tmp_path, {"snapshot_every": 1, "keep": 9, "epochs": 1})
-    snapshots = [newest_snapshot(path) for path in sorted((tmp_path / "snapshots").iterdir())]
+    snapshots = [read_newest_snapshot(path) for path in sorted((tmp_path / "snapshots").iterdir())]
     job = make_job()
     expected = {name: param.detach().clone() for name, param in job.model.named_parameters()}
     for snapshot in snapshots:

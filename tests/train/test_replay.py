@@ -31,7 +31,7 @@ from stepladder import (
 )
 from stepladder.core.errors import RanksDiffer
 from stepladder.rank.preemption import StopSignals
-from stepladder.storage.snapshot import weights_sha256
+from stepladder.storage.snapshot import hash_weights
 from stepladder.train.determinism import deterministic
 from stepladder.train.job_file import load_job_file
 from stepladder.train.opening import open_session
@@ -121,8 +121,8 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
                 while not loop.session.is_over:
                     loop.step()
     except (RanksDiffer, PeerLost) as error:
-        return type(error).__name__, str(error), error.step, weights_sha256(job.model)
-    return "", "", loop.state.step, weights_sha256(job.model)
+        return type(error).__name__, str(error), error.step, hash_weights(job.model)
+    return "", "", loop.state.step, hash_weights(job.model)
 
 
 def all_struck(
@@ -188,7 +188,7 @@ def until_found(comm: Comm, folder: Path) -> list[tuple[str, int, str]]:
     with loop_of(comm, job, folder / f"{comm.world.rank}", steps=12, epochs=3) as loop:
         while loop.state.step < step - 1:
             loop.step()
-    return [("found", step, weights), ("clean", step, weights_sha256(job.model))]
+    return [("found", step, weights), ("clean", step, hash_weights(job.model))]
 
 
 @pytest.mark.ranks
@@ -281,7 +281,7 @@ def weights_of_sound_jobs(
         with loop_of(comm, job, folder / name, **asked) as loop:
             while not loop.session.is_over:
                 loop.step()
-        found[name] = weights_sha256(job.model), float(np.random.rand())
+        found[name] = hash_weights(job.model), float(np.random.rand())
     return found
 
 

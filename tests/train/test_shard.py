@@ -18,8 +18,9 @@ from torch import nn
 from processes import JOBS, audited, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
-from stepladder.storage.slices import SliceReader, joined, write_part
-from stepladder.storage.snapshot import Snapshots, newest_snapshot
+from stepladder.storage.snapshot import read_newest_snapshot
+from stepladder.storage.snapshot_slices import SliceReader, merge_parts, write_part
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.optimizer_shards import (
     ELEMENTWISE_OPTIMIZERS,
@@ -121,9 +122,9 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         told = json.dumps(write_part(place, comm.world.rank, shards.slices())).encode()
         size = range(comm.world.world_size)
         parts = [comm.broadcast_bytes(told if n == comm.world.rank else None, n) for n in size]
-        reader = SliceReader(place, joined(map(json.loads, parts))[1])
+        reader = SliceReader(place, merge_parts(map(json.loads, parts))[1])
         whole = shards.state_dict()
-        reader.fill({"optimizer": whole})
+        reader.fill_state({"optimizer": whole})
         _, optimizer = made(kind)
         reading = OptimizerShards(optimizer, comm)
         optimizer.load_state_dict(
@@ -371,7 +372,9 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
     else:
         last = run_ranks(fit_on_ranks, 2, tmp_path / "parts", settings)[0]
     assert last["weights_sha256"] == whole["weights_sha256"]
-    states = [newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")]
+    states = [
+        read_newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")
+    ]
     assert (
         plain(states[0]) == plain(states[1])
         and states[0]["param_groups"] == states[1]["param_groups"]
@@ -387,7 +390,7 @@ def save_where_one_cannot(comm: Comm, folder: Path) -> str:
     if comm.world.is_first:
         saving.open(Snapshots(folder))
     saving.save({})
-    saving.part_writer.failure()
+    saving.part_writer.wait_for_error()
     if not comm.world.is_first:
         saving.part_writer.save(folder / "gone", 1, state.shards.slices())  # type: ignore[union-attr]
     try:

@@ -23,16 +23,18 @@ from stepladder.core.output_file import validate_writable
 from stepladder.core.paths import parse_path
 from stepladder.core.process_count import parse_range
 from stepladder.rank.exit_record import write_end
-from stepladder.slurm import query, requeue
-from stepladder.slurm.cluster import (
-    defaults_in_force,
-    doubts,
-    partitions,
-    refuse_impossible,
-    refuse_unjoinable,
-    refuse_unknown_nodes,
+from stepladder.slurm import client, requeue, submitted_jobs
+from stepladder.slurm.batch_job import MAX_REQUEUES, make_batch_job, measure_margin
+from stepladder.slurm.batch_script import render_batch_script
+from stepladder.slurm.partitions import (
+    describe_cluster_defaults,
+    find_job_warnings,
+    list_partitions,
+    validate_job_fits,
+    validate_joinable,
+    validate_node_names,
 )
-from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
+from stepladder.slurm.site_defaults import find_site_defaults
 from stepladder.train.job_source import validate_not_job
 
 OURS = (
@@ -148,14 +150,14 @@ def submit(
         )
     rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"]), writes) if rehearse else None
     nodes = parse_range("--nodes", flags.pop("nodes"))
-    job = batch_job(
+    job = make_batch_job(
         flags,
-        find_site(),
+        find_site_defaults(),
         command=(kind, *rest),
         job_dir=str(job_dir),
         nodes=nodes,
         name=name,
-        margin=measured_margin(job_dir, flags["time"]),
+        margin=measure_margin(job_dir, flags["time"]),
         made_by=mask_command(["stepladder", *sys.argv[1:]]),
     )
     output = Path(job.output)
@@ -164,26 +166,26 @@ def submit(
     ):  # without a log Slurm ends the job, in silence
         validate_writable(output, "--output")
     if dry_run:
-        echo(render(job), end="")
+        echo(render_batch_script(job), end="")
         return 0
-    cluster = partitions()
-    refuse_impossible(job, cluster)
-    refuse_unknown_nodes(job)
-    refuse_unjoinable(job)
+    cluster = list_partitions()
+    validate_job_fits(job, cluster)
+    validate_node_names(job)
+    validate_joinable(job)
     if rehearsal and not rehearsal.passes(as_json):
         return 1
-    others = query.jobs_in(job_dir) if kind == "train" and not job.join else []
+    others = submitted_jobs.find_jobs_in(job_dir) if kind == "train" and not job.join else []
     taken = (
         [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"]
         if others
         else []
     )
     asked = [name for name, value in flags.items() if value is not None]
-    for sentence in defaults_in_force(job, cluster, asked):
+    for sentence in describe_cluster_defaults(job, cluster, asked):
         echo(f"stepladder: {sentence}", err=True)
-    for doubt in [*doubts(job), *taken]:
+    for doubt in [*find_job_warnings(job), *taken]:
         echo(f"warning: {doubt}", err=True)
-    number = query.submit(job)
+    number = submitted_jobs.submit(job)
     if as_json:
         echo(json.dumps({"schema": 1, "job_id": int(number)}))
     else:
@@ -229,9 +231,9 @@ def refuse_ours(context: click.Context) -> None:
 
 def show_findings(path: Path, as_json: bool) -> int:
     """Exit code 1 where there is any."""
-    from stepladder.slurm.lint import lint
+    from stepladder.slurm.lint import lint_script
 
-    findings = lint(path)
+    findings = lint_script(path)
     if as_json:
         found = [{"file": str(path), **asdict(finding)} for finding in findings]
         echo(json.dumps({"schema": 1, "findings": found}))
@@ -250,7 +252,7 @@ def status(job: str | None, as_json: bool) -> None:
     requeued.
     """
     if job is None:
-        jobs = query.own_jobs()
+        jobs = submitted_jobs.list_user_jobs()
         if as_json:
             echo(json.dumps({"schema": 1, "jobs": [known.as_json() for known in jobs]}))
         for known in jobs if not as_json else []:
@@ -258,8 +260,8 @@ def status(job: str | None, as_json: bool) -> None:
         if not jobs and not as_json:
             echo("no job waits or runs. HINT: stepladder submit -- train mnist")
         return
-    known = query.look_up(job)
-    told = known.as_json() | requeue.story(known)
+    known = submitted_jobs.find_job(job)
+    told = known.as_json() | requeue.describe_history(known)
     if as_json:
         echo(json.dumps({"schema": 1, **told}))
         return
@@ -282,13 +284,13 @@ def status(job: str | None, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Follow the output, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
     """Show what batch job JOB has printed, all its starts one after the other."""
-    known = query.look_up(job)
+    known = submitted_jobs.find_job(job)
     if not known.output:
         raise InputError(
             f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed"
         )
-    for piece in query.pieces(
-        Path(known.output), (lambda: query.look_up(job).is_over) if follow else None
+    for piece in submitted_jobs.read_output(
+        Path(known.output), (lambda: submitted_jobs.find_job(job).is_over) if follow else None
     ):
         sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
@@ -300,7 +302,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
     """Cancel batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not
     requeued.
     """
-    found = [query.look_up(job) for job in jobs]
+    found = [submitted_jobs.find_job(job) for job in jobs]
     for known in found:
         if known.is_over:
             raise InputError(
@@ -308,7 +310,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
                 "stepladder status",
             )
     for known in found:
-        query.ask("scancel", known.job)
+        client.run_slurm("scancel", known.job)
         go_on = (
             f"; submitted again, it goes on from its snapshot in {known.job_dir}"
             if known.job_dir
@@ -328,7 +330,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
 
     CODE is srun's exit code; on stdin, what `scontrol show job` and `scontrol show node` say.
     """
-    decision = requeue.after(job_dir, code, margin, sys.stdin.read(), max_requeues)
+    decision = requeue.handle_end(job_dir, code, margin, sys.stdin.read(), max_requeues)
     echo(f"stepladder: {decision.text}", err=True)
     return decision.exit_code(code)
 

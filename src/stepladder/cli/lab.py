@@ -14,7 +14,7 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
-    from stepladder.slurm.lab.cluster import Lab
+    from stepladder.slurm.lab.lab import Lab
 
 
 @click.group(
@@ -50,9 +50,9 @@ def up(**flags: Any) -> None:
     eval "$(stepladder lab up --nodes 2)"
     """
     refuse_other_systems()
-    from stepladder.slurm.lab.prepare import new_lab
+    from stepladder.slurm.lab.prepare import prepare_lab
 
-    lab = new_lab(**flags)
+    lab = prepare_lab(**flags)
     lab.up()
     layout = lab.layout
     names = ", ".join(node.name for node in layout.all_nodes)
@@ -86,7 +86,7 @@ def status(as_json: bool) -> None:
 @click.argument("words", nargs=-1, required=True, metavar="-- CMD...", type=click.UNPROCESSED)
 def exec(node: str | None, words: tuple[str, ...]) -> None:
     """Run CMD with SLURM_CONF set, in place of this process."""
-    find().become(list(words), node)
+    find().run_command(list(words), node)
 
 
 @command.command()
@@ -129,9 +129,9 @@ def refuse_other_systems() -> None:
 
 def find() -> Lab:
     refuse_other_systems()
-    from stepladder.slurm.lab.cluster import Lab
+    from stepladder.slurm.lab.lab import Lab
 
-    return Lab.find()
+    return Lab.load_running()
 
 
 def export_line(lab: Lab) -> str:

@@ -275,20 +275,22 @@ def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
 
     words: of the command that would run it.
     """
-    from stepladder.storage.rundir import CONFIG  # late: psutil, for which `--help` need not wait
-    from stepladder.storage.trained_jobs import is_remembered
+    from stepladder.storage.run_files import (
+        CONFIG_FILE,  # late: psutil, for which `--help` need not wait
+    )
+    from stepladder.storage.trained_jobs import was_trained_before
 
-    if trusted and not (run_dir / CONFIG).exists():
+    if trusted and not (run_dir / CONFIG_FILE).exists():
         raise InputError(
             f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}"
         )
-    if not (trusted or path.parent == RECIPES_FOLDER or is_remembered(path)):
+    if not (trusted or path.parent == RECIPES_FOLDER or was_trained_before(path)):
         found = f"{run_dir} names a job file that you have not trained as it is now"
         raise InputError(
             f"{found}, and {words.split()[0]} would run it: {path}",
             f"read it; then stepladder {words} --trust-job-file",
         )
-    print_message(f"runs {path}, as {run_dir / CONFIG} has it")
+    print_message(f"runs {path}, as {run_dir / CONFIG_FILE} has it")
 
 
 def print_tables(tables: Iterable[Table], width: int) -> None:

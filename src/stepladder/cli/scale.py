@@ -23,7 +23,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.slurm.job import BatchJob, batch_job, find_site
+from stepladder.slurm.batch_job import BatchJob, make_batch_job
+from stepladder.slurm.site_defaults import find_site_defaults
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
@@ -159,8 +160,14 @@ def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     )
     given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
     cpus = per_node * flags["threads"]
-    return batch_job(
-        given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus
+    return make_batch_job(
+        given,
+        find_site_defaults(),
+        command=(),
+        job_dir="",
+        name="scale",
+        max_requeues=0,
+        cpus_per_task=cpus,
     )
 
 

@@ -21,7 +21,7 @@ from stepladder.cli.options import (
 from stepladder.cli.types import ANY, JOB
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings
-from stepladder.storage.rundir import CONFIG
+from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.train.job_file import load_stored_job
 
 
@@ -32,7 +32,7 @@ class VerifyCommand(JobCommand):
 
     def find(self, name: str) -> Path:
         self.stored = {}, {}
-        if not (Path(name) / CONFIG).exists():
+        if not (Path(name) / CONFIG_FILE).exists():
             return super().find(name)
         path, *self.stored = load_stored_job(Path(name))
         return path
@@ -81,7 +81,7 @@ def command(
     per step, and compares every bit (with --sync ddp losses to 1e-5, weights to 1e-3). Exit code 1
     if something differs: the first step and tensor are named, and the likely cause."""
     config, own = command.sort(flags)
-    if trust_job_file or (Path(job) / CONFIG).exists():
+    if trust_job_file or (Path(job) / CONFIG_FILE).exists():
         name_job_file(command.job, Path(job), trust_job_file, f"verify {job}")
     stored_config, stored_settings = command.stored
     settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})

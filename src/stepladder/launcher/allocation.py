@@ -188,10 +188,10 @@ def refuse_ended(job: int) -> None:
     """Raises InputError for a job that is over, or that Slurm does not know: srun would say so at
     length.
     """
-    from stepladder.slurm.query import ask, field  # late: most runs are in no job
+    from stepladder.slurm.client import parse_field, run_slurm  # late: most runs are in no job
 
     try:
-        state = field(ask("scontrol", "show", "job", str(job)), "JobState")
+        state = parse_field(run_slurm("scontrol", "show", "job", str(job)), "JobState")
     except InputError as error:
         raise InputError(f"SLURM_JOB_ID={job}: {error.problem}", "unset SLURM_JOB_ID") from error
     if state and state not in ALIVE:

@@ -34,7 +34,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import EndWriter, identify_start
 from stepladder.rank.lifecycle import record_failure, run_and_exit
 from stepladder.rank.preemption import get_seconds_left
-from stepladder.storage.trained_jobs import remember_job
+from stepladder.storage.trained_jobs import record_trained_job
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
 # Of torch's threads, once it is loaded: so they wait for each other for microseconds only.
@@ -91,7 +91,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
             )
         world = World.detect() if nodes[1] == 1 else World()
         if world.is_first:
-            remember_job(request.job)
+            record_trained_job(request.job)
         nproc = launch.topology.nproc
         if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
             raise InputError(

@@ -1,1 +1,1 @@
-"""Batch jobs for Slurm: checked, rendered, submitted, asked after, requeued."""
+"""Batch jobs for Slurm: checked, rendered, submitted, inspected and requeued."""

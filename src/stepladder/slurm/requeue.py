@@ -1,8 +1,9 @@
-"""What the end of a batch job's ranks means: done, to be requeued, or not. Called by the batch
-script.
+"""What happens after the ranks of a batch job have ended: the job is requeued, or it is over.
 
-The word of the ranks counts (ended.json), then what Slurm says of the job and its nodes; an exit
-code comes last. Every end is a line in requeues.jsonl."""
+The batch script runs `stepladder after`, which calls `handle_end`. What the ranks have recorded
+themselves (ended.json) counts first, then what Slurm knows of the job and its nodes, and last the
+exit code. Every end is a line in requeues.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +31,22 @@ from stepladder.core.errors import (
 from stepladder.core.jsonl import is_unix_time
 from stepladder.core.numbers import MAX_PORT, parse_whole_number
 from stepladder.rank.exit_record import END_FILE_NAME, identify_start, read_end
-from stepladder.slurm.query import Known, append_line, field, lines_of_job
+from stepladder.slurm.client import parse_field
+from stepladder.slurm.submitted_jobs import JobInfo, add_record, read_job_records
 
-HISTORY = "requeues.jsonl"
+REQUEUES_FILE = "requeues.jsonl"
 SLURMD_PORT = 6818
-SECONDS_EARLY = 60  # Slurm's warning may come that much before its time
-BY_SIGKILL, BY_SIGTERM = (KILLED, 9), (TERMINATED, 15)  # as a shell and as srun say it
-STARTS_WITHOUT_PROGRESS = 2
-START = "stepladder: start "  # and its number, from 1: a line of the batch script
+SIGNAL_EARLY_S = 60  # Slurm may send its signal that much too early
+SIGKILL_CODES = (KILLED, 9)  # as a shell and as srun report it
+SIGTERM_CODES = (TERMINATED, 15)
+MAX_STARTS_WITHOUT_PROGRESS = 2
+START_LINE_PREFIX = "stepladder: start "  # then the number, from 1: a line of the batch script
+ENDED_BY_SLURM = re.compile(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)")
 
 
 @dataclass(frozen=True)
-class PastEnd:
-    """What is read of a line of requeues.jsonl. time: Unix time."""
+class RequeueRecord:
+    """The entries of a line of requeues.jsonl that are read; `time` is a Unix time."""
 
     restart: int
     reason: str
@@ -57,8 +61,8 @@ class PastEnd:
             raise ValueError
 
 
-class Reason(StrEnum):
-    """Why the ranks ended."""
+class EndReason(StrEnum):
+    """Why the ranks have ended."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -72,204 +76,257 @@ class Reason(StrEnum):
     BUG = "bug"
 
 
-@dataclass(frozen=True)
-class Ending:
-    """What is known of one start of the job.
+FINAL_REASONS = (EndReason.FINISHED, EndReason.CANCELLED, EndReason.BAD_INPUT, EndReason.BUG)
 
-    code: srun's exit code.  word: the ranks' own (0, 1, 2, 74, 75) or their launcher's, or None.
-    restart: how often Slurm has restarted the job.  step: of the newest snapshot, None if it is not
-    a training. seconds_left: to the job's time limit at the end, None if unknown.  lost: nodes that
-    do not answer."""
+
+@dataclass(frozen=True)
+class StartEnd:
+    """What is known of the end of one start of the job.
+
+    Args:
+        code: srun's exit code.
+        ranks_code: The code that the ranks or their launcher have recorded (0, 1, 2, 74, 75, 143),
+            None if they have not.
+        restart: How often Slurm has restarted the job.
+        step: Step of the newest snapshot, None if the job is no training.
+        state: The job's state in Slurm.
+        seconds_left: Seconds to the time limit at the end, None if unknown.
+        margin: Seconds before the time limit at which Slurm sends its signal.
+        preempted: Whether Slurm gives the nodes to another job.
+        lost_nodes: Nodes that do not answer.
+    """
 
     code: int
-    word: int | None = None
+    ranks_code: int | None = None
     restart: int = 0
     step: int | None = None
     state: str = "RUNNING"
     seconds_left: float | None = None
     margin: float = 0.0
     preempted: bool = False
-    lost: tuple[str, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """requeue: go on from the snapshot.  text: for the job's log."""
+    """What to do after an end.
 
-    reason: Reason
+    Args:
+        reason: Why the ranks have ended.
+        requeue: Whether the job continues from its snapshot.
+        text: The decision in words, for the job's log.
+    """
+
+    reason: EndReason
     requeue: bool
     text: str
 
     def exit_code(self, code: int) -> int:
-        """Of the batch script. code: srun's; where that is 75, it may be an agent's that srun
-        ended: no wish.
+        """Return the exit code of the batch script.
+
+        Args:
+            code: srun's exit code. If it is 75, it may be that of an agent which srun has ended,
+                and must not requeue the job.
         """
         if self.requeue:
             return STOPPED
-        if self.reason is Reason.FINISHED:
+        if self.reason is EndReason.FINISHED:
             return DONE
         return FAILED if code in (DONE, STOPPED) else code
 
 
-def reason_of(end: Ending) -> Reason:
-    said = end.code if end.word is None else end.word
-    if said == DONE:
-        return Reason.FINISHED
+def find_end_reason(end: StartEnd) -> EndReason:
+    """Return why the ranks have ended."""
+    code = end.ranks_code
+    if code is None:
+        code = end.code
+    if code == DONE:
+        return EndReason.FINISHED
     if end.state.startswith("CANCELLED"):
-        return Reason.CANCELLED
-    near = end.seconds_left is not None and end.seconds_left < end.margin + SECONDS_EARLY
-    asked = Reason.PREEMPTION if end.preempted else Reason.TIME_LIMIT if near else Reason.SIGNAL
-    if end.word == STOPPED:
-        return asked
-    if end.lost:
-        return Reason.NODE_FAILURE
-    if end.word == TERMINATED:
-        return asked
-    if end.word == STORAGE_FAILED:
-        return Reason.STORAGE
-    if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
-        return Reason.OUT_OF_MEMORY
-    if said in BY_SIGTERM:
-        return Reason.SIGNAL  # before there were ranks that could have said so
-    return Reason.BAD_INPUT if said == BAD_INPUT else Reason.BUG
+        return EndReason.CANCELLED
+    if end.ranks_code == STOPPED:
+        return _find_stop_reason(end)
+    if end.lost_nodes:
+        return EndReason.NODE_FAILURE
+    if end.ranks_code == TERMINATED:
+        return _find_stop_reason(end)
+    if end.ranks_code == STORAGE_FAILED:
+        return EndReason.STORAGE
+    is_out_of_memory = end.ranks_code is None and end.state.startswith("OUT_OF_ME")
+    if code in SIGKILL_CODES or is_out_of_memory:
+        return EndReason.OUT_OF_MEMORY
+    if code in SIGTERM_CODES:
+        return EndReason.SIGNAL  # before there were ranks that could have recorded their end
+    if code == BAD_INPUT:
+        return EndReason.BAD_INPUT
+    return EndReason.BUG
 
 
-def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decision:
-    """Whether the job goes on. steps_before: the newest snapshot's step after each earlier start of
-    this job.
+def _find_stop_reason(end: StartEnd) -> EndReason:
+    """Return why Slurm has sent SIGTERM."""
+    if end.preempted:
+        return EndReason.PREEMPTION
+    if end.seconds_left is not None and end.seconds_left < end.margin + SIGNAL_EARLY_S:
+        return EndReason.TIME_LIMIT
+    return EndReason.SIGNAL
+
+
+def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int) -> Decision:
+    """Decide whether the job continues.
+
+    Args:
+        end: How this start has ended.
+        steps_before: Step of the newest snapshot after each earlier start of the job.
+        max_requeues: How often the job is requeued at most.
+
+    Returns:
+        The decision.
     """
-    reason = reason_of(end)
-    at = f" at step {end.step}" if end.step is not None else ""
-    final = {
-        Reason.FINISHED: "finished",
-        Reason.CANCELLED: f"cancelled{at}: not requeued",
-        Reason.BAD_INPUT: "bad input, see above: not requeued",
-        Reason.BUG: f"failed{at} with exit code {end.code}, and not by the cluster's fault, see above:"
-        " not requeued",
-    }
-    if reason in final:
-        return Decision(reason, False, final[reason])
-    if end.word == TERMINATED and reason is not Reason.NODE_FAILURE:
+    reason = find_end_reason(end)
+    at_step = f" at step {end.step}" if end.step is not None else ""
+    if reason in FINAL_REASONS:
+        return Decision(reason, False, _describe_final(reason, end, at_step))
+    if end.ranks_code == TERMINATED and reason is not EndReason.NODE_FAILURE:
         hint = "a script that saves, and then ends with exit code 75, goes on"
         return Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
-    story = {
-        Reason.NODE_FAILURE: f"lost {', '.join(end.lost)}{at}",
-        Reason.OUT_OF_MEMORY: f"killed{at}, often: out of memory",
-        Reason.STORAGE: f"a file of the run directory could not be used{at}, see above",
+    descriptions = {
+        EndReason.NODE_FAILURE: f"lost {', '.join(end.lost_nodes)}{at_step}",
+        EndReason.OUT_OF_MEMORY: f"killed{at_step}, often: out of memory",
+        EndReason.STORAGE: f"a file of the run directory could not be used{at_step}, see above",
     }
-    told = story.get(reason, f"stopped{at} ({reason})")
-    if end.restart >= most:
-        return Decision(
-            reason,
-            False,
-            f"{told}: requeued {most} times already, and not again. HINT: submit --max-requeues",
+    description = descriptions.get(reason, f"stopped{at_step} ({reason})")
+    if end.restart >= max_requeues:
+        text = (
+            f"{description}: requeued {max_requeues} times already, and not again."
+            " HINT: submit --max-requeues"
         )
-    fruitless = 1 if reason is Reason.OUT_OF_MEMORY else STARTS_WITHOUT_PROGRESS
-    if _without_progress(end, steps_before, reason) >= fruitless:
-        longer = "a longer --time, or --snapshot-every"
-        hint = "more --mem" if reason is Reason.OUT_OF_MEMORY else longer
-        return Decision(
-            reason, False, f"{told}: not requeued, because no step was gained. HINT: {hint}"
-        )
-    return Decision(reason, True, f"{told}: requeued ({end.restart + 1} of at most {most})")
+        return Decision(reason, False, text)
+    max_starts = MAX_STARTS_WITHOUT_PROGRESS
+    hint = "a longer --time, or --snapshot-every"
+    if reason is EndReason.OUT_OF_MEMORY:
+        max_starts = 1
+        hint = "more --mem"
+    if _count_without_progress(end, steps_before, reason) >= max_starts:
+        text = f"{description}: not requeued, because no step was gained. HINT: {hint}"
+        return Decision(reason, False, text)
+    text = f"{description}: requeued ({end.restart + 1} of at most {max_requeues})"
+    return Decision(reason, True, text)
 
 
-def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: Reason) -> int:
-    """How many starts, this one last, have ended at the step where the one before had ended."""
-    if reason is Reason.OUT_OF_MEMORY and not end.step:
+def _describe_final(reason: EndReason, end: StartEnd, at_step: str) -> str:
+    texts = {
+        EndReason.FINISHED: "finished",
+        EndReason.CANCELLED: f"cancelled{at_step}: not requeued",
+        EndReason.BAD_INPUT: "bad input, see above: not requeued",
+        EndReason.BUG: f"failed{at_step} with exit code {end.code}, and not by the cluster's fault,"
+        " see above: not requeued",
+    }
+    return texts[reason]
+
+
+def _count_without_progress(
+    end: StartEnd, steps_before: Sequence[int | None], reason: EndReason
+) -> int:
+    """Return how many starts in a row, this one last, have not got beyond the start before them."""
+    if reason is EndReason.OUT_OF_MEMORY and not end.step:
         return 1
     if end.step is None:
         return 0
     return len(list(takewhile(lambda step: step == end.step, reversed(steps_before))))
 
 
-# -- what is known ---------------------------------------------------------------------------------
+# -- what Slurm and the run directory show ---------------------------------------------------------
 
 
-def newest_step(job_dir: Path) -> int | None:
-    """Optimizer steps in the newest snapshot; None where there never was a training."""
+def find_newest_step(job_dir: Path) -> int | None:
+    """Return the step of the newest snapshot, None if the folder has no training."""
     if not (job_dir / "config.json").exists():
         return None
-    names = [path.name for path in (job_dir / "snapshots").glob("step_*")]
-    return max(
-        (
-            int(found.group(1))
-            for name in names
-            if (found := re.fullmatch(r"step_([0-9]{1,16})", name))
-        ),
-        default=0,
-    )
+    steps = [0]
+    for path in (job_dir / "snapshots").glob("step_*"):
+        if match := re.fullmatch(r"step_([0-9]{1,16})", path.name):
+            steps.append(int(match[1]))
+    return max(steps)
 
 
-def seconds_left(facts: str) -> float | None:
+def parse_seconds_left(text: str) -> float | None:
+    """Return the seconds to the job's time limit, None if `scontrol show job` does not name it."""
     try:
-        return (datetime.fromisoformat(field(facts, "EndTime")) - datetime.now()).total_seconds()
+        end = datetime.fromisoformat(parse_field(text, "EndTime"))
     except ValueError:
         return None
+    return (end - datetime.now()).total_seconds()
 
 
-def lost_nodes(facts: str) -> tuple[str, ...]:
-    """Nodes of the job that Slurm has given up, or whose daemon does not answer (Slurm may need
-    minutes).
+def find_lost_nodes(text: str) -> tuple[str, ...]:
+    """Return the nodes that Slurm has given up, or whose daemon does not answer.
+
+    Slurm itself may need minutes to notice a lost node.
+
+    Args:
+        text: What `scontrol show node` has printed.
     """
     lost = []
-    for shown in re.split(r"^(?=NodeName=)", facts, flags=re.MULTILINE)[1:]:
-        state, port = (
-            field(shown, "State"),
-            parse_whole_number(field(shown, "Port"), maximum=MAX_PORT) or SLURMD_PORT,
-        )
-        bad = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)
-        if bad or not is_listening(field(shown, "NodeAddr"), port):
-            lost.append(field(shown, "NodeName"))
+    for node in re.split(r"^(?=NodeName=)", text, flags=re.MULTILINE)[1:]:
+        is_down = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", parse_field(node, "State"))
+        port = parse_whole_number(parse_field(node, "Port"), maximum=MAX_PORT) or SLURMD_PORT
+        if is_down or not is_listening(parse_field(node, "NodeAddr"), port):
+            lost.append(parse_field(node, "NodeName"))
     return tuple(lost)
 
 
-# -- what was before -------------------------------------------------------------------------------
+# -- earlier ends of a job -------------------------------------------------------------------------
 
 
-def ended_by_slurm(output: Path) -> dict[int, str]:
-    """Starts that Slurm itself ended and requeued, by number, with its reason: the batch script
-    ended too.
+def find_ends_by_slurm(output: Path) -> dict[int, str]:
+    """Return the reason of each start that Slurm ended and requeued itself, by its number.
 
-    Read from what the job has printed: a line of the batch script at each start, and Slurm's own on
-    its end."""
-    found: dict[int, str] = {}
+    Slurm then ended the batch script too, so it wrote no record. The reasons are read from what
+    the job has printed: a line of the batch script at each start, and one of Slurm at its end.
+    """
+    reasons: dict[int, str] = {}
     number = 0
     with suppress(OSError), output.open(errors="replace", encoding="utf-8") as lines:
         for line in lines:
-            if line.startswith(START):
-                number = (parse_whole_number(line.removeprefix(START).partition(" ")[0]) or 0) - 1
-            elif asked := re.match(
-                r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line
-            ):
-                reason = asked.group(1).strip().lower()
-                found[number] = reason if reason in list(Reason) else "requeue"
-    return found
+            if line.startswith(START_LINE_PREFIX):
+                text = line.removeprefix(START_LINE_PREFIX).partition(" ")[0]
+                number = (parse_whole_number(text) or 0) - 1
+            elif match := ENDED_BY_SLURM.match(line):
+                reason = match[1].strip().lower()
+                if reason not in list(EndReason):
+                    reason = "requeue"
+                reasons[number] = reason
+    return reasons
 
 
-def story(known: Known) -> dict[str, Any]:
-    """What the run directory tells of this job, as `status --json` has it."""
-    folder = Path(known.job_dir) if known.job_dir else None
-    return {
-        "restarts": known.restarts,
-        "output": known.output,
-        "run_dir": known.job_dir,
-        "step": newest_step(folder) if folder else None,
-        "ends": ends_of(known, folder) if folder else [],
+def describe_history(job: JobInfo) -> dict[str, Any]:
+    """Return what the run directory shows of a job, as `status --json` prints it."""
+    history: dict[str, Any] = {
+        "restarts": job.restarts,
+        "output": job.output,
+        "run_dir": job.job_dir,
+        "step": None,
+        "ends": [],
     }
+    if job.job_dir:
+        folder = Path(job.job_dir)
+        history["step"] = find_newest_step(folder)
+        history["ends"] = list_ends(job, folder)
+    return history
 
 
-def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
-    """One per start that has ended; those without a line, for Slurm ended the batch script with
-    them, included.
-    """
-    told = {end["restart"]: end for end in lines_of_job(folder / HISTORY, known.job, PastEnd)}
-    if missing := set(range(max([known.restarts, *told]))) - told.keys():
-        reasons = ended_by_slurm(Path(known.output))
-        for number in missing:  # no word from a node without power, on which the batch script was
-            told[number] = {
-                "job": known.job,
+def list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
+    """Return a record of each start that has ended, also of those that Slurm ended itself."""
+    records = read_job_records(folder / REQUEUES_FILE, job.job, RequeueRecord)
+    ends = {record["restart"]: record for record in records}
+    missing = set(range(max([job.restarts, *ends]))) - ends.keys()
+    if missing:
+        reasons = find_ends_by_slurm(Path(job.output))
+        for number in missing:
+            ends[number] = {
+                "job": job.job,
                 "restart": number,
+                # Slurm prints nothing if the node of the batch script has lost power.
                 "reason": reasons.get(number, "node failure, or requeue"),
                 "requeued": True,
                 "step": None,
@@ -277,35 +334,45 @@ def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
                 "lost": [],
                 "time": None,
             }
-    return [told[number] for number in sorted(told)]
+    return [ends[number] for number in sorted(ends)]
 
 
-def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
-    """Look, decide and remember. facts: `scontrol show job` and `show node`."""
-    said = read_end() or read_end(job_dir / END_FILE_NAME)
-    end = Ending(
+def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues: int) -> Decision:
+    """Decide whether a job is requeued, and add a record of its end.
+
+    Args:
+        job_dir: The run directory.
+        code: srun's exit code.
+        margin: Seconds before the time limit at which Slurm sends its signal.
+        text: What `scontrol show job` and `scontrol show node` have printed.
+        max_requeues: How often the job is requeued at most.
+
+    Returns:
+        The decision.
+    """
+    start = identify_start()
+    recorded = read_end() or read_end(job_dir / END_FILE_NAME) or {}
+    end = StartEnd(
         code,
-        said["code"] if said else None,
-        identify_start()["restart"],
-        newest_step(job_dir),
-        field(facts, "JobState") or "RUNNING",
-        seconds_left(facts),
-        margin,
-        bool(field(facts, "PreemptTime")),
-        lost_nodes(facts),
+        ranks_code=recorded.get("code"),
+        restart=start["restart"],
+        step=find_newest_step(job_dir),
+        state=parse_field(text, "JobState") or "RUNNING",
+        seconds_left=parse_seconds_left(text),
+        margin=margin,
+        preempted=bool(parse_field(text, "PreemptTime")),
+        lost_nodes=find_lost_nodes(text),
     )
-    before = [
-        line["step"] for line in lines_of_job(job_dir / HISTORY, identify_start()["job"], PastEnd)
-    ]
-    decision = decide(end, before, most)
-    line: dict[str, Any] = {
-        **identify_start(),
+    earlier = read_job_records(job_dir / REQUEUES_FILE, start["job"], RequeueRecord)
+    decision = decide(end, [record["step"] for record in earlier], max_requeues)
+    record: dict[str, Any] = {
+        **start,
         "reason": decision.reason,
         "requeued": decision.requeue,
         "step": end.step,
         "code": end.code,
-        "lost": end.lost,
+        "lost": end.lost_nodes,
         "time": round(time.time(), 1),
     }
-    append_line(job_dir / HISTORY, line)
+    add_record(job_dir / REQUEUES_FILE, record)
     return decision

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its directory, its snapshots, its ledger."""
+"""The files of a run: its directory, its snapshots and its ledger."""

@@ -1,9 +1,10 @@
-"""Proves from a run's ledger that every sample was trained exactly once per epoch.
+"""The audit: a proof, from a run's ledger, that every sample was trained exactly once per epoch.
 
-Follows the surviving line of attempts: each one's chain begins where the snapshot that it resumed
-from ended, so its parent is the attempt whose chains give that hash. Steps that were rolled back
-are `superseded`. Each surviving step's digest is recomputed from the plan. Memory: one epoch's
-order."""
+The final weights come from a line of attempts. The chain of an attempt begins with the hash of the
+snapshot from which it resumed, so the attempt before it is the one whose chains have that hash.
+Steps that were rolled back are `superseded`. The digest of each surviving step is recomputed from
+the plan. The memory needed is that of one epoch's order.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +19,55 @@ import psutil
 from stepladder.core import typed_file
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger_rank import Attempt, LedgerProblem, ProcessChange, Wrong
-from stepladder.storage.ledger_reader import attempts_of, follow
-from stepladder.storage.run_config import config_of
-from stepladder.storage.rundir import CONFIG, LEDGER, MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
+from stepladder.storage.ledger_attempts import read_attempts, verify_attempt
+from stepladder.storage.ledger_rank_reader import (
+    Attempt,
+    LedgerError,
+    ProcessChange,
+    SampleMismatch,
+)
+from stepladder.storage.run_config import open_config
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    LEDGER_FOLDER,
+    MANIFEST_FILE,
+    RESULT_FILE,
+    SNAPSHOTS_FOLDER,
+    list_snapshots,
+)
 
-BYTES_PER_ROW = 32  # while an order is made
-MOST_EPOCHS = 1 << 21
-MOST_TOLD = 100
+ORDER_BYTES_PER_ROW = 32  # while an epoch's order is made
+MAX_EPOCHS = 1 << 21
+MAX_REPORTED_MISMATCHES = 100
 
 
 @dataclass
 class EpochCount:
-    """Samples of one epoch. never_seen: of steps that the run has not reached."""
+    """How many samples of an epoch were lost or repeated, or belong to steps not yet reached."""
 
     epoch: int
     lost: int = 0
     repeated: int = 0
     never_seen: int = 0
 
+    def add(self, lost: int = 0, repeated: int = 0, never_seen: int = 0) -> None:
+        """Add to the counts."""
+        self.lost += lost
+        self.repeated += repeated
+        self.never_seen += never_seen
+
 
 @dataclass
 class Audit:
-    """What the ledger proves.
+    """The result of an audit.
 
-    history: changes of the ranks within attempts, oldest first.  problems: with file, step and
-    rank."""
+    Args:
+        epochs: The counts of each epoch.
+        superseded: Number of steps that were rolled back.
+        attempts: How often the ranks were started.
+        history: Changes of the ranks within attempts, oldest first.
+        problems: Sentences that name file, step and rank.
+    """
 
     epochs: list[EpochCount]
     superseded: int
@@ -53,53 +77,61 @@ class Audit:
 
     @property
     def changes(self) -> int:
+        """The number of changes of the ranks."""
         return len(self.history)
 
     @property
     def lost(self) -> int:
-        return sum(e.lost for e in self.epochs)
+        """The number of samples that were not trained."""
+        return sum(epoch.lost for epoch in self.epochs)
 
     @property
     def repeated(self) -> int:
-        return sum(e.repeated for e in self.epochs)
+        """The number of samples that were trained more than once in an epoch."""
+        return sum(epoch.repeated for epoch in self.epochs)
 
     @property
     def ok(self) -> bool:
+        """Whether every sample was trained once."""
         return not self.problems and not self.lost and not self.repeated
 
     def as_json(self) -> dict[str, Any]:
+        """Return what `audit --json` prints."""
         return {
             "schema": 1,
-            "epochs": [asdict(e) for e in self.epochs],
+            "epochs": [asdict(epoch) for epoch in self.epochs],
             "lost": self.lost,
             "repeated": self.repeated,
             "superseded": self.superseded,
             "attempts": self.attempts,
             "changes": self.changes,
-            "history": [asdict(one) for one in self.history],
+            "history": [asdict(change) for change in self.history],
             "ok": self.ok,
             "problems": self.problems,
         }
 
 
 @dataclass(frozen=True)
-class Done:
-    """What is read of a result.json."""
+class StoredResult:
+    """The entry of result.json that the audit reads."""
 
     steps: int
 
 
 @dataclass(frozen=True)
 class ManifestHead:
-    """What is read of a snapshot's manifest. ledger: the hash over all ranks' chains at its step."""
+    """The entries of a snapshot's manifest that the audit reads.
+
+    `ledger` is the hash over the chains of all ranks at the snapshot's step.
+    """
 
     step: int
     ledger: str
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of one attempt, the first and the last included, that the final weights contain."""
+class SurvivingSteps:
+    """Steps of one attempt, first and last included, that the final weights contain."""
 
     attempt: Attempt
     first: int
@@ -110,151 +142,201 @@ class Stretch:
 
 
 def audit(run_dir: Path) -> Audit:
-    """Check the ledger of `run_dir`. Raises InputError where there is none."""
-    with config_of(run_dir) as config:
+    """Audit a run. Raises InputError if it has no ledger."""
+    with open_config(run_dir) as config:
         plan = Plan.from_json(config["plan"])
     problems: list[str] = []
-    snapshots = snapshot_chains(run_dir)
-    number, attempts = followed(run_dir, plan, snapshots, problems)
-    line = surviving_line(attempts, problems)
+    snapshots = read_snapshot_chains(run_dir)
+    num_attempts, attempts = verify_ledgers(run_dir, plan, snapshots, problems)
+    line = find_surviving_steps(attempts, problems)
     check_newest_snapshot(snapshots, line, problems)
-    last = max(line[-1].last if line else 0, steps_of_result(run_dir, problems))
+    last_in_ledger = line[-1].last if line else 0
+    last = max(last_in_ledger, read_result_steps(run_dir, problems))
     epochs = compare_with_plan(run_dir, plan, line, last, problems)
-    superseded = sum(a.end - a.start for a in attempts) - sum(map(len, line))
-    return Audit(epochs, superseded, number, [one for a in attempts for one in a.changes], problems)
+    num_trained = sum(attempt.end - attempt.start for attempt in attempts)
+    superseded = num_trained - sum(map(len, line))
+    history = [change for attempt in attempts for change in attempt.changes]
+    return Audit(epochs, superseded, num_attempts, history, problems)
 
 
-def followed(
+def verify_ledgers(
     run_dir: Path, plan: Plan, snapshots: dict[int, str], problems: list[str]
 ) -> tuple[int, list[Attempt]]:
-    """How often the ranks were started, and those attempts that trained, with every line verified."""
-    refuse_too_many_rows(run_dir, plan)
-    number, attempts = attempts_of(run_dir, problems)
+    """Verify every line of all ledgers.
+
+    Args:
+        run_dir: The run directory.
+        plan: The run's plan.
+        snapshots: The hash that each snapshot has, by its step.
+        problems: A list to which problems are added.
+
+    Returns:
+        The number of attempts, and those of them that trained.
+    """
+    validate_order_fits_memory(run_dir, plan)
+    num_attempts, attempts = read_attempts(run_dir, problems)
     points = sorted({attempt.start for attempt in attempts}.union(snapshots))
     for attempt in attempts:
         try:
-            follow(run_dir, attempt, plan, points)
-        except LedgerProblem as error:
+            verify_attempt(run_dir, attempt, plan, points)
+        except LedgerError as error:
             problems.append(str(error))
-    return number, attempts
+    return num_attempts, attempts
 
 
-def refuse_too_many_rows(run_dir: Path, plan: Plan) -> None:
-    """Raises InputError where the order of an epoch does not fit into memory: config.json may be
-    damaged.
-    """
-    rows = (
-        plan.num_samples
-        if plan.chunks is None
-        else sum(-(-rows // per) for rows, per in plan.chunks.shards)
-    )
-    needed, free = rows * BYTES_PER_ROW, psutil.virtual_memory().available
+def validate_order_fits_memory(run_dir: Path, plan: Plan) -> None:
+    """Raise InputError if an epoch's order does not fit into memory: config.json may be damaged."""
+    if plan.chunks is None:
+        num_rows = plan.num_samples
+    else:
+        num_rows = sum(-(-rows // per_chunk) for rows, per_chunk in plan.chunks.shards)
+    needed = num_rows * ORDER_BYTES_PER_ROW
+    free = psutil.virtual_memory().available
     if needed > free:
         raise InputError(
-            f"{run_dir / CONFIG} names {plan.num_samples} samples, whose order takes {needed >> 20} MiB of"
-            f" memory; {free >> 20} MiB are free",
+            f"{run_dir / CONFIG_FILE} names {plan.num_samples} samples, whose order takes"
+            f" {needed >> 20} MiB of memory; {free >> 20} MiB are free",
             "a machine with more memory, if that number is right",
         )
 
 
-def surviving_line(attempts: list[Attempt], problems: list[str]) -> list[Stretch]:
-    """What the final weights contain, oldest first."""
-    line: list[Stretch] = []
+def find_surviving_steps(attempts: list[Attempt], problems: list[str]) -> list[SurvivingSteps]:
+    """Return the steps that the final weights contain, oldest first."""
+    line: list[SurvivingSteps] = []
     if not attempts:
         return line
-    child, end = attempts[-1], attempts[-1].end
+    attempt = attempts[-1]
+    end = attempt.end
     while True:
-        line.insert(0, Stretch(child, child.start + 1, end))
-        if child.start == 0:
-            if child.chain:
+        line.insert(0, SurvivingSteps(attempt, attempt.start + 1, end))
+        if attempt.start == 0:
+            if attempt.chain:
                 problems.append(
-                    f"attempt {child.number} starts at step 0 with a chain of something before"
+                    f"attempt {attempt.number} starts at step 0 with a chain of something before"
                 )
             return line
-        earlier = [
-            a
-            for a in attempts
-            if a.number < child.number and child.chain in a.chains.get(child.start, ())
+        parents = [
+            earlier
+            for earlier in attempts
+            if earlier.number < attempt.number
+            and attempt.chain in earlier.chains.get(attempt.start, ())
         ]
-        if not earlier:
+        if not parents:
             problems.append(
-                f"attempt {child.number} resumed from step {child.start}, which no earlier attempt's ledger proves"
+                f"attempt {attempt.number} resumed from step {attempt.start},"
+                " which no earlier attempt's ledger proves"
             )
             return line
-        child, end = earlier[-1], child.start
+        end = attempt.start
+        attempt = parents[-1]
 
 
-def snapshot_chains(run_dir: Path) -> dict[int, str]:
-    """What each snapshot says of the ledger at its step; those set aside say nothing any more."""
-    found = {}
-    for path in snapshot_paths(run_dir / SNAPSHOTS):
+def read_snapshot_chains(run_dir: Path) -> dict[int, str]:
+    """Return the hash over all ranks that each snapshot has, by its step."""
+    chains = {}
+    for path in list_snapshots(run_dir / SNAPSHOTS_FOLDER):
         with suppress(OSError, ValueError):  # a damaged snapshot proves nothing; `train` reports it
-            manifest = typed_file.parse_json(typed_file.read_file(path / MANIFEST), ManifestHead)
-            found[manifest.step] = manifest.ledger
-    return found
+            text = typed_file.read_file(path / MANIFEST_FILE)
+            manifest = typed_file.parse_json(text, ManifestHead)
+            chains[manifest.step] = manifest.ledger
+    return chains
 
 
-def check_newest_snapshot(chains: dict[int, str], line: list[Stretch], problems: list[str]) -> None:
-    """The newest snapshot's hash must be the ledger's: the ledger was on disk before it."""
-    step = max(chains, default=0)
-    if chains and not any(
-        step <= s.last and chains[step] in s.attempt.chains.get(step, ()) for s in line
-    ):
+def check_newest_snapshot(
+    chains: dict[int, str], line: list[SurvivingSteps], problems: list[str]
+) -> None:
+    """Add a problem if the ledger does not have the newest snapshot's hash.
+
+    The ledger is on disk before the snapshot, so lines are missing then.
+    """
+    if not chains:
+        return
+    step = max(chains)
+    is_proven = any(
+        step <= steps.last and chains[step] in steps.attempt.chains.get(step, ()) for steps in line
+    )
+    if not is_proven:
         problems.append(
             f"the ledger does not lead to the snapshot of step {step}: lines are missing at its end"
         )
 
 
-def steps_of_result(run_dir: Path, problems: list[str]) -> int:
-    """How far a finished run has come; 0 for one that is not finished."""
+def read_result_steps(run_dir: Path, problems: list[str]) -> int:
+    """Return the number of steps of a finished run, 0 if it is not finished."""
     try:
-        return typed_file.parse_json(typed_file.read_file(run_dir / RESULT), Done).steps
+        text = typed_file.read_file(run_dir / RESULT_FILE)
+        return typed_file.parse_json(text, StoredResult).steps
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        problems.append(f"{RESULT} cannot be read ({to_one_line(error)})")
+        problems.append(f"{RESULT_FILE} cannot be read ({to_one_line(error)})")
         return 0
 
 
 def compare_with_plan(
-    run_dir: Path, plan: Plan, line: list[Stretch], last: int, problems: list[str]
+    run_dir: Path, plan: Plan, line: list[SurvivingSteps], last: int, problems: list[str]
 ) -> list[EpochCount]:
-    """Surviving steps that are not as planned, and those up to the `last` one that nobody recorded:
-    all lost.
+    """Count the samples that were lost or repeated in each epoch.
+
+    Args:
+        run_dir: The run directory.
+        plan: The run's plan.
+        line: The surviving steps.
+        last: The last step of the run. Steps before it that no rank recorded are lost.
+        problems: A list to which the steps are added that were not trained as planned.
+
+    Returns:
+        The counts of each epoch.
+
+    Raises:
+        InputError: If the last step is absurdly late.
     """
     per_epoch = plan.steps_per_epoch
-    if last > MOST_EPOCHS * per_epoch:
+    if last > MAX_EPOCHS * per_epoch:
         raise InputError(
-            f"{LEDGER}/ or {RESULT} of {run_dir} speaks of step {last}, in epoch {last // per_epoch}",
-            f"the right {CONFIG} there: by it an epoch has {per_epoch} step(s)",
+            f"{LEDGER_FOLDER}/ or {RESULT_FILE} of {run_dir} speaks of step {last},"
+            f" in epoch {last // per_epoch}",
+            f"the right {CONFIG_FILE} there: by it an epoch has {per_epoch} step(s)",
         )
-    epochs = [EpochCount(e) for e in range(plan.epoch_of_step(max(last - 1, 0)) + 1)]
-    for first, end in ((0, line[0].first - 1), (line[-1].last, last)) if line else ((0, last),):
+    last_epoch = plan.epoch_of_step(max(last - 1, 0))
+    epochs = [EpochCount(number) for number in range(last_epoch + 1)]
+    unrecorded = [(0, line[0].first - 1), (line[-1].last, last)] if line else [(0, last)]
+    for first, end in unrecorded:
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch
-            epoch.lost += samples(plan, max(first, begin), min(end, begin + per_epoch))
-    epochs[-1].never_seen = samples(plan, last, len(epochs) * per_epoch)
-    for stretch in line:
-        wrong = [w for w in stretch.attempt.wrong if stretch.first <= w.step <= stretch.last]
-        for one in wrong:
-            epoch = epochs[plan.epoch_of_step(one.step - 1)]
-            epoch.lost += one.planned
-            epoch.repeated += max(0, one.count - one.planned)
-        problems += told(stretch.attempt, sorted(wrong, key=lambda one: (one.step, one.rank)))
+            lost = count_samples(plan, max(first, begin), min(end, begin + per_epoch))
+            epoch.add(lost=lost)
+    epochs[-1].add(never_seen=count_samples(plan, last, len(epochs) * per_epoch))
+    for steps in line:
+        mismatches = [m for m in steps.attempt.mismatches if steps.first <= m.step <= steps.last]
+        for mismatch in mismatches:
+            repeated = max(0, mismatch.count - mismatch.planned)
+            epoch = epochs[plan.epoch_of_step(mismatch.step - 1)]
+            epoch.add(lost=mismatch.planned, repeated=repeated)
+        mismatches.sort(key=lambda mismatch: (mismatch.step, mismatch.rank))
+        problems += describe_mismatches(steps.attempt, mismatches)
     return epochs
 
 
-def samples(plan: Plan, first: int, end: int) -> int:
-    """Of the steps [first, end) of one epoch, counted from 0."""
-    return plan.batch(end - 1)[1] - plan.batch(first)[0] if first < end else 0
+def count_samples(plan: Plan, first: int, end: int) -> int:
+    """Return the number of samples of the steps [first, end) of one epoch, counted from 0."""
+    if first >= end:
+        return 0
+    lo, _ = plan.batch(first)
+    _, hi = plan.batch(end - 1)
+    return hi - lo
 
 
-def told(attempt: Attempt, wrong: list[Wrong]) -> Iterator[str]:
-    """A line for each, or for the first ones: of a run on other data it is all of them."""
-    for one in wrong[:MOST_TOLD]:
+def describe_mismatches(attempt: Attempt, mismatches: list[SampleMismatch]) -> Iterator[str]:
+    """Yield a line for each of the first mismatches: with other data, every step is one."""
+    for mismatch in mismatches[:MAX_REPORTED_MISMATCHES]:
         yield (
-            f"attempt {attempt.number}: step {one.step}, rank {one.rank} trained other samples than planned"
-            f" ({one.count} of {one.planned})"
+            f"attempt {attempt.number}: step {mismatch.step}, rank {mismatch.rank} trained"
+            f" other samples than planned ({mismatch.count} of {mismatch.planned})"
         )
-    if len(wrong) > MOST_TOLD:
-        yield f"attempt {attempt.number}: {len(wrong) - MOST_TOLD} more such steps, up to step {wrong[-1].step}"
+    num_more = len(mismatches) - MAX_REPORTED_MISMATCHES
+    if num_more > 0:
+        yield (
+            f"attempt {attempt.number}: {num_more} more such steps,"
+            f" up to step {mismatches[-1].step}"
+        )

@@ -1,4 +1,4 @@
-"""What the ledgers of a run should hold: computed from its plan, without a look at them."""
+"""What a run's ledgers should contain, computed from its plan alone."""
 
 from __future__ import annotations
 
@@ -9,68 +9,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger import digests
+from stepladder.storage.ledger import NO_INDICES, Digests, Indices, compute_digests
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the ranks should have trained in steps [first, first + n): counts and digests of shape
-    (n, ranks).
+class PlannedSteps:
+    """What the ranks should have trained in consecutive steps.
+
+    Args:
+        first: The first step, counted from 0.
+        epochs: The epoch of each step, of shape (steps,).
+        counts: The number of samples of each rank, of shape (steps, ranks).
+        digests: The digest of each rank's samples, of shape (steps, ranks).
     """
 
     first: int
     epochs: NDArray[np.int64]
     counts: NDArray[np.int64]
-    digests: NDArray[np.uint64]
+    digests: Digests
 
 
-def planned_steps(
-    plan: Plan, first: int, last: int, world_size: int, in_rounds: bool = False
-) -> Planned:
-    """Of the steps [first, last), counted from 0. An epoch's order is made once for all that are in
-    it.
+def compute_planned_steps(
+    plan: Plan, first: int, end: int, world_size: int, round_robin: bool = False
+) -> PlannedSteps:
+    """Return what the ranks should train in some steps; an epoch's order is made only once.
 
-    in_rounds: as `Plan.share` has it.
+    Args:
+        plan: The run's plan.
+        first: The first step, counted from 0.
+        end: The step after the last one.
+        world_size: The number of ranks.
+        round_robin: Whether ranks take microbatches in turns, see `Plan.share`.
     """
-    sizes = [hi - lo for lo, hi in map(plan.batch, range(first, last))]
-    cuts = {
-        size: places(plan, first + sizes.index(size), world_size, in_rounds) for size in set(sizes)
+    sizes = []
+    for step in range(first, end):
+        lo, hi = plan.batch(step)
+        sizes.append(hi - lo)
+    # Steps of one size are divided among the ranks alike.
+    positions = {
+        size: locate_samples(plan, first + sizes.index(size), world_size, round_robin)
+        for size in set(sizes)
     }
-    counts = np.array([list(map(len, cuts[size])) for size in sizes])
-    indices = np.concatenate(list(orders(plan, first, last)))
-    if in_rounds:
+    counts = np.array([[len(of_rank) for of_rank in positions[size]] for size in sizes])
+    indices = np.concatenate(list(iterate_indices(plan, first, end)))
+    if round_robin:
         starts = np.cumsum([0, *sizes[:-1]])
-        indices = indices[
-            np.concatenate(
-                [at + np.concatenate(cuts[n]) for at, n in zip(starts, sizes, strict=True)]
-            )
+        order = [
+            start + np.concatenate(positions[size])
+            for start, size in zip(starts, sizes, strict=True)
         ]
-    epochs = np.arange(first, last) // plan.steps_per_epoch
-    return Planned(
-        first, epochs, counts, digests(indices, counts.ravel().tolist()).reshape(counts.shape)
-    )
+        indices = indices[np.concatenate(order)]
+    epochs = np.arange(first, end) // plan.steps_per_epoch
+    digests = compute_digests(indices, counts.ravel().tolist()).reshape(counts.shape)
+    return PlannedSteps(first, epochs, counts, digests)
 
 
-def places(plan: Plan, step: int, world_size: int, in_rounds: bool) -> list[NDArray[np.int64]]:
-    """Where in the step's order each rank's samples are."""
-    shares = [plan.share(step, rank, world_size, in_rounds) for rank in range(world_size)]
-    return [
-        np.concatenate([np.empty(0, np.int64), *(np.arange(s.lo, s.hi) for s in spans)])
-        for spans in shares
-    ]
+def locate_samples(plan: Plan, step: int, world_size: int, round_robin: bool) -> list[Indices]:
+    """Return for each rank the positions of its samples in the order of a step."""
+    positions = []
+    for rank in range(world_size):
+        spans = plan.share(step, rank, world_size, round_robin)
+        ranges = [np.arange(span.lo, span.hi) for span in spans]
+        positions.append(np.concatenate([NO_INDICES, *ranges]))
+    return positions
 
 
-def orders(plan: Plan, first: int, last: int) -> Iterator[NDArray[np.int64]]:
-    """The data-set indices of these steps, one after the other."""
-    while first < last:
-        end = min(last, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
+def iterate_indices(plan: Plan, first: int, end: int) -> Iterator[Indices]:
+    """Yield the data-set indices of the steps [first, end), in their order."""
+    while first < end:
+        epoch = plan.epoch_of_step(first)
+        epoch_end = min(end, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
         if plan.stream is None:
-            yield plan.indices_at(
-                plan.epoch_of_step(first), plan.batch(first)[0], plan.batch(end - 1)[1]
-            )
+            lo, _ = plan.batch(first)
+            _, hi = plan.batch(epoch_end - 1)
+            yield plan.indices_at(epoch, lo, hi)
         else:
-            yield from (
-                plan.stream.indices(plan.epoch_of_step(s), *plan.batch(s))
-                for s in range(first, end)
-            )
-        first = end
+            for step in range(first, epoch_end):
+                yield plan.stream.indices(epoch, *plan.batch(step))
+        first = epoch_end

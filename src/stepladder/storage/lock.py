@@ -1,8 +1,9 @@
-"""Who writes a run directory: one run at a time.
+"""The lock of a run directory, which lets one run at a time write there.
 
-The kernel's lock on the file `lock` says that its writer lives. The token in that file says who the
-writer is, and is compared before every write that replaces something: a file system that does not
-honour locks, and a directory that was moved away under its writer, are noticed there."""
+A kernel lock (flock) on the file `lock` shows that the writer is alive. A token in that file shows
+who the writer is, and is compared before every write that replaces something. The token detects
+file systems that ignore locks, and a directory that was moved away while its run was writing.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +24,34 @@ from typing import Any
 import psutil
 
 from stepladder.core import typed_file
-from stepladder.core.errors import InputError, StorageFault, as_input_error, get_reason, to_one_line
-from stepladder.core.typed_file import convert
+from stepladder.core.errors import (
+    InputError,
+    StorageFault,
+    as_input_error,
+    get_reason,
+    to_one_line,
+)
 from stepladder.rank.fd_store import find_stored_fd, store_fd
 
-LOCK, HELD = "lock", "lock.held"
-MEETING, AGENTS = (
-    "rendezvous.lock",
-    "rendezvous.agents",
-)  # of a launch on several nodes: nodes/rendezvous.py
-MOST_PID, MOST_ATTEMPT = 2**31 - 1, 10**9
-BYTES = 320  # of the lock file, so that a shorter owner leaves nothing of a longer one
-UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-SECONDS_BETWEEN_TRIES = 0.2
-SECONDS_TO_READ = 10.0  # one's own lock file: a network file system may forget it for a while
-NOBODY = {"token": None}  # expected of a folder that is new
+JsonObject = dict[str, Any]
+LOCK_FILE = "lock"
+LINK_LOCK_FILE = "lock.held"  # the lock where the file system has none: see _lock_by_link
+RENDEZVOUS_LOCK_FILE = "rendezvous.lock"  # of a launch on several nodes: nodes/rendezvous.py
+AGENTS_LOCK_FILE = "rendezvous.agents"
+MAX_PID = 2**31 - 1
+MAX_ATTEMPT = 10**9
+LOCK_FILE_BYTES = 320  # a fixed length, so that a short content leaves nothing of a longer one
+NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+LOCK_RETRY_INTERVAL_S = 0.2
+LOCK_READ_TIMEOUT_S = 10.0  # a network file system may lose sight of a file for a while
+NO_OWNER = {"token": None}  # the expected owner of a new directory
 
 
 @dataclass(frozen=True)
-class Owner:
-    """What a lock file may say. ValueError for what no writer has said.
+class LockOwner:
+    """The content of a lock file; ValueError for numbers that no writer has written.
 
-    saved: whether the run directory has had a snapshot.
+    `saved` is whether the run directory has had a snapshot.
     """
 
     host: str = ""
@@ -56,146 +63,165 @@ class Owner:
     token: str = ""
 
     def __post_init__(self) -> None:
-        if not (0 <= (self.pid or 0) <= MOST_PID and 0 <= (self.attempt or 0) <= MOST_ATTEMPT):
+        has_valid_pid = 0 <= (self.pid or 0) <= MAX_PID
+        has_valid_attempt = 0 <= (self.attempt or 0) <= MAX_ATTEMPT
+        if not (has_valid_pid and has_valid_attempt):
             raise ValueError("no process, or no attempt, has such a number")
 
 
-class Lock:
-    """The lock of `folder`, which must be there; held until `release`.
+class RunDirLock:
+    """The lock of an existing directory, held until `release`.
 
-    wait: seconds to wait for another run to end.  waited: whether there was one.  expected: whom
-    the lock file may name; by default the one that it names now.  of_nodes: for a launch on several
-    nodes, whose agents live. Raises InputError where another live run holds it, or another one came
-    while this one waited; OSError where the folder cannot be written."""
+    Args:
+        folder: The run directory.
+        wait: Seconds to wait for another run to end.
+        expected: The owner that the lock file may name; by default the one that it names now.
+        is_multi_node: Whether this launch has several nodes, whose agents have locked the
+            directory too.
+
+    Raises:
+        InputError: If another live run has locked the directory, or has started there while this
+            one waited.
+        OSError: If the directory cannot be written.
+    """
 
     def __init__(
         self,
         folder: Path,
         wait: float,
-        expected: dict[str, Any] | None = None,
-        of_nodes: bool = False,
+        expected: JsonObject | None = None,
+        is_multi_node: bool = False,
     ) -> None:
-        self.folder, self.path, self.token = folder, folder / LOCK, secrets.token_hex(8)
-        self.by_name = False  # held by the file HELD, where the file system has no locks
-        self.waited, self.is_kept, self.of_nodes = False, False, of_nodes
-        self.file = self._take(wait, owner_of(folder) if expected is None else expected)
+        self.folder = folder
+        self.path = folder / LOCK_FILE
+        self.token = secrets.token_hex(8)
+        self.is_multi_node = is_multi_node
+        self.has_waited = False
+        self.is_in_launcher = False  # whether the launcher has the open file too
+        self.uses_link = False  # locked by LINK_LOCK_FILE instead of flock
+        self.file = self._acquire(wait, read_owner(folder) if expected is None else expected)
 
-    def _take(self, wait: float, expected: dict[str, Any]) -> int:
-        """A killed run's lock is gone with its process; a live one gets `wait` seconds to end."""
+    def _acquire(self, wait: float, expected: JsonObject) -> int:
+        """Return the locked file.
+
+        The kernel frees the lock of a killed run; a live run has `wait` seconds to end.
+        """
         deadline = time.monotonic() + wait
         while True:
             file = self._open()
             try:
-                if self._try(file):
-                    if _is_file(file, self.path) and not is_another(
-                        expected, owner_of(self.folder)
-                    ):
+                if self._try_lock(file):
+                    is_current = _is_file_at(file, self.path)
+                    if is_current and not has_owner_changed(expected, read_owner(self.folder)):
                         return file
-                    self._give_up_name()
-                    raise self.refusal()
+                    self._remove_link()
+                    raise self.make_in_use_error()
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
-            self.waited, owner = True, owner_of(self.folder)
+            self.has_waited = True
+            owner = read_owner(self.folder)
             expected = expected or owner
-            if time.monotonic() > deadline or is_another(expected, owner):
-                raise self.refusal()
-            time.sleep(SECONDS_BETWEEN_TRIES)
+            if time.monotonic() > deadline or has_owner_changed(expected, owner):
+                raise self.make_in_use_error()
+            time.sleep(LOCK_RETRY_INTERVAL_S)
 
     def _open(self) -> int:
-        if (file := find_stored_fd(partial(_is_file, path=self.path))) is not None:
-            self.is_kept = True
+        file = find_stored_fd(partial(_is_file_at, path=self.path))
+        if file is not None:
+            self.is_in_launcher = True
             return file
         try:
             return open_lock_file(self.path)
-        except FileNotFoundError:  # the folder was there: another run has just moved it aside
-            raise self.refusal() from None
+        except FileNotFoundError:  # another run has just moved the directory aside
+            raise self.make_in_use_error() from None
 
-    def _try(self, file: int) -> bool:
+    def _try_lock(self, file: int) -> bool:
         try:
             if not try_lock(file):
                 return False
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in NO_LOCKS_ERRNOS:
                 raise
-            self.by_name = True
-            return self._try_by_name(error)
-        if self.of_nodes or not _has_agents(self.folder):
+            self.uses_link = True
+            return self._lock_by_link(error)
+        if self.is_multi_node or not _has_agents(self.folder):
             return True
-        fcntl.flock(file, fcntl.LOCK_UN)  # they may be about to come for it
+        fcntl.flock(file, fcntl.LOCK_UN)  # agents of another launch may be about to take it
         return False
 
-    def _try_by_name(self, error: OSError) -> bool:
-        """Without locks, a file that only one can create, with its name in it. It stays after a
-        kill.
-
-        Only one process of a machine at a time replaces one whose writer has ended there.
-        """
-        held, mine = self.folder / HELD, self.folder / f"{HELD}.{self.token}"
-        mine.write_text(self._described({}), encoding="utf-8")
+    def _lock_by_link(self, error: OSError) -> bool:
+        """Create the hard link that replaces a kernel lock, and return whether it worked."""
+        # Only one process can create a link of a given name. Unlike a kernel lock, it stays after a
+        # kill: a process of the same machine replaces it if its writer has ended there.
+        link = self.folder / LINK_LOCK_FILE
+        own_file = self.folder / f"{LINK_LOCK_FILE}.{self.token}"
+        own_file.write_text(self._describe({}), encoding="utf-8")
         try:
             with suppress(FileExistsError):
-                os.link(mine, held)
+                os.link(own_file, link)
                 return True
-            with _alone_on_this_machine(self.folder) as alone:
-                owner = _read(held) or owner_of(self.folder)
-                if alone and has_ended(owner):
-                    mine.replace(held)
+            with _lock_machine(self.folder) as is_locked_here:
+                owner = _read(link) or read_owner(self.folder)
+                if is_locked_here and has_owner_ended(owner):
+                    own_file.replace(link)
                     return True
         finally:
-            mine.unlink(missing_ok=True)
-        if not alone or owner.get("host") == socket.gethostname():
+            own_file.unlink(missing_ok=True)
+        if not is_locked_here or owner.get("host") == socket.gethostname():
             return False
         raise InputError(
-            f"run directory {self.folder} is in use by {told(owner)}, if that still lives: the file system has no"
-            f" locks (flock: {error.strerror})",
-            f"mount it with locks (Lustre: -o flock), or rm {held} if that run has ended",
+            f"run directory {self.folder} is in use by {describe_owner(owner)}, if that still"
+            f" lives: the file system has no locks (flock: {error.strerror})",
+            f"mount it with locks (Lustre: -o flock), or rm {link} if that run has ended",
         ) from error
 
-    def refusal(self) -> InputError:
-        """What to raise where another run has the folder."""
+    def make_in_use_error(self) -> InputError:
+        """Return the error to raise if another run has locked the directory."""
         return InputError(
-            f"run directory {self.folder} is in use by {told(owner_of(self.folder))}",
+            f"run directory {self.folder} is in use by {describe_owner(read_owner(self.folder))}",
             "wait for it, stop it, or choose another --run-dir",
         )
 
-    def write(self, about: dict[str, Any]) -> None:
-        """Say who holds it: what is `about` the writer, and the token. From then on a launcher
-        keeps it.
+    def write_owner(self, details: JsonObject) -> None:
+        """Write this process, `details` and the token to the lock file.
+
+        The first call also leaves the open file with the launcher, which keeps the lock between
+        two attempts.
         """
-        if not self.is_kept:
+        if not self.is_in_launcher:
             store_fd(self.file)
-            self.is_kept = True
-        with as_input_error(
-            f"{self.path} cannot be written", "--run-dir DIR in a place you can write to"
-        ):
-            os.ftruncate(self.file, BYTES)  # a damaged file may be longer, and would not be read
-            os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
+            self.is_in_launcher = True
+        hint = "--run-dir DIR in a place you can write to"
+        with as_input_error(f"{self.path} cannot be written", hint):
+            # A damaged file may be longer, and would then not be read.
+            os.ftruncate(self.file, LOCK_FILE_BYTES)
+            os.pwrite(self.file, self._describe(details).encode().ljust(LOCK_FILE_BYTES), 0)
 
-    def _described(self, about: dict[str, Any]) -> str:
-        return json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token}
-        )
+    def _describe(self, details: JsonObject) -> str:
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        return json.dumps({**process, **details, "token": self.token})
 
-    def guard(self) -> None:
-        """Raise InputError where another run has the folder: nothing may be written there any more.
+    def validate_ownership(self) -> None:
+        """Raise InputError if another run has taken over: this one must not write any more.
 
-        Raises StorageFault where that cannot be seen for SECONDS_TO_READ.
+        Raises StorageFault if the lock file cannot be read for LOCK_READ_TIMEOUT_S.
+
+        Raises:
+            InputError: If so.
         """
         owner = self._read_owner()
         if owner.get("token") != self.token:
-            by = f"to {told(owner)}" if owner else "(its lock file is gone)"
+            new_owner = f"to {describe_owner(owner)}" if owner else "(its lock file is gone)"
             raise InputError(
-                f"this run has lost run directory {self.folder} {by}; nothing was written",
+                f"this run has lost run directory {self.folder} {new_owner}; nothing was written",
                 "look who writes there; to train beside it, choose another --run-dir",
             )
 
-    def _read_owner(self) -> dict[str, Any]:
-        """Return what the lock file says, {} where there is none. What does not tell is read again
-        for a while.
-        """
-        deadline = time.monotonic() + SECONDS_TO_READ
+    def _read_owner(self) -> JsonObject:
+        """Return the content of the lock file, {} if there is none; retry if it is unreadable."""
+        deadline = time.monotonic() + LOCK_READ_TIMEOUT_S
         while True:
             try:
                 return _read_strictly(self.path)
@@ -204,34 +230,44 @@ class Lock:
             except (OSError, ValueError) as error:
                 if time.monotonic() > deadline:
                     raise StorageFault(
-                        f"{self.path} cannot be read, so this run cannot see whether it still has its directory:"
-                        f" {get_reason(error)}"
+                        f"{self.path} cannot be read, so this run cannot see whether it still has"
+                        f" its directory: {get_reason(error)}"
                     ) from error
-            time.sleep(SECONDS_BETWEEN_TRIES)
+            time.sleep(LOCK_RETRY_INTERVAL_S)
+
+    def move_folder(self, target: Path) -> Path:
+        """Rename the locked directory, and return its new path."""
+        self.folder = self.folder.rename(target)
+        return self.folder
 
     def release(self) -> None:
-        """Let the next run in, even while forked children (a DataLoader's workers) have the file
-        open.
-        """
-        if self.by_name:
-            self._give_up_name()
+        """Free the lock, even if forked children such as DataLoader workers have the file open."""
+        if self.uses_link:
+            self._remove_link()
         else:
             fcntl.flock(self.file, fcntl.LOCK_UN)
         self.close()
 
-    def _give_up_name(self) -> None:
-        if _read(self.folder / HELD).get("token") == self.token:
-            (self.folder / HELD).unlink()
+    def _remove_link(self) -> None:
+        link = self.folder / LINK_LOCK_FILE
+        if _read(link).get("token") == self.token:
+            link.unlink()
 
     def close(self) -> None:
-        """After a failure: what holds this process's file besides, its launcher, goes on holding
-        the lock.
-        """
+        """Close the file without freeing the lock, which the launcher then still has."""
         os.close(self.file)
 
 
 def open_lock_file(path: Path) -> int:
-    """Made if need be. Raises OSError, and InputError for a link: what it names would be made."""
+    """Open a lock file, which is created if it does not exist.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        InputError: If the path is a link; following it would create a file elsewhere.
+        OSError: If it cannot be opened.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -243,120 +279,116 @@ def open_lock_file(path: Path) -> int:
 
 
 def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file, if nobody else holds it. Raises OSError where the file system has no
-    locks.
-    """
+    """Lock an open file without waiting, and return whether it worked."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
-        return True
     except BlockingIOError:
         return False
+    return True
 
 
-def is_kept(folder: Path) -> bool:
-    """Whether an earlier rank of this launch has written there, and left the lock with its
-    launcher.
-    """
-    file = find_stored_fd(partial(_is_file, path=folder / LOCK))
-    if file is not None:
-        os.close(file)
-    return file is not None
+def is_lock_in_launcher(folder: Path) -> bool:
+    """Return whether an earlier rank of this launch has left the lock with the launcher."""
+    file = find_stored_fd(partial(_is_file_at, path=folder / LOCK_FILE))
+    if file is None:
+        return False
+    os.close(file)
+    return True
 
 
-def _is_file(file: int, path: Path) -> bool:
-    """Whether an open lock file is the one that the folder has now."""
+def _is_file_at(file: int, path: Path) -> bool:
+    """Return whether an open file is the one that has this path now."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
 
 
-def owner_of(folder: Path) -> dict[str, Any]:
-    """What the lock file says: host, pid, job, attempt, heartbeat, saved, token. {} where it says
-    nothing.
-    """
-    return _read(folder / LOCK)
+def read_owner(folder: Path) -> JsonObject:
+    """Return the content of the lock file: the fields of LockOwner, {} if it cannot be read."""
+    return _read(folder / LOCK_FILE)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         return _read_strictly(path)
     except (OSError, ValueError):
         return {}
 
 
-def _read_strictly(path: Path) -> dict[str, Any]:
-    """Return what a lock file says. Raises OSError, and ValueError for what no writer has written."""
-    owner: dict[str, Any] = typed_file.parse_json(typed_file.read_file(path), dict)
-    convert(owner, Owner)
+def _read_strictly(path: Path) -> JsonObject:
+    """Return the content of a lock file. Raises OSError, or ValueError if it is damaged."""
+    owner: JsonObject = typed_file.parse_json(typed_file.read_file(path), dict)
+    typed_file.convert(owner, LockOwner)
     return owner
 
 
 @contextmanager
-def _alone_on_this_machine(folder: Path) -> Iterator[bool]:
-    """Whether no other process of this machine is in such a block for `folder`.
+def _lock_machine(folder: Path) -> Iterator[bool]:
+    """Yield whether no other process of this machine is in such a block for `folder`.
 
-    By a name that the kernel gives to one socket at a time, and takes back when its process ends.
+    The lock is a socket name: the kernel gives it to one socket at a time, and frees it when that
+    socket's process ends.
     """
-    about = folder.stat()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+    status = folder.stat()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix_socket:
         try:
-            name.bind(f"\0stepladder-{about.st_dev}-{about.st_ino}")
+            unix_socket.bind(f"\0stepladder-{status.st_dev}-{status.st_ino}")
         except OSError:
             yield False
         else:
             yield True
 
 
-def told(owner: dict[str, Any]) -> str:
+def describe_owner(owner: JsonObject) -> str:
+    """Return the owner of a lock as part of a sentence."""
     if not owner:
         return "another run"
     job = f", job {owner['job']}" if owner.get("job") else ""
     return to_one_line(f"process {owner.get('pid')} on {owner.get('host')}{job}")
 
 
-def is_another(first: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a lock file that named a writer now names another one."""
-    return bool(first) and any(
-        first.get(key) != now.get(key) for key in ("host", "pid", "attempt", "token")
-    )
+def has_owner_changed(before: JsonObject, now: JsonObject) -> bool:
+    """Return whether a lock file that named an owner now names a different one."""
+    keys = ("host", "pid", "attempt", "token")
+    return bool(before) and any(before.get(key) != now.get(key) for key in keys)
 
 
-def has_ended(owner: dict[str, Any]) -> bool:
-    """Whether the writer is known to have ended: a process of this machine that is not there."""
+def has_owner_ended(owner: JsonObject) -> bool:
+    """Return whether the owner is a process of this machine that does not exist any more."""
     pid = owner.get("pid")
-    return (
-        owner.get("host") == socket.gethostname()
-        and isinstance(pid, int)
-        and not psutil.pid_exists(pid)
-    )
+    is_process_here = owner.get("host") == socket.gethostname() and isinstance(pid, int)
+    return is_process_here and not psutil.pid_exists(pid)
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a live run writes this run directory; a killed one's lock is gone with its process."""
+def is_locked(folder: Path) -> bool:
+    """Return whether a live run writes this run directory."""
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY)
+        file = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:
         return not try_lock(file, fcntl.LOCK_SH)
     except OSError:
-        return (folder / HELD).exists() and not has_ended(_read(folder / HELD) or owner_of(folder))
+        link = folder / LINK_LOCK_FILE
+        return link.exists() and not has_owner_ended(_read(link) or read_owner(folder))
     finally:
         os.close(file)
 
 
 def _has_agents(folder: Path) -> bool:
-    """Whether those of a launch on several nodes live here. None comes or goes while the other file
-    is locked.
+    """Return whether agents of a launch on several nodes hold locks in the directory.
+
+    Agents start and end only while they hold the first of the two locks, so the answer cannot
+    change while this function holds it.
     """
-    with ExitStack() as opened:
-        for name in (MEETING, AGENTS):
+    with ExitStack() as stack:
+        for name in (RENDEZVOUS_LOCK_FILE, AGENTS_LOCK_FILE):
             try:
                 file = os.open(folder / name, os.O_RDWR)
             except FileNotFoundError:
                 return False
-            opened.callback(os.close, file)
+            stack.callback(os.close, file)
             if not try_lock(file):
                 return True
     return False

@@ -1,5 +1,6 @@
-"""config.json: what a run was started with. Read by all who look at a run, and compared where one
-is resumed.
+"""config.json: how a run was started.
+
+Every command that inspects a run reads it, and a resume compares it with the new definition.
 """
 
 from __future__ import annotations
@@ -16,115 +17,152 @@ from stepladder.core.errors import InputError, as_input_error, to_one_line
 from stepladder.core.masking import drop_masked
 from stepladder.core.order import SORT
 from stepladder.core.typed_file import Kind, convert, hash_file
-from stepladder.storage.rundir import CONFIG, refuse_newer
+from stepladder.storage.run_files import CONFIG_FILE, validate_schema
 
-DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
+# Compared first, because other settings follow from them.
+DEFINING_SETTINGS = ("recipe", "sync", "batch_per_rank")
 
 
 @contextmanager
-def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """A run's config.json. Raises InputError where there is none, a newer one, or not what the
-    block reads.
+def open_config(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield a run's config.json.
+
+    Raises:
+        InputError: If there is none, a newer version wrote it, or the block does not find in it
+            what it reads.
     """
     try:
-        text = typed_file.read_file(run_dir / CONFIG)
-    except OSError as error:
+        text = typed_file.read_file(run_dir / CONFIG_FILE)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"{run_dir} is not a run directory: {CONFIG}: {error.strerror}", "ls runs"
-        ) from error
-    except ValueError as error:
-        raise InputError(
-            f"{run_dir} is not a run directory: {CONFIG}: {error}", "ls runs"
+            f"{run_dir} is not a run directory: {CONFIG_FILE}: {reason}", "ls runs"
         ) from error
     try:
         config: dict[str, Any] = typed_file.parse_json(text, dict)
-        refuse_newer(config, run_dir / CONFIG)
+        validate_schema(config, run_dir / CONFIG_FILE)
         yield config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
-        raise InputError(found, "put a copy there, or train again with --fresh") from error
+        raise InputError(
+            f"{run_dir / CONFIG_FILE} is damaged ({type(error).__name__}: {error})",
+            "put a copy there, or train again with --fresh",
+        ) from error
 
 
-def config_of_recipe(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
-    """What a recipe was configured with, as its Config. lacks: what is said of another recipe's
-    run.
+def read_recipe_config(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
+    """Return the configuration of a run's recipe.
 
-    Raises InputError for that, and as `config_of`.
+    Args:
+        run_dir: The run directory.
+        name: The recipe that the run must be of.
+        kind: The recipe's Config class.
+        lacks: What the message says of another recipe, as in "has no vocabulary".
+        hint: What to do then.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        InputError: If the run is of another recipe, or its config.json is damaged.
     """
-    with config_of(run_dir) as stored:
-        recipe, config = convert(stored["definition"]["recipe"], str), drop_masked(stored["config"])
+    with open_config(run_dir) as stored:
+        recipe = convert(stored["definition"]["recipe"], str)
+        config = drop_masked(stored["config"])
     if recipe != name:
         raise InputError(f"{run_dir} is a run of {recipe}, which {lacks}", hint)
     with as_input_error(f"the config of {run_dir} is damaged", hint, (ValueError,)):
-        fitting: Kind = convert(config, kind)
-    return fitting
+        converted: Kind = convert(config, kind)
+    return converted
 
 
-def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:
-    """How the run puts its samples in order, as its config.json names it; "" where there is none
-    yet.
+def find_shuffle(config: dict[str, Any] | None, run_dir: Path) -> str:
+    """Return the shuffle algorithm that a run's config.json names, "" if there is none yet.
+
+    Args:
+        config: The content of config.json.
+        run_dir: The run directory, for the message.
+
+    Returns:
+        The name of the algorithm.
+
+    Raises:
+        InputError: If the entry is damaged.
     """
     if config is None:
         return ""
     try:
         shuffle: str = convert(config["plan"].get("shuffle", SORT), str)
-        return shuffle
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
+        raise InputError(f"{run_dir / CONFIG_FILE} is damaged ({error})", "--fresh") from error
+    return shuffle
 
 
-def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
-    """Raises InputError naming both values where a run is resumed with another definition."""
-    if name := first_difference(stored, asked):
+def validate_same_definition(
+    stored: dict[str, Any], current: dict[str, Any], run_dir: Path
+) -> None:
+    """Raise InputError if a run is resumed with another definition than it was started with."""
+    if name := find_first_difference(stored, current):
         raise InputError(
-            f"run directory {path} was started with {name}={to_one_line(str(stored.get(name)))},"
-            f" now it is {asked.get(name)}",
-            f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
+            f"run directory {run_dir} was started with"
+            f" {name}={to_one_line(str(stored.get(name)))}, now it is {current.get(name)}",
+            f"{make_resume_hint(name, stored)}, --fresh to begin again, or another --run-dir",
         )
 
 
-def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The setting that two definitions do not have in common and that others may follow from; ""
-    for none.
-    """
-    names = [*DEFINED_BY, *sorted(one.keys() | other.keys())]
-    return next((name for name in names if one.get(name) != other.get(name)), "")
+def find_first_difference(stored: dict[str, Any], current: dict[str, Any]) -> str:
+    """Return the first setting in which two definitions differ, "" if they are equal."""
+    names = [*DEFINING_SETTINGS, *sorted(stored.keys() | current.keys())]
+    return next((name for name in names if stored.get(name) != current.get(name)), "")
 
 
-def how_to_resume(name: str, stored: dict[str, Any]) -> str:
-    """What to type to have the stored value of one setting again."""
-    flag, value = name.replace("_", "-"), stored.get(name)
-    if name == "recipe":
-        return f"stepladder train {value} to resume"
-    if name in ("num_samples", "chunks"):
-        return "the data it was started with to resume"
-    if name == "machine":
-        return "a machine as it was started on to resume"
+def make_resume_hint(name: str, stored: dict[str, Any]) -> str:
+    """Return what to type so that one setting has its stored value."""
+    hints = {
+        "recipe": f"stepladder train {stored.get('recipe')}",
+        "num_samples": "the data it was started with",
+        "chunks": "the data it was started with",
+        "machine": "a machine as it was started on",
+    }
+    return f"{hints.get(name) or _format_flag(name, stored)} to resume"
+
+
+def _format_flag(name: str, stored: dict[str, Any]) -> str:
+    flag = name.replace("_", "-")
+    value = stored.get(name)
     per_rank = stored.get("batch_per_rank")
     if name == "global_batch" and type(value) is type(per_rank) is int and per_rank > 0:
-        return f"--nproc {value // per_rank} to resume"
+        return f"--nproc {value // per_rank}"
     if isinstance(value, bool):
-        return f"--{flag if value else 'no-' + flag} to resume"
-    return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"no --{flag}" if value is None else f"--{flag} {value}"
 
 
-def environment(job_file: str | None = None, threads: int | None = None) -> dict[str, Any]:
-    """Versions, machine and code, for config.json. threads: intra-op, of each process."""
+def describe_environment(job_file: str | None = None, threads: int | None = None) -> dict[str, Any]:
+    """Return versions, machine and code of this run, for config.json.
+
+    Args:
+        job_file: The job file, if it is not a recipe.
+        threads: Intra-op threads of each process.
+    """
     import numpy
     import torch
 
-    try:
-        command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git on this machine
-        commit = ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "git_commit": commit or None,
+        "git_commit": _find_git_commit(),
         "job_sha256": hash_file(job_file),
         "threads": threads,
     }
+
+
+def _find_git_commit() -> str | None:
+    command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return result.stdout.strip() or None

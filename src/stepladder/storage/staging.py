@@ -1,4 +1,4 @@
-"""The copy that training waits for: a nested state in host memory, each tensor once."""
+"""Staging a snapshot: the copy of a nested state into host memory, for which training waits."""
 
 from __future__ import annotations
 
@@ -10,98 +10,106 @@ import torch
 
 from stepladder.core.process_count import count_cores
 
-READABLE = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)  # with weights_only=True
-PIECE_BYTES = 1 << 23
-MOST_THREADS = 4  # one does not fill a machine's memory bandwidth, and training waits
+# What torch.load reads with weights_only=True.
+SAFE_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+Keys = tuple[Any, ...]  # the keys and indices that lead to a tensor in a nested state
+COPY_CHUNK_BYTES = 1 << 23
+MAX_COPY_THREADS = 4  # one thread does not use a machine's whole memory bandwidth
 
 
-class HostCopies:
-    """Host buffers allocated once: a fresh clone of a large model costs ten times the copy."""
+class HostBuffers:
+    """Host memory for copies of one state, allocated at the first copy and reused.
+
+    A fresh clone of a large model takes ten times as long as the copy.
+    """
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.large: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # still to be copied, in pieces of bytes
+        self.buffers: dict[Keys, torch.Tensor] = {}  # by the keys that lead to a tensor
+        # Chunks of large tensors that are still to be copied.
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
 
     def copy(self, tree: Any) -> Any:
-        """`tree` with every tensor copied into its own buffer."""
-        copied = self._copy(tree, ())
-        if self.large:
-            with ThreadPoolExecutor(min(MOST_THREADS, count_cores())) as pool:
-                list(pool.map(_copy_bytes, *zip(*self.large, strict=True)))
-            self.large.clear()
+        """Return `tree` with every tensor copied into its own buffer."""
+        result = self._copy(tree, ())
+        if self.targets:
+            num_threads = min(MAX_COPY_THREADS, count_cores())
+            with ThreadPoolExecutor(num_threads) as pool:
+                list(pool.map(_copy_bytes, self.targets, self.sources))
+            self.targets.clear()
+            self.sources.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return result
 
-    def _copy(self, tree: Any, place: tuple[Any, ...]) -> Any:
+    def _copy(self, tree: Any, keys: Keys) -> Any:
         if isinstance(tree, torch.Tensor):
-            buffer = self.buffers.get(place)
-            if buffer is None or buffer.shape != tree.shape or buffer.dtype != tree.dtype:
-                buffer = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
-                self.buffers[place] = buffer
-            if _is_large(tree):
-                self.large += zip(_pieces(buffer), _pieces(tree.detach()), strict=True)
-                return buffer
-            return buffer.copy_(tree.detach(), non_blocking=True)
+            return self._copy_tensor(tree, keys)
         if isinstance(tree, dict):
-            return {name: self._copy(value, (*place, name)) for name, value in tree.items()}
+            return {key: self._copy(value, (*keys, key)) for key, value in tree.items()}
         if isinstance(tree, (list, tuple)):
-            return type(tree)(self._copy(value, (*place, i)) for i, value in enumerate(tree))
-        if isinstance(tree, np.generic):  # refused on reading, for it would need pickle
+            return type(tree)(self._copy(value, (*keys, i)) for i, value in enumerate(tree))
+        if isinstance(tree, np.generic):  # a NumPy scalar would need pickle to be read
             return tree.item()
-        if tree is None or isinstance(tree, READABLE):
+        if tree is None or isinstance(tree, SAFE_TYPES):
             return tree
         raise TypeError(
-            f"state {'/'.join(map(str, place))} is a {type(tree).__name__}, which cannot be read back safely"
+            f"state {'/'.join(map(str, keys))} is a {type(tree).__name__},"
+            " which cannot be read back safely"
         )
+
+    def _copy_tensor(self, tensor: torch.Tensor, keys: Keys) -> torch.Tensor:
+        buffer = self.buffers.get(keys)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[keys] = buffer
+        if not _is_large(tensor):
+            return buffer.copy_(tensor.detach(), non_blocking=True)
+        self.targets += _split_bytes(buffer)
+        self.sources += _split_bytes(tensor.detach())
+        return buffer
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    """Whether it is worth several threads, and plain bytes in one row."""
-    plain = (
+    """Return whether several threads can copy the tensor as plain bytes, and gain by it."""
+    is_contiguous = (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
+        and tensor.layout == torch.strided
         and not (tensor.is_conj() or tensor.is_neg())
     )
-    return plain and tensor.layout == torch.strided and tensor.nbytes > PIECE_BYTES
+    return is_contiguous and tensor.nbytes > COPY_CHUNK_BYTES
 
 
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return list(tensor.view(-1).view(torch.uint8).split(PIECE_BYTES))
+def _split_bytes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return list(tensor.view(-1).view(torch.uint8).split(COPY_CHUNK_BYTES))
 
 
-def _copy_bytes(out: torch.Tensor, given: torch.Tensor) -> None:
-    np.copyto(out.numpy(), given.numpy())  # without the GIL, and without threads of its own
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    np.copyto(target.numpy(), source.numpy())  # it needs neither the GIL nor threads of its own
 
 
-def without_ties(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors that share memory once, and {other name: stored name}: safetensors refuses shared
-    memory.
+def split_tied_tensors(
+    state: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Separate tensors that share memory, which a safetensors file cannot contain twice.
 
-    Those that are spread over ranks are left out.
+    Sharded tensors are left out.
+
+    Returns:
+        The tensors to store, each once, and for each other name of a tied tensor the name under
+        which it is stored.
     """
-    kept: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    names: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[object, ...], str] = {}
     for name, tensor in state.items():
         if hasattr(tensor, "to_local"):
             continue
-        where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and where in names:
-            aliases[name] = names[where]
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and memory in names:
+            aliases[name] = names[memory]
         else:
-            names[where] = name
-            kept[name] = tensor
-    return kept, aliases
+            names[memory] = name
+            stored[name] = tensor
+    return stored, aliases

@@ -1,10 +1,10 @@
-"""The job files that this user has trained, so that `verify` and `diff` run no other one without
-being told to.
+"""The record of job files that this user has trained: `verify` and `diff` run no others unasked.
 
-A run directory may come from somebody else, with a job file beside it. The record is in the user's
-state folder: a line per file, with its path and the SHA-256 of its bytes. The path counts too, for
-a job file imports what lies beside it. Where the record cannot be written, nothing is remembered,
-and the user is asked."""
+A run directory may come from somebody else, with a job file in it, and running that file runs
+their code. The record is a file in the user's state folder, with the path and the SHA-256 of each
+job file. The path is part of it because a job file imports modules from its own folder. If the
+record cannot be written, nothing is recorded, and the user is asked.
+"""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from stepladder.core.folders import get_state_folder, validate_ownership
 from stepladder.core.jsonl import append_record, read_last_lines
 from stepladder.core.typed_file import hash_file
 
-MAX_LINES = 1000
-PACKAGE = Path(__file__).parents[1]  # whose recipes need no trust of their own
+MAX_RECORDED_JOBS = 1000
+OWN_PACKAGE = Path(__file__).parents[1]  # the recipes in it are trusted
 
 
-def remember_job(job_file: Path) -> None:
-    """Note that this user trains a job file."""
-    if job_file.resolve().is_relative_to(PACKAGE):
+def record_trained_job(job_file: Path) -> None:
+    """Record that this user trains a job file."""
+    if job_file.resolve().is_relative_to(OWN_PACKAGE):
         return
     with suppress(OSError, InputError):  # no home folder, or one that cannot be written
-        entry = entry_of(job_file)
-        known = entries()
-        if entry["sha256"] is None or entry in known:
+        entry = make_entry(job_file)
+        entries = read_entries()
+        if entry["sha256"] is None or entry in entries:
             return
-        record = record_file()
+        record = record_path()
         durable.make_folder(record.parent)
-        if len(known) < MAX_LINES:
+        if len(entries) < MAX_RECORDED_JOBS:
             append_record(record, entry)
         else:
-            newest = [*known[-MAX_LINES // 2 :], entry]
+            newest = [*entries[-MAX_RECORDED_JOBS // 2 :], entry]
             durable.write(record, "".join(f"{json.dumps(line)}\n" for line in newest))
 
 
-def is_remembered(job_file: Path) -> bool:
-    """Return whether this user has trained the job file as it is now, where it lies now."""
+def was_trained_before(job_file: Path) -> bool:
+    """Return whether this user has trained this job file, with this content and at this path."""
     with suppress(OSError, InputError):
-        return entry_of(job_file) in entries()
+        return make_entry(job_file) in read_entries()
     return False
 
 
-def record_file() -> Path:
+def record_path() -> Path:
+    """Return the path of the record."""
     return get_state_folder() / "trained.jsonl"
 
 
-def entry_of(job_file: Path) -> dict[str, str | None]:
+def make_entry(job_file: Path) -> dict[str, str | None]:
+    """Return the line of a job file."""
     return {"path": str(job_file.resolve()), "sha256": hash_file(job_file)}
 
 
-def entries() -> list[dict[str, str | None]]:
-    """Return what is remembered; nothing from a file that others may have written. Raises OSError,
-    InputError.
-    """
-    record = record_file()
+def read_entries() -> list[dict[str, str | None]]:
+    """Return the lines of the record. Raises InputError if another user may have written it."""
+    record = record_path()
     if not record.exists():
         return []
     validate_ownership(record)

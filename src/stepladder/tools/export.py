@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError
-from stepladder.storage.slices import OF_MODEL
-from stepladder.storage.snapshot import MODEL, Snapshot, newest_snapshot
-from stepladder.storage.tensor_file import write_tensors
+from stepladder.storage.safetensors_file import write_tensors
+from stepladder.storage.snapshot import MODEL_FILE, Snapshot, read_newest_snapshot
+from stepladder.storage.snapshot_slices import MODEL_PREFIX
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -49,7 +49,7 @@ class StoredWeights:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.rows = snapshot.reader
-        self.whole = opened(Path(snapshot.folder) / MODEL)
+        self.whole = opened(Path(snapshot.folder) / MODEL_FILE)
         self.aliases: dict[str, str] = snapshot.manifest["aliases"]
         self.forms: dict[str, torch.Tensor] = {}
         for name in self.whole.keys():  # noqa: SIM118 - it is no dict
@@ -57,17 +57,17 @@ class StoredWeights:
             shape = part.get_shape()
             like = part[:0] if shape else self.whole.get_tensor(name)  # a single number has no rows
             self.forms[name] = torch.empty(shape, dtype=like.dtype, device="meta")
-        for name in self.rows.names(OF_MODEL):
-            none = self.rows.rows(OF_MODEL + name, 0, 0)
+        for name in self.rows.names(MODEL_PREFIX):
+            none = self.rows.read_rows(MODEL_PREFIX + name, 0, 0)
             self.forms[name] = torch.empty(
-                self.rows.shape(OF_MODEL + name), dtype=none.dtype, device="meta"
+                self.rows.shape(MODEL_PREFIX + name), dtype=none.dtype, device="meta"
             )
 
     def read(self, name: str) -> torch.Tensor:
         """The values of one, also by a name that is tied to it."""
         name = self.aliases.get(name, name)
-        if OF_MODEL + name in self.rows.slices:
-            return self.rows.tensor(OF_MODEL + name)
+        if MODEL_PREFIX + name in self.rows.slices:
+            return self.rows.read_tensor(MODEL_PREFIX + name)
         found: torch.Tensor = self.whole.get_tensor(name)
         return found
 
@@ -80,7 +80,7 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     Raises InputError where there is no snapshot, `target` is there already, or cannot be written.
     """
     refuse_existing(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
-    snapshot = newest_snapshot(run_dir, whole=False)
+    snapshot = read_newest_snapshot(run_dir, with_model=False)
     weights = StoredWeights(snapshot)
     with durable.name_write_errors(target, "free space there, or choose another DIR"):
         durable.make_folder(target.absolute().parent)
@@ -105,12 +105,12 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
         if files[-1] and sum(one.nbytes for one in files[-1].values()) + form.nbytes > FILE_BYTES:
             files.append({})
         files[-1][name] = form
-    stem, _, suffix = MODEL.partition(".")
+    stem, _, suffix = MODEL_FILE.partition(".")
     names = [
         f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}" for number in range(1, len(files) + 1)
     ]
     places: dict[str, str] = {}
-    for file, forms in zip([MODEL] if len(files) == 1 else names, files, strict=True):
+    for file, forms in zip([MODEL_FILE] if len(files) == 1 else names, files, strict=True):
         write_tensors(folder / file, forms, weights.read, {"format": "pt"})
         places |= dict.fromkeys(forms, file)
     if len(files) > 1:

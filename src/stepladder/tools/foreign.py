@@ -16,9 +16,10 @@ from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
-from stepladder.storage.rundir import SNAPSHOTS
-from stepladder.storage.snapshot import MODEL, Snapshots, write_files
-from stepladder.storage.staging import without_ties
+from stepladder.storage.run_files import SNAPSHOTS_FOLDER
+from stepladder.storage.snapshot import MODEL_FILE, write_snapshot_files
+from stepladder.storage.snapshot_store import Snapshots
+from stepladder.storage.staging import split_tied_tensors
 from stepladder.tools import dcp
 from stepladder.tools.export import INDEX, opened, refuse_existing
 from stepladder.train.job_runner import load_job
@@ -66,10 +67,10 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
 
 def begin(run_dir: Path, model: torch.nn.Module) -> None:
     """A run directory whose first snapshot, before any step, has these weights and nothing else."""
-    tensors, aliases = without_ties(model.state_dict())
+    tensors, aliases = split_tied_tensors(model.state_dict())
     about = {"step": 0, "aliases": aliases, "ledger": ""}
-    with Snapshots(run_dir / SNAPSHOTS).place(0) as aside:
-        write_files(aside, {"model": tensors, "state": {}}, about, [])
+    with Snapshots(run_dir / SNAPSHOTS_FOLDER).create(0) as aside:
+        write_snapshot_files(aside, {"model": tensors, "state": {}}, about, [])
 
 
 def found_in(folder: Path) -> Foreign:
@@ -80,14 +81,16 @@ def found_in(folder: Path) -> Foreign:
                 "weight_map"
             ]
             return of_safetensors(folder, typed_file.convert(places, dict[str, str], "weight_map"))
-        if (folder / MODEL).exists():
-            return of_safetensors(folder, dict.fromkeys(opened(folder / MODEL).keys(), MODEL))
+        if (folder / MODEL_FILE).exists():
+            return of_safetensors(
+                folder, dict.fromkeys(opened(folder / MODEL_FILE).keys(), MODEL_FILE)
+            )
         if (folder / dcp.METADATA).exists():
             checkpoint = dcp.Checkpoint(folder)
             return Foreign(checkpoint.shapes, checkpoint.read)
     except UNREADABLE as error:
         raise InputError(f"{folder} cannot be read: {to_one_line(error)}", HINT) from error
-    raise InputError(f"{folder} holds neither {MODEL} nor {INDEX} nor {dcp.METADATA}", HINT)
+    raise InputError(f"{folder} holds neither {MODEL_FILE} nor {INDEX} nor {dcp.METADATA}", HINT)
 
 
 def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:

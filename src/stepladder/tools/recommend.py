@@ -14,8 +14,8 @@ from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
-from stepladder.storage.run_config import config_of_recipe
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.run_config import read_recipe_config
+from stepladder.storage.snapshot import read_newest_snapshot
 
 HINT = "stepladder train movielens, then stepladder recipe recommend runs/movielens --user 42"
 
@@ -32,10 +32,10 @@ def recommend(
     snapshot or missing data."""
     if top < 1:
         raise InputError(f"--top {top}", "--top 10")
-    config = config_of_recipe(run_dir, "movielens", movielens.Config, "recommends nothing", HINT)
+    config = read_recipe_config(run_dir, "movielens", movielens.Config, "recommends nothing", HINT)
     if data_dir is not None:
         config.data_dir = str(data_dir)
-    snapshot = newest_snapshot(run_dir)
+    snapshot = read_newest_snapshot(run_dir)
     data = movielens.load(config)
     known = np.flatnonzero(data.user_ids == user)
     if not len(known):

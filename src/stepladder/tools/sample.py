@@ -11,8 +11,8 @@ from safetensors.torch import load
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.recipes import gpt
-from stepladder.storage.run_config import config_of_recipe
-from stepladder.storage.snapshot import MODEL, newest_snapshot
+from stepladder.storage.run_config import read_recipe_config
+from stepladder.storage.snapshot import MODEL_FILE, read_newest_snapshot
 
 HINT = "stepladder train gpt, then stepladder recipe sample runs/gpt --prompt ROMEO:"
 
@@ -26,10 +26,10 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
     it has no tokens for."""
     if not 0 <= temperature < math.inf:
         raise InputError(f"--temperature {temperature:g}", "--temperature 1")
-    config = config_of_recipe(run_dir, "gpt", gpt.Config, "writes no text", HINT)
-    snapshot = newest_snapshot(run_dir)
+    config = read_recipe_config(run_dir, "gpt", gpt.Config, "writes no text", HINT)
+    snapshot = read_newest_snapshot(run_dir)
     with as_input_error(f"{run_dir} has no tokens", HINT, (KeyError,)):
-        characters = load(snapshot.files[MODEL])["characters"]
+        characters = load(snapshot.files[MODEL_FILE])["characters"]
     model = gpt.GPT(config, characters)
     snapshot.restore_model(model)
     torch.manual_seed(seed)

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepladder.storage.slices import (
-    OF_AVERAGE,
-    OF_MODEL,
-    OF_OPTIMIZER,
-    OF_STATE,
-    Rows,
+from stepladder.storage.snapshot_slices import (
+    AVERAGE_PREFIX,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    STATE_PREFIX,
     SliceReader,
-    rows_of,
+    TensorSlice,
+    get_local_slice,
 )
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
@@ -50,7 +50,7 @@ class FullShards:
     taken: what `take` reads of a snapshot.  about: for its manifest.
     """
 
-    snapshot_prefix = OF_STATE
+    snapshot_prefix = STATE_PREFIX
 
     def __init__(self, job: Job, comm: Comm) -> None:
         self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
@@ -110,7 +110,7 @@ class FullShards:
                     and value.shape == param.shape
                     and not is_distributed(value)
                 ):
-                    mine = rows_of(param)
+                    mine = get_local_slice(param)
                     rows = value[mine.first : mine.first + len(mine.values)]
                     self.optimizer.state[param][key] = distribute_like(param, rows)
 
@@ -118,23 +118,23 @@ class FullShards:
         """This rank's rows of the state that a snapshot has in slices."""
         for name in reader.names(self.snapshot_prefix):
             if not reader.shape(
-                OF_STATE + name
+                STATE_PREFIX + name
             ):  # a count of steps, which the optimizer has loaded
                 continue
-            if name.startswith(OF_AVERAGE):
+            if name.startswith(AVERAGE_PREFIX):
                 self._take_average(reader, name)
                 continue
             *_, number, key = name.split("/")
             param = self.params[self.numbers[int(number)]]
-            mine = rows_of(param)
-            rows = reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
+            mine = get_local_slice(param)
+            rows = reader.read_rows(STATE_PREFIX + name, mine.first, mine.first + len(mine.values))
             self.optimizer.state[param][key] = distribute_like(param, rows)
 
     def _take_average(self, reader: SliceReader, name: str) -> None:
         if self.average is not None:
-            mine = self.average.rows()[name.removeprefix(OF_AVERAGE)]
+            mine = self.average.rows()[name.removeprefix(AVERAGE_PREFIX)]
             mine.values.copy_(
-                reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
+                reader.read_rows(STATE_PREFIX + name, mine.first, mine.first + len(mine.values))
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,16 +146,19 @@ class FullShards:
             }
         return {**self.optimizer.state_dict(), "state": dict(whole)}
 
-    def slices(self) -> dict[str, Rows]:
+    def slices(self) -> dict[str, TensorSlice]:
         """This rank's rows of weights and state, by the names that they have in a snapshot."""
-        found = {OF_MODEL + name: rows_of(param) for name, param in self.params.items()}
+        found = {MODEL_PREFIX + name: get_local_slice(param) for name, param in self.params.items()}
         for number, state in self._states():
             for key, value in state.items():
                 if is_distributed(value):
-                    found[f"{OF_STATE}{OF_OPTIMIZER}{number}/{key}"] = rows_of(value)
+                    found[f"{STATE_PREFIX}{OPTIMIZER_PREFIX}{number}/{key}"] = get_local_slice(
+                        value
+                    )
         if self.average is not None:
             found |= {
-                OF_STATE + OF_AVERAGE + name: rows for name, rows in self.average.rows().items()
+                STATE_PREFIX + AVERAGE_PREFIX + name: rows
+                for name, rows in self.average.rows().items()
             }
         return found
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.storage.slices import rows_of
+from stepladder.storage.snapshot_slices import get_local_slice
 from stepladder.train.full_shards import FullShards, distribute_like, is_distributed
 from stepladder.train.optimizer_shards import ALIGNMENT
 from stepladder.train.phases import EXCHANGING
@@ -39,7 +39,7 @@ class AlignedRows:
     the values, with their gradients."""
 
     def __init__(self, param: Any) -> None:
-        rows, count = rows_of(param), param.numel()
+        rows, count = get_local_slice(param), param.numel()
         lo = rows.first * (count // max(1, param.shape[0]))
         hi = lo + rows.values.numel()
         first = min(-(-lo // ALIGNMENT) * ALIGNMENT, hi)
@@ -114,7 +114,7 @@ class ExactShards(FullShards):
 
     def _take_back(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
         """What the step has left: new values, and a state that may be new. states: of each part."""
-        kept, values = self.optimizer.state, rows_of(piece.param).values
+        kept, values = self.optimizer.state, get_local_slice(piece.param).values
         piece.take(values, piece.parts)
         for name, value in states[0].items():
             if not (isinstance(value, torch.Tensor) and value.shape == piece.parts[0].shape):

@@ -73,9 +73,9 @@ def load_stored_job(run_dir: Path) -> StoredJob:
         InputError: If its config.json is missing or damaged, or does not fit the job file.
     """
     # Late: it imports psutil, and `train --help` need not wait for that.
-    from stepladder.storage.run_config import config_of
+    from stepladder.storage.run_config import open_config
 
-    with config_of(run_dir) as stored:
+    with open_config(run_dir) as stored:
         definition = stored["definition"]
         config = drop_masked(stored["config"])
         job_file = stored.get("job_file")

@@ -26,8 +26,8 @@ from stepladder.rank.exit_record import make_end_file_absolute
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
-from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.run_files import SNAPSHOTS_FOLDER, list_snapshots
+from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.build_errors import explain_build_errors
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
@@ -173,10 +173,10 @@ def validate_world_unchanged(path: Path, world: World) -> None:
 
 def validate_init_from(settings: Settings) -> None:
     """Raise InputError if --init-from is needed and names no run with a snapshot."""
-    if settings.init_from is not None and not snapshot_paths(settings.run_dir / SNAPSHOTS):
+    if settings.init_from is not None and not list_snapshots(settings.run_dir / SNAPSHOTS_FOLDER):
         source = Path(settings.init_from)
-        if not snapshot_paths(source / SNAPSHOTS):
-            newest_snapshot(source)  # raises
+        if not list_snapshots(source / SNAPSHOTS_FOLDER):
+            read_newest_snapshot(source)  # raises
 
 
 def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:

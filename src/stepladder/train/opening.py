@@ -21,18 +21,22 @@ from stepladder.rank.exit_record import remove_end
 from stepladder.rank.fd_store import has_fd_store
 from stepladder.rank.membership import get_joining_rank
 from stepladder.storage.ledger import Ledger, LedgerHeader
-from stepladder.storage.lock import owner_of
-from stepladder.storage.run_config import environment, refuse_other_definition, shuffle_of
-from stepladder.storage.rundir import (
-    CONFIG,
-    RESULT,
-    SCHEMA,
-    SNAPSHOTS,
-    RunDir,
-    snapshot_paths,
-    stored_in,
+from stepladder.storage.lock import read_owner
+from stepladder.storage.run_config import (
+    describe_environment,
+    find_shuffle,
+    validate_same_definition,
 )
-from stepladder.storage.snapshot import Snapshot, newest_snapshot
+from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    RESULT_FILE,
+    RUN_SCHEMA,
+    SNAPSHOTS_FOLDER,
+    list_snapshots,
+    read_stored_json,
+)
+from stepladder.storage.snapshot import Snapshot, read_newest_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import validate_equal_machines
 from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
@@ -169,23 +173,25 @@ class Opening:
         run_dir = open_run_dir(settings, self.snapshot_saver, self.at_end, is_fresh)
         self.run_dir = run_dir
         remove_end()
-        config = run_dir.stored(CONFIG)
+        config = run_dir.read_json(CONFIG_FILE)
         if config is not None:
-            refuse_other_definition(config["definition"], spec.definition, run_dir.path)
+            validate_same_definition(config["definition"], spec.definition, run_dir.path)
             self.is_job_edited = is_edited(config, spec.recipe.job_file)
-        shuffle = shuffle_of(config, run_dir.path)
+        shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)
         if result is not None:
             return StoredRun(0, result, None, shuffle)
         snapshot = self.snapshot_saver.latest(self._report_line)
         if snapshot is None:
-            run_dir.refuse_lost_snapshots()
+            run_dir.validate_snapshots_exist()
         step = snapshot.step if snapshot is not None else 0
         validate_step(spec, step)
-        run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
+        run_dir.truncate_metrics(step, spec.plan.steps_per_epoch)
         if config is None:
-            facts = environment(spec.recipe.job_file, spec.threads)
-            run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": facts})
+            facts = describe_environment(spec.recipe.job_file, spec.threads)
+            run_dir.write_json(
+                CONFIG_FILE, {"schema": RUN_SCHEMA, **spec.as_json(), "environment": facts}
+            )
         return StoredRun(run_dir.attempt, None, snapshot, shuffle)
 
     def _load_initial_weights(self, is_fresh: bool) -> None:
@@ -193,18 +199,18 @@ class Opening:
         settings = self.spec.settings
         if settings.init_from is None:
             return
-        if not is_fresh and snapshot_paths(settings.run_dir / SNAPSHOTS):
+        if not is_fresh and list_snapshots(settings.run_dir / SNAPSHOTS_FOLDER):
             return
-        source = newest_snapshot(Path(settings.init_from))
+        source = read_newest_snapshot(Path(settings.init_from))
         source.restore_model(self.spec.job.model, "--init-from a run of this very model")
         self._report_line(f"  begins with the weights of {settings.init_from}, {source.name}")
 
     def _read_result(self, run_dir: RunDir) -> dict[str, Any] | None:
         """Return the contents of result.json if the run is complete, else None."""
-        result = run_dir.stored(RESULT)
+        result = run_dir.read_json(RESULT_FILE)
         if result is None or result["steps"] != self.spec.num_steps:
             return None
-        path = run_dir.path / RESULT
+        path = run_dir.path / RESULT_FILE
         with as_input_error(f"{path} is damaged", f"rm {path}: it is written anew", (ValueError,)):
             TrainResult.from_json(result)
         return result
@@ -245,9 +251,9 @@ class Opening:
         """
         self.state.shard(self.spec.settings, self.comm)
         run_dir = self.spec.settings.run_dir
-        config = stored_in(run_dir, CONFIG)
-        self.spec = self.spec.with_order(shuffle_of(config, run_dir))
-        attempt = owner_of(run_dir).get("attempt") or 0
+        config = read_stored_json(run_dir, CONFIG_FILE)
+        self.spec = self.spec.with_order(find_shuffle(config, run_dir))
+        attempt = read_owner(run_dir).get("attempt") or 0
         # Until the group forms, this rank must not act as the first one or as one that is alone.
         self.comm.world = replace(self.comm.world, rank=1, world_size=2)
         self.comm.members = [-1, number]

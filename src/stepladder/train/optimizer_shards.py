@@ -17,7 +17,12 @@ from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.storage.slices import OF_OPTIMIZER, OF_STATE, Rows, SliceReader
+from stepladder.storage.snapshot_slices import (
+    OPTIMIZER_PREFIX,
+    STATE_PREFIX,
+    SliceReader,
+    TensorSlice,
+)
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.model_blocks import validate_fully_shardable
@@ -91,7 +96,7 @@ class OptimizerShards:
     slice of its own, and with copies=2 that of the rank before it too. own, pieces: without and
     with it. taken: what `take` reads of a snapshot.  about: for its manifest."""
 
-    snapshot_prefix = OF_STATE + OF_OPTIMIZER
+    snapshot_prefix = STATE_PREFIX + OPTIMIZER_PREFIX
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, copies: int = 1) -> None:
         self.optimizer, self.comm, self.manifest_entry = optimizer, comm, dict[str, Any]()
@@ -182,7 +187,7 @@ class OptimizerShards:
         """The optimizer's, without what `slices` has."""
         return {**self.optimizer.state_dict(), "state": dict(self.frozen)}
 
-    def slices(self) -> dict[str, Rows]:
+    def slices(self) -> dict[str, TensorSlice]:
         """This rank's part of the state, by the names that it has in a snapshot."""
         found = {}
         for piece in self.own:
@@ -192,8 +197,8 @@ class OptimizerShards:
                     is_cut or piece.lo == 0
                 ):  # what all pieces of a parameter have is written with the first
                     first, shape = (piece.lo, piece.param.shape) if is_cut else (0, value.shape)
-                    name = f"{OF_STATE}{OF_OPTIMIZER}{piece.number}/{key}"
-                    found[name] = Rows(value.reshape(-1), first, list(shape), flat=True)
+                    name = f"{STATE_PREFIX}{OPTIMIZER_PREFIX}{piece.number}/{key}"
+                    found[name] = TensorSlice(value.reshape(-1), first, list(shape), flat=True)
         return found
 
     def load_slices(self, reader: SliceReader) -> None:
@@ -207,10 +212,10 @@ class OptimizerShards:
                 name = f"{self.snapshot_prefix}{piece.number}/{key}"
                 shape = reader.shape(name)
                 if shape == list(piece.param.shape):
-                    values = reader.elements(name, piece.lo, piece.hi).view(piece.values.shape)
+                    values = reader.read_elements(name, piece.lo, piece.hi).view(piece.values.shape)
                     self.state[piece.values][key] = clone_with_strides(values, piece.values)
                 elif shape:  # else a count of steps, which the optimizer has loaded
-                    self.state[piece.values][key] = reader.tensor(name).to(piece.values.device)
+                    self.state[piece.values][key] = reader.read_tensor(name).to(piece.values.device)
 
 
 def make_optimizer_shards(

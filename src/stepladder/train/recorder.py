@@ -23,7 +23,7 @@ from stepladder.core.jsonl import open_for_append
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import make_timing_line
 from stepladder.storage.ledger import Ledger
-from stepladder.storage.rundir import METRICS, TIMING
+from stepladder.storage.run_files import METRICS_FILE, TIMING_FILE
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
 from stepladder.train.progress_bar import ProgressBar
@@ -84,7 +84,7 @@ class Recorder:
 
     def open_files(self) -> None:
         """Open the first rank's files, to append to them."""
-        for name in (METRICS, TIMING):
+        for name in (METRICS_FILE, TIMING_FILE):
             path = self.spec.settings.run_dir / name
             with name_file_in_errors(path):
                 self.files[name] = os.fdopen(open_for_append(path), "a", encoding="utf-8")
@@ -123,7 +123,7 @@ class Recorder:
             indices: Of the data set, an array per batch.
         """
         step = self.state.step
-        self.ledger.record(step + 1, self.spec.plan.epoch_of_step(step), indices)
+        self.ledger.record_step(step + 1, self.spec.plan.epoch_of_step(step), indices)
         if not self.comm.alone:
             self.ledger.flush()
 
@@ -185,7 +185,7 @@ class Recorder:
         self.last_flush_time = perf_counter()
         if self.rows:
             self._write_rows()
-        self.ledger.flush(lasting=durable)
+        self.ledger.flush(fsync=durable)
 
     def _write_rows(self) -> None:
         steps, epochs, losses, counts, rates, norms = zip(*self.rows, strict=True)
@@ -197,9 +197,9 @@ class Recorder:
         if self.comm.world.is_first:
             norm_values = read_norms(norms)
             lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
-            self._append(METRICS, lines)
+            self._append(METRICS_FILE, lines)
             timing = make_timing_line(steps[-1], len(steps), seconds)
-            self._append(TIMING, json.dumps(timing) + "\n")
+            self._append(TIMING_FILE, json.dumps(timing) + "\n")
             self._log_scalars(float(means.mean()), rates[-1], norm_values[-1])
             done = sum(counts)
             if self.spec.job.unit == "samples":
@@ -247,7 +247,7 @@ class Recorder:
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
             line = {"step": state.step, "epoch": epoch, **values}
-            self._append(METRICS, json.dumps(line) + "\n")
+            self._append(METRICS_FILE, json.dumps(line) + "\n")
             self._log({f"eval/{name}": value for name, value in state.metrics.items()})
             self.progress_bar.show_evaluation(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:

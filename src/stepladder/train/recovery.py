@@ -137,7 +137,9 @@ class StepJournal:
         if replicas is not None and holders is None:
             raise StateLost("both processes that had a slice of the optimizer's state are lost")
         # The ledger first: a rank may be killed right after it has sent its state to the others.
-        self.recorder.ledger.change(last_step, comm.members, comm.group_number, comm.loss_reasons)
+        self.recorder.ledger.record_change(
+            last_step, comm.members, comm.group_number, comm.loss_reasons
+        )
         if self.state.step == last_step and Position(last_step, True) in positions:
             self.rollback()
         if any(position.step < last_step for position in positions):

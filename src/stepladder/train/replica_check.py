@@ -23,7 +23,7 @@ from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
 from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
 from stepladder.data.source import Source, TensorSource
-from stepladder.storage.run_config import first_difference
+from stepladder.storage.run_config import find_first_difference
 from stepladder.train.comm import Comm
 from stepladder.train.job import Recipe
 
@@ -158,7 +158,7 @@ def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
     texts = comm.gather_bytes(mine.ljust(length))
     if odd := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         first, other = (json.loads(texts[rank], parse_constant=str) for rank in (0, odd[0]))
-        name = first_difference(first, other)
+        name = find_first_difference(first, other)
         alike = [rank for rank in odd if texts[rank] == texts[odd[0]]]
         raise InputError(
             f"{name} is {to_one_line(str(first.get(name)))} on rank 0, and {to_one_line(str(other.get(name)))} on"

@@ -18,9 +18,11 @@ from stepladder.data.source import Source
 from stepladder.rank.exit_record import write_end
 from stepladder.rank.membership import GROUP_BROKEN, GROUP_LEFT
 from stepladder.rank.streams import restore_launcher_output
-from stepladder.storage.ledger import join
-from stepladder.storage.rundir import RESULT, SNAPSHOTS, RunDir, finite
-from stepladder.storage.snapshot import Snapshots, weights_sha256
+from stepladder.storage.ledger import join_chains
+from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_files import RESULT_FILE, SNAPSHOTS_FOLDER, finite_or_none
+from stepladder.storage.snapshot import hash_weights
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.evaluation import Metrics, evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers
@@ -171,7 +173,7 @@ class Session:
             self.flush(durable=True)
             validate_finite_weights(self.job.model, self.state.step)
             chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
-            ledger_chain = join([chain.decode() for chain in chains])
+            ledger_chain = join_chains([chain.decode() for chain in chains])
             self.snapshot_saver.save({"ledger": ledger_chain, **self.state.manifest_entries})
         self.last_snapshot_time = perf_counter()
 
@@ -223,7 +225,7 @@ class Session:
         if self.comm.world.is_first:
             run_dir = self.run_dir or self._take_over_run_dir()
             self.recorder.close_files()
-            run_dir.cut_last_metrics(last_written_step, self.spec.plan.steps_per_epoch)
+            run_dir.truncate_recent_metrics(last_written_step, self.spec.plan.steps_per_epoch)
             self.recorder.open_files()
         self.comm.gather_bytes(b".")  # no rank goes on before the first one has the files
         self.state.finish_recovery()
@@ -236,7 +238,7 @@ class Session:
             settings, self.snapshot_saver, self.at_end, attempt=self.attempt
         )
         self.at_end.callback(self.snapshot_saver.close)
-        durable.remove_unfinished(settings.run_dir / SNAPSHOTS, "step_")
+        durable.remove_unfinished(settings.run_dir / SNAPSHOTS_FOLDER, "step_")
         loggers = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
         self.recorder.take_over(loggers)
         return self.run_dir
@@ -257,7 +259,7 @@ class Session:
                 if self.is_stopped:
                     write_end(STOPPED, self.state.step, is_late)
                 else:
-                    self.run_dir.store(RESULT, result.as_json())
+                    self.run_dir.write_json(RESULT_FILE, result.as_json())
             if self.is_stopped:
                 # Slurm ends all tasks as soon as one exits with 75, so all wait for the files.
                 with suppress(PeerLost):
@@ -276,10 +278,10 @@ class Session:
             sync=spec.settings.sync,
             epochs=spec.epochs,
             steps=state.step,
-            train_loss=finite(state.train_loss),
-            metrics={name: finite(value) for name, value in state.metrics.items()},
+            train_loss=finite_or_none(state.train_loss),
+            metrics={name: finite_or_none(value) for name, value in state.metrics.items()},
             best=state.best,
-            weights_sha256=weights_sha256(self.job.model),
+            weights_sha256=hash_weights(self.job.model),
             samples_per_second=round(num_samples / max(seconds, 1e-9), 1),
             seconds=round(seconds, 3),
             resumed_from_step=self.resumed_from_step,
@@ -308,7 +310,7 @@ def open_run_dir(
         settings.run_dir,
         settings.lock_wait,
         is_fresh,
-        of_nodes=settings.most_ranks > 0,
+        is_multi_node=settings.most_ranks > 0,
         attempt=attempt,
     )
 
@@ -316,7 +318,9 @@ def open_run_dir(
         run_dir.close(failed=error is not None)
 
     at_end.push(close)
-    snapshot_saver.open(Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, run_dir.guard))
+    snapshot_saver.open(
+        Snapshots(settings.run_dir / SNAPSHOTS_FOLDER, settings.keep, run_dir.validate_ownership)
+    )
     return run_dir
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.storage.parts import PartWriter
-from stepladder.storage.snapshot import HINT, Snapshot, Snapshots
+from stepladder.storage.run_dir_access import FREE_SPACE_HINT
+from stepladder.storage.snapshot import Snapshot
+from stepladder.storage.snapshot_parts import PartWriter
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.state import TrainState
 
@@ -79,14 +81,14 @@ class SnapshotSaver:
     def abandon(self) -> None:
         """Drop the snapshot under way: a rank that was lost may have had a part of it."""
         with suppress(Exception):  # the first rank may have removed the folder of this part
-            self.part_writer.failure()
+            self.part_writer.wait_for_error()
         if self.store is not None:
-            self.store.give_up()
+            self.store.abandon_parts()
 
     def close(self) -> None:
         """End the writing, whatever has happened before."""
         with suppress(Exception):  # an earlier error is the cause
-            self.part_writer.failure()
+            self.part_writer.wait_for_error()
         if self.store is not None:
             self.store.end(PARTS_TIMEOUT_S)
 
@@ -100,12 +102,12 @@ class SnapshotSaver:
         Raises:
             InputError: On all ranks, if any rank could not write its part.
         """
-        failure = self.part_writer.failure().encode()
+        failure = self.part_writer.wait_for_error().encode()
         padded = failure[:MAX_REASON_BYTES].ljust(MAX_REASON_BYTES)  # ranks gather equal lengths
         for rank, data in enumerate(self.comm.gather_bytes(padded)):
             reason = data.decode(errors="replace").strip()
             if reason:
                 self.abandon()
                 raise InputError(
-                    f"rank {rank} could not write its part of a snapshot: {reason}", HINT
+                    f"rank {rank} could not write its part of a snapshot: {reason}", FREE_SPACE_HINT
                 )

@@ -23,7 +23,7 @@ from stepladder.rank import progress
 from stepladder.rank.error_record import record_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
-from stepladder.storage.rundir import naming_storage
+from stepladder.storage.run_dir_access import translate_storage_errors
 from stepladder.train.comm import Comm
 from stepladder.train.cuda_graphs import make_loss_programs
 from stepladder.train.determinism import (
@@ -98,7 +98,11 @@ class Trainer:
         Raises:
             InputError: If the settings do not fit the job, before anything is written.
         """
-        with self._ranks() as comm, naming_storage(self.settings.run_dir), StopSignals() as stop:
+        with (
+            self._ranks() as comm,
+            translate_storage_errors(self.settings.run_dir),
+            StopSignals() as stop,
+        ):
             spec = RunSpec.make(self.job, self.settings, self.recipe, comm)
             with open_session(spec, comm, self.loggers) as session:
                 if isinstance(session, TrainResult):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from stepladder.storage.slices import Rows, rows_of
+from stepladder.storage.snapshot_slices import TensorSlice, get_local_slice
 
 
 class WeightAverage:
@@ -52,11 +52,11 @@ class WeightAverage:
         finally:
             self._swap()
 
-    def rows(self) -> dict[str, Rows]:
+    def rows(self) -> dict[str, TensorSlice]:
         """Return the rows of the average that this rank has, by the name of the parameter."""
         rows = {}
         for name, param in self.params.items():
-            rows[name] = rows_of(param)._replace(values=self.values[name])
+            rows[name] = get_local_slice(param)._replace(values=self.values[name])
         return rows
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class WeightAverage:
             rows.values.copy_(average)
 
     def _weights(self) -> list[torch.Tensor]:
-        return [rows_of(param).values.detach() for param in self.params.values()]
+        return [get_local_slice(param).values.detach() for param in self.params.values()]
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from courses import EXERCISE, write_course
 from processes import started, wait_until
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab.cluster import Lab, lab_folder
+from stepladder.slurm.lab.lab import Lab, lab_folder
 from stepladder.slurm.lab.layout import Layout
 from stepladder.tools.learn.check import check_exercise, check_lesson, run_command, what_is_missing
 from stepladder.tools.learn.course import Course, load_course
@@ -151,7 +151,7 @@ def test_what_a_lesson_needs(
     assert [what_is_missing(item) for item in course] == [None, None, hint, None]
     folder = lab_folder()
     folder.mkdir(parents=True)
-    Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).write()
+    Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).save()
     assert what_is_missing(course.lessons[1]) is None
 
 

@@ -37,7 +37,7 @@ def test_lessons_come_with_their_exercises(course: Course) -> None:
     [("1", "01-first"), ("01", "01-first"), ("02-second", "02-second"), ("add", "add")],
 )
 def test_names_that_are_found(course: Course, name: str, key: str) -> None:
-    assert course.find(name).key == key
+    assert course.load_running(name).key == key
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_names_that_are_found(course: Course, name: str, key: str) -> None:
 )
 def test_names_that_are_not(course: Course, name: str, hint: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' is neither a lesson.*HINT: .*{hint}"):
-        course.find(name)
+        course.load_running(name)
 
 
 def test_a_lesson_is_no_exercise(course: Course) -> None:

@@ -26,8 +26,16 @@ from stepladder.core.errors import DONE, InputError, StorageFault, as_input_erro
 from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
 from stepladder.launcher.nodes.seats import Seats
-from stepladder.storage.lock import AGENTS, MEETING, NOBODY, open_lock_file, try_lock
-from stepladder.storage.rundir import CONFIG, move_aside, open_lock, refuse_unwritable
+from stepladder.storage.lock import (
+    AGENTS_LOCK_FILE,
+    NO_OWNER,
+    RENDEZVOUS_LOCK_FILE,
+    open_lock_file,
+    try_lock,
+)
+from stepladder.storage.run_dir import move_run_dir_aside, open_lock
+from stepladder.storage.run_dir_access import validate_run_dir_writable
+from stepladder.storage.run_files import CONFIG_FILE
 
 PUBLISHED = "rendezvous.json"
 SECRET_FILE = "rendezvous.secret"  # of one launch, made anew by the next
@@ -83,7 +91,7 @@ class Rendezvous:
         between tries, to raise where it makes no sense to go on. Raises InputError where nobody
         answers for `timeout` seconds."""
         if not self.fresh:
-            refuse_unwritable(self.run_dir)
+            validate_run_dir_writable(self.run_dir)
         self.joining, self.since = True, time.monotonic()
         while time.monotonic() - self.since < self.timeout:
             check()
@@ -138,12 +146,12 @@ class Rendezvous:
 
     def _is_silent(self) -> bool:
         """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
-        self.touch(self.run_dir / MEETING)
+        self.touch(self.run_dir / RENDEZVOUS_LOCK_FILE)
         with (self.run_dir / PUBLISHED).open(
             "rb"
         ) as opened:  # then a network file system looks anew
             touched = os.fstat(opened.fileno()).st_mtime
-        return (self.run_dir / MEETING).stat().st_mtime - touched > SECONDS_OF_SILENCE
+        return (self.run_dir / RENDEZVOUS_LOCK_FILE).stat().st_mtime - touched > SECONDS_OF_SILENCE
 
     def _alone(self) -> bool:
         """Whether no other agent lives. Ours stays known."""
@@ -157,7 +165,7 @@ class Rendezvous:
 
     def _enter(self) -> bool:
         """Be one of the launch's agents, or the first of a new launch. False: try again."""
-        self.agents = open_lock_file(self.run_dir / AGENTS)
+        self.agents = open_lock_file(self.run_dir / AGENTS_LOCK_FILE)
         if self._alone():
             entered = self._begin()
         else:
@@ -183,16 +191,16 @@ class Rendezvous:
     def _begin(self) -> bool:
         """Make room for a new launch. False: it was made, by moving a run aside; enter anew."""
         wait = min(self.timeout, SECONDS_FOR_A_SEAT)
-        if self.fresh and not self.moved and (self.run_dir / CONFIG).exists():
-            move_aside(self.run_dir, wait, of_nodes=True)
+        if self.fresh and not self.moved and (self.run_dir / CONFIG_FILE).exists():
+            move_run_dir_aside(self.run_dir, wait, is_multi_node=True)
             self.moved = True
             return False
         # A run on one machine may be here: it asks for us when it has its lock, we for its lock
         # while we are here.
-        lock = open_lock(self.run_dir, wait, NOBODY if self.moved else None, of_nodes=True)
+        lock = open_lock(self.run_dir, wait, NO_OWNER if self.moved else None, is_multi_node=True)
         lock.release()
-        if self.moved and (self.run_dir / CONFIG).exists():
-            raise lock.refusal()
+        if self.moved and (self.run_dir / CONFIG_FILE).exists():
+            raise lock.make_in_use_error()
         for name in (PUBLISHED, SECRET_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
         self.seats.clear()
@@ -292,7 +300,7 @@ class Rendezvous:
         hint = "--run-dir DIR on a file system that all nodes can write"
         with as_input_error(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            lock = open_lock_file(self.run_dir / MEETING)
+            lock = open_lock_file(self.run_dir / RENDEZVOUS_LOCK_FILE)
         try:
             yield self._take(lock)
         finally:
@@ -306,7 +314,7 @@ class Rendezvous:
             if not try_lock(lock):
                 return False
         with suppress(FileNotFoundError):
-            return os.fstat(lock).st_ino == (self.run_dir / MEETING).stat().st_ino
+            return os.fstat(lock).st_ino == (self.run_dir / RENDEZVOUS_LOCK_FILE).stat().st_ino
         return False
 
     def leave(self) -> None:

@@ -1,3 +1,1 @@
-"""A real Slurm cluster on one Linux machine: the daemons of Debian's packages, a network for each
-node.
-"""
+"""A Slurm cluster on one Linux machine: Debian's daemons, and a network for each node."""

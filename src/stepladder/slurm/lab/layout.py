@@ -1,6 +1,4 @@
-"""What a lab consists of, and the configuration files that say so to Slurm. Pure: nothing is
-started here.
-"""
+"""What a lab consists of, and Slurm's configuration files for it; nothing is started here."""
 
 from __future__ import annotations
 
@@ -8,20 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-PARTITION, URGENT = "lab", "urgent"
-MOST_NODES = 64
-UP = "up"  # among the daemons, the command that starts the others
-SECONDS_UNTIL_DOWN = (
-    10  # without a word from a node's slurmd; Slurm takes up to three times as long
-)
-SECONDS_TO_ANSWER = (
-    15  # for a daemon without a core. A command waits as long for a controller that is not there
-)
-SECONDS_UNTIL_REQUEUED = (
-    10  # a credential's life, which a requeued job waits for; Slurm's own default is 120
-)
+LAB_PARTITION = "lab"
+URGENT_PARTITION = "urgent"
+MAX_NODES = 64
+LAB_UP = "up"  # name, among the daemons, of the command that starts the others
+# Without a message of a node's slurmd; Slurm takes up to three times as long.
+SLURMD_TIMEOUT_S = 10
+# For a daemon that waits for a core. A command waits as long for a controller that is down.
+MESSAGE_TIMEOUT_S = 15
+CREDENTIAL_LIFETIME_S = 10  # a requeued job waits for its end; Slurm's default is 120
 
-POLICY = f"""\
+SLURM_SETTINGS = f"""\
 # No cgroups: the lab runs in containers too. More CPUs than the machine has may be declared.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -33,8 +28,8 @@ MpiDefault=none
 MailProg=/bin/true
 GresTypes=gpu
 ReturnToService=2
-SlurmdTimeout={SECONDS_UNTIL_DOWN}
-MessageTimeout={SECONDS_TO_ANSWER}
+SlurmdTimeout={SLURMD_TIMEOUT_S}
+MessageTimeout={MESSAGE_TIMEOUT_S}
 KillWait=10
 MinJobAge=86400
 SchedulerType=sched/backfill
@@ -42,16 +37,24 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-PARTITIONS = f"""\
-PartitionName={PARTITION} Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
-PartitionName={URGENT} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+PARTITION_LINES = f"""\
+PartitionName={LAB_PARTITION} Nodes=ALL Default=YES MaxTime=INFINITE State=UP \
+PriorityTier=1 GraceTime=20
+PartitionName={URGENT_PARTITION} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node. device: the host's end of its cable, and the name of its network namespace; "" if
-    plain.
+    """A node of a lab.
+
+    Args:
+        name: Its host name.
+        address: Its IPv4 address.
+        address6: Its IPv6 address.
+        port: The port of its slurmd.
+        device: The machine's end of its network cable, and the name of its network namespace; ""
+            in a plain lab.
     """
 
     name: str
@@ -63,12 +66,21 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """A lab, before anything of it exists.
+    """The plan of a lab.
 
-    folder: where all its files are.  cpus, gpus: pretended, per node.  memory: MiB per node.
-    plain: all nodes on the loopback address.  number: its subnet's, 1 to 254, so that several labs
-    fit one machine; 0: none yet. ports: slurmctld's and then, if plain, one per node.  host, user:
-    of this machine, for Slurm."""
+    Args:
+        folder: The folder of all its files.
+        nodes: Number of nodes.
+        cpus: Processors that each node declares.
+        gpus: Simulated GPUs of each node.
+        memory: Memory of each node, in MiB.
+        plain: Whether all nodes have the loopback address, instead of networks.
+        number: Number of its subnet, 1 to 254, so that a machine can have several labs; 0 if none
+            is chosen yet.
+        ports: The port of slurmctld, and in a plain lab one for each node.
+        host: The machine's host name.
+        user: The user who runs Slurm.
+    """
 
     folder: Path
     nodes: int
@@ -81,63 +93,80 @@ class Layout:
     host: str
     user: str
 
-    def check(self, folder: Path) -> None:
-        """Raises ValueError where no lab of that folder can have it: `down` removes what it names."""
+    def validate(self, folder: Path) -> None:
+        """Verify a layout that was read from a file: `lab down` removes what it names.
+
+        Raises:
+            ValueError: If no lab of that folder can have it.
+        """
         if self.folder != folder:
             raise ValueError(f"it is of a lab in {self.folder}")
-        ports = 1 + self.nodes * self.plain
-        if not (
-            0 < self.nodes <= MOST_NODES and 0 <= self.number < 255 and len(self.ports) == ports
-        ):
+        num_ports = 1 + self.nodes if self.plain else 1
+        has_valid_nodes = 0 < self.nodes <= MAX_NODES
+        has_valid_number = 0 <= self.number < 255
+        if not (has_valid_nodes and has_valid_number and len(self.ports) == num_ports):
             raise ValueError(
                 f"no lab has {self.nodes} nodes, number {self.number} and {len(self.ports)} ports"
             )
 
     @property
     def conf(self) -> Path:
+        """The path of slurm.conf."""
         return self.folder / "slurm.conf"
 
     @property
     def hosts(self) -> Path:
+        """The path of the nodes' /etc/hosts."""
         return self.folder / "hosts"
 
     @property
     def socket(self) -> Path:
+        """The path of munged's socket."""
         return self.folder / "munge.socket"
 
     @property
     def bridge(self) -> str:
+        """The name of the bridge that connects the nodes."""
         return f"sl{self.number}"
 
     @property
     def address(self) -> str:
-        """The host's, as nodes reach it."""
+        """The machine's IPv4 address, as nodes reach it."""
         return "127.0.0.1" if self.plain else f"10.213.{self.number}.1"
 
     @property
     def address6(self) -> str:
+        """The machine's IPv6 address, as nodes reach it."""
         return "::1" if self.plain else f"fd00:213:{self.number:x}::1"
 
     @cached_property
     def all_nodes(self) -> tuple[Node, ...]:
-        return tuple(self._node(place) for place in range(1, self.nodes + 1))
+        """The nodes: n1, n2, ..."""
+        return tuple(self._make_node(number) for number in range(1, self.nodes + 1))
 
-    def _node(self, place: int) -> Node:
-        name = f"n{place}"
+    def _make_node(self, number: int) -> Node:
+        name = f"n{number}"
         if self.plain:
-            return Node(name, "127.0.0.1", "::1", self.ports[place], "")
-        subnet, subnet6 = self.address.rpartition(".")[0], self.address6.rpartition(":")[0]
+            return Node(name, "127.0.0.1", "::1", self.ports[number], "")
+        subnet = self.address.rpartition(".")[0]
+        subnet6 = self.address6.rpartition(":")[0]
         return Node(
-            name, f"{subnet}.{10 + place}", f"{subnet6}:{10 + place}", 6818, f"{self.bridge}{name}"
+            name,
+            address=f"{subnet}.{10 + number}",
+            address6=f"{subnet6}:{10 + number}",
+            port=6818,
+            device=f"{self.bridge}{name}",
         )
 
 
-def slurm_conf(layout: Layout) -> str:
+def make_slurm_conf(layout: Layout) -> str:
+    """Return the content of slurm.conf."""
     folder = layout.folder
     gres = f" Gres=gpu:{layout.gpus}" if layout.gpus else ""
     nodes = "\n".join(
-        f"NodeName={node.name} NodeHostname={layout.host if layout.plain else node.name} NodeAddr={node.address}"
-        f" Port={node.port} CPUs={layout.cpus} RealMemory={layout.memory}{gres}"
+        f"NodeName={node.name} NodeHostname={layout.host if layout.plain else node.name}"
+        f" NodeAddr={node.address} Port={node.port} CPUs={layout.cpus}"
+        f" RealMemory={layout.memory}{gres}"
         for node in layout.all_nodes
     )
     return f"""\
@@ -147,33 +176,35 @@ SlurmctldPort={layout.ports[0]}
 SlurmUser={layout.user}
 SlurmdUser={layout.user}
 AuthType=auth/munge
-AuthInfo=socket={layout.socket},cred_expire={SECONDS_UNTIL_REQUEUED}
+AuthInfo=socket={layout.socket},cred_expire={CREDENTIAL_LIFETIME_S}
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdSpoolDir={folder}/%n
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
-{POLICY}{nodes}
-{PARTITIONS}"""
+{SLURM_SETTINGS}{nodes}
+{PARTITION_LINES}"""
 
 
-def gres_conf(layout: Layout) -> str:
-    """The pretended GPUs. Slurm wants a device for each, under a name of its own: a count alone is
-    refused.
+def make_gres_conf(layout: Layout) -> str:
+    """Return the content of gres.conf, which declares the simulated GPUs.
+
+    Slurm refuses a count alone: it needs a device for each GPU, with a different path.
     """
-    return "".join(f"Name=gpu File=/dev/{'./' * place}null\n" for place in range(layout.gpus))
+    return "".join(f"Name=gpu File=/dev/{'./' * number}null\n" for number in range(layout.gpus))
 
 
-def hosts_file(layout: Layout) -> str:
-    """/etc/hosts as the nodes see it. A node's name means its IPv4 address, as on most clusters.
+def make_hosts_file(layout: Layout) -> str:
+    """Return /etc/hosts for the nodes; a node's name is its IPv4 address, as on most clusters.
 
-    The third form of an address is what torch looks up for each connection; it warns where there is
-    no answer."""
-    machines = [("localhost", "127.0.0.1", "::1"), (layout.host, layout.address, layout.address6)]
-    machines += [(node.name, node.address, node.address6) for node in layout.all_nodes]
+    The third form of each address is what torch looks up for each connection, with a warning if
+    there is no answer.
+    """
+    hosts = [("localhost", "127.0.0.1", "::1"), (layout.host, layout.address, layout.address6)]
+    hosts += [(node.name, node.address, node.address6) for node in layout.all_nodes]
     lines = [
         f"{address} {name}\n{address6} {name}-ip6\n::ffff:{address} {name}-mapped\n"
-        for name, address, address6 in machines
+        for name, address, address6 in hosts
     ]
     return "".join(lines)

@@ -1,10 +1,10 @@
-"""What a lab does to this machine: it starts daemons, gives each node a network, and ends all of it
-again.
+"""What a lab does to this machine: it starts daemons, creates networks, and removes all of it.
 
-A node with a network has a namespace with a cable (veth) to a bridge, which needs root. Its
-processes are those in that namespace. Its host name and /etc/hosts are in namespaces that live as
-long as a process does, so every command that runs on a node makes them anew. Processes are found by
-recorded id, never by name."""
+A node with a network has a network namespace, connected by a cable (veth) to a bridge; this needs
+root. The node's processes are those in that namespace. Its host name and /etc/hosts are in two
+more namespaces that exist only as long as a process in them, so every command on a node creates
+them again. Daemons are found by a recorded process id, never by name.
+"""
 
 from __future__ import annotations
 
@@ -21,85 +21,112 @@ from pathlib import Path
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab.layout import UP, Layout, Node
+from stepladder.slurm.lab.layout import LAB_UP, Layout, Node
 
-NAMESPACES = Path("/run/netns")
-# Not `ip netns exec`: it mounts /sys anew without the cgroups, and slurmd refuses to start.
-ON_A_NODE = (
+NAMESPACES_FOLDER = Path("/run/netns")
+# Not `ip netns exec`, which mounts /sys again without the cgroups, so that slurmd does not start.
+NODE_SETUP_SCRIPT = (
     'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 )
-SECONDS_TO_END = 60.0
-SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # not on every user's PATH
+KILL_TIMEOUT_S = 60.0
+SBIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # not on every user's PATH
+DAEMON_VARIABLES = ("HOME", "LANG", "TMPDIR", "USER")
+NO_NETWORKS_HINT = "stepladder lab up --plain, where this machine gives out no networks"
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """A process by its id and time of birth: ids are used again.
+    """A process, identified by its id and its start time, because ids are reused.
 
-    born: clock ticks since the machine's start. psutil's time of birth moves when the machine's
-    clock is set."""
+    Args:
+        pid: The process id.
+        born: The start time in clock ticks since the machine's start. The time that psutil
+            returns changes if the machine's clock is set.
+    """
 
     pid: int
     born: float
 
     @staticmethod
-    def of(pid: int) -> Daemon:
-        return Daemon(pid, _born(pid))
+    def from_pid(pid: int) -> Daemon:
+        """Return the daemon of a running process."""
+        return Daemon(pid, _read_start_time(pid))
 
     def process(self, program: str, conf: Path) -> psutil.Process | None:
-        """The process, while it lives and is that program of that lab: a record may be wrong."""
+        """Return the process, None if it has ended or is not this program.
+
+        A recorded id may be wrong, so the program and its SLURM_CONF are compared too.
+
+        Args:
+            program: Name of the program.
+            conf: The lab's slurm.conf.
+        """
         try:
             process = psutil.Process(self.pid)
-            if _born(self.pid) != self.born or not _is_alive(process):
+            if _read_start_time(self.pid) != self.born or not _is_alive(process):
                 return None
-            if program == UP:
+            if program == LAB_UP:
                 return process
-            words = {Path(word).name for word in process.cmdline()}
-            ours = program in words and process.environ().get("SLURM_CONF") == str(conf)
-            return process if ours else None
+            names = {Path(argument).name for argument in process.cmdline()}
+            has_conf = process.environ().get("SLURM_CONF") == str(conf)
+            return process if program in names and has_conf else None
         except (psutil.Error, OSError, ValueError, OverflowError):
             return None
 
 
-def _born(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+def _read_start_time(pid: int) -> int:
+    """Return the start time of a process in clock ticks, from /proc/PID/stat."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[19])
 
 
-def search_path() -> str:
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN])
+def make_search_path() -> str:
+    """Return a PATH on which Slurm's daemons are found."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN_FOLDERS])
 
 
-def start(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
-    """A process that outlives this one. It gets a small environment: jobs bring their own."""
-    kept = {
-        name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "USER") if name in os.environ
-    }
+def start_daemon(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
+    """Start a process that outlives this one.
+
+    Args:
+        command: The command.
+        log: The file of its output.
+        env: Environment variables. It has few others, because jobs bring their own.
+
+    Returns:
+        The daemon.
+    """
+    inherited = {name: os.environ[name] for name in DAEMON_VARIABLES if name in os.environ}
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
-            env={"PATH": search_path(), **kept, **env},
+            env={"PATH": make_search_path(), **inherited, **env},
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    return Daemon.of(process.pid)
+    return Daemon.from_pid(process.pid)
 
 
-def of_plain_node(name: str, folder: Path) -> list[psutil.Process]:
-    """A plain node's slurmd, the tasks of its jobs with what they started, and its slurmstepds."""
-    conf, log = str(folder / "slurm.conf"), str(folder / f"{name}.log")
-    found = {process for process in psutil.process_iter() if _is_of(process, name, conf, log)}
-    for process in list(found):
+def find_plain_node_processes(name: str, folder: Path) -> list[psutil.Process]:
+    """Return a plain node's slurmd and slurmstepds, and its tasks with all their children."""
+    conf = str(folder / "slurm.conf")
+    log = str(folder / f"{name}.log")
+    processes = {
+        process for process in psutil.process_iter() if _is_on_plain_node(process, name, conf, log)
+    }
+    for process in list(processes):
         with suppress(psutil.NoSuchProcess):
-            found |= set(process.children(recursive=True))  # those that cleared their environment
-    return list(found)
+            # Also those that have cleared their environment.
+            processes |= set(process.children(recursive=True))
+    return list(processes)
 
 
-def _is_of(process: psutil.Process, name: str, conf: str, log: str) -> bool:
+def _is_on_plain_node(process: psutil.Process, name: str, conf: str, log: str) -> bool:
     try:
-        if process.name() == "slurmstepd":  # it writes its title over its environment
+        if process.name() == "slurmstepd":  # it overwrites its environment with its title
             return any(file.path == log for file in process.open_files())
         env = process.environ()
     except (psutil.Error, OSError):
@@ -107,20 +134,27 @@ def _is_of(process: psutil.Process, name: str, conf: str, log: str) -> bool:
     return bool(env.get("SLURMD_NODENAME") == name and env.get("SLURM_CONF") == conf)
 
 
-def end_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
-    """Kill what `find` finds until it finds nothing: a process may start another meanwhile.
+def kill_all(find_processes: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Kill processes until there are none: one may start another meanwhile.
 
-    Stopped first: the first to be killed must not be reported by the next, for a machine without
-    power reports nothing, and Slurm would call the job failed and not its node."""
-    deadline = time.monotonic() + SECONDS_TO_END
-    while left := [process for process in find() if _is_alive(process)]:
+    All are stopped first, so that none of them reports the end of another to Slurm. A machine
+    without power reports nothing; with a report, Slurm would say that the job failed, not the node.
+
+    Args:
+        find_processes: Returns the processes to kill.
+
+    Raises:
+        RuntimeError: If some are still there after KILL_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while alive := [process for process in find_processes() if _is_alive(process)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"cannot be killed: {left}")
+            raise RuntimeError(f"cannot be killed: {alive}")
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in left:
+            for process in alive:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
-        psutil.wait_procs(left, 1.0)
+        psutil.wait_procs(alive, 1.0)
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -133,19 +167,22 @@ def _is_alive(process: psutil.Process) -> bool:
 # -- networks --------------------------------------------------------------------------------------
 
 
-def ip(*words: str) -> None:
-    """One `ip` command. Raises InputError with its own words: it fails where rights are missing."""
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+def run_ip(*arguments: str) -> None:
+    """Run the command `ip`.
+
+    Raises:
+        InputError: If it fails, as it does without the necessary rights.
+    """
+    process = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if process.returncode != 0:
         raise InputError(
-            f"`ip {' '.join(words)}` failed: {done.stderr.strip()}",
-            "stepladder lab up --plain, where this machine gives out no networks",
+            f"`ip {' '.join(arguments)}` failed: {process.stderr.strip()}", NO_NETWORKS_HINT
         )
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """No other lab of this machine makes or removes its network meanwhile."""
+def lock_networks() -> Iterator[None]:
+    """Keep other labs of this machine from changing networks meanwhile."""
     folder = os.open("/run", os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -154,86 +191,85 @@ def alone() -> Iterator[None]:
         os.close(folder)
 
 
-def free_number() -> int:
-    """A subnet's number that no other lab has."""
-    taken = psutil.net_if_addrs()
-    return next(number for number in range(1, 255) if f"sl{number}" not in taken)
+def find_free_subnet() -> int:
+    """Return the number of a subnet that no other lab has."""
+    devices = psutil.net_if_addrs()
+    return next(number for number in range(1, 255) if f"sl{number}" not in devices)
 
 
-def connect(layout: Layout) -> None:
-    """The bridge, and every node on it."""
+def create_networks(layout: Layout) -> None:
+    """Create the bridge, and each node's network on it."""
     bridge = layout.bridge
-    ip("link", "add", bridge, "type", "bridge")
-    ip("addr", "add", f"{layout.address}/24", "dev", bridge)
-    ip("link", "set", bridge, "up")
+    run_ip("link", "add", bridge, "type", "bridge")
+    run_ip("addr", "add", f"{layout.address}/24", "dev", bridge)
+    run_ip("link", "set", bridge, "up")
     with_ipv6 = has_ipv6()
     if with_ipv6:
-        ip("addr", "add", f"{layout.address6}/64", "dev", bridge, "nodad")
+        run_ip("addr", "add", f"{layout.address6}/64", "dev", bridge, "nodad")
     for node in layout.all_nodes:
-        inside = ["-n", node.device]
-        ip("netns", "add", node.device)
-        ip("link", "add", node.device, "type", "veth", "peer", "name", "eth0", "netns", node.device)
-        ip("link", "set", node.device, "master", bridge, "up")
-        ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
-        if with_ipv6:
-            ip(*inside, "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
-        for device in ("lo", "eth0"):
-            ip(*inside, "link", "set", device, "up")
+        _create_node_network(node, bridge, with_ipv6)
+
+
+def _create_node_network(node: Node, bridge: str, with_ipv6: bool) -> None:
+    device = node.device
+    inside = ["-n", device]
+    run_ip("netns", "add", device)
+    run_ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", device)
+    run_ip("link", "set", device, "master", bridge, "up")
+    run_ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
+    if with_ipv6:
+        run_ip(*inside, "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
+    for name in ("lo", "eth0"):
+        run_ip(*inside, "link", "set", name, "up")
 
 
 def has_ipv6() -> bool:
-    switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
-    return switch.exists() and switch.read_text(encoding="utf-8").strip() == "0"
+    """Return whether this machine has IPv6."""
+    setting = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    return setting.exists() and setting.read_text(encoding="utf-8").strip() == "0"
 
 
-def disconnect(layout: Layout) -> None:
-    """Remove what is there of the networks, after the processes in them."""
+def remove_networks(layout: Layout) -> None:
+    """Remove the networks, as far as they exist; their processes must have ended."""
     for node in layout.all_nodes:
-        if (NAMESPACES / node.device).exists():
-            ip("netns", "del", node.device)
+        if (NAMESPACES_FOLDER / node.device).exists():
+            run_ip("netns", "del", node.device)
     existing = psutil.net_if_addrs()
-    # A namespace goes with its last process and takes its cable along, but a moment later.
+    # The kernel removes a namespace and its cable with its last process, but a moment later.
     for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
         if device in existing:
             subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
-    if NAMESPACES.exists() and not any(
-        NAMESPACES.iterdir()
-    ):  # `ip netns add` made it, as a mount of its own
-        subprocess.run(["umount", NAMESPACES], capture_output=True, check=False)
-        NAMESPACES.rmdir()
+    # `ip netns add` has created this folder, as a mount.
+    if NAMESPACES_FOLDER.exists() and not any(NAMESPACES_FOLDER.iterdir()):
+        subprocess.run(["umount", NAMESPACES_FOLDER], capture_output=True, check=False)
+        NAMESPACES_FOLDER.rmdir()
 
 
 def set_cable(node: Node, up: bool) -> None:
-    """As a cable that is pulled: the node keeps its addresses, and what it sends is lost without an
-    error.
+    """Plug or pull a node's network cable.
+
+    Without a cable the node keeps its addresses, and what it sends is lost without an error.
     """
-    ip("link", "set", node.device, "up" if up else "down")
+    run_ip("link", "set", node.device, "up" if up else "down")
 
 
-def on_node(layout: Layout, node: Node, command: list[str]) -> list[str]:
-    """The command as it runs on the node: with its network, its host name and its view of the
-    others.
-    """
-    namespaces = [
-        "nsenter",
-        f"--net={NAMESPACES / node.device}",
-        "unshare",
-        "--uts",
-        "--mount",
-        "--",
-    ]
-    return [*namespaces, "sh", "-c", ON_A_NODE, "sh", node.name, str(layout.hosts), *command]
+def make_node_command(layout: Layout, node: Node, command: list[str]) -> list[str]:
+    """Return the command that runs `command` on a node, with its network and its host name."""
+    enter_network = ["nsenter", f"--net={NAMESPACES_FOLDER / node.device}"]
+    new_namespaces = ["unshare", "--uts", "--mount", "--"]
+    setup = ["sh", "-c", NODE_SETUP_SCRIPT, "sh", node.name, str(layout.hosts)]
+    return [*enter_network, *new_namespaces, *setup, *command]
 
 
-def processes_on(node: Node) -> list[psutil.Process]:
-    """All processes in the node's network."""
+def find_node_processes(node: Node) -> list[psutil.Process]:
+    """Return all processes in a node's network."""
     try:
-        namespace = (NAMESPACES / node.device).stat().st_ino
+        namespace = (NAMESPACES_FOLDER / node.device).stat().st_ino
     except FileNotFoundError:
         return []
-    found = []
+    processes = []
     for process in psutil.process_iter():
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # it has ended
             if Path(f"/proc/{process.pid}/ns/net").stat().st_ino == namespace:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes

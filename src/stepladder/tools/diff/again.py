@@ -19,9 +19,9 @@ import torch
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.typed_file import hash_file
-from stepladder.storage.rundir import CONFIG, SNAPSHOTS
-from stepladder.storage.slices import Damaged
+from stepladder.storage.run_files import CONFIG_FILE, SNAPSHOTS_FOLDER
 from stepladder.storage.snapshot import read_snapshot
+from stepladder.storage.snapshot_slices import DamagedSnapshot
 from stepladder.tools.diff.records import CODE, Kept
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import leaves
@@ -180,7 +180,7 @@ def start_of(kept: Kept, last: int) -> int:
         if step < last:
             try:
                 read_snapshot(path)
-            except Damaged as error:
+            except DamagedSnapshot as error:
                 kept.problems.append(f"snapshot {path.name} is damaged ({error})")
             else:
                 return step
@@ -196,7 +196,7 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
     request = request_of(kept, last, folder)
     if start:
         path = kept.snapshots()[start]
-        copytree(path, folder / SNAPSHOTS / path.name)
+        copytree(path, folder / SNAPSHOTS_FOLDER / path.name)
     on_ranks(
         partial(train_watched, request, start, first), 1, request.settings.threads or 1, request
     )
@@ -234,7 +234,7 @@ def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
     settings |= {"run_dir": folder, "steps": last, "snapshot_every": last, "progress": False}
     settings |= {"threads": kept.settings["threads"] or 1}
     with as_input_error(
-        f"{kept.run_dir / CONFIG} is damaged", "put a copy there", (TypeError, ValueError)
+        f"{kept.run_dir / CONFIG_FILE} is damaged", "put a copy there", (TypeError, ValueError)
     ):
         return TrainRequest(path, given, Settings(**settings))
 

@@ -15,9 +15,14 @@ from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.jsonl import JsonlReader, Line
 from stepladder.core.plan import Plan
 from stepladder.core.typed_file import convert
-from stepladder.storage.audit import Stretch, followed, snapshot_chains, surviving_line
-from stepladder.storage.run_config import config_of
-from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS, snapshot_paths
+from stepladder.storage.audit import (
+    SurvivingSteps,
+    find_surviving_steps,
+    read_snapshot_chains,
+    verify_ledgers,
+)
+from stepladder.storage.run_config import open_config
+from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER, list_snapshots
 from stepladder.tools.report.record import Stored, is_metrics, result_in
 
 TOLERANCE = 1e-5  # relative, of a loss; in exact mode every bit counts
@@ -67,7 +72,7 @@ class Kept:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        with config_of(run_dir) as config:
+        with open_config(run_dir) as config:
             self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
             self.by_microbatch = bool(convert(config.get("derived", {}), dict).get("by_microbatch"))
         self.definition, self.environment = self.config.definition, self.config.environment
@@ -75,7 +80,7 @@ class Kept:
         self.problems: list[str] = []
         if next(self.steps(), None) is None:
             raise InputError(
-                f"{run_dir} has no step in its {METRICS} yet", f"stepladder watch {run_dir}"
+                f"{run_dir} has no step in its {METRICS_FILE} yet", f"stepladder watch {run_dir}"
             )
 
     def steps(self) -> Iterator[Line]:
@@ -90,11 +95,11 @@ class Kept:
         }
 
     @cached_property
-    def line(self) -> list[Stretch]:
+    def line(self) -> list[SurvivingSteps]:
         """The attempts whose steps the weights contain."""
-        chains = snapshot_chains(self.run_dir)
-        _, attempts = followed(self.run_dir, self.plan, chains, self.problems)
-        return surviving_line(attempts, self.problems)
+        chains = read_snapshot_chains(self.run_dir)
+        _, attempts = verify_ledgers(self.run_dir, self.plan, chains, self.problems)
+        return find_surviving_steps(attempts, self.problems)
 
     def processes(self, step: int) -> int | None:
         """How many trained the step."""
@@ -109,14 +114,14 @@ class Kept:
         """
         found: Counter[int] = Counter()
         for stretch in self.line:
-            for wrong in stretch.attempt.wrong:
+            for wrong in stretch.attempt.mismatches:
                 if stretch.first <= wrong.step <= stretch.last:
-                    found[wrong.step] = (found[wrong.step] + wrong.off) % (1 << 64)
+                    found[wrong.step] = (found[wrong.step] + wrong.digest_difference) % (1 << 64)
         return found
 
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
-        paths = snapshot_paths(self.run_dir / SNAPSHOTS)
+        paths = list_snapshots(self.run_dir / SNAPSHOTS_FOLDER)
         return {
             int(path.name[5:]): path
             for path in paths
@@ -214,7 +219,7 @@ class Records:
 
     def _by_result(self) -> Parting | None:
         """After the last step, where both runs have come to it."""
-        one, other = (result_in(kept.run_dir / RESULT) for kept in self.both)
+        one, other = (result_in(kept.run_dir / RESULT_FILE) for kept in self.both)
         if not (self.exact and one and other and one.steps == other.steps):
             return None
         if one.weights_sha256 == other.weights_sha256:
@@ -225,14 +230,16 @@ class Records:
 
 def steps_in(run_dir: Path) -> Iterator[Line]:
     """A line for each step."""
-    return (line for line in JsonlReader(run_dir / METRICS, is_metrics).read_new() if "lr" in line)
+    return (
+        line for line in JsonlReader(run_dir / METRICS_FILE, is_metrics).read_new() if "lr" in line
+    )
 
 
 def unlike_tensors(
     step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]
 ) -> list[Unlike]:
     """What differs in two snapshots of a step: a few tensors, and each setting of the optimizer."""
-    from stepladder.storage.slices import Damaged  # late: torch
+    from stepladder.storage.snapshot_slices import DamagedSnapshot  # late: torch
     from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, distance, pairs
 
     rows: list[Unlike] = []
@@ -240,7 +247,7 @@ def unlike_tensors(
         for kind, name, a, b in pairs(*paths):
             if not distance(a, b) <= WEIGHTS_TO_LOSS * tolerance:  # so that NaN differs
                 rows.append(Unlike(f"{kind} {name} after step {step}", shown(a), shown(b)))
-    except Damaged as error:
+    except DamagedSnapshot as error:
         problems.append(f"a snapshot of step {step} is damaged ({error})")
         return []
     groups = [row for row in rows if " of group " in row.name]

@@ -118,9 +118,9 @@ def seconds_allowed(item: Lesson | Exercise) -> float:
 def what_is_missing(item: Lesson | Exercise) -> str | None:
     """What the lesson needs and is not here now, or None."""
     if isinstance(item, Lesson) and "slurm" in item.needs:
-        from stepladder.slurm.lab.cluster import HINT_UP, Lab
+        from stepladder.slurm.lab.lab import LAB_UP_HINT, Lab
 
-        return f"Slurm: {HINT_UP}" if Lab.read() is None else None
+        return f"Slurm: {LAB_UP_HINT}" if Lab.load() is None else None
     return None
 
 

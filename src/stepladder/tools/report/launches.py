@@ -23,7 +23,8 @@ from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
 from stepladder.core.jsonl import JsonlReader, Line, open_for_append
 from stepladder.core.masking import mask_command
 from stepladder.core.typed_file import convert, open_to_read
-from stepladder.storage.rundir import CONFIG, refuse_unwritable
+from stepladder.storage.run_dir_access import validate_run_dir_writable
+from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
 
@@ -47,11 +48,11 @@ class LaunchRecord:
 
 def refuse_place(run_dir: Path) -> None:
     """Raises InputError where a script's launches cannot be kept."""
-    if os.path.lexists(run_dir / CONFIG):
+    if os.path.lexists(run_dir / CONFIG_FILE):
         raise InputError(
-            f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir"
+            f"{run_dir} is the run directory of a job: it has a {CONFIG_FILE}", "another --run-dir"
         )
-    refuse_unwritable(run_dir)
+    validate_run_dir_writable(run_dir)
 
 
 def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.text import Text
 
 from stepladder.core.console import make_printable
-from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
-from stepladder.storage.rundir import CONFIG
+from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job
+from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.report.record import Record
 from stepladder.tools.report.script_record import ScriptRecord, is_script
 from stepladder.tools.report.series import Curve, Times
@@ -38,9 +38,7 @@ def watch(target: str, once: bool, console: Console) -> None:
     """
     if re.fullmatch(r"[0-9]{1,16}(_[0-9]{1,9})?", target) and not Path(target).exists():
         followers: dict[Path, Follower] = {}
-        show(
-            looks(lambda: look_at_job(target, followers), SECONDS_BETWEEN_QUESTIONS), once, console
-        )
+        show(looks(lambda: look_at_job(target, followers), SLURM_POLL_INTERVAL_S), once, console)
     else:
         show(looks(Follower(Path(target)).look, SECONDS_BETWEEN_LOOKS), once, console)
 
@@ -81,16 +79,16 @@ class Follower:
 
     def _begun(self) -> tuple[int, int] | None:
         with suppress(OSError):
-            about = (self.run_dir / CONFIG).stat()
+            about = (self.run_dir / CONFIG_FILE).stat()
             return about.st_ino, about.st_mtime_ns
         return None
 
 
 def look_at_job(job: str, followers: dict[Path, Follower]) -> Look:
     """By Slurm's word, and its run; of a script the last line that it printed."""
-    known = look_up(job)
+    known = find_job(job)
     run_dir = Path(known.job_dir) if known.job_dir else None
-    is_job = run_dir is not None and (run_dir / CONFIG).is_file()
+    is_job = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
     lines = [known.describe()]
     if run_dir is not None and (is_job or is_script(run_dir)):
         lines += followers.setdefault(run_dir, Follower(run_dir)).look()[0]

@@ -16,11 +16,18 @@ from stepladder.core.plan import Plan
 from stepladder.core.typed_file import convert, open_to_read
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import get_timing_rows, is_timing_line
-from stepladder.storage.ledger_rank import LONGEST_LINE
-from stepladder.storage.ledger_reader import read_header
-from stepladder.storage.lock import is_held
-from stepladder.storage.run_config import config_of
-from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, OF_ATTEMPT, RESULT, TIMING
+from stepladder.storage.ledger_attempts import parse_header
+from stepladder.storage.ledger_rank_reader import MAX_LEDGER_LINE_BYTES
+from stepladder.storage.lock import is_locked
+from stepladder.storage.run_config import open_config
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    LEDGER_FILE_NAME,
+    LEDGER_FOLDER,
+    METRICS_FILE,
+    RESULT_FILE,
+    TIMING_FILE,
+)
 from stepladder.tools.report.series import Curve, Times
 
 MOST_METRICS = 100
@@ -61,19 +68,19 @@ class Record:
     metric and step. last_evaluation: of all metrics; its step."""
 
     def __init__(self, run_dir: Path) -> None:
-        if not (run_dir / CONFIG).exists():
+        if not (run_dir / CONFIG_FILE).exists():
             raise InputError(
-                f"{run_dir} is not a run directory: it has no {CONFIG}",
+                f"{run_dir} is not a run directory: it has no {CONFIG_FILE}",
                 "that of a train, or of a `stepladder run --run-dir DIR SCRIPT`",
             )
         self.run_dir = run_dir
-        with config_of(run_dir) as config:
+        with open_config(run_dir) as config:
             self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
             self.name = convert(self.config.definition["recipe"], str)
             self.epochs = convert(self.config.config.get("epochs"), int | None)
         self.metrics, self.timing = (
-            JsonlReader(run_dir / METRICS, is_metrics),
-            JsonlReader(run_dir / TIMING, is_timing_line),
+            JsonlReader(run_dir / METRICS_FILE, is_metrics),
+            JsonlReader(run_dir / TIMING_FILE, is_timing_line),
         )
         self._begin_curves()
         self._begin_times()
@@ -97,8 +104,8 @@ class Record:
             self._take(line)
         for step, steps, size, rows in windows(self.timing.read_new()):
             self.times.add(step, steps, rows, size)
-        self.starts = list(starts_in(self.run_dir / LEDGER))
-        self.result = result_in(self.run_dir / RESULT)
+        self.starts = list(starts_in(self.run_dir / LEDGER_FOLDER))
+        self.result = result_in(self.run_dir / RESULT_FILE)
 
     def _take(self, line: Line) -> None:
         if "lr" in line:
@@ -121,7 +128,7 @@ class Record:
 
     @property
     def is_running(self) -> bool:
-        return self.result is None and is_held(self.run_dir)
+        return self.result is None and is_locked(self.run_dir)
 
     def warnings(self) -> list[str]:
         """What was left out. Of a running run the last line may be half written."""
@@ -186,13 +193,15 @@ def starts_in(folder: Path) -> Iterator[Start]:
     `audit` says.
     """
     for path in sorted(folder.glob("attempt-*.rank-0.jsonl")):
-        found = OF_ATTEMPT.fullmatch(path.name)
+        found = LEDGER_FILE_NAME.fullmatch(path.name)
         with suppress(OSError, ValueError), open_to_read(path) as file:
-            header = read_header(file.readline(LONGEST_LINE), int(found[1])) if found else None
+            header = (
+                parse_header(file.readline(MAX_LEDGER_LINE_BYTES), int(found[1])) if found else None
+            )
             if header is not None:
                 steps = [
                     line["step"]
-                    for line in read_last_lines(path, LONGEST_LINE)
+                    for line in read_last_lines(path, MAX_LEDGER_LINE_BYTES)
                     if is_count(line.get("step"))
                 ]
                 yield Start(

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
-from stepladder.slurm.job import BatchJob
-from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, ask, look_up, submit
+from stepladder.slurm.batch_job import BatchJob
+from stepladder.slurm.client import run_slurm
+from stepladder.slurm.partitions import find_job_warnings, list_partitions, validate_job_fits
+from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job, submit
 from stepladder.tools.scaling.loss import Size
 from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
 
@@ -38,9 +39,9 @@ def measured_on_nodes(
 
     Raises InputError where there is no Slurm, where the cluster has no place for the largest size,
     or with the cause why a job failed."""
-    refuse_impossible(replace(like, nodes=(max(sizes), max(sizes))), partitions())
+    validate_job_fits(replace(like, nodes=(max(sizes), max(sizes))), list_partitions())
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
-    for doubt in doubts(replace(like, job_dir=str(folder))):
+    for doubt in find_job_warnings(replace(like, job_dir=str(folder))):
         say(f"warning: {doubt}")
     with as_input_error(f"{folder} cannot be made", "cd to a folder that all nodes see"):
         folder.mkdir(mode=0o700)  # for in it is the job, with its secrets
@@ -83,8 +84,8 @@ def job_for(
 
 def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> Round:
     """The job's measurement, once it has ended. Raises InputError with its cause where it failed."""
-    while not (known := look_up(number)).is_over:
-        time.sleep(SECONDS_BETWEEN_QUESTIONS)
+    while not (known := find_job(number)).is_over:
+        time.sleep(SLURM_POLL_INTERVAL_S)
     place, nodes = Path(job.job_dir), job.nodes[0]
     deadline = time.monotonic() + SECONDS_FOR_FILES * (known.state in ("COMPLETED", ""))
     while True:
@@ -117,12 +118,12 @@ def cancel(name: str, jobs: list[str]) -> None:
     """What is left of them, also one whose number we have not heard; waits until they write no
     more.
     """
-    left = [job for job in jobs if not look_up(job).is_over]
+    left = [job for job in jobs if not find_job(job).is_over]
     if not left and jobs:
         return
-    ask("scancel", f"--name={name}")
+    run_slurm("scancel", f"--name={name}")
     deadline = time.monotonic() + SECONDS_TO_CANCEL
-    while any(not look_up(job).is_over for job in left) and time.monotonic() < deadline:
+    while any(not find_job(job).is_over for job in left) and time.monotonic() < deadline:
         time.sleep(0.5)
 
 

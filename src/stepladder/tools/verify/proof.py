@@ -19,7 +19,7 @@ from stepladder.core.plan import Plan
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.storage.rundir import CONFIG
+from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
 from stepladder.tools.verify.trial import (
@@ -103,7 +103,7 @@ class Comparison:
         reference = self.train([first])
         if (found := self.own(reference)) is not None:
             return Proof([first], [], reference.steps, found, reference.weights_sha256)
-        most = Plan.from_json(reference.read(CONFIG)["plan"]).num_microbatches
+        most = Plan.from_json(reference.read(CONFIG_FILE)["plan"]).num_microbatches
         sizes = asked or [size for size in DEFAULT_SIZES if size <= most]
         chain = ([*sizes[-1:], *sizes[:-1]] if len(sizes) > 1 else sizes * 2)[: reference.steps]
         done, resumed = [first], []

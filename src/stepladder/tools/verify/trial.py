@@ -18,8 +18,9 @@ from stepladder.core import durable
 from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
 from stepladder.storage.audit import audit
-from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS
-from stepladder.storage.snapshot import Snapshots, read_snapshot
+from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER
+from stepladder.storage.snapshot import read_snapshot
+from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.determinism import BufferChanged
 from stepladder.train.job_runner import join_process_group
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
@@ -56,7 +57,7 @@ class Trial:
 
     @property
     def weights_sha256(self) -> str | None:
-        return self.read(RESULT).get("weights_sha256")
+        return self.read(RESULT_FILE).get("weights_sha256")
 
     def size_at(self, step: int) -> int:
         """The number of processes that trained this step."""
@@ -71,14 +72,16 @@ class Trial:
         return Difference(0, "ledger", "ledger", self.sizes, problems[0]) if problems else None
 
     def losses(self) -> dict[int, float]:
-        lines = map(json.loads, (self.folder / METRICS).read_text(encoding="utf-8").splitlines())
+        lines = map(
+            json.loads, (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        )
         return {line["step"]: line["loss"] for line in lines if "lr" in line}
 
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
         return {
             int(path.name.split("_")[1]): path
-            for path in Snapshots(self.folder / SNAPSHOTS).paths()
+            for path in Snapshots(self.folder / SNAPSHOTS_FOLDER).paths()
         }
 
 

@@ -22,7 +22,7 @@ from stepladder.core import durable, typed_file
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, get_text
 from stepladder.core.masking import mask_arguments
-from stepladder.storage.rundir import RunDir
+from stepladder.storage.run_dir import RunDir
 
 T = TypeVar("T")
 # In the run directory: the id of each logger's run, and the last step of each of its curves.

@@ -1,0 +1,114 @@
+"""metrics.jsonl: one line per step and per evaluation, and how it is cut back on a resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stepladder.core import durable
+from stepladder.core.errors import name_file_in_errors
+from stepladder.core.jsonl import BLOCK_BYTES, is_count, parse_line, parse_lines
+from stepladder.core.safe_open import open_without_links
+from stepladder.storage.run_files import METRICS_FILE
+
+LINES_PER_PARSE = 1000
+
+
+def read_last_step(run_dir: Path) -> int:
+    """Return the step of the last valid line of metrics.jsonl, 0 if there is none."""
+    with suppress(OSError), (run_dir / METRICS_FILE).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - BLOCK_BYTES))
+        for text in reversed(file.read().splitlines()):
+            line = parse_line(text.decode(errors="replace"))
+            if isinstance(line, dict) and is_count(line.get("step")):
+                return int(line["step"])
+    return 0
+
+
+def truncate_metrics(
+    run_dir: Path, step: int, steps_per_epoch: int, validate_ownership: Callable[[], None]
+) -> None:
+    """Remove the lines after `step` and a torn last line, by rewriting the whole file.
+
+    Evaluations in the middle of an epoch are removed too: they were made because the run stopped
+    there, and a run that is not interrupted does not have them.
+
+    Args:
+        run_dir: The run directory.
+        step: The step from which the run continues.
+        steps_per_epoch: Optimizer steps in an epoch.
+        validate_ownership: Called before the new file replaces the old one; it raises if another
+            run has taken over the directory.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return
+    with (
+        name_file_in_errors(path),
+        path.open(errors="replace", encoding="utf-8") as file,
+        durable.replace_file(path) as temporary,
+        os.fdopen(open_without_links(temporary, os.O_WRONLY), "w", encoding="utf-8") as new,
+    ):
+        new.writelines(select_lines(file, step, steps_per_epoch))
+        new.flush()
+        validate_ownership()
+
+
+def truncate_recent_metrics(
+    run_dir: Path, step: int, steps_per_epoch: int, validate_ownership: Callable[[], None]
+) -> None:
+    """Remove the same lines as `truncate_metrics`, but read only the end of the file.
+
+    For an in-place recovery, which must take as long after a million steps as after ten. The lines
+    to be removed are all at the end: this run truncated the file when it started, and nobody else
+    has appended to it.
+
+    Args:
+        run_dir: The run directory.
+        step: The step from which the run continues.
+        steps_per_epoch: Optimizer steps in an epoch.
+        validate_ownership: Called before the file is cut; it raises if another run has taken over
+            the directory.
+    """
+    path = run_dir / METRICS_FILE
+    with (
+        suppress(FileNotFoundError),
+        name_file_in_errors(path),
+        os.fdopen(open_without_links(path, os.O_RDWR), "rb+") as file,
+    ):
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - BLOCK_BYTES))
+        for text in reversed(file.read().splitlines(keepends=True)):
+            line = parse_line(text.decode(errors="replace"))
+            is_complete = text.endswith(b"\n") and is_up_to(step, line)
+            if is_complete and is_permanent_line(line, steps_per_epoch):
+                break
+            end -= len(text)
+        validate_ownership()
+        file.truncate(end)
+
+
+def select_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
+    """Yield the lines of metrics.jsonl that remain when a run continues from `step`."""
+    lines = iter(file)
+    while texts := list(islice(lines, LINES_PER_PARSE)):
+        for text, line in zip(texts, parse_lines(texts), strict=True):
+            if not (text.endswith("\n") and is_up_to(step, line)):
+                return
+            if is_permanent_line(line, steps_per_epoch):
+                yield text
+
+
+def is_up_to(step: int, line: Any) -> bool:
+    """Return whether a line of metrics.jsonl is valid and not of a later step."""
+    return isinstance(line, dict) and is_count(line.get("step")) and line["step"] <= step
+
+
+def is_permanent_line(line: dict[str, Any], steps_per_epoch: int) -> bool:
+    """Return whether a line is of a training step, or of an evaluation at the end of an epoch."""
+    return "lr" in line or line["step"] % steps_per_epoch == 0

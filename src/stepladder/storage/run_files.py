@@ -1,0 +1,107 @@
+"""The files of a run directory: their names, and functions that list and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError
+from stepladder.storage.lock import (
+    AGENTS_LOCK_FILE,
+    LINK_LOCK_FILE,
+    LOCK_FILE,
+    RENDEZVOUS_LOCK_FILE,
+)
+
+LEDGER_FOLDER = "ledger"
+SNAPSHOTS_FOLDER = "snapshots"
+MANIFEST_FILE = "manifest.json"
+CONFIG_FILE = "config.json"
+RESULT_FILE = "result.json"
+METRICS_FILE = "metrics.jsonl"
+TIMING_FILE = "timing.jsonl"
+RUN_SCHEMA = 1  # version of config.json and result.json
+# The key, and its type, that must be in each of these files.
+REQUIRED_KEYS: dict[str, tuple[str, type]] = {
+    CONFIG_FILE: ("definition", dict),
+    RESULT_FILE: ("steps", int),
+}
+# All files and folders that any part of stepladder writes in a run directory. They are checked
+# before the start, so that days of training do not end at a folder that has a file's name.
+RUN_FILES = (
+    CONFIG_FILE,
+    RESULT_FILE,
+    METRICS_FILE,
+    TIMING_FILE,
+    LOCK_FILE,
+    LINK_LOCK_FILE,
+    RENDEZVOUS_LOCK_FILE,
+    AGENTS_LOCK_FILE,
+    "rendezvous.json",
+    "rendezvous.secret",
+    "rendezvous.seats",
+    "launches.jsonl",
+    "loggers.json",
+    "ended.json",
+    "requeues.jsonl",
+)
+RUN_FOLDERS = (LEDGER_FOLDER, SNAPSHOTS_FOLDER, "tensorboard", "log", "steps")
+FOLDERS_OF_FILES = ("log", "steps")  # they contain only files, each opened by its name
+LEDGER_FILE_NAME = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
+
+
+def read_stored_json(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """Return the content of config.json or result.json, None if the file does not exist.
+
+    Raises:
+        InputError: If the file is damaged, or was written by a newer version.
+    """
+    try:
+        value: dict[str, Any] = typed_file.parse_json(typed_file.read_file(run_dir / name), dict)
+        validate_schema(value, run_dir / name)
+        key, kind = REQUIRED_KEYS[name]
+        typed_file.convert(value[key], kind, key)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{run_dir / name} is damaged ({error})", "--fresh") from error
+    return value
+
+
+def validate_schema(content: dict[str, Any], path: Path) -> None:
+    """Raise InputError if a newer stepladder wrote the file: its keys may mean something else."""
+    schema = content.get("schema", RUN_SCHEMA)
+    if schema > RUN_SCHEMA:
+        raise InputError(
+            f"{path} was written by a newer stepladder: its schema is {schema},"
+            f" this one knows {RUN_SCHEMA}",
+            "pip install --upgrade stepladder, or another --run-dir",
+        )
+
+
+def list_ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:
+    """Yield the attempt and the rank of each ledger file."""
+    for path in (run_dir / LEDGER_FOLDER).glob("attempt-*"):
+        if match := LEDGER_FILE_NAME.fullmatch(path.name):
+            yield int(match[1]), int(match[2])
+
+
+def list_attempts(run_dir: Path) -> set[int]:
+    """Return the numbers of the attempts that have a ledger file."""
+    return {attempt for attempt, _ in list_ledgers(run_dir)}
+
+
+def list_snapshots(folder: Path) -> list[Path]:
+    """Return the complete snapshots in a folder, oldest first."""
+    complete = [path for path in folder.glob("step_*") if path.is_dir() and not path.suffix]
+    # By length first: a step may have more than the eight digits that its number is padded to.
+    return sorted(complete, key=lambda path: (len(path.name), path.name))
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return the value, None for an infinity or NaN: JSON cannot represent them."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,305 @@
+"""Slices of sharded tensors in the part files of a snapshot, one file per rank.
+
+    part-00000.safetensors   slices of weights, `model/NAME`, and of state, `state/KEY/KEY/...`
+
+The entry `slices` of the manifest has for each tensor its shape and which rows are in which part,
+or which elements if it is `flat`. A reader can therefore load any rows, one tensor at a time,
+whatever the number of ranks that wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from stepladder.core import typed_file
+from stepladder.storage.safetensors_file import write_tensors
+
+JsonObject = dict[str, Any]
+PART_PREFIX = "part-"
+MODEL_PREFIX = "model/"
+STATE_PREFIX = "state/"
+AVERAGE_PREFIX = "average/"
+OPTIMIZER_PREFIX = "optimizer/state/"
+SLICED_NAME = re.compile(
+    rf"{MODEL_PREFIX}.+|{STATE_PREFIX}({OPTIMIZER_PREFIX}\d+/[^/]+|{AVERAGE_PREFIX}[^/]+)"
+)
+
+
+class DamagedSnapshot(Exception):
+    """A snapshot on disk differs from what was written; the text names the file and the damage."""
+
+
+class TensorSlice(NamedTuple):
+    """Consecutive rows of a tensor, or consecutive elements if it is flat.
+
+    Args:
+        values: The rows, or a vector of elements.
+        first: Index of the first row or element.
+        shape: Shape of the whole tensor.
+        flat: Whether `values` are elements.
+    """
+
+    values: torch.Tensor
+    first: int
+    shape: list[int]
+    flat: bool = False
+
+
+def get_local_slice(tensor: torch.Tensor) -> TensorSlice:
+    """Return this rank's rows of a DTensor sharded along its first dimension, or a whole tensor."""
+    if not hasattr(tensor, "to_local"):
+        return TensorSlice(tensor, 0, list(tensor.shape))
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    rows_per_rank = -(-tensor.shape[0] // mesh.size())
+    values = tensor.detach().to_local()  # type: ignore[attr-defined]
+    first = min(rows_per_rank * mesh.get_local_rank(), tensor.shape[0])
+    return TensorSlice(values, first, list(tensor.shape))
+
+
+def write_part(folder: Path, number: int, slices: Mapping[str, TensorSlice]) -> JsonObject:
+    """Write part `number`; empty slices are left out.
+
+    Returns:
+        The entry of `merge_parts` for this part: its name, size, SHA-256 and rows.
+    """
+    name = f"{PART_PREFIX}{number:05d}.safetensors"
+    stored = {key: part for key, part in slices.items() if part.values.numel()}
+    written = write_tensors(folder / name, {key: part.values for key, part in stored.items()})
+    rows = {
+        key: [part.first, part.first + len(part.values), part.shape, part.flat]
+        for key, part in stored.items()
+    }
+    return {"name": name, **written, "rows": rows}
+
+
+def merge_parts(parts: Iterable[JsonObject]) -> tuple[JsonObject, JsonObject]:
+    """Return the manifest's `files` and `slices` for parts as `write_part` returned them."""
+    files: JsonObject = {}
+    slices: JsonObject = {}
+    for part in parts:
+        files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
+        for name, (lo, hi, shape, flat) in part["rows"].items():
+            entry = slices.setdefault(name, {"shape": shape, "pieces": []})
+            if flat:
+                entry["flat"] = True
+            entry["pieces"].append([part["name"], lo, hi])
+    return files, slices
+
+
+def verify_checksum(name: str, size: int, digest: str, expected: JsonObject) -> None:
+    """Raise DamagedSnapshot if a file's size or SHA-256 is not the manifest's."""
+    if size != expected["bytes"]:
+        raise DamagedSnapshot(f"{name}: {size} bytes instead of {expected['bytes']}")
+    if digest != expected["sha256"]:
+        raise DamagedSnapshot(f"{name}: SHA-256 differs")
+
+
+def verify_part(path: Path, expected: JsonObject) -> None:
+    """Verify size and SHA-256 of a file without loading it into memory.
+
+    Raises DamagedSnapshot if they differ, and OSError or ValueError if the file cannot be read.
+    """
+    with typed_file.open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = ""
+        if size == expected["bytes"]:  # a file of another size may be a terabyte
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        verify_checksum(path.name, size, digest, expected)
+
+
+def verify_slices(manifest: JsonObject) -> None:
+    """Verify that the manifest's `slices` cover each row once, and name only its own parts.
+
+    Raises:
+        DamagedSnapshot: If they do not.
+    """
+    parts = {file for file in manifest["files"] if file.startswith(PART_PREFIX)}
+    try:
+        for name, entry in manifest.get("slices", {}).items():
+            if not (_is_covered(entry, parts) and SLICED_NAME.fullmatch(name)):
+                raise DamagedSnapshot(f"manifest.json: its slices do not go together ({name})")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise DamagedSnapshot(f"manifest.json: its slices do not go together ({error})") from error
+
+
+def _is_covered(entry: JsonObject, parts: set[str]) -> bool:
+    """Return whether the pieces of a manifest entry, all of these parts, cover each row once."""
+    end = 0
+    for file, lo, hi in _sort_pieces(entry):
+        is_next = file in parts and lo == end < hi
+        end = hi if is_next else -1
+    return end == count_rows(entry)
+
+
+def _sort_pieces(entry: JsonObject) -> list[Any]:
+    """Return the pieces (file, lo, hi) of a manifest entry in the order of their rows."""
+    return sorted(entry["pieces"], key=lambda piece: piece[1])
+
+
+def count_rows(entry: JsonObject) -> int:
+    """Return the number of rows of a manifest entry, or of elements if it is flat."""
+    return int(math.prod(entry["shape"]) if entry.get("flat") else entry["shape"][0])
+
+
+class SliceReader:
+    """Reads rows of sharded tensors from the parts of a snapshot.
+
+    Args:
+        folder: The snapshot.
+        slices: The manifest's entry `slices`.
+    """
+
+    def __init__(self, folder: Path, slices: JsonObject) -> None:
+        self.folder = folder
+        self.slices = slices
+        self.parts: JsonObject = {}  # opened files by name
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names that begin with MODEL_PREFIX or STATE_PREFIX, without the prefix."""
+        return [name.removeprefix(prefix) for name in self.slices if name.startswith(prefix)]
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return list(self.slices[name]["shape"])
+
+    def read_rows(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Return rows [lo, hi) of a tensor."""
+        if not self.slices[name].get("flat"):
+            return self._read(name, lo, hi)
+        _, *row_shape = self.shape(name)
+        width = math.prod(row_shape)
+        return self._read(name, lo * width, hi * width).view(hi - lo, *row_shape)
+
+    def read_elements(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Return elements [lo, hi) of a tensor, as a vector."""
+        if self.slices[name].get("flat"):
+            return self._read(name, lo, hi)
+        width = math.prod(self.shape(name)[1:])
+        first_row = lo // width
+        end_row = -(-hi // width)
+        offset = first_row * width
+        return self._read(name, first_row, end_row).reshape(-1)[lo - offset : hi - offset]
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+        return self._read(name, 0, count_rows(self.slices[name])).view(self.shape(name))
+
+    def read_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Return all whole tensors with this prefix, which the keys do not have."""
+        return {name: self.read_tensor(prefix + name) for name in self.names(prefix)}
+
+    def fill_state(self, state: Any, skip_prefix: str | None = None) -> None:
+        """Put the tensors of the state into a nested dictionary.
+
+        Args:
+            state: The dictionary.
+            skip_prefix: Leave out tensors whose names begin so, except scalars: their ranks read
+                their own slices.
+        """
+        for name in self.names(STATE_PREFIX):
+            full_name = STATE_PREFIX + name
+            is_skipped = skip_prefix is not None and full_name.startswith(skip_prefix)
+            if not is_skipped or not self.shape(full_name):
+                set_nested(state, name, self.read_tensor(full_name))
+
+    def _read(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Return [lo, hi) of the rows or elements, from all parts that have some of them."""
+        pieces = _sort_pieces(self.slices[name])
+        tensors: list[torch.Tensor] = [
+            self._open_part(file).get_slice(name)[max(lo, first) - first : min(hi, end) - first]
+            for file, first, end in pieces
+            if first < hi and lo < end
+        ]
+        if not tensors:  # an empty slice, of the right dtype
+            file, _, _ = pieces[0]
+            tensors = [self._open_part(file).get_slice(name)[:0]]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def _open_part(self, file: str) -> Any:
+        if file not in self.parts:
+            self.parts[file] = safe_open(self.folder / file, framework="pt")
+        return self.parts[file]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The weights of a snapshot, whole and sharded.
+
+    Args:
+        tensors: The whole tensors.
+        reader: The reader of the sharded ones.
+        aliases: Names of tied tensors: {name: name under which it is stored}.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    reader: SliceReader
+    aliases: dict[str, str]
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor."""
+        name = self.aliases.get(name, name)
+        if name in self.tensors:
+            return list(self.tensors[name].shape)
+        return self.reader.shape(MODEL_PREFIX + name)
+
+    def find_differences(self, model: torch.nn.Module) -> list[str]:
+        """Return a sentence for each name or shape in which a model differs."""
+        targets = model.state_dict()
+        stored_names = {*self.tensors, *self.reader.names(MODEL_PREFIX), *self.aliases}
+        differences = []
+        for name, target in targets.items():
+            shape = get_local_slice(target).shape
+            if name not in stored_names:
+                differences.append(f"{name} {shape} is in the model only")
+                continue
+            stored_shape = self.shape(name)
+            if shape != stored_shape:
+                differences.append(
+                    f"{name} is {shape} in the model and {stored_shape} in the snapshot"
+                )
+        for name in sorted(stored_names - targets.keys()):
+            differences.append(f"{name} {self.shape(name)} is in the snapshot only")
+        return differences
+
+    @torch.no_grad()
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy into each tensor of a model the rows that this rank holds of it.
+
+        `find_differences` must have returned none.
+        """
+        for name, target in model.state_dict().items():
+            name = self.aliases.get(name, name)
+            local = get_local_slice(target)
+            if not local.shape:  # a scalar has no rows, and is never sharded
+                local.values.copy_(self.tensors[name])
+                continue
+            end = local.first + len(local.values)
+            if name in self.tensors:
+                values = self.tensors[name][local.first : end]
+            else:
+                values = self.reader.read_rows(MODEL_PREFIX + name, local.first, end)
+            local.values.copy_(values)
+
+
+def set_nested(state: Any, name: str, tensor: torch.Tensor) -> None:
+    """Set an entry of a nested dictionary.
+
+    Args:
+        state: The dictionary; inner ones are created if need be.
+        name: The keys, separated by "/"; keys of digits are integers.
+        tensor: The value.
+    """
+    *parents, last = (int(key) if key.isdigit() else key for key in name.split("/"))
+    for key in parents:
+        state = state.setdefault(key, {})
+    state[last] = tensor
