@@ -42,7 +42,7 @@ def closed_form(data_dir: Path) -> tuple[dict[str, float], float]:
     from stepladder.train.metrics.ranking import fit_ease, ranking_metrics
 
     data = read_leave_one_out(data_dir)
-    rated = torch.from_numpy(data.rated())
+    rated = torch.from_numpy(data.rated_matrix())
     start = time.perf_counter()
     scores = rated.float() @ fit_ease(rated)
     seconds = time.perf_counter() - start

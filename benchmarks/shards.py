@@ -85,7 +85,7 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
 
 def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
     from stepladder.data.formats.inputs import open_tables
-    from stepladder.data.shards.writing import write_table
+    from stepladder.data.shards.writer import write_table
     from stepladder.launcher.local.local_group import LocalGroup
     from stepladder.launcher.local.supervisor import run_local
 
@@ -117,7 +117,7 @@ def blocks(shape: tuple[int, ...], rows: int) -> Any:
 
 
 def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
-    from stepladder.data.shards.writing import write_table
+    from stepladder.data.shards.writer import write_table
     from stepladder.data.table import Column, Table
 
     columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}

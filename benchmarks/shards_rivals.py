@@ -25,7 +25,7 @@ SAMPLES_H5PY = 20_000  # of the reader that takes one row at a time: the whole w
 
 def stepladder(folder: Path) -> Iterator[Any]:
     from stepladder import Plan, Shards
-    from stepladder.data.source import StreamSource
+    from stepladder.data.sources import StreamSource
 
     shards = Shards(folder / "stepladder", columns=("image", "label"))
     plan = Plan(len(shards), BATCH, BATCH // 8, chunks=shards.chunks)

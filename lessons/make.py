@@ -1,10 +1,12 @@
 """python lessons/make.py diffs|outputs|pictures|--check
 
-diffs     writes what is generated in the READMEs: the ladder as a table, each lesson's command, the changes to the
-          lesson that it starts from, its exercises
-outputs   runs each lesson and writes into its README what it printed; with numbers after it, only those lessons
-pictures  runs the lessons that leave numbers, and draws them; needs matplotlib: pip install 'stepladder[lessons]'
---check   writes nothing, and fails if what `diffs` writes is not what the files have
+diffs     writes the generated parts of the READMEs: the table of lessons, and for each lesson its
+          command, its changes to the lesson that it starts from, and its exercises
+outputs   runs each lesson and writes what it printed into its README; with numbers after it, only
+          those lessons
+pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
+          pip install 'stepladder[lessons]'
+--check   writes nothing, and fails if `diffs` would change a file
 """
 
 import ast
@@ -24,19 +26,26 @@ HERE = Path(__file__).parent
 GENERATED = re.compile(
     r"(<!-- generated: (\w+)(?: (\w+) (\d+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL
 )
-HIDDEN = {"parse_args", "positive"}  # the command line says nothing of training
-CONTEXT = 2  # lines around a change
-FIRST, LAST = 6, 6  # lines of an output that a page shows
+HIDDEN = {"parse_args", "positive"}  # the command line explains nothing about training
+CONTEXT_LINES = 2  # before and after a change
+FIRST_LINES = 6  # of an output, on a page
+LAST_LINES = 6
+
+
+# -- lessons and their parts -----------------------------------------------------------------------
 
 
 @cache
 def ladder():
-    """The lessons by folder, in reading order, each with `after`: the folder that its diff starts
-    from, or "".
+    """Return the lessons by folder in reading order.
+
+    `after` of a lesson is the folder of the lesson that it starts from, or "".
     """
     lessons = tomllib.loads((HERE / "ladder.toml").read_text())["lesson"]
-    for before, lesson in zip([None, *lessons], lessons, strict=False):
-        lesson.setdefault("after", before and before["folder"])
+    previous = None
+    for lesson in lessons:
+        lesson.setdefault("after", previous and previous["folder"])
+        previous = lesson
     return {lesson["folder"]: lesson for lesson in lessons}
 
 
@@ -46,57 +55,66 @@ def code(folder):
 
 @cache
 def pieces(folder):
-    """Source of every function, class and constant at the top of a lesson, by name."""
+    """Return the source of each function, class and constant at the top of a lesson, by name."""
     text = code(folder)
-    return {
-        name_of(node): with_decorators(text, node) for node in ast.parse(text).body if name_of(node)
-    }
+    nodes = {name_of(node): node for node in ast.parse(text).body}
+    return {name: source_of(text, node) for name, node in nodes.items() if name}
 
 
 def name_of(node):
     if isinstance(node, ast.Assign):
         return node.targets[0].id
-    return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    return None
 
 
-def with_decorators(text, node):
-    first = min(
-        [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]
-    )
+def source_of(text, node):
+    """Return the lines of a node, with its decorators."""
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 def pieces_before(lesson):
-    """As they were last seen: in the lesson it starts from, else in the nearest one before that has
-    them.
+    """Return the pieces that a reader knows before a lesson, each in its latest version.
+
+    The version of the lesson that this one starts from is preferred.
     """
     known = {}
     for folder in ladder():
         if folder == lesson["folder"]:
             break
         known |= pieces(folder)
-    return known | (pieces(lesson["after"]) if lesson["after"] else {})
+    return known | pieces_of_start(lesson)
+
+
+def pieces_of_start(lesson):
+    return pieces(lesson["after"]) if lesson["after"] else {}
 
 
 def changes(lesson):
-    """What a page explains: {(name, number from 1): a hunk's lines}, of each piece that is new or
-    has changed.
+    """Return the changes that a page explains: {(name, number from 1): lines of a hunk}.
 
-    One that is gone and comes again with another text counts as new.
+    A piece changes if the reader does not know it, or knows another version. A piece that the
+    starting lesson does not have counts as new.
     """
-    known, found = pieces_before(lesson), {}
-    before = pieces(lesson["after"]) if lesson["after"] else {}
+    known = pieces_before(lesson)
+    before = pieces_of_start(lesson)
+    found = {}
     for name, text in pieces(lesson["folder"]).items():
         if name not in HIDDEN and known.get(name) != text:
-            hunks = hunks_of(before.get(name, ""), text)
-            found |= {(name, number): lines for number, lines in enumerate(hunks, 1)}
+            for number, lines in enumerate(find_hunks(before.get(name, ""), text), 1):
+                found[name, number] = lines
     return found
 
 
-def hunks_of(before, now):
-    lines = difflib.unified_diff(before.splitlines(), now.splitlines(), n=CONTEXT, lineterm="")
+def find_hunks(before, after):
+    diff = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), n=CONTEXT_LINES, lineterm=""
+    )
     hunks = []
-    for line in list(lines)[2:]:
+    for line in list(diff)[2:]:
         if line.startswith("@@"):
             hunks.append([])
         else:
@@ -105,42 +123,46 @@ def hunks_of(before, now):
 
 
 def flags(folder):
-    return re.findall(r'add_argument\("(--\w+)"', code(folder))
+    return re.findall(r'add_argument\(\s*"(--\w+)"', code(folder))
+
+
+# -- generated texts -------------------------------------------------------------------------------
 
 
 def block(language, lines, mark=""):
     return f"{mark}```{language}\n" + "\n".join(lines) + "\n```\n"
 
 
-def further(lesson):
-    """What no hunk shows, and where to go from the page: its file, its exercises, its check, the
-    next lesson.
-    """
-    before, now = pieces(lesson["after"]) if lesson["after"] else {}, pieces(lesson["folder"])
+def links(lesson):
+    """Return the names that no hunk shows, and the links from a page."""
+    text = "".join(f"{title}: `{'`, `'.join(names)}`. " for title, names in unshown(lesson).items())
+    text += "The whole file: [lesson.py](lesson.py)."
+    exercises = tomllib.loads((HERE / "exercises.toml").read_text())["exercise"]
+    names = [entry["name"] for entry in exercises if entry["lesson"] == lesson["number"]]
+    if names:
+        exercise_links = [f"[{name}](../exercises/{name}/README.md)" for name in names]
+        text += f"\n\nExercises: {', '.join(exercise_links)}."
+    text += f"\n\nTo check the claim: `stepladder learn check {lesson['number']}`."
+    for entry in ladder().values():
+        if entry["number"] == lesson["number"] + 1:
+            text += f" Next: [{entry['number']}. {entry['title']}](../{entry['folder']}/README.md)."
+    return text + "\n"
+
+
+def unshown(lesson):
+    """Return lists of names by title, without empty lists."""
+    before = pieces_of_start(lesson)
+    now = pieces(lesson["folder"])
     known = pieces_before(lesson)
-    earlier = [name for name, text in now.items() if name not in before and known.get(name) == text]
+    from_earlier = [name for name in now if name not in before and known.get(name) == now[name]]
+    removed = [name for name in before if name not in now]
     flags_before = flags(lesson["after"] or lesson["folder"])
     lists = {
-        "From earlier lessons, unchanged": [name for name in earlier if name not in HIDDEN],
-        "Gone": [name for name in before if name not in now and name not in HIDDEN],
+        "From earlier lessons, unchanged": [name for name in from_earlier if name not in HIDDEN],
+        "Gone": [name for name in removed if name not in HIDDEN],
         "New flags": [flag for flag in flags(lesson["folder"]) if flag not in flags_before],
     }
-    text = "".join(f"{word}: `{'`, `'.join(names)}`. " for word, names in lists.items() if names)
-    exercises = tomllib.loads((HERE / "exercises.toml").read_text())["exercise"]
-    links = [
-        f"[{exercise['name']}](../exercises/{exercise['name']}/README.md)"
-        for exercise in exercises
-        if exercise["lesson"] == lesson["number"]
-    ]
-    text += (
-        "The whole file: [lesson.py](lesson.py)."
-        + f"\n\nExercises: {', '.join(links)}." * bool(links)
-    )
-    text += f"\n\nTo check the claim: `stepladder learn check {lesson['number']}`."
-    for other in ladder().values():
-        if other["number"] == lesson["number"] + 1:
-            text += f" Next: [{other['number']}. {other['title']}](../{other['folder']}/README.md)."
-    return text + "\n"
+    return {title: names for title, names in lists.items() if names}
 
 
 def command_of(lesson):
@@ -150,51 +172,55 @@ def command_of(lesson):
     return block("bash", [lesson["command"]], f"<!-- not run here: {reason} -->\n")
 
 
-def table(lessons):
+def table():
     rows = ["| | lesson | the one new idea |", "| ---: | --- | --- |"]
-    for lesson in lessons.values():
-        rows.append(
-            f"| {lesson['number']} | [{lesson['title']}]({lesson['folder']}/README.md) | {lesson['idea']} |"
-        )
+    for lesson in ladder().values():
+        link = f"[{lesson['title']}]({lesson['folder']}/README.md)"
+        rows.append(f"| {lesson['number']} | {link} | {lesson['idea']} |")
     return "\n".join(rows) + "\n"
 
 
 def pages(outputs=None):
-    """What each README should hold, by path. outputs: by folder; without them what the page shows
-    now stays.
+    """Return what each README should have, by path.
+
+    outputs has the lines that lessons printed, by folder. Other lessons keep the output that their
+    page shows now.
     """
-    lessons = ladder()
+    outputs = outputs or {}
+    readmes = {HERE / "README.md": None}
+    readmes |= {HERE / folder / "README.md": lesson for folder, lesson in ladder().items()}
+    result = {}
+    for path, lesson in readmes.items():
 
-    def generated(match, lesson):
-        mark, what, name, number, now, end = match.groups()
-        if what == "change":
-            text = block(
-                "diff",
-                changes(lesson).get((name, int(number)), ["nothing of this name has changed"]),
-            )
-        elif what == "output":
-            text = (
-                block("text", outputs[lesson["folder"]])
-                if lesson["folder"] in (outputs or {})
-                else now
-            )
-        else:
-            text = {"links": further, "command": command_of, "table": lambda _: table(lessons)}[
-                what
-            ](lesson)
-        return mark + text + end
+        def generate(match, lesson=lesson):
+            mark, kind, name, number, current, end = match.groups()
+            return mark + generated_text(lesson, kind, name, number, current, outputs) + end
 
-    folders = {HERE / "README.md": None} | {
-        HERE / name / "README.md": lesson for name, lesson in lessons.items()
-    }
-    return {
-        path: GENERATED.sub(lambda match, lesson=lesson: generated(match, lesson), path.read_text())
-        for path, lesson in folders.items()
-    }
+        result[path] = GENERATED.sub(generate, path.read_text())
+    return result
+
+
+def generated_text(lesson, kind, name, number, current, outputs):
+    if kind == "table":
+        return table()
+    if kind == "command":
+        return command_of(lesson)
+    if kind == "links":
+        return links(lesson)
+    if kind == "change":
+        hunks = changes(lesson)
+        no_hunk = ["nothing of this name has changed"]
+        return block("diff", hunks.get((name, int(number)), no_hunk))
+    if lesson["folder"] in outputs:
+        return block("text", outputs[lesson["folder"]])
+    return current
+
+
+# -- commands --------------------------------------------------------------------------------------
 
 
 def output_of(lesson):
-    """What the lesson prints, from a folder without data: its first and last lines."""
+    """Run a lesson in a folder without data, and return its first and last lines."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "lessons").symlink_to(HERE.resolve())
@@ -208,11 +234,13 @@ def output_of(lesson):
     if done.returncode:
         sys.exit(f"{lesson['command']}\n{done.stderr}")
     text = done.stdout.replace(socket.gethostname(), "HOST")
-    # torchrun's ranks are unbuffered: a line and its end are two writes, and another rank may come
-    # between.
+    # torchrun's ranks are unbuffered: a line and its end are two writes, and another rank may write
+    # between them.
     text = re.sub(r"(?<=\w)(?=\[GPU|rank \d+ of)", "\n", text)
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return lines if len(lines) <= FIRST + LAST + 1 else [*lines[:FIRST], "...", *lines[-LAST:]]
+    if len(lines) <= FIRST_LINES + LAST_LINES + 1:
+        return lines
+    return [*lines[:FIRST_LINES], "...", *lines[-LAST_LINES:]]
 
 
 def check():
@@ -239,21 +267,16 @@ def run_lessons(numbers):
 def draw():
     import pictures
 
-    for folder, (name, picture) in pictures.PICTURES.items():
+    for folder, (name, draw_picture) in pictures.PICTURES.items():
+        script = HERE / folder / "lesson.py"
         with tempfile.TemporaryDirectory() as runs:
-            command = [
-                sys.executable,
-                str(HERE / folder / "lesson.py"),
-                "--folder",
-                runs,
-                *pictures.FLAGS[folder],
-            ]
+            command = [sys.executable, script, "--folder", runs, *pictures.FLAGS[folder]]
             subprocess.run(command, check=True)
-            picture(Path(runs), HERE / folder / name)
+            draw_picture(Path(runs), HERE / folder / name)
         print(f"wrote {HERE / folder / name}")
 
 
-if __name__ == "__main__":
+def main():
     actions = {"diffs": write, "pictures": draw, "--check": check}
     if sys.argv[1:2] == ["outputs"]:
         run_lessons(sys.argv[2:])
@@ -261,3 +284,7 @@ if __name__ == "__main__":
         actions[sys.argv[1]]()
     else:
         sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

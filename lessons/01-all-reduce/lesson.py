@@ -12,31 +12,32 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's
-    device.
+def join_group(rank, nproc, device, store_file):
+    """Join the other processes and return this process's device.
+
+    They find each other through a file, because any port could be in use.
     """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    store = f"file://{store_file}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 
 def start(worker, args):
-    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    """Run worker(rank, args, store_file) in args.nproc processes; an error in one ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+        mp.spawn(worker, (args, Path(folder, "store")), nprocs=args.nproc)
 
 
-def worker(rank, args, meeting):
-    device = join_group(rank, args.nproc, args.device, meeting)
+def worker(rank, args, store_file):
+    device = join_group(rank, args.nproc, args.device, store_file)
     number = torch.tensor(rank + 1.0, device=device)
     print(f"rank {rank} of {args.nproc} on {device}: before {number.item():.0f}", flush=True)
-    dist.all_reduce(
-        number
-    )  # waits until every rank has come; the sum lands in the same tensor, on all of them
+    # Waits until all ranks have called it. Then the tensor holds the sum, on all of them.
+    dist.all_reduce(number)
     print(f"rank {rank} of {args.nproc} on {device}: after {number.item():.0f}", flush=True)
 
     expected = args.nproc * (args.nproc + 1) / 2
@@ -57,15 +58,15 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=4, help="processes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     return args
 
 

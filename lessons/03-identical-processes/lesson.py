@@ -16,7 +16,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -39,7 +39,7 @@ def train_epoch(model, optimizer, loader, device):
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
@@ -58,7 +58,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
@@ -66,38 +67,33 @@ def parse_args():
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     return args
 
 
 def worker(rank, args, results):
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-    data, model = make_data(), make_model().to(device)
+    data = make_data()
+    model = make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    loader = DataLoader(
-        data, batch_size=args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(data, batch_size=args.batch_size, shuffle=True, generator=generator)
     for epoch in range(args.total_epochs):
         train_epoch(model, optimizer, loader, device)
-        print(
-            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-            flush=True,
-        )
+        line = f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}"
+        print(line, flush=True)
         if (epoch + 1) % args.save_every == 0:
-            # Without a folder of its own, each would overwrite the others' file.
+            # Without a folder for each rank, the ranks would overwrite each other's file.
             save(model, args.folder / f"rank{rank}")
     weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    results.put(
-        (rank, args.total_epochs * len(data), loss_on(data, model, device), weights.tolist())
-    )
+    samples = args.total_epochs * len(data)
+    results.put((rank, samples, loss_on(data, model, device), weights.tolist()))
 
 
 def main():
@@ -115,7 +111,8 @@ def main():
     trained = sum(samples for _, samples, *_ in outcomes)
     assert trained == args.nproc * args.total_epochs * 2048
     print(
-        f"claim holds: {args.nproc} processes did {args.nproc} times the work for one and the same model"
+        f"claim holds: {args.nproc} processes did {args.nproc} times the work for one and the"
+        " same model"
     )
 
 

@@ -24,7 +24,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -37,48 +37,46 @@ def make_model():
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's
-    device.
+def join_group(rank, nproc, device, store_file):
+    """Join the other processes and return this process's device.
+
+    They find each other through a file, because any port could be in use.
     """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    store = f"file://{store_file}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def start(worker, args):
-    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    """Run worker(rank, args, store_file) in args.nproc processes; an error in one ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+        mp.spawn(worker, (args, Path(folder, "store")), nprocs=args.nproc)
 
 
 def train_epoch(model, optimizer, loader, device, times=1):
     for step, (x, y) in enumerate(loader):
         with record_function("forward"):
-            x, y = (
-                x.repeat(times, 1),
-                y.repeat(times, 1),
-            )  # a slow rank computes more, for the same loss
+            # A slow rank computes each sample many times, for the same loss.
+            x = x.repeat(times, 1)
+            y = y.repeat(times, 1)
             loss = F.mse_loss(model(x.to(device)), y.to(device))
         with record_function("backward"):
             optimizer.zero_grad()
             loss.backward()
         with record_function("wait"):
-            dist.barrier()  # a rank that comes early waits here, and no longer in all_reduce
+            dist.barrier()  # an early rank waits here, and not in all_reduce
         with record_function("all_reduce"):
             average_gradients(model)
         if step == 0:
@@ -88,23 +86,27 @@ def train_epoch(model, optimizer, loader, device, times=1):
 
 
 def average_gradients(model):
-    """The mean over processes of means over equally many samples: the mean over the global batch."""
+    """Average each gradient over the processes.
+
+    The ranks have equally many samples, so the mean of their means is that of the global batch.
+    """
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
@@ -123,7 +125,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
@@ -134,34 +137,30 @@ def parse_args():
         "--slow", type=positive, default=500, help="times a sample is in the last rank's batch"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     return args
 
 
 def milliseconds(profiler, phase, steps):
-    """Of this phase in the median step, as seen from the CPU."""
+    """Return the time of a phase in the median step, as the CPU sees it."""
     cpu = torch.autograd.DeviceType.CPU
-    spans = [
-        event.time_range
-        for event in profiler.events()
-        if event.name == phase and event.device_type == cpu
-    ]
+    events = [event for event in profiler.events() if event.name == phase]
+    spans = [event.time_range for event in events if event.device_type == cpu]
     assert len(spans) == steps, f"{len(spans)} times {phase} in the profile of {steps} steps"
     return sorted(span.elapsed_us() / 1000 for span in spans)[steps // 2]
 
 
 def report(rank, profiler, steps, device):
-    """A line per rank, and who waits for whom."""
-    mine = torch.tensor([milliseconds(profiler, phase, steps) for phase in PHASES], device=device)
-    table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(table, mine)
+    """Print a line per rank, and which rank waits for which."""
+    times = [milliseconds(profiler, phase, steps) for phase in PHASES]
+    row = torch.tensor(times, device=device)
+    table = [torch.zeros_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row)
     if rank > 0:
         return
     print("ms per step " + "".join(f"{phase:>12}" for phase in PHASES))
@@ -172,36 +171,32 @@ def report(rank, profiler, steps, device):
         f"rank 0 did not wait for the slow one: {waits}"
     )
     print(
-        f"claim holds: in a step rank 0 waits {waits[0]:.2f} ms, and the slow rank {waits[-1]:.2f} ms"
+        f"claim holds: in a step rank 0 waits {waits[0]:.2f} ms,"
+        f" and the slow rank {waits[-1]:.2f} ms"
     )
 
 
-def worker(rank, args, meeting):
-    device = join_group(rank, args.nproc, args.device, meeting)
-    data, model = make_data(), make_model().to(device)
+def worker(rank, args, store_file):
+    device = join_group(rank, args.nproc, args.device, store_file)
+    data = make_data()
+    model = make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(
-            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-            flush=True,
-        )
+        line = f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}"
+        print(line, flush=True)
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model, args.folder)
-            print(
-                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
-                flush=True,
-            )
+            loss = loss_on(data, model, device)
+            print(f"       loss {loss:.4f}, saved in {args.folder}", flush=True)
 
-    with profile(
-        activities=ACTIVITIES[args.device]
-    ) as profiler:  # not the first epoch: it has start-up in it
-        train_epoch(
-            model, optimizer, loader, device, times=args.slow if rank == args.nproc - 1 else 1
-        )
+    times = args.slow if rank == args.nproc - 1 else 1
+    # Not the first epoch: it has the time of the start in it.
+    with profile(activities=ACTIVITIES[args.device]) as profiler:
+        train_epoch(model, optimizer, loader, device, times)
     trace = args.folder / f"rank{rank}.pt.trace.json"
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))

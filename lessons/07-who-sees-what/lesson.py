@@ -24,7 +24,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -32,15 +32,15 @@ def make_data():
     return TensorDataset(x, y + NOISE * torch.randn(2048, 1, generator=generator))
 
 
-class Watched(TensorDataset):
-    """Remembers which samples were taken."""
+class RecordedDataset(TensorDataset):
+    """Records which samples are read."""
 
     def __init__(self, *tensors):
         super().__init__(*tensors)
-        self.taken = []
+        self.indices = []
 
     def __getitem__(self, index):
-        self.taken.append(index)
+        self.indices.append(index)
         return super().__getitem__(index)
 
 
@@ -49,33 +49,32 @@ def make_model():
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's
-    device.
+def join_group(rank, nproc, device, store_file):
+    """Join the other processes and return this process's device.
+
+    They find each other through a file, because any port could be in use.
     """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    store = f"file://{store_file}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def start(worker, args):
-    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    """Run worker(rank, args, store_file) in args.nproc processes; an error in one ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+        mp.spawn(worker, (args, Path(folder, "store")), nprocs=args.nproc)
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -88,17 +87,18 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
@@ -117,7 +117,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
@@ -125,19 +126,17 @@ def parse_args():
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     return args
 
 
 def check_hands(epochs, samples):
-    """epochs[e][r]: the samples that rank r trained in epoch e, in order."""
+    """Check epochs[e][r], the samples that rank r trained in epoch e, in order."""
     ranks = len(epochs[0])
     repeated = -samples % ranks  # as many as fill the last round
     for epoch, hands in enumerate(epochs):
@@ -155,13 +154,15 @@ def check_hands(epochs, samples):
         "set_epoch was forgotten: each epoch has the same order"
     )
     print(
-        f"claim holds: {samples} samples in each epoch, {repeated} of them twice, dealt in turn to {ranks} ranks"
+        f"claim holds: {samples} samples in each epoch, {repeated} of them twice,"
+        f" dealt in turn to {ranks} ranks"
     )
 
 
-def worker(rank, args, meeting):
-    device = join_group(rank, args.nproc, args.device, meeting)
-    data, model = Watched(*make_data().tensors), DistributedDataParallel(make_model().to(device))
+def worker(rank, args, store_file):
+    device = join_group(rank, args.nproc, args.device, store_file)
+    data = RecordedDataset(*make_data().tensors)
+    model = DistributedDataParallel(make_model().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
@@ -169,20 +170,16 @@ def worker(rank, args, meeting):
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(
-            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-            flush=True,
-        )
+        line = f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}"
+        print(line, flush=True)
         hands = [None] * args.nproc  # what each rank was dealt in this epoch
-        dist.all_gather_object(hands, data.taken)
+        dist.all_gather_object(hands, data.indices)
         epochs.append(hands)
-        data.taken = []
+        data.indices = []
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module, args.folder)
-            print(
-                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
-                flush=True,
-            )
+            loss = loss_on(data, model, device)
+            print(f"       loss {loss:.4f}, saved in {args.folder}", flush=True)
 
     if rank == 0:
         check_hands(epochs, len(data))

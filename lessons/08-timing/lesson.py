@@ -23,7 +23,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -38,33 +38,32 @@ def make_model():
     )
 
 
-def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's
-    device.
+def join_group(rank, nproc, device, store_file):
+    """Join the other processes and return this process's device.
+
+    They find each other through a file, because any port could be in use.
     """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    store = f"file://{store_file}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def start(worker, args):
-    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    """Run worker(rank, args, store_file) in args.nproc processes; an error in one ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+        mp.spawn(worker, (args, Path(folder, "store")), nprocs=args.nproc)
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -75,17 +74,18 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
@@ -104,7 +104,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=5)
@@ -112,19 +113,17 @@ def parse_args():
     parser.add_argument("--batch_size", type=positive, default=128, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     return args
 
 
 def clock(device):
-    """Seconds, read when all ranks have come here and done their work."""
+    """Return the time in seconds when all ranks have finished their work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()
@@ -132,15 +131,16 @@ def clock(device):
 
 
 def epoch_seconds(model, optimizer, loader, device):
-    """From when all ranks begin until the last has gone through its loader."""
-    began = clock(device)
+    """Return the seconds from the common start until the last rank has finished its loader."""
+    start_time = clock(device)
     train_epoch(model, optimizer, loader, device)
-    return clock(device) - began
+    return clock(device) - start_time
 
 
-def worker(rank, args, meeting):
-    device = join_group(rank, args.nproc, args.device, meeting)
-    data, single = make_data(), make_model().to(device)
+def worker(rank, args, store_file):
+    device = join_group(rank, args.nproc, args.device, store_file)
+    data = make_data()
+    single = make_model().to(device)
     model = DistributedDataParallel(make_model().to(device))
     single_optimizer = torch.optim.SGD(single.parameters(), lr=args.lr, momentum=0.9)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
@@ -155,26 +155,23 @@ def worker(rank, args, meeting):
         apart = epoch_seconds(single, single_optimizer, loader, device)
         together = epoch_seconds(model, optimizer, loader, device)
         rounds.append((alone, apart, together))
-        print(
-            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-            flush=True,
-        )
+        line = f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}"
+        print(line, flush=True)
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module, args.folder)
-            print(
-                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
-                flush=True,
-            )
+            loss = loss_on(data, model, device)
+            print(f"       loss {loss:.4f}, saved in {args.folder}", flush=True)
 
     check_equal(model.parameters(), "weights")
     if rank == 0:
-        args.results.put(rounds[1:] or rounds)  # the first has start-up in it
+        args.results.put(rounds[1:] or rounds)  # the first has the time of the start in it
     leave_group()
 
 
 def main():
     args = parse_args()
-    sizes, rows = range(1, args.nproc + 1), []
+    sizes = range(1, args.nproc + 1)
+    rows = []
     with mp.Manager() as manager:
         args.results = manager.Queue()
         for args.nproc in sizes:
@@ -182,19 +179,18 @@ def main():
             rows.append(args.results.get())
     print("processes  seconds per epoch  communication  at best  times as fast")
     for nproc, rounds in zip(sizes, rows, strict=True):
-        # Ratios within a round: what else the machine does then slows all of them.
+        # Ratios within a round, in which other programs slow all three alike.
         speedup = median(alone / together for alone, _, together in rounds)
         share = max(0, median(1 - apart / together for _, apart, together in rounds))
         best = nproc * (1 - share)
-        print(
-            f"{nproc:9}  {median(r[2] for r in rounds):17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}"
-        )
-        assert speedup < 1.5 * best, (
-            f"{speedup:.2f} times as fast, where {best:.2f} is the best"
-        )  # 1.5: for noise
+        seconds = median(together for _, _, together in rounds)
+        print(f"{nproc:9}  {seconds:17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}")
+        noise = 1.5
+        assert speedup < noise * best, f"{speedup:.2f} times as fast, where {best:.2f} is the best"
     print(f"{share:.0%} of the time is communication; {os.cpu_count()} cores are there to share")
     print(
-        f"claim holds: {nproc} processes are {speedup:.2f} times as fast as one; at best {best:.2f} times"
+        f"claim holds: {nproc} processes are {speedup:.2f} times as fast as one;"
+        f" at best {best:.2f} times"
     )
 
 

@@ -24,7 +24,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -37,33 +37,32 @@ def make_model():
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's
-    device.
+def join_group(rank, nproc, device, store_file):
+    """Join the other processes and return this process's device.
+
+    They find each other through a file, because any port could be in use.
     """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    store = f"file://{store_file}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def start(worker, args):
-    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    """Run worker(rank, args, store_file) in args.nproc processes; an error in one ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+        mp.spawn(worker, (args, Path(folder, "store")), nprocs=args.nproc)
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -76,17 +75,18 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
@@ -105,7 +105,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=4, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
@@ -115,24 +116,21 @@ def parse_args():
     )
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(
-            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
-        )
+        gpus = torch.cuda.device_count()
+        parser.error(f"--nproc {args.nproc} on {gpus} GPUs. HINT: --device cpu")
     if args.batch_size % args.nproc:
         parser.error(f"--batch_size {args.batch_size} is not a multiple of --nproc {args.nproc}")
     return args
 
 
 def curve(rank, nproc, lr, batch_size, args, device):
-    """The loss on all samples after each epoch, on `nproc` processes with `batch_size` samples
-    each.
-    """
-    data, model = make_data(), make_model().to(device)
+    """Train on `nproc` processes with `batch_size` samples each; return the loss of each epoch."""
+    data = make_data()
+    model = make_model().to(device)
     if nproc > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -146,20 +144,19 @@ def curve(rank, nproc, lr, batch_size, args, device):
         if dist.get_rank() == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module if nproc > 1 else model, args.folder / f"{nproc}x{batch_size}")
     if dist.get_rank() == 0:
-        print(
-            f"[GPU0] {nproc} x {batch_size:3}, lr {lr:.3f}: "
-            + "  ".join(f"{loss:.4f}" for loss in losses)
-        )
+        numbers = "  ".join(f"{loss:.4f}" for loss in losses)
+        print(f"[GPU0] {nproc} x {batch_size:3}, lr {lr:.3f}: {numbers}")
     return losses
 
 
-def worker(rank, args, meeting):
-    device = join_group(rank, args.nproc, args.device, meeting)
-    n, lr, batch = args.nproc, args.lr, args.batch_size
+def worker(rank, args, store_file):
+    device = join_group(rank, args.nproc, args.device, store_file)
+    n = args.nproc
+    lr = args.lr
+    batch = args.batch_size
     curves = {
-        "one device": curve(
-            0, 1, lr, batch, args, device
-        ),  # on each rank, all the same: that of lesson 3
+        # On each rank, with the same result, as in lesson 3.
+        "one device": curve(0, 1, lr, batch, args, device),
         f"{n} processes, batch {batch} each": curve(rank, n, lr, batch, args, device),
         f"the same, {n} times the learning rate": curve(rank, n, n * lr, batch, args, device),
         f"{n} processes, batch {batch // n} each": curve(rank, n, lr, batch // n, args, device),
@@ -170,18 +167,20 @@ def worker(rank, args, meeting):
     leave_group()
 
 
-def check_curves(one, plain, scaled, same):
+def check_curves(single, large_batch, scaled_rate, same_batch):
     def distance(losses):
-        """How far from the curve of one device, as a factor, on average over epochs."""
-        return math.exp(
-            sum(abs(math.log(b / a)) for a, b in zip(one, losses, strict=True)) / len(one)
-        )
+        """Return the factor between a curve and that of one device, on average over epochs."""
+        logs = [math.log(b / a) for a, b in zip(single, losses, strict=True)]
+        return math.exp(sum(map(abs, logs)) / len(logs))
 
-    far, near, equal = distance(plain), distance(scaled), distance(same)
-    assert near < far, f"scaling did not help: {near:.3f} against {far:.3f}"
+    unscaled = distance(large_batch)
+    scaled = distance(scaled_rate)
+    equal = distance(same_batch)
+    assert scaled < unscaled, f"scaling did not help: {scaled:.3f} against {unscaled:.3f}"
     assert equal < 1.001, f"the same global batch gave another curve: {equal:.6f}"
     print(
-        f"claim holds: off by a factor {far:.2f}; with the scaled rate {near:.2f}; same global batch {equal:.6f}"
+        f"claim holds: off by a factor {unscaled:.2f}; with the scaled rate {scaled:.2f};"
+        f" same global batch {equal:.6f}"
     )
 
 

@@ -21,7 +21,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -35,28 +35,24 @@ def make_model():
 
 
 def join_group(device):
-    """Who we are comes from torchrun. Returns this process's device."""
+    """Join the ranks that torchrun has started, and return this rank's device."""
     if "RANK" not in os.environ:
         sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo"
-    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -69,29 +65,30 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
 
 def settings_of(args):
-    """What must be the same when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     names = ("total_epochs", "batch_size", "lr")
     return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
 
 
 def save_snapshot(folder, model, optimizer, next_epoch, args):
-    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    """Write a temporary file and rename it, so that a power cut leaves a complete snapshot."""
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = {
         "model": model.module.state_dict(),
@@ -104,19 +101,16 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
-    end.
-    """
+    """Return the epoch to continue with: 0 without a snapshot, or if its run was finished."""
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
-    settings, wanted = snapshot["settings"], settings_of(args)
+    settings = snapshot["settings"]
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
-    if settings != wanted:
-        sys.exit(
-            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
-        )
+    if settings != settings_of(args):
+        problem = f"{folder} holds a run with {settings}, not {settings_of(args)}"
+        sys.exit(f"error: {problem}. HINT: --folder {folder}-2")
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -131,38 +125,43 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+        "numbers",
+        nargs="*",
+        type=positive,
+        metavar="50 10",
+        help="total epochs, save every",
     )
     parser.add_argument("--total_epochs", type=positive, default=50)
     parser.add_argument("--save_every", type=positive, default=10, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = (
-        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
-    )
+    if len(args.numbers) > 0:
+        args.total_epochs = args.numbers[0]
+    if len(args.numbers) > 1:
+        args.save_every = args.numbers[1]
     return args
 
 
 def train(args, folder, device, until, quiet=False):
-    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, data, model = dist.get_rank(), make_data(), make_model().to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
-    # order.
-    model = DistributedDataParallel(model, find_unused_parameters=True)
+    """Train up to epoch `until`, from a snapshot in `folder` if there is one; return the model."""
+    rank = dist.get_rank()
+    data = make_data()
+    # Without the flag DDP changes its buckets after the first step, so a resumed run would add
+    # the gradients in another order.
+    model = DistributedDataParallel(make_model().to(device), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
@@ -170,39 +169,34 @@ def train(args, folder, device, until, quiet=False):
     if first_epoch and rank == 0:
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(
-            epoch
-        )  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(epoch)  # the order depends only on the epoch, also in a resumed run
         train_epoch(model, optimizer, loader, device)
         if not quiet:
-            print(
-                f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-                flush=True,
-            )
+            sizes = f"Batchsize: {args.batch_size} | Steps: {len(loader)}"
+            print(f"[GPU{rank}] Epoch {epoch} | {sizes}", flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
-    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    dist.barrier()  # no rank reads the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     return model
 
 
 def train_unbroken(args, device):
-    """The same training without a stop, in a folder that is thrown away."""
+    """Run the same training without a stop, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:  # each rank makes one; rank 0's is used
         return train(args, Path(folder), device, args.total_epochs, quiet=True)
 
 
-def same_bits(model, other):
-    return all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-    )
+def same_bits(model_a, model_b):
+    pairs = zip(model_a.parameters(), model_b.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def main():
     args = parse_args()
     device = join_group(args.device)
     train(args, args.folder, device, until=args.total_epochs // 2)
-    # All objects are made anew: what goes on is what the snapshot has.
+    # It makes all objects again, so the training continues with what the snapshot has.
     model = train(args, args.folder, device, until=args.total_epochs)
     unbroken = train_unbroken(args, device)
     loss = loss_on(make_data(), model, device)

@@ -1,5 +1,4 @@
 """bash lessons/two_nodes.sh lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10
---batch_size 32
 
 The same training on two nodes, which meet at one address (an IPv6 address in brackets will do).
 Only rank 0 of all ranks saves, where all nodes can read. Without torchrun: who would do how much on
@@ -23,7 +22,7 @@ NOISE = 0.1  # standard deviation of what no model can predict: the loss can fal
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -37,28 +36,24 @@ def make_model():
 
 
 def join_group(device):
-    """Who we are comes from torchrun. Returns this process's device."""
+    """Join the ranks that torchrun has started, and return this rank's device."""
     if "RANK" not in os.environ:
         sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo"
-    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -71,29 +66,30 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def loss_on(data, model, device):
-    """The mean loss on all samples."""
+    """Return the mean loss on all samples."""
     x, y = data.tensors
     return F.mse_loss(model(x.to(device)), y.to(device)).item()
 
 
 def settings_of(args):
-    """What must be the same when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     names = ("total_epochs", "batch_size", "lr")
     return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
 
 
 def save_snapshot(folder, model, optimizer, next_epoch, args):
-    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    """Write a temporary file and rename it, so that a power cut leaves a complete snapshot."""
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = {
         "model": model.module.state_dict(),
@@ -106,19 +102,16 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
-    end.
-    """
+    """Return the epoch to continue with: 0 without a snapshot, or if its run was finished."""
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
-    settings, wanted = snapshot["settings"], settings_of(args)
+    settings = snapshot["settings"]
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
-    if settings != wanted:
-        sys.exit(
-            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
-        )
+    if settings != settings_of(args):
+        problem = f"{folder} holds a run with {settings}, not {settings_of(args)}"
+        sys.exit(f"error: {problem}. HINT: --folder {folder}-2")
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -133,38 +126,43 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+        "numbers",
+        nargs="*",
+        type=positive,
+        metavar="50 10",
+        help="total epochs, save every",
     )
     parser.add_argument("--total_epochs", type=positive, default=50)
     parser.add_argument("--save_every", type=positive, default=10, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = (
-        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
-    )
+    if len(args.numbers) > 0:
+        args.total_epochs = args.numbers[0]
+    if len(args.numbers) > 1:
+        args.save_every = args.numbers[1]
     return args
 
 
 def train(args, folder, device, until):
-    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, data, model = dist.get_rank(), make_data(), make_model().to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
-    # order.
-    model = DistributedDataParallel(model, find_unused_parameters=True)
+    """Train up to epoch `until`, from a snapshot in `folder` if there is one; return the model."""
+    rank = dist.get_rank()
+    data = make_data()
+    # Without the flag DDP changes its buckets after the first step, so a resumed run would add
+    # the gradients in another order.
+    model = DistributedDataParallel(make_model().to(device), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
@@ -174,24 +172,20 @@ def train(args, folder, device, until):
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     wrote = False
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(
-            epoch
-        )  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(epoch)  # the order depends only on the epoch, also in a resumed run
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
-    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    dist.barrier()  # no rank reads the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     check_one_writer(wrote)
     return model
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
-    has.
-    """
+    """Stop unless rank 0 alone has written the snapshot. wrote: whether this rank has."""
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -199,9 +193,7 @@ def check_one_writer(wrote):
 
 
 def steps_per_epoch(samples, ranks, batch_size):
-    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be
-    smaller.
-    """
+    """Compute the steps of a rank: all ranks get as many samples, the last batch may be smaller."""
     samples_per_rank = math.ceil(samples / ranks)
     return math.ceil(samples_per_rank / batch_size)
 
@@ -213,16 +205,16 @@ def line(rank, epoch, batch_size, steps):
 def show_arithmetic(args, nodes=2, ranks_per_node=8, samples=2048):
     ranks = nodes * ranks_per_node
     steps = steps_per_epoch(samples, ranks, args.batch_size)
-    print(
-        f"{samples} samples / ({nodes} nodes x {ranks_per_node}) = {samples // ranks} per rank and epoch"
-    )
-    print(f"{samples // ranks} samples / batch {args.batch_size} = {steps} steps, on each rank:")
+    per_rank = samples // ranks
+    print(f"{samples} samples / ({nodes} nodes x {ranks_per_node}) = {per_rank} per rank and epoch")
+    print(f"{per_rank} samples / batch {args.batch_size} = {steps} steps, on each rank:")
     for rank in range(ranks):
-        place = f"node {rank // ranks_per_node}, local rank {rank % ranks_per_node}"
-        print(f"{place}: {line(rank, 47, args.batch_size, steps)}")
+        name = f"node {rank // ranks_per_node}, local rank {rank % ranks_per_node}"
+        print(f"{name}: {line(rank, 47, args.batch_size, steps)}")
     assert ranks * steps * args.batch_size >= samples
     print(
-        f"claim holds: {ranks} ranks x {steps} steps x {args.batch_size} samples cover all {samples}"
+        f"claim holds: {ranks} ranks x {steps} steps x {args.batch_size} samples cover all"
+        f" {samples}"
     )
 
 
@@ -233,14 +225,16 @@ def main():
         return show_arithmetic(args)
     device = join_group(args.device)
     model = train(args, args.folder, device, args.total_epochs)
-    nodes, ranks = int(os.environ["GROUP_WORLD_SIZE"]), dist.get_world_size()
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    ranks = dist.get_world_size()
     steps = steps_per_epoch(len(make_data()), ranks, args.batch_size)
     loss = loss_on(make_data(), model, device)
     assert loss < 0.5, f"the loss is {loss:.4f}"
     assert nodes > 1, "all ranks are on one node"
     if dist.get_rank() == 0:
         print(
-            f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, one writer; loss {loss:.4f}"
+            f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, one writer;"
+            f" loss {loss:.4f}"
         )
     leave_group()
 

@@ -22,29 +22,25 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def read_idx(path):
-    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per
-    value.
-    """
+    """Read MNIST's format: a magic number, a size for each dimension, then a byte per value."""
     data = gzip.decompress(path.read_bytes())
     sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes).copy()
 
 
 def make_data(data_dir):
-    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where
-    MNIST is not.
+    """Return training and test data: images (n, 1, height, width) in 0..1, and labels.
+
+    Without MNIST in the folder they are scikit-learn's digits.
     """
     if not (data_dir / "train-images-idx3-ubyte.gz").exists():
-        from sklearn.datasets import load_digits  # takes a second, which MNIST need not wait for
+        from sklearn.datasets import load_digits  # takes a second to import
 
         digits = load_digits()
-        images, labels = (
-            torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16,
-            torch.tensor(digits.target),
-        )
-        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(
-            images[-360:], labels[-360:]
-        )
+        images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+        labels = torch.tensor(digits.target)
+        train_data = TensorDataset(images[:-360], labels[:-360])
+        return train_data, TensorDataset(images[-360:], labels[-360:])
     parts = []
     for name in ("train", "t10k"):
         images = torch.from_numpy(read_idx(data_dir / f"{name}-images-idx3-ubyte.gz"))
@@ -68,28 +64,24 @@ def make_model(size):
 
 
 def join_group(device):
-    """Who we are comes from torchrun. Returns this process's device."""
+    """Join the ranks that torchrun has started, and return this rank's device."""
     if "RANK" not in os.environ:
         sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo"
-    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -102,37 +94,36 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def accuracy_on(data, model, device):
-    """The share of images that are recognised, and how many were looked at, over all ranks."""
-    images, labels = data[
-        dist.get_rank() :: dist.get_world_size()
-    ]  # uneven is fine: nobody waits for a batch
-    pieces = zip(images.split(1000), labels.split(1000), strict=True)
-    right = sum((model(x.to(device)).argmax(1) == y.to(device)).sum() for x, y in pieces)
-    counts = torch.tensor([right, len(labels)], device=device)
-    dist.all_reduce(
-        counts
-    )  # a mean of the ranks' accuracies would weigh a small share as much as a large one
+    """Return the share of images classified correctly by all ranks, and the number of images."""
+    # The shares of the ranks may differ in size, because no rank waits for another one's batch.
+    images, labels = data[dist.get_rank() :: dist.get_world_size()]
+    batches = zip(images.split(1000), labels.split(1000), strict=True)
+    correct = sum((model(x.to(device)).argmax(1) == y.to(device)).sum() for x, y in batches)
+    counts = torch.tensor([correct, len(labels)], device=device)
+    # A mean of the ranks' accuracies would weigh a small share as much as a large one.
+    dist.all_reduce(counts)
     return (counts[0] / counts[1]).item(), int(counts[1])
 
 
 def settings_of(args):
-    """What must be the same when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     names = ("total_epochs", "batch_size", "lr")
     return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
 
 
 def save_snapshot(folder, model, optimizer, next_epoch, args):
-    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    """Write a temporary file and rename it, so that a power cut leaves a complete snapshot."""
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = {
         "model": model.module.state_dict(),
@@ -145,19 +136,16 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
-    end.
-    """
+    """Return the epoch to continue with: 0 without a snapshot, or if its run was finished."""
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
-    settings, wanted = snapshot["settings"], settings_of(args)
+    settings = snapshot["settings"]
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
-    if settings != wanted:
-        sys.exit(
-            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
-        )
+    if settings != settings_of(args):
+        problem = f"{folder} holds a run with {settings}, not {settings_of(args)}"
+        sys.exit(f"error: {problem}. HINT: --folder {folder}-2")
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -172,10 +160,15 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+        "numbers",
+        nargs="*",
+        type=positive,
+        metavar="50 10",
+        help="total epochs, save every",
     )
     parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
     parser.add_argument("--save_every", type=positive, default=1, help="epochs")
@@ -183,28 +176,28 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = (
-        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
-    )
+    if len(args.numbers) > 0:
+        args.total_epochs = args.numbers[0]
+    if len(args.numbers) > 1:
+        args.save_every = args.numbers[1]
     return args
 
 
 def train(args, folder, device, until):
-    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, (data, test) = dist.get_rank(), make_data(args.data_dir)
+    """Train up to epoch `until`, from a snapshot in `folder` if there is one; return the model."""
+    rank = dist.get_rank()
+    data, test = make_data(args.data_dir)
     model = make_model(data.tensors[0].shape[-1]).to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
-    # order.
+    # Without the flag DDP changes its buckets after the first step, so a resumed run would add
+    # the gradients in another order.
     model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     sampler = DistributedSampler(data)
@@ -215,29 +208,23 @@ def train(args, folder, device, until):
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     wrote = False
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(
-            epoch
-        )  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(epoch)  # the order depends only on the epoch, also in a resumed run
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
-        accuracy, count = accuracy_on(
-            test, model.module, device
-        )  # on every rank: it is a collective
+        accuracy, count = accuracy_on(test, model.module, device)  # a collective: on every rank
         if rank == 0:
             print(f"       {accuracy:.2%} of {count} test images", flush=True)
-    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    dist.barrier()  # no rank reads the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     check_one_writer(wrote)
     return model
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
-    has.
-    """
+    """Stop unless rank 0 alone has written the snapshot. wrote: whether this rank has."""
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -245,9 +232,7 @@ def check_one_writer(wrote):
 
 
 def steps_per_epoch(samples, ranks, batch_size):
-    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be
-    smaller.
-    """
+    """Compute the steps of a rank: all ranks get as many samples, the last batch may be smaller."""
     samples_per_rank = math.ceil(samples / ranks)
     return math.ceil(samples_per_rank / batch_size)
 
@@ -263,23 +248,21 @@ def main():
     train_data, test_data = make_data(args.data_dir)
     args.total_epochs = args.total_epochs or (1 if len(test_data) == 10_000 else 20)
     if dist.get_rank() == 0:
-        found = (
-            "MNIST"
-            if len(test_data) == 10_000
-            else f"no MNIST in {args.data_dir}: scikit-learn's digits"
-        )
-        print(
-            f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test",
-            flush=True,
-        )
+        if len(test_data) == 10_000:
+            name = "MNIST"
+        else:
+            name = f"no MNIST in {args.data_dir}: scikit-learn's digits"
+        sizes = f"{len(train_data)} images to train, {len(test_data)} to test"
+        print(f"data: {name}, {sizes}", flush=True)
     model = train(args, args.folder, device, args.total_epochs)
     accuracy, count = accuracy_on(test_data, model.module, device)
     assert count == len(test_data), f"{count} images were counted, not {len(test_data)}"
     assert accuracy > 0.8, f"only {accuracy:.2%} are right"
     if dist.get_rank() == 0:
-        where = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
+        ranks = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
         print(
-            f"claim holds: {accuracy:.2%} of {count} test images, each counted once by one of {where}"
+            f"claim holds: {accuracy:.2%} of {count} test images,"
+            f" each counted once by one of {ranks}"
         )
     leave_group()
 

@@ -1,9 +1,8 @@
-"""python lessons/16-streaming/create_mnist_h5.py --data_dir data/mnist --h5 data/mnist.h5
---chunk_rows 128
+"""python lessons/17-streaming/create_mnist_h5.py --data_dir data/mnist --h5 data/mnist.h5
 
 MNIST as one HDF5 file: images (n, height, width) and labels (n,) as bytes, the training part in
-chunks of rows. A chunk is what a reader gets in one go. Where MNIST is not there: scikit-learn's
-digits, and it says so."""
+chunks of rows. A chunk is read in one operation. Without MNIST it is scikit-learn's digits, and the
+program says so."""
 
 import argparse
 import gzip
@@ -15,52 +14,50 @@ from sklearn.datasets import load_digits
 
 
 def read_idx(path):
-    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per
-    value.
-    """
+    """Read MNIST's format: a magic number, a size for each dimension, then a byte per value."""
     data = gzip.decompress(path.read_bytes())
     sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes).copy()
 
 
 def load_images(data_dir):
-    """Arrays by name, and what they are."""
+    """Return arrays by name, and the name of the data set."""
     if (data_dir / "train-images-idx3-ubyte.gz").exists():
         names = {"images": "train-images-idx3", "labels": "train-labels-idx1"}
         names |= {"test_images": "t10k-images-idx3", "test_labels": "t10k-labels-idx1"}
-        return {
-            key: read_idx(data_dir / f"{name}-ubyte.gz") for key, name in names.items()
-        }, "MNIST"
+        arrays = {key: read_idx(data_dir / f"{name}-ubyte.gz") for key, name in names.items()}
+        return arrays, "MNIST"
     digits = load_digits()
-    images, labels = (digits.images * 255 / 16).astype(np.uint8), digits.target.astype(np.uint8)
-    train, test = slice(None, -360), slice(-360, None)
+    images = (digits.images * 255 / 16).astype(np.uint8)
+    labels = digits.target.astype(np.uint8)
     arrays = {
-        "images": images[train],
-        "labels": labels[train],
-        "test_images": images[test],
-        "test_labels": labels[test],
+        "images": images[:-360],
+        "labels": labels[:-360],
+        "test_images": images[-360:],
+        "test_labels": labels[-360:],
     }
     return arrays, f"no MNIST in {data_dir}: scikit-learn's digits"
 
 
 def create(data_dir, path, chunk_rows):
-    """Write the file, unless it is there. Returns what it is, in words."""
+    """Write the file, unless it exists. Return a description of it."""
     if path.exists():
         return f"{path}, made before"
-    arrays, what = load_images(data_dir)
+    arrays, name = load_images(data_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    with h5py.File(aside, "w") as file:
-        for name, array in arrays.items():
+    temporary = path.with_suffix(".tmp")
+    with h5py.File(temporary, "w") as file:
+        for key, array in arrays.items():
             rows = min(chunk_rows, len(array))
-            file.create_dataset(name, data=array, chunks=(rows, *array.shape[1:]))
-    aside.replace(path)  # whole or absent
-    return f"{path}, {what}"
+            file.create_dataset(key, data=array, chunks=(rows, *array.shape[1:]))
+    temporary.replace(path)  # so that the file is complete or absent
+    return f"{path}, {name}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument("--h5", type=Path, default=Path("data/mnist.h5"))

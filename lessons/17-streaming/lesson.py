@@ -26,54 +26,52 @@ class Stream(IterableDataset):
     """Batches of (images, labels) from this rank's chunks; at most one chunk is in memory."""
 
     def __init__(self, path, batch_size):
-        self.path, self.batch_size, self.epoch = path, batch_size, 0
-        self.in_memory = self.most_in_memory = 0  # rows
+        self.path = path
+        self.batch_size = batch_size
+        self.epoch = 0
+        self.rows = []  # that were read in this epoch, in order
+        self.rows_in_memory = 0
+        self.max_rows_in_memory = 0
         with h5py.File(path) as file:
-            self.samples, self.chunk_rows = len(file["labels"]), file["images"].chunks[0]
+            self.samples = len(file["labels"])
+            self.chunk_rows = file["images"].chunks[0]
 
-    def my_chunks(self):
-        """Every N-th of the shuffled chunks, for the r-th of N ranks."""
+    def chunks_of_rank(self):
+        """Return every N-th of the shuffled chunks, from the r-th on, for rank r of N."""
         generator = torch.Generator().manual_seed(self.epoch)
-        order = torch.randperm(
-            math.ceil(self.samples / self.chunk_rows), generator=generator
-        ).tolist()
+        chunks = math.ceil(self.samples / self.chunk_rows)
+        order = torch.randperm(chunks, generator=generator).tolist()
         return order[dist.get_rank() :: dist.get_world_size()]
 
     def __iter__(self):
-        self.rows = []  # that were handed out, in order
-        with h5py.File(
-            self.path
-        ) as file:  # opened here, by who reads: a handle does not survive a fork
-            for chunk in self.my_chunks():
+        self.rows = []
+        with h5py.File(self.path) as file:  # opened in the process that reads: no fork inherits it
+            for chunk in self.chunks_of_rank():
                 yield from self.batches_of(file, chunk * self.chunk_rows)
 
     def batches_of(self, file, start):
-        """Batches of copies, in shuffled order. The chunk itself is gone when this function ends."""
-        images, labels = (
-            file[name][start : start + self.chunk_rows] for name in ("images", "labels")
-        )
+        """Yield batches of copies in shuffled order; at the end the chunk's memory is freed."""
+        images = file["images"][start : start + self.chunk_rows]
+        labels = file["labels"][start : start + self.chunk_rows]
         self.count(len(images))
-        weakref.finalize(images, self.count, -len(images))  # when it leaves the memory
-        images, labels = torch.from_numpy(images), torch.from_numpy(labels)
-        order = torch.randperm(
-            len(labels), generator=torch.Generator().manual_seed(self.epoch + start)
-        )
+        weakref.finalize(images, self.count, -len(images))  # called when its memory is freed
+        images = torch.from_numpy(images)
+        labels = torch.from_numpy(labels)
+        generator = torch.Generator().manual_seed(self.epoch + start)
+        order = torch.randperm(len(labels), generator=generator)
         for batch in order.split(self.batch_size):
             self.rows += (start + batch).tolist()
             yield images[batch][:, None].float() / 255, labels[batch].long()
 
     def count(self, rows):
-        self.in_memory += rows
-        self.most_in_memory = max(self.most_in_memory, self.in_memory)
+        self.rows_in_memory += rows
+        self.max_rows_in_memory = max(self.max_rows_in_memory, self.rows_in_memory)
 
 
 def check_rows(stream, device):
-    """Stop unless all ranks together saw every row exactly once, and this one held no more than a
-    chunk.
-    """
-    assert stream.most_in_memory <= stream.chunk_rows, (
-        f"{stream.most_in_memory} rows were in memory at once"
-    )
+    """Stop unless the ranks read every row exactly once, each with a chunk in memory at most."""
+    rows = stream.max_rows_in_memory
+    assert rows <= stream.chunk_rows, f"{rows} rows were in memory at once"
     times = torch.zeros(stream.samples, dtype=torch.int32, device=device)
     times[stream.rows] += 1
     dist.all_reduce(times)
@@ -97,28 +95,24 @@ def make_model(size):
 
 
 def join_group(device):
-    """Who we are comes from torchrun. Returns this process's device."""
+    """Join the ranks that torchrun has started, and return this rank's device."""
     if "RANK" not in os.environ:
         sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo"
-    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -131,42 +125,40 @@ def train_epoch(model, optimizer, loader, device):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def accuracy_on(path, model, device):
-    """The share of test images that are recognised, and how many were looked at, over all ranks."""
+    """Return the share of images classified correctly by all ranks, and the number of images."""
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     with h5py.File(path) as file:
-        for start in range(
-            dist.get_rank() * 1000, len(file["test_labels"]), dist.get_world_size() * 1000
-        ):
-            images = (
-                torch.from_numpy(file["test_images"][start : start + 1000])[:, None].float() / 255
-            )
+        starts = range(0, len(file["test_labels"]), 1000)
+        for start in starts[dist.get_rank() :: dist.get_world_size()]:
+            images = torch.from_numpy(file["test_images"][start : start + 1000])
             labels = torch.from_numpy(file["test_labels"][start : start + 1000]).long()
-            right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-            counts += torch.tensor([right, len(labels)], device=device)
-    dist.all_reduce(
-        counts
-    )  # a mean of the ranks' accuracies would weigh a small share as much as a large one
+            logits = model((images[:, None].float() / 255).to(device))
+            correct = (logits.argmax(1) == labels.to(device)).sum()
+            counts += torch.tensor([correct, len(labels)], device=device)
+    # A mean of the ranks' accuracies would weigh a small share as much as a large one.
+    dist.all_reduce(counts)
     return (counts[0] / counts[1]).item(), int(counts[1])
 
 
 def settings_of(args):
-    """What must be the same when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     names = ("total_epochs", "batch_size", "lr")
     return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
 
 
 def save_snapshot(folder, model, optimizer, next_epoch, args):
-    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    """Write a temporary file and rename it, so that a power cut leaves a complete snapshot."""
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = {
         "model": model.module.state_dict(),
@@ -179,19 +171,16 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
-    end.
-    """
+    """Return the epoch to continue with: 0 without a snapshot, or if its run was finished."""
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
-    settings, wanted = snapshot["settings"], settings_of(args)
+    settings = snapshot["settings"]
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
-    if settings != wanted:
-        sys.exit(
-            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
-        )
+    if settings != settings_of(args):
+        problem = f"{folder} holds a run with {settings}, not {settings_of(args)}"
+        sys.exit(f"error: {problem}. HINT: --folder {folder}-2")
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -206,10 +195,15 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+        "numbers",
+        nargs="*",
+        type=positive,
+        metavar="50 10",
+        help="total epochs, save every",
     )
     parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
     parser.add_argument("--save_every", type=positive, default=1, help="epochs")
@@ -217,30 +211,30 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument(
-        "--h5", type=Path, help="[default: mnist.h5 in the folder, made if it is not there]"
+        "--h5", type=Path, help="[default: mnist.h5 in the folder, made if it does not exist]"
     )
     parser.add_argument("--chunk_rows", type=positive, default=128, help="of the file that is made")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
     args.h5 = args.h5 or args.folder / "mnist.h5"
-    if args.device == "cuda" and torch.cuda.device_count() < int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = (
-        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
-    )
+    if len(args.numbers) > 0:
+        args.total_epochs = args.numbers[0]
+    if len(args.numbers) > 1:
+        args.save_every = args.numbers[1]
     return args
 
 
 def train(args, folder, device, until):
-    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, stream = dist.get_rank(), Stream(args.h5, args.batch_size)
+    """Train up to epoch `until`, from a snapshot in `folder` if there is one; return the model."""
+    rank = dist.get_rank()
+    stream = Stream(args.h5, args.batch_size)
     with h5py.File(args.h5) as file:
         model = make_model(file["images"].shape[-1]).to(device)
     model = DistributedDataParallel(model)
@@ -253,26 +247,22 @@ def train(args, folder, device, until):
         with model.join():
             train_epoch(model, optimizer, loader, device)
         check_rows(stream, device)
-        print(
-            f"[GPU{rank}] Epoch {epoch} | {len(stream.my_chunks())} chunks, {len(stream.rows)} rows",
-            flush=True,
-        )
+        sizes = f"{len(stream.chunks_of_rank())} chunks, {len(stream.rows)} rows"
+        print(f"[GPU{rank}] Epoch {epoch} | {sizes}", flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
         accuracy, count = accuracy_on(args.h5, model.module, device)
         if rank == 0:
             print(f"       {accuracy:.2%} of {count} test images", flush=True)
-    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    dist.barrier()  # no rank reads the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     check_one_writer(wrote)
     return model
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
-    has.
-    """
+    """Stop unless rank 0 alone has written the snapshot. wrote: whether this rank has."""
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -292,12 +282,11 @@ def main():
     accuracy, _ = accuracy_on(args.h5, model.module, device)
     assert accuracy > 0.8, f"only {accuracy:.2%} are right"
     if dist.get_rank() == 0:
-        where = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
+        rows = f"{stream.chunk_rows} of {stream.samples} rows"
+        print(f"{accuracy:.2%} right with at most {rows} in a rank's memory")
+        ranks = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
         print(
-            f"{accuracy:.2%} right with at most {stream.chunk_rows} of {stream.samples} rows in a rank's memory"
-        )
-        print(
-            f"claim holds: each of {stream.samples} rows was read once per epoch by one of {where}"
+            f"claim holds: each of {stream.samples} rows was read once per epoch by one of {ranks}"
         )
     leave_group()
 

@@ -1,5 +1,4 @@
-"""torchrun --standalone --nproc_per_node=2 lessons/18-recommender/lesson.py --data_dir
-data/movielens-small
+"""torchrun --standalone --nproc_per_node=2 lessons/18-recommender/lesson.py
 
 Who likes which film? A number for each user and film, learned from what was rated: embeddings, and
 films drawn at random as examples of what was not. Measured by each user's last film among 99
@@ -22,99 +21,94 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 def read_ratings(data_dir):
-    """(user, film, time) of MovieLens small, from its zip; of people with made-up tastes where
-    there is none.
+    """Return (user, film, time) of MovieLens small from its zip, and the name of the data set.
+
+    Without the zip, the ratings are those of people with made-up tastes.
     """
     zips = sorted(data_dir.rglob("ml-latest-small.zip"))
     if zips:
-        with (
-            zipfile.ZipFile(zips[0]) as archive,
-            archive.open("ml-latest-small/ratings.csv") as file,
-        ):
+        with zipfile.ZipFile(zips[0]) as archive:
+            file = archive.open("ml-latest-small/ratings.csv")
             rows = np.loadtxt(file, delimiter=",", skiprows=1, usecols=(0, 1, 3), dtype=np.int64)
-            return rows, "MovieLens small"
+        return rows, "MovieLens small"
     rng = np.random.default_rng(0)
-    chances = np.exp(rng.normal(size=(400, 4)) @ rng.normal(size=(4, 300)) + rng.normal(size=300))
-    rows = [
-        (user, film, time)
-        for user, p in enumerate(chances)
-        for time, film in enumerate(rng.choice(300, size=40, replace=False, p=p / p.sum()))
-    ]
+    tastes = rng.normal(size=(400, 4)) @ rng.normal(size=(4, 300))
+    popularity = rng.normal(size=300)
+    rows = []
+    for user, chances in enumerate(np.exp(tastes + popularity)):
+        films = rng.choice(300, size=40, replace=False, p=chances / chances.sum())
+        rows += [(user, film, time) for time, film in enumerate(films)]
     return np.array(rows), f"no ml-latest-small.zip under {data_dir}: people with made-up tastes"
 
 
 class Ratings:
-    """pairs: (user, film) to train on. last: each user's last film. others: 99 films each has not
-    rated.
-    """
+    """The data: pairs of user and film, each user's last film, and 99 films it has not rated."""
 
     def __init__(self, data_dir):
-        rows, self.what = read_ratings(data_dir)
-        users, films = (
-            torch.from_numpy(np.unique(column, return_inverse=True)[1]) for column in rows.T[:2]
-        )
-        self.shape = int(users.max()) + 1, int(films.max()) + 1
+        rows, self.name = read_ratings(data_dir)
+        users = torch.from_numpy(np.unique(rows[:, 0], return_inverse=True)[1])
+        films = torch.from_numpy(np.unique(rows[:, 1], return_inverse=True)[1])
+        self.shape = (int(users.max()) + 1, int(films.max()) + 1)
         order = np.lexsort((films, rows[:, 2], users))
-        users, films = users[order], films[order]
+        users = users[order]
+        films = films[order]
         is_last = torch.cat([users[1:] != users[:-1], torch.tensor([True])])
-        self.pairs, self.last = torch.stack([users, films], 1)[~is_last], films[is_last]
-        unrated = torch.ones(self.shape)
-        unrated[users, films] = 0
-        self.others = torch.multinomial(unrated, 99, generator=torch.Generator().manual_seed(0))
+        self.pairs = torch.stack([users, films], 1)[~is_last]
+        self.last = films[is_last]
+        is_unrated = torch.ones(self.shape)
+        is_unrated[users, films] = 0
+        self.unrated = torch.multinomial(is_unrated, 99, generator=torch.Generator().manual_seed(0))
 
 
-class Factors(nn.Module):
-    """score(user, film) = <user's numbers, film's numbers> + how liked the film is"""
+class MatrixFactorization(nn.Module):
+    """Matrix factorization: score(user, film) = user's vector * film's vector + film's bias."""
 
     def __init__(self, num_users, num_films, width=32):
         super().__init__()
-        self.user, self.film = nn.Embedding(num_users, width), nn.Embedding(num_films, width)
-        self.liked = nn.Embedding(num_films, 1)
+        self.user = nn.Embedding(num_users, width)
+        self.film = nn.Embedding(num_films, width)
+        self.bias = nn.Embedding(num_films, 1)
         nn.init.normal_(self.user.weight, std=0.1)
         nn.init.normal_(self.film.weight, std=0.1)
-        nn.init.zeros_(self.liked.weight)
+        nn.init.zeros_(self.bias.weight)
 
     def forward(self, users, films):
-        """users (n,), films (n, k) -> scores (n, k)"""
-        return (self.film(films) @ self.user(users)[:, :, None] + self.liked(films)).squeeze(2)
+        """Return scores (n, k) of users (n,) and films (n, k)."""
+        products = self.film(films) @ self.user(users)[:, :, None]
+        return (products + self.bias(films)).squeeze(2)
 
 
 def make_model(shape):
     torch.manual_seed(0)
-    return Factors(*shape)
+    return MatrixFactorization(*shape)
 
 
 def join_group(device):
-    """Who we are comes from torchrun. Returns this process's device."""
+    """Join the ranks that torchrun has started, and return this rank's device."""
     if "RANK" not in os.environ:
         sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo"
-    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train_epoch(model, optimizer, loader, device, num_films, negatives=8):
     for step, pairs in enumerate(loader):
         users, films = pairs.to(device).T
-        drawn = torch.randint(
-            num_films, (len(users), negatives), device=device
-        )  # few of them has the user rated
+        # The user has rated few of the films that are drawn.
+        drawn = torch.randint(num_films, (len(users), negatives), device=device)
         scores = model(users, torch.cat([films[:, None], drawn], dim=1))
         target = torch.zeros_like(scores)
         target[:, 0] = 1
@@ -126,36 +120,35 @@ def train_epoch(model, optimizer, loader, device, num_films, negatives=8):
         optimizer.step()
 
 
-def check_equal(tensors, what):
+def check_equal(tensors, name):
     """Stop if these tensors are not the same, to the bit, on every rank."""
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values_of_rank_0 = values.clone()
+    dist.broadcast(values_of_rank_0, src=0)
+    is_equal = torch.equal(values, values_of_rank_0)
+    assert is_equal, f"rank {dist.get_rank()} has other {name} than rank 0"
 
 
 @torch.no_grad()
 def hit_rate(ratings, score, device):
-    """The share of users whose last film is among the ten best of 100, and the number of users,
-    over all ranks.
-    """
-    mine = torch.arange(len(ratings.last))[dist.get_rank() :: dist.get_world_size()]
-    films = torch.cat([ratings.last[mine, None], ratings.others[mine]], dim=1)
-    scores = score(mine.to(device), films.to(device))
+    """Return the share of users whose last film is among the ten best of 100, and their number."""
+    users = torch.arange(len(ratings.last))[dist.get_rank() :: dist.get_world_size()]
+    films = torch.cat([ratings.last[users, None], ratings.unrated[users]], dim=1)
+    scores = score(users.to(device), films.to(device))
     better = (scores[:, 1:] >= scores[:, :1]).sum(1)  # equal scores count against us
-    counts = torch.tensor([(better < 10).sum(), len(mine)], device=device)
+    counts = torch.tensor([(better < 10).sum(), len(users)], device=device)
     dist.all_reduce(counts)
     return (counts[0] / counts[1]).item(), int(counts[1])
 
 
 def settings_of(args):
-    """What must be the same when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     names = ("total_epochs", "batch_size", "lr")
     return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
 
 
 def save_snapshot(folder, model, optimizer, next_epoch, args):
-    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    """Write a temporary file and rename it, so that a power cut leaves a complete snapshot."""
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = {
         "model": model.module.state_dict(),
@@ -168,19 +161,16 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
-    end.
-    """
+    """Return the epoch to continue with: 0 without a snapshot, or if its run was finished."""
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
-    settings, wanted = snapshot["settings"], settings_of(args)
+    settings = snapshot["settings"]
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
-    if settings != wanted:
-        sys.exit(
-            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
-        )
+    if settings != settings_of(args):
+        problem = f"{folder} holds a run with {settings}, not {settings_of(args)}"
+        sys.exit(f"error: {problem}. HINT: --folder {folder}-2")
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -195,10 +185,15 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+        "numbers",
+        nargs="*",
+        type=positive,
+        metavar="50 10",
+        help="total epochs, save every",
     )
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
@@ -207,61 +202,50 @@ def parse_args():
     parser.add_argument("--weight_decay", type=float, default=1e-5)
     parser.add_argument("--data_dir", type=Path, default=Path("data/movielens-small"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = (
-        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
-    )
+    if len(args.numbers) > 0:
+        args.total_epochs = args.numbers[0]
+    if len(args.numbers) > 1:
+        args.save_every = args.numbers[1]
     return args
 
 
 def train(args, folder, device, until, ratings):
-    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, model = dist.get_rank(), DistributedDataParallel(make_model(ratings.shape).to(device))
+    """Train up to epoch `until`, from a snapshot in `folder` if there is one; return the model."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(make_model(ratings.shape).to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     sampler = DistributedSampler(ratings.pairs)
-    loader = DataLoader(
-        ratings.pairs,
-        sampler=BatchSampler(sampler, args.batch_size, drop_last=False),
-        batch_size=None,
-    )
+    batches = BatchSampler(sampler, args.batch_size, drop_last=False)
+    loader = DataLoader(ratings.pairs, sampler=batches, batch_size=None)
     wrote = False
     for epoch in range(load_snapshot(folder, model, optimizer, args, device), until):
-        sampler.set_epoch(
-            epoch
-        )  # the order follows from the epoch's number: a resumed run has the same
-        torch.manual_seed(
-            1000 * epoch + rank
-        )  # so do the films that are drawn, other ones on each rank
+        sampler.set_epoch(epoch)  # the order depends only on the epoch, also in a resumed run
+        torch.manual_seed(1000 * epoch + rank)  # so do the films that are drawn, for each rank
         train_epoch(model, optimizer, loader, device, ratings.shape[1])
-        print(
-            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
-            flush=True,
-        )
+        line = f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}"
+        print(line, flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
         rate, _ = hit_rate(ratings, model.module, device)
         if rank == 0:
             print(f"       HR@10 {rate:.4f}", flush=True)
-    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    dist.barrier()  # no rank reads the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     check_one_writer(wrote)
     return model
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
-    has.
-    """
+    """Stop unless rank 0 alone has written the snapshot. wrote: whether this rank has."""
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -276,16 +260,16 @@ def main():
     popularity = torch.bincount(ratings.pairs[:, 1], minlength=ratings.shape[1]).to(device)
     baseline, _ = hit_rate(ratings, lambda users, films: popularity[films], device)
     if dist.get_rank() == 0:
-        print(
-            f"data: {ratings.what}, {ratings.shape[0]} users, {ratings.shape[1]} films", flush=True
-        )
+        users, films = ratings.shape
+        print(f"data: {ratings.name}, {users} users, {films} films", flush=True)
     model = train(args, args.folder, device, args.total_epochs, ratings)
     rate, users = hit_rate(ratings, model.module, device)
     assert users == ratings.shape[0], f"{users} users were counted, not {ratings.shape[0]}"
     assert rate > baseline, f"HR@10 {rate:.4f} is not above that of popularity, {baseline:.4f}"
     if dist.get_rank() == 0:
         print(
-            f"claim holds: HR@10 {rate:.4f} over {users} users, each once; by popularity alone {baseline:.4f}"
+            f"claim holds: HR@10 {rate:.4f} over {users} users, each once;"
+            f" by popularity alone {baseline:.4f}"
         )
     leave_group()
 

@@ -29,7 +29,7 @@ class Config:
 
 
 def make_data():
-    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    """Return 2048 samples: x of 20 numbers, y = teacher(x) + noise."""
     generator = torch.Generator().manual_seed(1234)
     x = torch.randn(2048, 20, generator=generator)
     directions = torch.randn(20, 2, generator=generator) / 20**0.5
@@ -49,11 +49,12 @@ def build(config):
 
 
 def stepladder(*args):
-    """Run a stepladder command on this file; its result as a dict."""
-    command = [sys.executable, "-m", "stepladder", args[0], __file__, *map(str, args[1:]), "--json"]
+    """Run a stepladder command on this file, and return its result as a dict."""
+    flags = [str(arg) for arg in args[1:]]
+    command = [sys.executable, "-m", "stepladder", args[0], __file__, *flags, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(done.returncode)  # it has said why
+        sys.exit(done.returncode)  # the command has printed why
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -66,7 +67,8 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=3, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
@@ -75,35 +77,31 @@ def parse_args():
         "--batch_size", type=positive, default=32, help="samples per step, of all processes"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
-    )
+    folder = Path("runs/lessons", Path(__file__).parent.name)
+    parser.add_argument("--folder", type=Path, default=folder)
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
     steps_per_epoch = -(-2048 // args.batch_size)
-    same = ["--sync", "exact", "--global-batch", args.batch_size, "--device", args.device]
+    snapshot_every = args.save_every * steps_per_epoch
+    flags = ["--sync", "exact", "--global-batch", args.batch_size, "--device", args.device]
+    train_flags = ["--epochs", args.total_epochs, "--snapshot-every", snapshot_every, "--fresh"]
     results = []
     for nproc in sorted({1, args.nproc}):
-        where = ["--nproc", nproc, "--run-dir", args.folder / f"nproc-{nproc}", "--fresh"]
-        often = [
-            "--epochs",
-            args.total_epochs,
-            "--snapshot-every",
-            args.save_every * steps_per_epoch,
-        ]
-        results.append(stepladder("train", *same, *where, *often))
-        loss, weights = results[-1]["train_loss"], results[-1]["weights_sha256"]
-        print(f"--nproc {nproc}: loss {loss:.4f}, weights {weights[:16]}...", flush=True)
-    proof = stepladder("verify", *same, "--nproc", "1,2", "--steps", 6)
-    assert len({result["weights_sha256"] for result in results}) == 1, (
-        "the numbers of processes differ in the weights"
-    )
+        run_flags = ["--nproc", nproc, "--run-dir", args.folder / f"nproc-{nproc}"]
+        result = stepladder("train", *flags, *train_flags, *run_flags)
+        results.append(result)
+        weights = result["weights_sha256"][:16]
+        print(f"--nproc {nproc}: loss {result['train_loss']:.4f}, weights {weights}...", flush=True)
+    proof = stepladder("verify", *flags, "--nproc", "1,2", "--steps", 6)
+    hashes = {result["weights_sha256"] for result in results}
+    assert len(hashes) == 1, "the numbers of processes differ in the weights"
     assert proof["equal"], f"verify found a difference: {proof['first_difference']}"
     print(
-        f"claim holds: the same bits on 1 and {args.nproc} processes; verify proves it, resumed runs too"
+        f"claim holds: the same bits on 1 and {args.nproc} processes; verify proves it,"
+        " resumed runs too"
     )
 
 

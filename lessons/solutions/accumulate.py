@@ -34,22 +34,20 @@ def rank_main(rank, num_ranks, store, results):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
-    sent = []
+    buckets = []
 
-    def counted(group, bucket):
-        sent.append(bucket)
+    def count_and_reduce(group, bucket):
+        buckets.append(bucket)
         return allreduce_hook(group, bucket)
 
-    model.register_comm_hook(None, counted)
+    model.register_comm_hook(None, count_and_reduce)
     batches = [torch.full((2, 3), float(10 * rank + number)) for number in range(4)]
     accumulate(model, batches)
-    results.put((rank, len(sent), model.module.weight.grad[0].tolist()))
+    results.put((rank, len(buckets), model.module.weight.grad[0].tolist()))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -58,13 +56,11 @@ def main():
         args = (NUM_RANKS, f"{folder}/store", results)
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
     answers = sorted(results.get() for _ in range(NUM_RANKS))
-    for rank, sent, gradient in answers:
-        print(f"rank {rank}: {sent} all_reduces, gradient {gradient}")
+    for rank, count, gradient in answers:
+        print(f"rank {rank}: {count} all_reduces, gradient {gradient}")
     if any(gradient != [26.0] * 3 for *_, gradient in answers):
-        sys.exit(
-            "not yet: the gradient of all eight batches is 26 in each place, on both processes"
-        )
-    if any(sent != 1 for _, sent, _ in answers):
+        sys.exit("not yet: the gradient of all eight batches is 26, on both processes")
+    if any(count != 1 for _, count, _ in answers):
         sys.exit(f"not yet: {answers[0][1]} all_reduces for one step")
     print("passed: the right gradient, sent once")
 

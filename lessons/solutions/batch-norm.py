@@ -15,7 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-NUM_RANKS, SAMPLES = 2, 8
+NUM_RANKS = 2
+SAMPLES = 8
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -28,7 +29,7 @@ def make_model():
 
 
 def train(model, share):
-    """Three steps with this share of each batch. Returns all weights."""
+    """Make three steps with this share of each batch, and return all weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
@@ -45,9 +46,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -55,15 +54,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         args = (NUM_RANKS, f"{folder}/store", results)
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
-    two = dict(results.get() for _ in range(NUM_RANKS))[0]
-    one = train(make_model(), slice(None))
-    apart = max(abs(a - b) for a, b in zip(one, two, strict=True))
-    print(f"largest difference between weights: {apart:.2g}")
+    weights_of_two = dict(results.get() for _ in range(NUM_RANKS))[0]
+    weights = train(make_model(), slice(None))
+    difference = max(abs(a - b) for a, b in zip(weights, weights_of_two, strict=True))
+    print(f"largest difference between weights: {difference:.2g}")
     layers = [type(layer).__name__ for layer in make_model()]
     if not any("Norm" in name for name in layers):
         sys.exit(f"not yet: the model should keep a normalisation, it has {layers}")
-    if apart > 1e-5:
-        sys.exit(f"not yet: two processes trained another model than one, by {apart:.2g}")
+    if difference > 1e-5:
+        sys.exit(f"not yet: two processes trained another model than one, by {difference:.2g}")
     print("passed: the same model on one process and on two, but for rounding")
 
 

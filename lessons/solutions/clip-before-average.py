@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, LONGEST = 2, 1.0
+NUM_RANKS = 2
+MAX_NORM = 1.0
 GRADIENTS = torch.tensor([[8.0, 0.0], [0.0, 0.5]])  # one per process
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def step(weight):
-    """One step of all processes together. weight.grad: the gradient of this process's samples."""
+    """Make one step of all processes together. weight.grad is of this process's samples."""
     dist.all_reduce(weight.grad)
     weight.grad /= dist.get_world_size()
-    torch.nn.utils.clip_grad_norm_([weight], LONGEST)
+    torch.nn.utils.clip_grad_norm_([weight], MAX_NORM)
     weight.data -= weight.grad
 
 
@@ -38,9 +39,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -50,12 +49,11 @@ def main():
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
     steps = dict(results.get() for _ in range(NUM_RANKS))
     mean = GRADIENTS.mean(0)
-    right = -mean * min(1.0, LONGEST / mean.norm().item())
-    print(
-        f"one process: {right.tolist()}   two processes: {[steps[rank] for rank in sorted(steps)]}"
-    )
-    if not all(torch.allclose(torch.tensor(found), right, atol=1e-4) for found in steps.values()):
-        sys.exit(f"not yet: one process makes the step {right.tolist()}, two made {steps[0]}")
+    expected = -mean * min(1.0, MAX_NORM / mean.norm().item())
+    by_rank = [steps[rank] for rank in sorted(steps)]
+    print(f"one process: {expected.tolist()}   two processes: {by_rank}")
+    if not all(torch.allclose(torch.tensor(step), expected, atol=1e-4) for step in by_rank):
+        sys.exit(f"not yet: one process makes the step {expected.tolist()}, two made {steps[0]}")
     print("passed: the step of one process with all samples")
 
 

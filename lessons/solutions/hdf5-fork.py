@@ -16,7 +16,7 @@ NUM_ROWS = 1024
 
 
 def open_file(path):
-    return h5py.File(path, "r", driver="stdio")  # the C library's files: one position in each
+    return h5py.File(path, "r", driver="stdio")  # C files, each with one position
 
 
 class Rows(Dataset):
@@ -39,16 +39,14 @@ class Rows(Dataset):
 
 
 def read(rows):
-    """One epoch with two forked workers: how many rows came, and how many of them were those of
-    another index.
-    """
-    seen, wrong = 0, 0
-    for index, found in DataLoader(
-        rows, batch_size=16, num_workers=2, multiprocessing_context="fork"
-    ):
-        seen += len(index)
-        wrong += int((found != index[:, None]).any(1).sum())
-    return seen, wrong
+    """Read an epoch with two forked workers; return the rows, and those that were wrong."""
+    loader = DataLoader(rows, batch_size=16, num_workers=2, multiprocessing_context="fork")
+    count = 0
+    wrong = 0
+    for index, values in loader:
+        count += len(index)
+        wrong += int((values != index[:, None]).any(1).sum())
+    return count, wrong
 
 
 def main():
@@ -58,22 +56,19 @@ def main():
             file["x"] = np.arange(NUM_ROWS)[:, None].repeat(1024, 1)
         rows = Rows(path)
         shared = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) > 0
-        for epoch in range(20 if shared else 1):  # it needs an unlucky moment: wait for one
+        for epoch in range(20 if shared else 1):  # the mistake needs an unlucky moment
             try:
-                seen, wrong = read(rows)
-            except OSError as error:  # HDF5 itself read in the wrong place
+                count, wrong = read(rows)
+            except OSError as error:  # HDF5 itself read at the wrong position
                 sys.exit(f"not yet: {error}: the workers read through one open file")
-            print(f"epoch {epoch}: {seen} rows, {wrong} of them wrong", flush=True)
+            print(f"epoch {epoch}: {count} rows, {wrong} of them wrong", flush=True)
             if wrong:
-                sys.exit(
-                    f"not yet: {wrong} rows are of another index: the workers read through one open file"
-                )
+                problem = f"{wrong} rows are of another index"
+                sys.exit(f"not yet: {problem}: the workers read through one open file")
     if shared:
-        sys.exit(
-            "not yet: no row was wrong this time, and yet the workers read through one open file"
-        )
-    if seen != NUM_ROWS:
-        sys.exit(f"not yet: there are {NUM_ROWS} rows, {seen} came")
+        sys.exit("not yet: no row was wrong this time, but the workers read through one open file")
+    if count != NUM_ROWS:
+        sys.exit(f"not yet: there are {NUM_ROWS} rows, {count} came")
     print("passed: every worker opened the file itself")
 
 

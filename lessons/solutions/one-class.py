@@ -14,7 +14,7 @@ SLOPES = torch.tensor([[2.0], [-1.0], [0.5]])
 
 
 def loss_of(model, x, y):
-    """What the optimizer makes smaller. y: numbers, one per row of x."""
+    """Return what the optimizer makes smaller. y has a number for each row of x."""
     return F.mse_loss(model(x), y)
 
 

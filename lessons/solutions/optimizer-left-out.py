@@ -27,7 +27,7 @@ def save(path, model, optimizer, next_epoch):
 
 
 def load(path, model, optimizer):
-    """Restore what `save` wrote. Returns the epoch to go on with."""
+    """Restore what `save` wrote, and return the epoch to continue with."""
     snapshot = torch.load(path)
     model.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])

@@ -18,12 +18,11 @@ START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def film_rows(films):
-    """The row of each film in the embedding: {film: row}. films: those in this process's ratings."""
+    """Return {film: row of the embedding}. films are those in this process's ratings."""
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, films)
-    return {
-        film: row for row, film in enumerate(sorted({film for share in shares for film in share}))
-    }
+    all_films = {film for share in shares for film in share}
+    return {film: row for row, film in enumerate(sorted(all_films))}
 
 
 # -- the check: leave it as it is ------------------------------------------------------------------
@@ -35,9 +34,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -49,16 +46,13 @@ def main():
     for rank in sorted(rows):
         print(f"rank {rank}: {rows[rank]}")
     for film, row in rows[0].items():
-        for other, other_row in rows[1].items():
-            if row == other_row and film != other:
-                sys.exit(
-                    f"not yet: row {row} is film {film} on rank 0, and it is another film on rank 1: {other}"
-                )
-    if (
-        rows[0] != rows[1]
-        or sorted(rows[0]) != [10, 20, 30, 40, 50]
-        or sorted(rows[0].values()) != list(range(5))
-    ):
+        for film_of_1, row_of_1 in rows[1].items():
+            if row == row_of_1 and film != film_of_1:
+                problem = f"row {row} is film {film} on rank 0, and it is another film on rank 1"
+                sys.exit(f"not yet: {problem}: {film_of_1}")
+    has_all_films = sorted(rows[0]) == [10, 20, 30, 40, 50]
+    has_all_rows = sorted(rows[0].values()) == list(range(5))
+    if rows[0] != rows[1] or not has_all_films or not has_all_rows:
         sys.exit("not yet: each of the five films needs a row, from 0 on, on every process")
     print("passed: a row is the same film on every process")
 

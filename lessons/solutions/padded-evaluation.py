@@ -14,15 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 NUM_RANKS = 3
-CORRECT = torch.tensor(
-    [1, 1, 0, 1, 0, 1, 1, 0, 1, 1]
-)  # 1: the model is right about this test sample
+CORRECT = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0, 1, 1])  # 1: the model is right on this sample
 
 
 def evaluate(rank, num_ranks):
-    """Correct answers and samples, added over all processes."""
-    mine = CORRECT[rank::num_ranks]
-    counts = torch.tensor([mine.sum().item(), len(mine)])
+    """Return the correct answers and the samples, added over all processes."""
+    share = CORRECT[rank::num_ranks]
+    counts = torch.tensor([share.sum().item(), len(share)])
     dist.all_reduce(counts)
     return counts.tolist()
 
@@ -36,9 +34,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -51,9 +47,8 @@ def main():
     if any(count != len(CORRECT) for _, count in answers):
         sys.exit(f"not yet: there are {len(CORRECT)} test samples, counted were {answers[0][1]}")
     if any(correct != CORRECT.sum() for correct, _ in answers):
-        sys.exit(
-            f"not yet: 7 of 10 are correct, counted were {[correct for correct, _ in answers]}"
-        )
+        counted = [correct for correct, _ in answers]
+        sys.exit(f"not yet: 7 of 10 are correct, counted were {counted}")
     print("passed: each test sample counts once")
 
 

@@ -11,12 +11,13 @@ import sys
 import torch
 import torch.multiprocessing as mp
 
-NUM_RANKS, SEED = 2, 7
+NUM_RANKS = 2
+SEED = 7
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def set_up(rank):
-    """Returns the model, and the generator that augmentation draws from."""
+    """Return the model, and the generator that augmentation draws from."""
     torch.manual_seed(SEED)
     model = torch.nn.Linear(4, 1)
     return model, torch.Generator().manual_seed(SEED + 1 + rank)
@@ -30,7 +31,7 @@ def augment(images, generator):
 
 
 def rank_main(rank, results):
-    """Report this process's first weights, and what augmentation added to three batches of images."""
+    """Report the first weights, and what augmentation added to three batches of images."""
     model, generator = set_up(rank)
     noise = [augment(torch.zeros(5, 4), generator).flatten().tolist() for _ in range(3)]
     results.put((rank, model.weight.flatten().tolist(), noise))

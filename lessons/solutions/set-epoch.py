@@ -13,22 +13,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, DistributedSampler
 
-NUM_SAMPLES, NUM_RANKS, EPOCHS = 12, 2, 3
+NUM_SAMPLES = 12
+NUM_RANKS = 2
+EPOCHS = 3
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def train():
-    """Go through the data EPOCHS times. Returns the samples of each epoch, in order."""
+    """Read the data EPOCHS times, and return the samples of each epoch in order."""
     data = list(range(NUM_SAMPLES))
     sampler = DistributedSampler(data, shuffle=True, seed=0)
     loader = DataLoader(data, batch_size=3, sampler=sampler)
     epochs = []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        seen = []
+        samples = []
         for batch in loader:
-            seen += batch.tolist()  # a training step would be here
-        epochs.append(seen)
+            samples += batch.tolist()  # a training step would be here
+        epochs.append(samples)
     return epochs
 
 
@@ -41,9 +43,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -54,17 +54,15 @@ def main():
     answers = dict(results.get() for _ in range(NUM_RANKS))
     by_rank = [answers[rank][0] for rank in range(NUM_RANKS)]
     for epoch in range(EPOCHS):
-        print(
-            f"epoch {epoch}: "
-            + "   ".join(f"rank {r} {by_rank[r][epoch]}" for r in range(NUM_RANKS))
-        )
+        samples = [f"rank {rank} {by_rank[rank][epoch]}" for rank in range(NUM_RANKS)]
+        print(f"epoch {epoch}: {'   '.join(samples)}")
     for epoch in range(EPOCHS):
         if sorted(n for epochs in by_rank for n in epochs[epoch]) != list(range(NUM_SAMPLES)):
             sys.exit(f"not yet: epoch {epoch} did not use every sample once")
     for epoch in range(1, EPOCHS):
         if by_rank[0][epoch] == by_rank[0][epoch - 1]:
             sys.exit(f"not yet: epoch {epoch} has the same order as epoch {epoch - 1}")
-    if any(first != again for first, again in answers.values()):
+    if any(first != second for first, second in answers.values()):
         sys.exit("not yet: a second run has another order, so that no run can be repeated")
     print("passed: each epoch has its own order, and uses every sample once")
 

@@ -9,12 +9,13 @@ import sys
 
 import torch.multiprocessing as mp
 
-NUM_RANKS, SAMPLES = 3, list(range(10))
+NUM_RANKS = 3
+SAMPLES = list(range(10))
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def my_samples(rank, num_ranks):
-    """The samples that this process looks at."""
+    """Return the samples that this process reads."""
     return SAMPLES[rank::num_ranks]
 
 
@@ -31,11 +32,10 @@ def main():
     shares = dict(results.get() for _ in range(NUM_RANKS))
     for rank in sorted(shares):
         print(f"rank {rank}: {shares[rank]}")
-    together = sorted(sample for share in shares.values() for sample in share)
-    if together != SAMPLES:
-        sys.exit(
-            f"not yet: {NUM_RANKS} processes looked at {len(together)} samples, there are {len(SAMPLES)}"
-        )
+    samples = sorted(sample for share in shares.values() for sample in share)
+    if samples != SAMPLES:
+        counts = f"looked at {len(samples)} samples, there are {len(SAMPLES)}"
+        sys.exit(f"not yet: {NUM_RANKS} processes {counts}")
     if max(map(len, shares.values())) > 4:
         sys.exit("not yet: one process has much more to do than the others")
     print("passed: each sample belongs to one process")

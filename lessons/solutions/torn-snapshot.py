@@ -27,7 +27,7 @@ def save(state, path):
 
 
 class Killed:
-    """The process is killed when this is written."""
+    """Kills the process when it is written."""
 
     def __reduce__(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -53,9 +53,7 @@ def main():
             codes.append(process.exitcode)
         print(f"exit codes {codes}; {path.stat().st_size} bytes in {path.name}")
         if codes != [0, -9]:
-            sys.exit(
-                "not yet: the first process should save, and the second be killed while it saves"
-            )
+            sys.exit("not yet: the first process should save, and the second be killed meanwhile")
         try:
             step = torch.load(path)["step"]
         except (RuntimeError, EOFError) as error:
@@ -63,10 +61,8 @@ def main():
             sys.exit("not yet: there is no snapshot to go on from")
         save({"step": 3}, path)
         if (step, torch.load(path)["step"]) != (1, 3):
-            sys.exit(
-                f"not yet: after the kill step 1 should be there, later step 3; {step} was there"
-            )
-    print("passed: the kill left the older snapshot whole")
+            sys.exit(f"not yet: the file should have step 1 after the kill, then 3; it had {step}")
+    print("passed: the kill left the older snapshot complete")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-NUM_RANKS, BATCHES, PATIENCE = 2, [5, 4], 5.0  # seconds
+NUM_RANKS = 2
+BATCHES = [5, 4]  # of each process
+PATIENCE_S = 5.0
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def train_epoch(model, optimizer, batches):
-    """Train on all batches of this process. Returns how many that were."""
+    """Train on all batches of this process, and return their number."""
     done = 0
     with model.join():
         for batch in batches:
@@ -47,14 +49,10 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1], None))
     with suppress(BrokenBarrierError):
-        all_done.wait(
-            PATIENCE
-        )  # a process that leaves at once would break what the other still receives
+        all_done.wait(PATIENCE_S)  # an exit at once would break what the other process receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
     from stepladder.data.shards.dataset import Shards
-    from stepladder.data.shards.writing import write_shards
+    from stepladder.data.shards.writer import write_shards
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot
     from stepladder.storage.snapshot_store import Snapshots
@@ -35,7 +35,7 @@ _NAMES = {
     "core.settings": ("Settings",),
     "core.world": ("World",),
     "data.shards.dataset": ("Shards",),
-    "data.shards.writing": ("write_shards",),
+    "data.shards.writer": ("write_shards",),
     "launcher.function": ("RankFailed", "launch"),
     "storage.snapshot": ("Snapshot",),
     "storage.snapshot_store": ("Snapshots",),

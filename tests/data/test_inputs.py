@@ -15,8 +15,8 @@ import pytest
 
 from stepladder import InputError, Shards
 from stepladder.data.formats.inputs import open_tables
-from stepladder.data.shards.reader import Reader
-from stepladder.data.shards.writing import write_table
+from stepladder.data.shards.reader import ShardReader
+from stepladder.data.shards.writer import write_table
 
 ROWS = 10_000
 IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 3, 2), dtype=np.uint8)
@@ -33,7 +33,7 @@ def sharded(
     out = shards_of(path, columns)
     write_table(open_tables(path, columns, dtypes)[""], out, chunk_rows=100)
     shards = Shards(out)
-    with Reader(shards) as reader:
+    with ShardReader(shards) as reader:
         return reader.read(np.arange(len(shards)))
 
 
@@ -82,11 +82,11 @@ BAD_CSV = {
     "blank line": ("a,b\n1,2\n\n", "line 3: 0 columns"),
     "type": (
         LONG + "1,2.5\n",
-        "line 5002: column b is '2.5', not int64. HINT: mend the line, or --dtype b=float32",
+        "line 5002: column b is '2.5', not int64. HINT: correct the line, or --dtype b=float32",
     ),
     "too large": (
         "a,b\n1,2\n1,-1e39\n",
-        "column b is '-1e39', too large for float32. HINT: mend the line, or --dtype b=float64",
+        "column b is '-1e39', too large for float32. HINT: correct the line, or --dtype b=float64",
     ),
     "infinite": ("a,b\n1,2\n1,1e400\n", "column b is '1e400', too large for float32"),
     "text": ("a,b\n1,2\n1,two\n", "line 3: column b is not a number: 'two'"),
@@ -116,7 +116,7 @@ def test_csv_that_is_not_text(tmp_path: Path) -> None:
 
 def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.csv", "a,b\n1,2\n")
-    refused(path, "no column 'c'", "columns there are: a, b", columns=("c",))
+    refused(path, "no column 'c'", "its columns are: a, b", columns=("c",))
     refused(path, "no column 'c'", dtypes={"c": "int8"})
     refused(path, "--dtype a=word is not a type of numbers", dtypes={"a": "word"})
     refused(path, "--dtype a=str is not a type of numbers", dtypes={"a": "str"})
@@ -124,8 +124,8 @@ def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
 
 def test_a_changed_input_is_not_gone_on_with(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.csv", LONG + "1,2,3\n")
-    for last, found in ("1,2,3\n", "line 5002"), ("1,2\n", "another source"):
-        with pytest.raises(InputError, match=found):
+    for last, message in ("1,2,3\n", "line 5002"), ("1,2\n", "another source"):
+        with pytest.raises(InputError, match=message):
             write_table(
                 open_tables(csv(path, LONG + last))[""], tmp_path / "out", rows_per_shard=1000
             )
@@ -223,7 +223,7 @@ def test_the_four_mnist_files(tmp_path: Path) -> None:
     for part, table in open_tables(tmp_path).items():
         write_table(table, tmp_path / "out" / part)
     for part, stop in (("train", ROWS), ("test", 50)):
-        with Reader(Shards(tmp_path / "out" / part)) as reader:
+        with ShardReader(Shards(tmp_path / "out" / part)) as reader:
             rows = reader.read(np.arange(stop))
         np.testing.assert_array_equal(rows["images"], IMAGES[:stop])
         np.testing.assert_array_equal(rows["labels"], labels[:stop])
@@ -251,9 +251,9 @@ def test_shards_are_cut_anew(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS))
     sharded(tmp_path / "d.npz")
     write_table(open_tables(tmp_path / "out", ("labels",))[""], tmp_path / "new", chunk_rows=1000)
-    again = Shards(tmp_path / "new")
-    assert (list(again.columns), again.shards[0].chunk_rows) == (["labels"], 1000)
-    with Reader(again) as reader:
+    resharded = Shards(tmp_path / "new")
+    assert (list(resharded.columns), resharded.shards[0].chunk_rows) == (["labels"], 1000)
+    with ShardReader(resharded) as reader:
         assert reader.read(np.arange(ROWS))["labels"].tolist() == list(range(ROWS))
 
 

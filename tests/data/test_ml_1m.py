@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from stepladder import InputError
-from stepladder.data.disk import Feedback
-from stepladder.data.fetch import fetch
+from stepladder.data.fetch import download
 from stepladder.data.fetch.catalog import MOVIELENS_1M, DataSet, RemoteFile
-from stepladder.data.movielens import leave_one_out
+from stepladder.data.local_files import Feedback
+from stepladder.data.movielens import one_million
 
 RATINGS = [
     "1::50::5::30",
@@ -34,7 +34,7 @@ def ratings(folder: Path, lines: list[str]) -> Path:
 
 
 def test_the_latest_is_held_out_and_indices_follow_the_file(tmp_path: Path) -> None:
-    paths = leave_one_out.build_1m(ratings(tmp_path, RATINGS))
+    paths = one_million.write_1m_files(ratings(tmp_path, RATINGS))
     train, test, negatives, ids = (
         (gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes()).decode()
         for p in paths
@@ -55,27 +55,27 @@ def test_99_different_unseen_items_the_same_each_time(tmp_path: Path) -> None:
         for u in (1, 2, 3, 4)
         for t, m in enumerate(rng.permutation(300)[:120] + 1)
     ]
-    paths = leave_one_out.build_1m(ratings(tmp_path, lines))
+    paths = one_million.write_1m_files(ratings(tmp_path, lines))
     first = [path.read_bytes() for path in paths]
     pairs = [line.split("\t") for line in gzip.decompress(first[0]).decode().splitlines()]
     for row in gzip.decompress(first[2]).decode().splitlines():
-        place, *drawn = row.split("\t")
-        user, item = place.strip("()").split(",")
+        pair, *drawn = row.split("\t")
+        user, item = pair.strip("()").split(",")
         assert len(set(drawn)) == len(drawn) == 99
         assert not set(drawn) & {item, *(i for u, i in pairs if u == user)}
     for path in paths:
         path.unlink()
-    assert [path.read_bytes() for path in leave_one_out.build_1m(tmp_path)] == first
+    assert [path.read_bytes() for path in one_million.write_1m_files(tmp_path)] == first
 
 
 def test_files_that_are_there_stay(tmp_path: Path) -> None:
     """They may be the published ones."""
-    for name in leave_one_out.NAMES_1M:
+    for name in one_million.NAMES_1M:
         (tmp_path / name).write_bytes(b"published")
-    said: list[str] = []
-    leave_one_out.build_1m(tmp_path, Feedback(say=said.append))
-    assert said == ["leave-one-out pairs: here already"]
-    assert all((tmp_path / name).read_bytes() == b"published" for name in leave_one_out.NAMES_1M)
+    messages: list[str] = []
+    one_million.write_1m_files(tmp_path, Feedback(on_message=messages.append))
+    assert messages == ["leave-one-out pairs: here already"]
+    assert all((tmp_path / name).read_bytes() == b"published" for name in one_million.NAMES_1M)
 
 
 BAD = {
@@ -90,7 +90,7 @@ BAD = {
 @pytest.mark.parametrize("lines, message", BAD.values(), ids=BAD)
 def test_bad_ratings(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        leave_one_out.build_1m(ratings(tmp_path, lines))
+        one_million.write_1m_files(ratings(tmp_path, lines))
     assert [path.name for path in tmp_path.iterdir()] == ["ml-1m"]
 
 
@@ -101,11 +101,11 @@ def test_get_unpacks_and_builds(tmp_path: Path) -> None:
         archive.writestr("ml-1m/ratings.dat", "\n".join(RATINGS) + "\n")
     data = source.read_bytes()
     file = RemoteFile("ml-1m.zip", len(data), hashlib.sha256(data).hexdigest(), (), unpack=True)
-    own = DataSet("own", (file,), "", "", MOVIELENS_1M.build)
-    fetch.get(own, tmp_path / "data", source)
+    dataset = DataSet("tiny", (file,), "", "", MOVIELENS_1M.build)
+    download.fetch_dataset(dataset, tmp_path / "data", source)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {
         "ml-1m.zip",
         "ml-1m",
-        *leave_one_out.NAMES_1M,
+        *one_million.NAMES_1M,
     }
     assert "no passing on" in MOVIELENS_1M.licence

@@ -15,10 +15,10 @@ import pytest
 from ratings_files import EACH, ITEMS, NEGATIVES, USERS, leave_one_out, ratings_csv, tastes
 from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import (
-    latest_left_out,
+    draw_unrated_items,
+    hold_out_latest,
     read_leave_one_out,
-    unrated_items,
-    validation_split,
+    split_validation,
 )
 from stepladder.data.movielens.ratings import read_ratings, read_titles
 
@@ -34,8 +34,8 @@ def test_ratings_come_from_a_folder_a_file_or_a_zip(tmp_path: Path) -> None:
             archive.write(folder / name, f"ml-latest-small/{name}")
     (tmp_path / "zipped").mkdir()
     (tmp_path / "ml-latest-small.zip").rename(tmp_path / "zipped" / "ml-latest-small.zip")
-    for place in (folder, folder / "ratings.csv", tmp_path / "zipped"):
-        ratings = read_ratings(place)
+    for path in (folder, folder / "ratings.csv", tmp_path / "zipped"):
+        ratings = read_ratings(path)
         assert (len(ratings.users), len(ratings.user_ids), len(ratings.item_ids)) == (
             540,
             USERS,
@@ -43,8 +43,8 @@ def test_ratings_come_from_a_folder_a_file_or_a_zip(tmp_path: Path) -> None:
         )
         assert ratings.user_ids[ratings.users[0]] == 7
         assert ratings.item_ids[ratings.items[0]] == 1000 + 3 * tastes()[0, 0]
-    for place in (folder, tmp_path / "zipped", folder / "movies.csv"):
-        assert read_titles(place)[1000] == "Film, The 0"
+    for path in (folder, tmp_path / "zipped", folder / "movies.csv"):
+        assert read_titles(path)[1000] == "Film, The 0"
     assert read_titles(tmp_path) == {}
 
 
@@ -55,17 +55,19 @@ def test_the_latest_rating_is_held_out_and_ties_go_to_the_last_line(tmp_path: Pa
         "2,10,1,7\n2,40,1,7\n"
         "3,50,1,7\n3,60,1,8\n"
     )
-    data = latest_left_out(read_ratings(tmp_path), 2, draw())
+    data = hold_out_latest(read_ratings(tmp_path), 2, draw())
     assert data.item_ids[data.held_out].tolist() == [20, 40, 60]
-    assert data.rated().sum() == len(data.users) == 4
+    assert data.rated_matrix().sum() == len(data.users) == 4
     for user, negatives in enumerate(data.negatives):
-        own = {*data.items[data.users == user], data.held_out[user]}
-        assert not own & {*negatives} and len({*negatives}) == 2
+        rated = {*data.items[data.users == user], data.held_out[user]}
+        assert not rated & {*negatives} and len({*negatives}) == 2
 
 
 def test_leave_one_out_files_are_read(tmp_path: Path) -> None:
     data = read_leave_one_out(leave_one_out(tmp_path))
-    assert data.rated().shape == (USERS, ITEMS) and data.rated().sum() == USERS * (EACH - 1)
+    assert data.rated_matrix().shape == (USERS, ITEMS) and data.rated_matrix().sum() == USERS * (
+        EACH - 1
+    )
     assert (data.held_out == tastes()[:, -1]).all()
     assert data.negatives.shape == (USERS, NEGATIVES)
     assert data.item_ids[2] == 1006
@@ -73,19 +75,19 @@ def test_leave_one_out_files_are_read(tmp_path: Path) -> None:
 
 def test_the_validation_split_uses_training_pairs_only_and_not_their_order(tmp_path: Path) -> None:
     data = read_leave_one_out(leave_one_out(tmp_path))
-    further = validation_split(data, draw())
-    assert len(further.users) == len(data.users) - USERS
-    before, after = data.rated(), further.rated()
-    assert (before[np.arange(USERS), further.held_out] == 1).all()
-    assert (after[np.arange(USERS), further.held_out] == 0).all()
-    assert (np.take_along_axis(before, further.negatives, 1) == 0).all()
-    places = [
-        int(np.flatnonzero(tastes()[user] == further.held_out[user])[0]) for user in range(USERS)
+    split = split_validation(data, draw())
+    assert len(split.users) == len(data.users) - USERS
+    before, after = data.rated_matrix(), split.rated_matrix()
+    assert (before[np.arange(USERS), split.held_out] == 1).all()
+    assert (after[np.arange(USERS), split.held_out] == 0).all()
+    assert (np.take_along_axis(before, split.negatives, 1) == 0).all()
+    positions = [
+        int(np.flatnonzero(tastes()[user] == split.held_out[user])[0]) for user in range(USERS)
     ]
-    assert len(set(places)) == EACH - 1, "every place of the file is held out for someone"
-    again = validation_split(data, draw())
-    assert (again.held_out == further.held_out).all() and (
-        again.negatives == further.negatives
+    assert len(set(positions)) == EACH - 1, "every path of the file is held out for someone"
+    repeated = split_validation(data, draw())
+    assert (repeated.held_out == split.held_out).all() and (
+        repeated.negatives == split.negatives
     ).all()
 
 
@@ -93,14 +95,14 @@ def test_a_user_without_enough_unrated_items_is_named() -> None:
     rated = np.zeros((3, 5), dtype=bool)
     rated[1, :4] = True
     with pytest.raises(InputError, match="user number 1 has rated 4 of 5 items: 2 unrated"):
-        unrated_items(rated, 2, draw())
+        draw_unrated_items(rated, 2, draw())
 
 
 # -- bad files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, message",
     [
         (
             "user,movie,stars\n1,2,3\n",
@@ -126,12 +128,12 @@ def test_a_user_without_enough_unrated_items_is_named() -> None:
         ("", "has the columns"),
     ],
 )
-def test_bad_ratings_are_refused(text: str, found: str, tmp_path: Path) -> None:
+def test_bad_ratings_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "ratings.csv").write_text(text)
     with pytest.raises(InputError) as refused:
         read_ratings(tmp_path)
     assert (
-        found in str(refused.value)
+        message in str(refused.value)
         and "ratings.csv" in str(refused.value)
         and "HINT" in str(refused.value)
     )
@@ -147,14 +149,14 @@ def test_a_single_rating_cannot_be_left_out(tmp_path: Path) -> None:
         "userId,movieId,rating,timestamp\n1,2,3,4\n1,3,3,5\n9,2,3,4\n"
     )
     with pytest.raises(InputError, match="user 9 has a single rating"):
-        latest_left_out(read_ratings(tmp_path), 1, draw())
+        hold_out_latest(read_ratings(tmp_path), 1, draw())
 
 
 Change = Callable[[str], str]
 
 
 @pytest.mark.parametrize(
-    "name, change, found",
+    "name, change, message",
     [
         ("train.pairs", lambda text: text + "3\tx\n", "line 421 is broken"),
         (
@@ -184,7 +186,7 @@ Change = Callable[[str], str]
     ],
 )
 def test_bad_leave_one_out_files_are_refused(
-    name: str, change: Change, found: str, tmp_path: Path
+    name: str, change: Change, message: str, tmp_path: Path
 ) -> None:
     leave_one_out(tmp_path)
     path = next(tmp_path.glob(f"toy.{name}*"))
@@ -193,7 +195,7 @@ def test_bad_leave_one_out_files_are_refused(
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     with pytest.raises(InputError) as refused:
         read_leave_one_out(tmp_path)
-    assert found in str(refused.value) and path.name.split(".")[0] in str(refused.value)
+    assert message in str(refused.value) and path.name.split(".")[0] in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["train.pairs", "test.rating"])

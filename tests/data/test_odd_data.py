@@ -26,26 +26,26 @@ LARGE = 2**32 - 1
 
 
 def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda here: Path(here / name).write_text(content) and None
+    return lambda folder: Path(folder / name).write_text(content) and None
 
 
 def array(value: Any) -> Callable[[Path], None]:
-    return lambda here: np.savez(here / "x.npz", x=value)
+    return lambda folder: np.savez(folder / "x.npz", x=value)
 
 
 def idx(*numbers: int) -> Callable[[Path], None]:
-    return lambda here: (
-        (here / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
+    return lambda folder: (
+        (folder / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
     )
 
 
-def two_columns(here: Path) -> None:
+def two_columns(folder: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
-    pq.write_table(table, here / "x.parquet")
+    pq.write_table(table, folder / "x.parquet")
 
 
-def sparse(here: Path) -> None:
-    with h5py.File(here / "x.h5", "w") as file:
+def sparse(folder: Path) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
         file.create_dataset("x", (10**12,), np.float64, chunks=(1 << 16,))
 
 
@@ -59,8 +59,8 @@ class Evil:
         return Path.touch, (self.mark,)
 
 
-def objects(here: Path) -> None:
-    np.savez(here / "x.npz", x=np.array([Evil(here / "mark")], dtype=object))
+def objects(folder: Path) -> None:
+    np.savez(folder / "x.npz", x=np.array([Evil(folder / "mark")], dtype=object))
 
 
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
@@ -89,16 +89,18 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "a header of 10^28 bytes": (idx(2051, LARGE, LARGE, LARGE), "x", (), "more than 16 bytes of a file can hold"),
     "rows for no disk": (sparse, "x.h5", (), "x.h5 has 8,000,000,000,000 bytes to write"),
     "no end of zeros": (lambda _: None, "/dev/zero", (), "it is not a file"),
-    "a pipe that nobody writes": (lambda here: os.mkfifo(here / "x.csv"), "x.csv", (), "it is not a file"),
+    "a pipe that nobody writes": (lambda folder: os.mkfifo(folder / "x.csv"), "x.csv", (), "it is not a file"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ODD)
 def test_what_cannot_be_sharded_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
-    make, name, flags, found = ODD[case]
+    make, name, flags, message = ODD[case]
     make(tmp_path)
     before = sorted(tmp_path.iterdir())
-    refused(run("data", "shard", name, "--out", "o/deep", *flags, cwd=tmp_path, timeout=120), found)
+    refused(
+        run("data", "shard", name, "--out", "o/deep", *flags, cwd=tmp_path, timeout=120), message
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -110,15 +112,15 @@ def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("data", "info"), ("data", "get", "mnist", "--data-dir", "o", "--from")]
+    "command", [("data", "info"), ("data", "get", "mnist", "--data-dir", "o", "--from")]
 )
 def test_what_is_no_file_is_neither_waited_for_nor_read(
-    words: tuple[str, ...], tmp_path: Path
+    command: tuple[str, ...], tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", "pipe"):
         refused(
-            run(*words, name, cwd=tmp_path, timeout=120), f"cannot read {name}: it is not a file"
+            run(*command, name, cwd=tmp_path, timeout=120), f"cannot read {name}: it is not a file"
         )
 
 
@@ -131,12 +133,12 @@ def test_no_more_is_unpacked_than_a_header_says(tmp_path: Path) -> None:
         for _ in range(256):
             file.write(bytes(1 << 20))
     with started("data", "info", "bomb.gz", cwd=tmp_path) as running:
-        most = 0
+        peak = 0
         while running.popen.poll() is None:
-            most = max(most, memory(running.popen.pid))
+            peak = max(peak, memory(running.popen.pid))
         assert running.end() == 2
         assert "1 x 1 x 1 = 1 bytes of data but it holds more" in running.err.read_text()
-        assert most < 200 << 20
+        assert peak < 200 << 20
 
 
 def memory(pid: int) -> int:
@@ -178,10 +180,12 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("case", CHANGES)
 @pytest.mark.parametrize(
-    "words", [("data", "info", "o"), ("data", "shard", "o", "--out", "new")], ids=["info", "shard"]
+    "command",
+    [("data", "info", "o"), ("data", "shard", "o", "--out", "new")],
+    ids=["info", "shard"],
 )
 def test_an_index_of_other_values_is_one_line(
-    case: str, words: tuple[str, ...], tmp_path: Path
+    case: str, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "x.csv").write_text("a\n" + "1\n" * 4)
     assert run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path).returncode == 0
@@ -189,7 +193,9 @@ def test_an_index_of_other_values_is_one_line(
     CHANGES[case](index)
     (tmp_path / "o/index.json").write_text(json.dumps(index))
     refused(
-        run(*words, cwd=tmp_path), "cannot use o/index.json", "stepladder data shard INPUT --out o"
+        run(*command, cwd=tmp_path),
+        "cannot use o/index.json",
+        "stepladder data shard INPUT --out o",
     )
     assert not (tmp_path / "new").exists()
 

@@ -16,8 +16,8 @@ import pytest
 
 from stepladder import InputError, Shards, write_shards
 from stepladder.cli.data import shard_lines
-from stepladder.data.facts import describe_shards
-from stepladder.data.shards.reader import Reader
+from stepladder.data.describe import describe_shards
+from stepladder.data.shards.reader import ShardReader
 
 ROWS = 100
 IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 3), dtype=np.uint8)
@@ -51,7 +51,7 @@ def plain(path: Path, **arrays: Any) -> Path:
 
 
 def read(path: Path, indices: Any, **more: Any) -> dict[str, Any]:
-    with Reader(Shards(path, **more)) as reader:
+    with ShardReader(Shards(path, **more)) as reader:
         return reader.read(np.asarray(indices))
 
 
@@ -76,8 +76,12 @@ def test_compounds_come_back(tmp_path: Path, compress: bool) -> None:
     ]
     types = {name: str(column) for name, column in shards.columns.items()}
     assert types == {
-        "image": "4 x 3 uint8", "id": "int64", "rating": "float32", "tags": "lists of int64", "seen": "bool",
-    }  # fmt: skip
+        "image": "4 x 3 uint8",
+        "id": "int64",
+        "rating": "float32",
+        "tags": "lists of int64",
+        "seen": "bool",
+    }
 
 
 def test_any_h5py_reads_our_shards(folder: Path) -> None:
@@ -91,7 +95,7 @@ def test_a_pool_smaller_than_a_batch_reads_the_same(folder: Path, slots: int) ->
     shards = Shards(folder)
     shards.__dict__["chunks"] = type(shards.chunks)(shards.chunks.shards, slots)
     order = np.random.default_rng(2).integers(0, ROWS, (5, 30))
-    with Reader(shards) as reader:
+    with ShardReader(shards) as reader:
         for indices in order:
             batch = reader.read(indices)
             np.testing.assert_array_equal(batch["image"], IMAGES[indices])
@@ -138,9 +142,9 @@ def refused(path: Path, *parts: str, indices: Any = None, **more: Any) -> None:
 def test_a_flipped_byte_is_named_with_its_chunk(folder: Path) -> None:
     shard = folder / "shard-00001.h5"
     with h5py.File(shard) as file:
-        place = file["image"].id.get_chunk_info(2).byte_offset
+        offset = file["image"].id.get_chunk_info(2).byte_offset
     data = bytearray(shard.read_bytes())
-    data[place + 5] ^= 1
+    data[offset + 5] ^= 1
     shard.write_bytes(data)
     named = (
         "shard-00001.h5 is damaged in chunk 2 of 5 (rows 16 to 23), column image",
@@ -160,9 +164,9 @@ def test_no_flipped_byte_goes_unseen(tmp_path: Path, compress: bool) -> None:
     folder = write_shards(short, tmp_path / "s", chunk_rows=8, compress=compress).parent
     shard = folder / "shard-00000.h5"
     good = shard.read_bytes()
-    for place in np.random.default_rng(4).integers(0, len(good), 60).tolist():
+    for offset in np.random.default_rng(4).integers(0, len(good), 60).tolist():
         bad = bytearray(good)
-        bad[place] ^= 0x40
+        bad[offset] ^= 0x40
         shard.write_bytes(bad)
         with pytest.raises(InputError, match=r"shard-00000.h5"):
             describe_shards(folder, check=True)
@@ -248,7 +252,7 @@ def test_a_column_that_is_not_there(folder: Path) -> None:
 
 
 def test_a_reader_inherited_over_a_fork_is_refused(folder: Path) -> None:
-    with Reader(Shards(folder)) as reader:
+    with ShardReader(Shards(folder)) as reader:
         reader.read(np.arange(3))
         child = os.fork()
         if child == 0:
@@ -262,11 +266,11 @@ def test_a_reader_inherited_over_a_fork_is_refused(folder: Path) -> None:
 
 
 def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepladder.data.shards.reader.MOST_FILES", 2)
-    monkeypatch.setattr("stepladder.data.shards.reader.MOST_H5", 2)
+    monkeypatch.setattr("stepladder.data.shards.reader.MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("stepladder.data.shards.reader.MAX_OPEN_H5", 2)
     rows = ({"x": i, "l": [i]} for i in range(20))
     write_shards(rows, tmp_path / "s", chunk_rows=2, rows_per_shard=4)
-    with Reader(Shards(tmp_path / "s")) as reader:
+    with ShardReader(Shards(tmp_path / "s")) as reader:
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(2):
             batch = reader.read(np.arange(20))

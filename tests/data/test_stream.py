@@ -22,8 +22,8 @@ from processes import JOBS, SECONDS, audited, refused, run, train, wait_until
 from ranks import run_ranks
 from stepladder import Comm, InputError, Plan, Settings, Shards, Trainer, write_shards
 from stepladder.data.formats.inputs import open_tables
-from stepladder.data.shards.writing import write_table
-from stepladder.data.source import StreamSource, open_source
+from stepladder.data.shards.writer import write_table
+from stepladder.data.sources import StreamSource, open_source
 from stepladder.train.job_file import load_job_file
 
 CPU = torch.device("cpu")
@@ -88,19 +88,19 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_asked_for(fo
 
 
 def test_it_reads_ahead_but_not_without_end(folder: Path) -> None:
-    asked: list[int] = []
+    taken: list[int] = []
 
     def counted() -> Iterator[tuple[int, np.ndarray]]:
         for i in range(1000):
-            asked.append(i)
+            taken.append(i)
             yield 0, np.array([i % ROWS])
 
     batches = StreamSource(Shards(folder), CPU).batches(counted())
     for _ in range(3):
         next(batches)
-    wait_until(lambda: len(asked) > 3)  # by the thread, whenever it gets a core
+    wait_until(lambda: len(taken) > 3)  # by the thread, whenever it gets a core
     batches.close()
-    assert len(asked) <= 12
+    assert len(taken) <= 12
 
 
 def test_a_stream_inherited_over_a_fork_is_refused(folder: Path) -> None:
@@ -133,8 +133,8 @@ class Reading:
         self.position = until
 
     def _read(self, step: int, spans: Any) -> Iterator[int]:
-        asked = ((0, self.plan.indices(step, span)) for span in spans)
-        for indices, batch in StreamSource(self.shards, CPU).batches(asked):
+        requests = ((0, self.plan.indices(step, span)) for span in spans)
+        for indices, batch in StreamSource(self.shards, CPU).batches(requests):
             assert batch["id"].tolist() == indices.tolist()
             yield from batch["id"].tolist()
 
@@ -156,16 +156,16 @@ def test_exact_training_from_shards_resumes_on_other_numbers_of_processes(
     folder: Path, tmp_path: Path
 ) -> None:
     common = (JOB, "--data-dir", folder, "--sync", "exact", "--run-dir")
-    whole = train(*common, "a", "--nproc", 1, cwd=tmp_path)
+    unbroken = train(*common, "a", "--nproc", 1, cwd=tmp_path)
     assert train(*common, "b", "--nproc", 3, "--steps", 9, cwd=tmp_path)["steps"] == 9
     resumed = train(*common, "b", "--nproc", 2, "--epochs", 2, cwd=tmp_path)
-    assert (whole["steps"], resumed["resumed_from_step"]) == (22, 9)
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (unbroken["steps"], resumed["resumed_from_step"]) == (22, 9)
+    assert resumed["weights_sha256"] == unbroken["weights_sha256"]
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (
         tmp_path / "b" / "metrics.jsonl"
     ).read_bytes()
-    found = audited(tmp_path / "b")
-    assert (found["ok"], found["lost"], found["repeated"]) == (True, 0, 0)
+    audit = audited(tmp_path / "b")
+    assert (audit["ok"], audit["lost"], audit["repeated"]) == (True, 0, 0)
 
 
 @pytest.mark.ranks
@@ -175,9 +175,9 @@ def test_a_damaged_shard_ends_training_on_several_processes(folder: Path, tmp_pa
     for path in folder.iterdir():
         (bad / path.name).write_bytes(path.read_bytes())
     with h5py.File(bad / "shard-00001.h5") as file:
-        place = file["x"].id.get_chunk_info(3).byte_offset
+        offset = file["x"].id.get_chunk_info(3).byte_offset
     data = bytearray((bad / "shard-00001.h5").read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     (bad / "shard-00001.h5").write_bytes(data)
     done = run("train", JOB, "--data-dir", bad, "--nproc", 2, cwd=tmp_path)
     refused(done, "shard-00001.h5 is damaged in chunk 3 of 13", "column x")
@@ -203,13 +203,14 @@ def test_a_resumed_run_must_have_the_same_shards(folder: Path, tmp_path: Path) -
 MEMORY = """
 import json, sys, numpy as np, psutil, torch
 from stepladder import Plan, Shards
-from stepladder.data.source import StreamSource
+from stepladder.data.sources import StreamSource
 from stepladder.train.job_file import load_job_file
 own = psutil.Process().memory_info
 shards = Shards(sys.argv[1])
 plan = Plan(len(shards), 256, 32, chunks=shards.chunks)
 before, peak, read = own().rss, 0, 0
-requests = ((0, plan.indices(s, span)) for s in range(plan.steps_per_epoch) for span in plan.microbatches(s))
+steps = range(plan.steps_per_epoch)
+requests = ((0, plan.indices(step, span)) for step in steps for span in plan.microbatches(step))
 for number, (indices, _) in enumerate(StreamSource(shards, torch.device("cpu")).batches(requests)):
     read += len(indices)
     if number % 20 == 0: peak = max(peak, own().rss)

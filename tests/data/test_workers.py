@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from stepladder.data.source import open_source
+from stepladder.data.sources import open_source
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 
 from processes import SECONDS, wait_until
 from stepladder import InputError, Shards, write_shards
-from stepladder.data.shards.reader import Reader
+from stepladder.data.shards.reader import ShardReader
 
 ROWS, CHUNK, SHARD = 100, 8, 24
 
@@ -38,7 +38,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def is_right(folder: Path) -> None:
-    with Reader(Shards(folder)) as reader:
+    with ShardReader(Shards(folder)) as reader:
         batch = reader.read(np.arange(ROWS))
     assert batch["x"][:, 7].tolist() == list(range(ROWS))
     assert np.diff(batch["l"].offsets).tolist() == [i % 3 for i in range(ROWS)]
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert process.returncode == 1, error
     assert (
         "InputError: cannot write" in error
-        and "shard-00000.h5: File too large. HINT: make room" in error
+        and "shard-00000.h5: File too large. HINT: free some space" in error
     )
     assert not list(tmp_path.iterdir())
     write(tmp_path)

@@ -19,7 +19,7 @@ from torch import nn
 import processes
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
-from stepladder.data.source import StreamSource, open_source
+from stepladder.data.sources import StreamSource, open_source
 from stepladder.storage.staging import HostBuffers
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic

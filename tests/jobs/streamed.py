@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job, Shards, mean_loss
-from stepladder.data.shards.reader import Reader
+from stepladder.data.shards.reader import ShardReader
 
 
 @dataclass
@@ -28,7 +28,7 @@ def build(config: Config) -> Job:
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     data = Shards(config.data_dir, columns=("x", "y"))
     if config.memory:
-        with Reader(data) as reader:
+        with ShardReader(data) as reader:
             data = tuple(map(torch.from_numpy, reader.read(np.arange(len(data))).values()))  # type: ignore[assignment]
 
     def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:

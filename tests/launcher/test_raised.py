@@ -16,7 +16,7 @@ import pytest
 
 from processes import COMMAND, JOBS, refused, run
 from stepladder.core.errors import InputError, get_text
-from stepladder.data.workers import WorkerFailure, in_rank, in_worker
+from stepladder.data.workers import PackedError, call_in_rank, call_in_worker
 from stepladder.rank.error_record import ErrorKind, RankError, record_step
 
 RAISES = JOBS / "raises.py"
@@ -203,10 +203,10 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_what_a_worker_raises_is_raised_in_its_rank(
     error: BaseException, kind: type, text: str
 ) -> None:
-    failure = pickle.loads(pickle.dumps(in_worker(raising(error))))
-    assert isinstance(failure, WorkerFailure)
+    failure = pickle.loads(pickle.dumps(call_in_worker(raising(error))))
+    assert isinstance(failure, PackedError)
     with pytest.raises(kind) as raised:
-        failure.raise_it()
+        failure.reraise()
     assert get_text(raised.value) == text
     if kind is not InputError:  # which is one line
         assert "in call\n    raise error" in str(raised.value.__cause__)
@@ -214,7 +214,7 @@ def test_what_a_worker_raises_is_raised_in_its_rank(
 
 def test_a_dataset_without_workers_cannot_end_the_data() -> None:
     with pytest.raises(RuntimeError, match="has raised StopIteration"):
-        in_rank(raising(StopIteration()))
+        call_in_rank(raising(StopIteration()))
 
 
 def test_a_rank_can_tell_of_every_exception(tmp_path: Path) -> None:

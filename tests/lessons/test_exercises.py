@@ -80,7 +80,7 @@ TRIES = {
     "own count": (
         "padded-evaluation",
         False,
-        "len(mine)",
+        "len(share)",
         "len(CORRECT) / num_ranks",
         "counted were [9",
     ),
@@ -139,10 +139,10 @@ def test_a_plausible_mistake_is_found(
     assert old in text
     file = tmp_path / "exercise.py"
     file.write_text(text.replace(old, new))
-    said: list[str] = []
-    verdict = check_exercise(COURSE, exercise, file, said.append)
+    messages: list[str] = []
+    verdict = check_exercise(COURSE, exercise, file, messages.append)
     assert not verdict.passed
-    assert says in "\n".join([*said, verdict.text])
+    assert says in "\n".join([*messages, verdict.text])
 
 
 def test_the_table_lists_what_is_there() -> None:

@@ -56,10 +56,10 @@ def run_lesson(
     if not (cwd / "lessons").exists():
         (cwd / "lessons").symlink_to(LESSONS)
     program, *args = shlex.split(command)
-    words = (sys.executable, *PROGRAMS[program]) if program in PROGRAMS else (program,)
+    launcher = (sys.executable, *PROGRAMS[program]) if program in PROGRAMS else (program,)
     path = f"{SERVER.commands()}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     env = {"PATH": path} | SERVER.ranks() | options.pop("env", {})
-    return run(*args, *more, cwd=cwd, command=words, env=env, **options)
+    return run(*args, *more, cwd=cwd, command=launcher, env=env, **options)
 
 
 def claim_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -100,8 +100,8 @@ def draw_picture_of(folder: str, where: Path) -> None:
         return
     name, draw = pictures.PICTURES[folder]
     draw(where / "runs/lessons" / folder, where / name)
-    words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (where / name).read_text()))
-    assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
+    labels = set(re.findall(r"<text[^>]*>([^<]+)</text>", (where / name).read_text()))
+    assert labels >= {"rank 0", "rank 1"} or labels >= {"one device", "epoch"}
     assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {
         name
     }
@@ -114,7 +114,7 @@ def test_every_page_shows_what_its_lesson_prints(folder: str) -> None:
 
 def shown_on_page(folder: str) -> list[str]:
     page = (LESSONS / folder / "README.md").read_text(encoding="utf-8")
-    (text,) = (now for _, what, _, _, now, _ in MAKE.GENERATED.findall(page) if what == "output")
+    (text,) = (now for _, kind, _, _, now, _ in MAKE.GENERATED.findall(page) if kind == "output")
     return text.splitlines()[1:-1]
 
 
@@ -287,7 +287,7 @@ def test_the_first_line_is_the_command(folder: str) -> None:
 
 @FOLDERS
 def test_the_guides_flags_are_there(folder: str) -> None:
-    flags = set(re.findall(r'add_argument\("(--\w+)"', MAKE.code(folder)))
+    flags = set(re.findall(r'add_argument\(\s*"(--\w+)"', MAKE.code(folder)))
     assert flags >= (set() if folder in TRAIN_NOTHING else GUIDES_FLAGS)
 
 

@@ -61,12 +61,13 @@ def test_sixteen_ranks_on_two_nodes_over_ipv6(lab: Any, tmp_path: Path) -> None:
     )
     training = "lessons/13-multinode/lesson.py --total_epochs 4 --save_every 2 --batch_size 32"
     command = "unshare", "--mount", "sh", "-c", f"{ON_IPV6} torchrun {flags} {training}"
-    said = lab.slurm("srun", "-N2", "-w", "n1,n2", "--ntasks-per-node=1", *command, cwd=tmp_path)
-    assert re.findall(r"^([\w:.]+) +STREAM", said, re.MULTILINE).count(nodes["n1"]) == 1
-    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", said, re.MULTILINE), (
+    output = lab.slurm("srun", "-N2", "-w", "n1,n2", "--ntasks-per-node=1", *command, cwd=tmp_path)
+    assert re.findall(r"^([\w:.]+) +STREAM", output, re.MULTILINE).count(nodes["n1"]) == 1
+    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", output, re.MULTILINE), (
         "a node's name stands for an IPv4 address"
     )
-    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in said
+    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in output
     assert {
-        int(rank) for rank in re.findall(r"\[GPU(\d+)\] Epoch 3 \| Batchsize: 32 \| Steps: 4", said)
+        int(rank)
+        for rank in re.findall(r"\[GPU(\d+)\] Epoch 3 \| Batchsize: 32 \| Steps: 4", output)
     } == set(range(16))

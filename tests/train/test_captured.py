@@ -17,7 +17,7 @@ from torch import nn
 from processes import refused, run, train
 from stepladder import InputError, Job, Settings, Shards, Trainer, write_shards
 from stepladder.core.plan import Plan
-from stepladder.data.source import open_source
+from stepladder.data.sources import open_source
 from stepladder.train.cuda_graphs import (
     CapturedLoss,
     make_loss_programs,

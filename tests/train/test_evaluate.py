@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from ranks import run_ranks
 from stepladder.core.world import World
-from stepladder.data.source import TensorSource, open_source
+from stepladder.data.sources import TensorSource, open_source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.evaluation import evaluate

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from processes import run, train
 from stepladder import InputError
 from stepladder.recipes.gpt import (
+    BLOCKS_PER_ROW,
     GPT,
-    NOTHING,
-    SPAN,
+    PADDING,
     Config,
     build,
-    continued,
+    generate,
     loss,
     read_tokens,
-    summed,
+    sum_token_losses,
 )
 from stepladder.train.progress_bar import ProgressBar
 
@@ -91,7 +91,7 @@ def test_the_loss_is_over_each_token_of_the_validation_split_but_the_first(folde
     split = tokens[len(tokens) * 9 // 10 :].long()
     assert (len(split) - 1) % 8, "the last row is a part of one"
     with torch.no_grad():
-        total, count = summed(job.model, job.eval_data)
+        total, count = sum_token_losses(job.model, job.eval_data)
         expected = sum(
             float(
                 F.cross_entropy(
@@ -101,7 +101,7 @@ def test_the_loss_is_over_each_token_of_the_validation_split_but_the_first(folde
             for lo in range(0, len(split) - 1, 8)
             if len(y := split[lo + 1 : lo + 9])
         )
-    assert count == len(split) - 1 and (job.eval_data == NOTHING).any()
+    assert count == len(split) - 1 and (job.eval_data == PADDING).any()
     assert float(total) == pytest.approx(expected, rel=1e-5)
 
 
@@ -111,13 +111,13 @@ def test_blocks_begin_anywhere_and_count_all_their_tokens(folder: Path) -> None:
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             starts.update(x[:, 0].tolist())
-            return torch.zeros(*x.shape, 8 * SPAN)
+            return torch.zeros(*x.shape, 8 * BLOCKS_PER_ROW)
 
-    rows = torch.arange(8 * SPAN).expand(2000, 8 * SPAN)
+    rows = torch.arange(8 * BLOCKS_PER_ROW).expand(2000, 8 * BLOCKS_PER_ROW)
     total, count = loss(Looking(), rows)
-    assert (count, starts) == (2000 * 8, set(range(8 * (SPAN - 1))))
-    assert float(total) / count == pytest.approx(math.log(8 * SPAN), abs=1e-3)
-    assert job.train_data.shape[1] == 8 * SPAN
+    assert (count, starts) == (2000 * 8, set(range(8 * (BLOCKS_PER_ROW - 1))))
+    assert float(total) / count == pytest.approx(math.log(8 * BLOCKS_PER_ROW), abs=1e-3)
+    assert job.train_data.shape[1] == 8 * BLOCKS_PER_ROW
 
 
 def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_is_likeliest_is_drawn_where_nothing_is_left_to_chance() -> None:
     model = GPT(Config(layers=1, width=16, heads=2, block=8), torch.arange(5, dtype=torch.int32))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    tokens_read = continued(model, torch.tensor([1, 2]), 20, temperature=0)
+    tokens_read = generate(model, torch.tensor([1, 2]), 20, temperature=0)
     assert len(tokens_read) == 22 and tokens_read[:2].tolist() == [1, 2]
     with torch.no_grad():
         assert tokens_read[12] == model(tokens_read[None, 4:12])[0, -1].argmax(), (

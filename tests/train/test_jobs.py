@@ -163,7 +163,7 @@ def test_recipe_digits_moves_each_image_alike_on_any_number_of_processes(tmp_pat
 
 
 def test_images_of_recipe_digits_move_by_one_pixel_at_most() -> None:
-    from stepladder.recipes.digits import moved
+    from stepladder.recipes.digits import shift_images
 
     image = torch.arange(1.0, 65).view(8, 8)
     padded = F.pad(image, (1, 1, 1, 1))
@@ -172,7 +172,7 @@ def test_images_of_recipe_digits_move_by_one_pixel_at_most() -> None:
         for down in range(3)
         for right in range(3)
     }
-    shifted = moved(image.expand(200, 1, 8, 8))
+    shifted = shift_images(image.expand(200, 1, 8, 8))
     where = [
         {offset for offset, at in places.items() if torch.equal(sample[0], at)}
         for sample in shifted

@@ -18,7 +18,13 @@ from ratings_files import ITEMS, leave_one_out, ratings_csv, tastes
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.recipes import movielens
-from stepladder.recipes.movielens import Config, NeuMF, build, ranking, whole_logistic
+from stepladder.recipes.movielens import (
+    Config,
+    NeuMF,
+    build,
+    compute_ranking_metrics,
+    full_logistic_loss,
+)
 from stepladder.tools.recommend import recommend
 from stepladder.train.trainer import Trainer
 
@@ -46,7 +52,7 @@ def test_the_whole_loss_is_the_sampled_one_in_expectation(
     config = Config(data_dir=str(files), factors=4, reg=0.0, negatives=3)
     job = build(config)
     users, rated = job.train_data
-    loss, count = whole_logistic(job.model, [users[:9], rated[:9]], config)  # type: ignore[arg-type]
+    loss, count = full_logistic_loss(job.model, [users[:9], rated[:9]], config)  # type: ignore[arg-type]
     with torch.no_grad():
         scores = job.model(users[:9], rated[:9]).double()
     mean_negative = torch.nn.functional.softplus(scores).mean(1, keepdim=True)
@@ -61,7 +67,7 @@ def test_neumf_scores_all_items_as_it_scores_pairs() -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     users, items = torch.tensor([3, 0]), torch.arange(7)
-    pairs = torch.stack([model.pairs(user.repeat(7), items) for user in users])
+    pairs = torch.stack([model.score_pairs(user.repeat(7), items) for user in users])
     torch.testing.assert_close(model(users, torch.zeros(2, 7)), pairs)
 
 
@@ -82,7 +88,7 @@ def test_a_model_of_nan_hits_nothing(files: Path) -> None:
     job = build(Config(data_dir=str(files), factors=4))
     torch.nn.init.constant_(job.model.items.weight, float("nan"))  # type: ignore[arg-type, union-attr]
     with torch.no_grad():
-        sums = ranking(job.model, list(job.eval_data))
+        sums = compute_ranking_metrics(job.model, list(job.eval_data))
     assert float(sums["hr@10"][0]) == float(sums["ndcg@10"][0]) == 0
 
 
@@ -118,7 +124,7 @@ def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -
 def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_kill(
     files: Path, tmp_path: Path
 ) -> None:
-    asked = (
+    command = (
         "movielens",
         "--data-dir",
         files,
@@ -130,8 +136,8 @@ def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_k
         "--microbatch",
         3,
     )
-    results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
-    killed = train(*asked, "--nproc", 2, "--run-dir", "killed", "--fail-at", "1:9", cwd=tmp_path)
+    results = [train(*command, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
+    killed = train(*command, "--nproc", 2, "--run-dir", "killed", "--fail-at", "1:9", cwd=tmp_path)
     assert len({result["weights_sha256"] for result in [*results, killed]}) == 1
     assert all(result["metrics"] == results[0]["metrics"] for result in [*results, killed])
     audit = audited(tmp_path / "killed")
@@ -140,7 +146,7 @@ def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_k
 
 @pytest.mark.ranks
 def test_exact_sampled_negatives_are_those_of_the_microbatch(files: Path, tmp_path: Path) -> None:
-    asked = (
+    command = (
         "movielens",
         "--data-dir",
         files,
@@ -151,8 +157,8 @@ def test_exact_sampled_negatives_are_those_of_the_microbatch(files: Path, tmp_pa
         "--factors",
         2,
     )
-    asked = (*asked, "--global-batch", 80, "--steps", 4)
-    results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 3)]
+    command = (*command, "--global-batch", 80, "--steps", 4)
+    results = [train(*command, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 3)]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
 
@@ -167,8 +173,8 @@ def trained(stars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
-    asked = ("recipe", "recommend", trained, "--user", 37, "--top", 5)
-    shown = json.loads(run(*asked, "--json", cwd=trained).stdout)
+    command = ("recipe", "recommend", trained, "--user", 37, "--top", 5)
+    shown = json.loads(run(*command, "--json", cwd=trained).stdout)
     assert shown.keys() == {"schema", "user", "step", "popular", "items"} and not shown["popular"]
     rated = {1000 + 3 * int(item) for item in [*tastes()[3], 0]}
     assert not rated & {item["movie_id"] for item in shown["items"]}
@@ -177,7 +183,7 @@ def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
     )
     scores = [item["score"] for item in shown["items"]]
     assert scores == sorted(scores, reverse=True)
-    lines = run(*asked, cwd=trained).stdout.splitlines()
+    lines = run(*command, cwd=trained).stdout.splitlines()
     assert len(lines) == 6 and all(
         item["title"] in line for item, line in zip(shown["items"], lines[1:], strict=True)
     )
@@ -204,7 +210,7 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
 
 
 @pytest.mark.parametrize(
-    "given, found",
+    "given, message",
     [
         ({"fold": 5}, "--fold 5 is not from 0 to 4. HINT: --fold 0"),
         ({"fold": -1}, "--fold -1"),
@@ -215,10 +221,10 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
         ),
     ],
 )
-def test_a_setting_that_means_nothing_is_refused(given: dict[str, Any], found: str) -> None:
+def test_a_setting_that_means_nothing_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match="HINT") as refusal:
         Config(**given)
-    assert found in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.ranks
@@ -243,25 +249,26 @@ def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) ->
         "no user 8 among the 60",
         "--user 7 to 597",
     )
-    other, broken = tmp_path / "other", tmp_path / "broken"
-    shutil.copytree(trained, other)
-    config = json.loads((other / "config.json").read_text())
+    mlp_run = tmp_path / "other"
+    broken = tmp_path / "broken"
+    shutil.copytree(trained, mlp_run)
+    config = json.loads((mlp_run / "config.json").read_text())
     config["definition"]["recipe"] = "mlp"
-    (other / "config.json").write_text(json.dumps(config))
+    (mlp_run / "config.json").write_text(json.dumps(config))
     shutil.copytree(trained, broken)
     for path in broken.glob("snapshots/*/model.safetensors"):
         path.write_bytes(b"")
-    for run_dir, top, titles, data_dir, found in (
+    for run_dir, top, titles, data_dir, message in (
         (trained, 0, None, None, "--top 0"),
         (trained, 3, Path("none.csv"), None, "cannot read none.csv: No such file"),
         (trained, 3, None, Path("nowhere"), "nowhere holds no ratings.csv"),
-        (other, 3, None, None, "other is a run of mlp"),
+        (mlp_run, 3, None, None, "other is a run of mlp"),
         (tmp_path / "none", 3, None, None, "none is not a run directory"),
         (broken, 3, None, None, "has no good snapshot (step_"),
     ):
         with pytest.raises(InputError) as refusal:
             recommend(run_dir, 7, top, titles, data_dir)
-        assert found in str(refusal.value)
+        assert message in str(refusal.value)
 
 
 # -- the real data ---------------------------------------------------------------------------------
@@ -271,8 +278,8 @@ def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) ->
 @pytest.mark.ranks
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the MovieLens files are not beside the repository")
 def test_exact_on_movielens_1m(tmp_path: Path) -> None:
-    asked = ("movielens", "--data-dir", SHARED / "ncf-ml-1m", "--sync", "exact", "--steps", 6)
-    results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
+    command = ("movielens", "--data-dir", SHARED / "ncf-ml-1m", "--sync", "exact", "--steps", 6)
+    results = [train(*command, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
     assert len({result["weights_sha256"] for result in results}) == 1
     assert len({json.dumps(result["metrics"]) for result in results}) == 1
 

@@ -23,7 +23,7 @@ from contracts import check_resume, check_resume_twice
 from processes import audited, started, train
 from ranks import run_ranks
 from stepladder import Comm, Job, Plan, Settings, Trainer
-from stepladder.data.source import Request, open_source
+from stepladder.data.sources import Request, open_source
 from stepladder.storage.audit import audit
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder import InputError, Job, Settings, Trainer
-from stepladder.data.source import _collate
-from stepladder.data.workers import in_worker
+from stepladder.data.loader import collate_items
+from stepladder.data.workers import call_in_worker
 from stepladder.storage.audit import audit
 from stepladder.train.return_values import find_doubtful_counts, parse_loss
 
@@ -187,9 +187,11 @@ def test_items_that_make_no_batch_are_refused(items: list[Any], tmp_path: Path) 
         InputError, match=r"items of the job's Dataset, from [0-9]+ on, do not make a batch"
     ):
         fit(tmp_path, train_data=items)
-    sent = pickle.loads(pickle.dumps(_collate(default_collate, in_worker, list(enumerate(items)))))
+    sent = pickle.loads(
+        pickle.dumps(collate_items(default_collate, call_in_worker, list(enumerate(items))))
+    )
     with pytest.raises(InputError, match="do not make a batch"):
-        sent.raise_it()
+        sent.reraise()
 
 
 def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:

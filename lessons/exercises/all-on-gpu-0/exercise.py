@@ -12,12 +12,13 @@ from collections import Counter
 import torch
 import torch.multiprocessing as mp
 
-NODES, GPUS = 2, 2
+NODES = 2
+GPUS = 2  # of each node
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def my_device():
-    """This process's GPU. torchrun has set RANK, LOCAL_RANK and WORLD_SIZE in os.environ."""
+    """Return this process's GPU. torchrun sets RANK, LOCAL_RANK and WORLD_SIZE in os.environ."""
     return torch.device("cuda")
 
 
@@ -25,13 +26,10 @@ def my_device():
 
 
 def rank_main(rank, results):
-    here = {
-        "RANK": rank,
-        "LOCAL_RANK": rank % GPUS,
-        "WORLD_SIZE": NODES * GPUS,
-        "LOCAL_WORLD_SIZE": GPUS,
-    }
-    os.environ |= {name: str(value) for name, value in here.items()}
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank % GPUS)
+    os.environ["WORLD_SIZE"] = str(NODES * GPUS)
+    os.environ["LOCAL_WORLD_SIZE"] = str(GPUS)
     results.put((rank, my_device().index or 0))
 
 
@@ -41,9 +39,8 @@ def main():
     gpus = dict(results.get() for _ in range(NODES * GPUS))
     for rank in sorted(gpus):
         print(f"node {rank // GPUS}: rank {rank} takes GPU {gpus[rank]}")
-    for (node, gpu), count in sorted(
-        Counter((rank // GPUS, gpu) for rank, gpu in gpus.items()).items()
-    ):
+    counts = Counter((rank // GPUS, gpu) for rank, gpu in gpus.items())
+    for (node, gpu), count in sorted(counts.items()):
         if gpu >= GPUS:
             sys.exit(f"not yet: node {node} has no GPU {gpu}")
         if count > 1:

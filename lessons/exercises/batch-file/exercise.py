@@ -36,11 +36,9 @@ def main():
     if done.returncode:
         first = done.stdout.partition(". HINT")[0].partition(": ")[2]
         sys.exit(f"not yet: {first}")
-    for wanted in ("#SBATCH --nodes=2", "srun .*torchrun", "train.py"):
-        if not re.search(wanted, JOB):
-            sys.exit(
-                f"not yet: the job should run train.py by torchrun on two nodes; no {wanted} is left"
-            )
+    for pattern in ("#SBATCH --nodes=2", "srun .*torchrun", "train.py"):
+        if not re.search(pattern, JOB):
+            sys.exit(f"not yet: torchrun should run train.py on two nodes; there is no {pattern}")
     print("passed: the lint finds nothing")
 
 

@@ -16,18 +16,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, STEPS, PATIENCE = 2, 3, 5.0  # seconds
+NUM_RANKS = 2
+STEPS = 3
+PATIENCE_S = 5.0
 
 
 def mean_over_ranks(value):
-    """A collective: it returns when all processes have called it."""
+    """Return the mean over the processes. A collective: it returns when all have called it."""
     total = torch.tensor([value])
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def train(rank):
-    """Train, and log on rank 0. Returns the losses logged on this process."""
+    """Train, log on rank 0, and return the losses that this process logged."""
     logged = []
     for step in range(STEPS):
         loss = float(step + rank)  # of this process's samples
@@ -47,32 +49,26 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
     with suppress(BrokenBarrierError):
-        all_done.wait(
-            PATIENCE
-        )  # a process that leaves at once would break what the other still receives
+        all_done.wait(PATIENCE_S)  # an exit at once would break what the other process receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
     context = mp.get_context("spawn")
-    results, all_done = context.SimpleQueue(), context.Barrier(NUM_RANKS)
+    results = context.SimpleQueue()
+    all_done = context.Barrier(NUM_RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            rank_main, args=(NUM_RANKS, f"{folder}/store", results, all_done), nprocs=NUM_RANKS
-        )
+        args = (NUM_RANKS, f"{folder}/store", results, all_done)
+        mp.spawn(rank_main, args=args, nprocs=NUM_RANKS)
     answers = dict(results.get() for _ in range(NUM_RANKS))
     for rank, answer in answers.items():
         if isinstance(answer, str):
             print(f"rank {rank}: {answer}")
             sys.exit(f"not yet: rank {rank} waited in a collective that the other never called")
     if answers != {0: [step + 0.5 for step in range(STEPS)], 1: []}:
-        sys.exit(
-            f"not yet: rank 0 alone logs the mean over both, 0.5, 1.5, 2.5; logged was {answers}"
-        )
+        sys.exit(f"not yet: rank 0 alone logs the means, 0.5, 1.5, 2.5; logged was {answers}")
     print("passed: all call the collective, one prints")
 
 

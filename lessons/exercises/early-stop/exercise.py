@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, GOOD_ENOUGH, PATIENCE = 2, 0.3, 5.0  # seconds
-LOSSES = [
-    [0.9, 0.5, 0.2, 0.1, 0.1],
-    [0.9, 0.7, 0.5, 0.3, 0.2],
-]  # of each process's samples, after each epoch
+NUM_RANKS = 2
+GOOD_ENOUGH = 0.3
+PATIENCE_S = 5.0
+# Of each process's samples, after each epoch.
+LOSSES = [[0.9, 0.5, 0.2, 0.1, 0.1], [0.9, 0.7, 0.5, 0.3, 0.2]]
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def should_stop(loss):
-    """Whether the training ends now. loss: of this process's samples."""
+    """Return whether the training ends now. loss is of this process's samples."""
     return loss < GOOD_ENOUGH
 
 
@@ -33,7 +33,7 @@ def should_stop(loss):
 
 
 def train(rank):
-    """Returns the number of epochs."""
+    """Train, and return the number of epochs."""
     for epoch, loss in enumerate(LOSSES[rank]):
         dist.all_reduce(torch.ones(1))  # the gradients of a training step
         if should_stop(loss):
@@ -48,14 +48,10 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
     with suppress(BrokenBarrierError):
-        all_done.wait(
-            PATIENCE
-        )  # a process that leaves at once would break what the other still receives
+        all_done.wait(PATIENCE_S)  # an exit at once would break what the other process receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():

@@ -15,11 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-NUM_RANKS, BATCH_PER_RANK, EPOCHS, LR = 3, 8, 2, 0.01
+NUM_RANKS = 3
+BATCH_PER_RANK = 8
+EPOCHS = 2
+LR = 0.01
 
 
 def learning_rate(num_ranks):
-    """LR is right for one process with a batch of BATCH_PER_RANK. What is right for several?"""
+    """Return the rate. LR is right for one process with a batch of BATCH_PER_RANK."""
     return LR
 
 
@@ -27,9 +30,7 @@ def learning_rate(num_ranks):
 
 
 def train(rank, num_ranks):
-    """The mean loss on all data after EPOCHS epochs of plain SGD, gradients averaged over the
-    processes.
-    """
+    """Train by SGD with averaged gradients, and return the mean loss on all data."""
     x = torch.randn(480, 4, generator=torch.Generator().manual_seed(0))
     y = x @ torch.tensor([[1.0], [2.0], [-1.0], [0.5]])
     data = TensorDataset(x, y)
@@ -51,25 +52,23 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, args=(NUM_RANKS, f"{folder}/store", results), nprocs=NUM_RANKS)
-    one, three = train(0, 1), results.get()
-    print(f"loss after {EPOCHS} epochs: {one:.4f} on one process, {three:.4f} on {NUM_RANKS}")
-    if three > 1.5 * one:
+    single = train(0, 1)
+    shared = results.get()
+    ratio = shared / single
+    print(f"loss after {EPOCHS} epochs: {single:.4f} on one process, {shared:.4f} on {NUM_RANKS}")
+    if ratio > 1.5:
         sys.exit(
-            f"not yet: after the same epochs the loss is {three / one:.1f} times that of one process"
+            f"not yet: after the same epochs the loss is {ratio:.1f} times that of one process"
         )
-    if three < one / 1.5:
-        sys.exit(
-            f"not yet: the curve should be that of one process, the loss is {three / one:.1g} times that"
-        )
+    if ratio < 1 / 1.5:
+        sys.exit(f"not yet: the loss should be that of one process, it is {ratio:.1g} times that")
     print("passed: the curve of one process, in a third of the steps")
 
 

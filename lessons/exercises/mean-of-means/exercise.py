@@ -19,9 +19,7 @@ SHARES = [slice(0, 6), slice(6, 8)]
 
 
 def mean_loss(losses):
-    """The mean over the samples of all processes. losses: those of this process's samples, shape
-    (n,).
-    """
+    """Return the mean over the samples of all processes. losses are those of this process."""
     mean = losses.mean()
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).item()
@@ -36,9 +34,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -46,10 +42,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, args=(len(SHARES), f"{folder}/store", results), nprocs=len(SHARES))
     means = dict(results.get() for _ in SHARES)
-    truth = LOSSES.mean().item()
-    print(f"one process: {truth}   two processes: {[means[rank] for rank in sorted(means)]}")
-    if any(abs(mean - truth) > 1e-6 for mean in means.values()):
-        sys.exit(f"not yet: the mean over all samples is {truth}, reported is {means[0]}")
+    expected = LOSSES.mean().item()
+    by_rank = [means[rank] for rank in sorted(means)]
+    print(f"one process: {expected}   two processes: {by_rank}")
+    if any(abs(mean - expected) > 1e-6 for mean in means.values()):
+        sys.exit(f"not yet: the mean over all samples is {expected}, reported is {means[0]}")
     print("passed: the same mean on any number of processes")
 
 

@@ -44,9 +44,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -60,8 +58,9 @@ def main():
     missing = model.load_state_dict(file, strict=False).missing_keys
     print(f"keys in the file: {list(file)}\ntrained {trained}\nloaded  {model.weight.tolist()}")
     if missing:
+        loaded = 2 - len(missing)
         sys.exit(
-            f"not yet: {2 - len(missing)} of 2 tensors were found, and the others are those of a new model"
+            f"not yet: {loaded} of 2 tensors were found, and the others are those of a new model"
         )
     if model.weight.tolist() != trained:
         sys.exit("not yet: the loaded weights are not the trained ones")

@@ -25,7 +25,7 @@ class Config:
 
 
 def augment(x):
-    """The samples of one pass, with new noise."""
+    """Return the samples of one pass with new noise."""
     return x + 0.1 * torch.randn(x.shape, generator=NOISE)
 
 
@@ -33,7 +33,7 @@ def augment(x):
 
 
 def loss(model, batch):
-    """Of one pass: the sum over its samples, and how many they are."""
+    """Return the sum of the losses of one pass, and the number of its samples."""
     x, y = batch
     return (model(augment(x)) - y).square().sum(), len(x)
 
@@ -42,9 +42,8 @@ def build(config):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     x = torch.randn(128, 4)
-    return Job(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss, (x, x.sum(1, keepdim=True))
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Job(model, optimizer, loss, (x, x.sum(1, keepdim=True)))
 
 
 def main():
@@ -53,13 +52,10 @@ def main():
         sys.exit("not yet: each pass must get noise of its own")
     flags = ["--sync", "exact", "--microbatch", "8", "--nproc", "1,2", "--steps", "4"]
     with tempfile.TemporaryDirectory() as folder:
-        if subprocess.run(
-            [sys.executable, "-m", "stepladder", "verify", __file__, *flags], cwd=folder
-        ).returncode:
+        command = [sys.executable, "-m", "stepladder", "verify", __file__, *flags]
+        if subprocess.run(command, cwd=folder).returncode:
             sys.exit("not yet: one process and two end with other weights; verify says why")
-    print(
-        "passed: the same noise for the same samples, and the same bits on one process and on two"
-    )
+    print("passed: the same noise for the same samples, and the same bits on both numbers")
 
 
 if __name__ == "__main__":

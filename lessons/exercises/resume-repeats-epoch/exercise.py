@@ -15,9 +15,7 @@ EPOCHS = 6
 
 
 def train(path, stop_after=EPOCHS):
-    """Train, or go on where the snapshot in `path` says. Returns the epochs done in this call, and
-    the weights.
-    """
+    """Train from the snapshot in `path`, if there is one; return the new epochs and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, PER_NODE = 4, 2
+NUM_RANKS = 4
+PER_NODE = 2
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def save(state, path, rank, local_rank):
-    """Write the snapshot, on one process of all. rank counts over all nodes, local_rank within a
-    node.
-    """
+    """Write the snapshot on one process. local_rank counts within a node, rank over all nodes."""
     if local_rank == 0:
         torch.save(state, path)
 
@@ -40,9 +39,7 @@ def rank_main(rank, num_ranks, store, results):
         dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -50,12 +47,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         args = (NUM_RANKS, f"{folder}/store", results)
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
-    seen = sorted(results.get() for _ in range(NUM_RANKS))
-    for rank, writer in seen:
-        print(
-            f"after the turn of rank {rank}, on node {rank // PER_NODE}, the snapshot is that of rank {writer}"
-        )
-    writers = sorted({writer for _, writer in seen if writer is not None})
+    turns = sorted(results.get() for _ in range(NUM_RANKS))
+    for rank, writer in turns:
+        turn = f"after the turn of rank {rank}, on node {rank // PER_NODE}"
+        print(f"{turn}, the snapshot is that of rank {writer}")
+    writers = sorted({writer for _, writer in turns if writer is not None})
     if len(writers) != 1:
         sys.exit(f"not yet: {len(writers)} processes wrote the snapshot, ranks {writers}")
     print("passed: one process of all writes")

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, STEPS, FIRST_RATE = 2, 8, 0.8
+NUM_RANKS = 2
+STEPS = 8
+FIRST_RATE = 0.8
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def after_step(scheduler, rank, num_ranks):
-    """Called on each process after each step of the optimizer."""
+    """Change the rate. Each process calls this after each step of its optimizer."""
     for _ in range(num_ranks):  # each process has made a step
         scheduler.step()
 
@@ -42,9 +44,7 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -58,7 +58,9 @@ def main():
     for rank, rates, weight in answers:
         print(f"rank {rank}: {rates}, weight {weight:.3f}")
     if answers[0][2] != answers[1][2]:
-        sys.exit("not yet: the processes hold different weights, for their rates were different")
+        sys.exit(
+            "not yet: the processes hold different weights, because their rates were different"
+        )
     for step, (rate, planned) in enumerate(zip(answers[0][1], plan, strict=True)):
         if rate != planned:
             sys.exit(f"not yet: the learning rate of step {step} is {rate}, planned is {planned}")

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, TensorDataset
 
-NUM_RANKS, NUM_SAMPLES, EPOCHS = 2, 512, 5
+NUM_RANKS = 2
+NUM_SAMPLES = 512
+EPOCHS = 5
 SLOPES = torch.tensor([[2.0], [-1.0], [0.5]])
 
 
@@ -26,20 +28,15 @@ def make_data():
 
 
 def leave_group():
-    """End this process, once all have come here: nothing after the call runs."""
+    """End this process once all ranks have called this. Nothing after the call runs."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
-    )
+    os._exit(0)  # Python's own exit may abort while gloo's threads still run
 
 
 def train(rank, num_ranks, store, results):
-    """Train on this process's share, and report which samples it saw and with which weights it
-    ended.
-    """
+    """Train on this process's share, and report its samples and its final weights."""
     # Your turn: 1. join the process group (`store` is a file that all processes can open)
     #            2. a sampler, so that each process has its share    3. DDP around the model
     #            4. leave_group() at the end
@@ -48,17 +45,17 @@ def train(rank, num_ranks, store, results):
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _epoch in range(EPOCHS):
-        seen = []
+        samples = []
         for numbers, x, y in loader:
-            seen += numbers.tolist()
+            samples += numbers.tolist()
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    results.put((rank, sorted(seen), [p.tolist() for p in model.parameters()]))
+    results.put((rank, sorted(samples), [p.tolist() for p in model.parameters()]))
 
 
 def start(store, results):
-    """Start the training. store: a path for the processes to meet at."""
+    """Start the training. store is the path of the file for init_process_group."""
     train(0, 1, store, results)  # your turn: NUM_RANKS processes instead of this call
 
 
@@ -72,19 +69,18 @@ def main():
     reports = []
     while not results.empty():
         reports.append(results.get())
-    for rank, seen, _ in sorted(reports):
-        print(f"rank {rank} saw {len(seen)} samples in the last epoch")
+    for rank, samples, _ in sorted(reports):
+        print(f"rank {rank} saw {len(samples)} samples in the last epoch")
     if sorted(rank for rank, _, _ in reports) != list(range(NUM_RANKS)):
         sys.exit(f"not yet: {len(reports)} of {NUM_RANKS} processes did the work")
-    if sorted(n for _, seen, _ in reports for n in seen) != list(range(NUM_SAMPLES)):
+    if sorted(n for _, samples, _ in reports for n in samples) != list(range(NUM_SAMPLES)):
         sys.exit("not yet: the processes did not share the samples, each one once")
     weights = [torch.tensor(weights[0]) for _, _, weights in sorted(reports)]
     if not torch.equal(weights[0], weights[1]):
         sys.exit(f"not yet: the processes ended with different weights: {weights}")
     if (weights[0] - SLOPES.T).abs().max() > 0.05:
-        sys.exit(
-            f"not yet: the slopes are {SLOPES.flatten().tolist()}, found was {weights[0].tolist()}"
-        )
+        slopes = SLOPES.flatten().tolist()
+        sys.exit(f"not yet: the slopes are {slopes}, found was {weights[0].tolist()}")
     print("passed: two processes, each sample once, the same weights on both, and they are right")
 
 

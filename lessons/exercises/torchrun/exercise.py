@@ -1,6 +1,6 @@
 """Exercise torchrun: let the launcher say who you are.
 
-    torchrun --standalone --nproc-per-node 2 exercise.py          (or: stepladder learn check torchrun)
+    torchrun --standalone --nproc-per-node 2 exercise.py    (or: stepladder learn check torchrun)
 
 torchrun starts two processes and puts into the environment of each who it is and where the others
 are. This script does not look there: both processes believe that they are alone, and both do all
@@ -16,43 +16,43 @@ NUM_SAMPLES = 10
 
 
 def join():
-    """Join the process group. Returns this process's rank and the number of processes."""
+    """Join the process group, and return this process's rank and the number of processes."""
     return 0, 1  # your turn
 
 
 def work(rank, num_ranks):
-    """The sum of this process's samples, and of all."""
+    """Return the sum of this process's samples, and the sum of all."""
     total = torch.tensor([float(sum(range(rank, NUM_SAMPLES, num_ranks)))])
-    own = total.item()
+    share = total.item()
     dist.all_reduce(total)
-    return own, total.item()
+    return share, total.item()
 
 
 # -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def fail(text):
-    """Said by whichever process sees it first, for torchrun then ends the others."""
-    sys.stderr.write(
-        f"not yet: {text}\n"
-    )  # in one piece: another process may write at the same time
+    """Print the problem and exit; torchrun then ends the other processes."""
+    sys.stderr.write(f"not yet: {text}\n")  # one write: another process may write too
     sys.exit(1)
 
 
 def main():
     if "RANK" not in os.environ:
         sys.exit("not yet: started without torchrun, see the first lines of this file")
-    truth = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    expected = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     rank, num_ranks = join()
-    if (rank, num_ranks) != truth:
-        fail(f"rank {truth[0]} of {truth[1]} believes that it is rank {rank!r} of {num_ranks!r}")
+    if (rank, num_ranks) != expected:
+        fail(
+            f"rank {expected[0]} of {expected[1]} believes that it is rank {rank!r} of {num_ranks!r}"
+        )
     if not dist.is_initialized():
         fail("the processes have not met: no process group")
-    own, total = work(rank, num_ranks)
-    expected = float(sum(range(NUM_SAMPLES)))
-    print(f"rank {rank} of {num_ranks}: {own} of {total}", flush=True)
-    if total != expected:
-        fail(f"the sum over all processes is {total}, and should be {expected}")
+    share, total = work(rank, num_ranks)
+    expected_total = float(sum(range(NUM_SAMPLES)))
+    print(f"rank {rank} of {num_ranks}: {share} of {total}", flush=True)
+    if total != expected_total:
+        fail(f"the sum over all processes is {total}, and should be {expected_total}")
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     if rank == 0:

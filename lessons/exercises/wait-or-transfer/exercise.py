@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-NUM_RANKS, LATE = 2, 1.0
+NUM_RANKS = 2
+DELAY_S = 1.0
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def seconds_in_transfer(tensor):
-    """Add up `tensor` over all processes. Returns how long the transfer took."""
-    began = time.perf_counter()
+    """Add up `tensor` over all processes, and return the seconds of the transfer."""
+    start = time.perf_counter()
     dist.all_reduce(tensor)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 # -- the check: leave it as it is ------------------------------------------------------------------
@@ -32,15 +33,13 @@ def rank_main(rank, num_ranks, store, results):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     dist.barrier()
     if rank == 1:
-        time.sleep(LATE)  # it reads its data, say
+        time.sleep(DELAY_S)  # it may be reading its data
     number = torch.tensor([rank + 1.0])
     results.put((rank, seconds_in_transfer(number), number.item()))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
 
 
 def main():
@@ -54,7 +53,7 @@ def main():
         if total != 3:
             sys.exit(f"not yet: the sum is 3, rank {rank} has {total}")
     longest = max(seconds for _, seconds, _ in answers)
-    if longest > LATE / 2:
+    if longest > DELAY_S / 2:
         sys.exit(f"not yet: {longest:.1f} s in transfer, where one number was sent")
     print("passed: the wait for the late process is not counted")
 

@@ -17,7 +17,7 @@ from stepladder.cli.types import COUNT, NAME, PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import make_console
-from stepladder.data.disk import Feedback
+from stepladder.data.local_files import Feedback
 
 
 @click.group(name="data", cls=SuggestingGroup)
@@ -39,18 +39,18 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
     """Fetch the data set NAME (mnist, movielens-small, movielens-1m, shakespeare) and check its
     sha256 sums.
     """
-    from stepladder.data.fetch import fetch
-    from stepladder.data.fetch.catalog import find
+    from stepladder.data.fetch import download
+    from stepladder.data.fetch.catalog import find_dataset
 
-    dataset = find(name)
+    dataset = find_dataset(name)
     target = data_dir or Path("data") / name
     with on_stderr() as feedback:
-        paths = fetch.get(dataset, target, source, feedback)
+        paths = download.fetch_dataset(dataset, target, source, feedback)
     size = sum(file.bytes for file in dataset.files)
     echo(f"{name}: {len(paths)} files, {size:,} bytes, checked, in {target}")
     for file in dataset.files:
         if file.unpack:
-            echo(f"unpacked: {fetch.unpacked_folder(file, target)}")
+            echo(f"unpacked: {download.unpacked_folder(file, target)}")
     echo(f"licence: {dataset.licence}")
     echo(f"cite: {dataset.citation}")
     if as_json:
@@ -70,9 +70,9 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 
     PATH_OR_NAME is a folder of MNIST files, one IDX file, a folder or zip of movielens-small, a
     folder of shards or an HDF5 file, or the name of a data set that is in data/NAME."""
-    from stepladder.data.facts import describe
+    from stepladder.data.describe import describe_data
 
-    facts = describe(locate(path_or_name), check)
+    facts = describe_data(locate(path_or_name), check)
     if as_json:
         echo_json(facts)
     else:
@@ -107,9 +107,9 @@ def shard(
     INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four
     MNIST files, which becomes train and test. Stopped, killed or out of disk, it goes on where it
     was when typed again."""
-    from stepladder.data.facts import describe_shards
+    from stepladder.data.describe import describe_shards
     from stepladder.data.formats.inputs import open_tables
-    from stepladder.data.shards.writing import write_table
+    from stepladder.data.shards.writer import write_table
 
     for text in dtypes:
         if "=" not in text:
@@ -134,7 +134,7 @@ def shard(
 def on_stderr() -> Iterator[Feedback]:
     """How a person sees what is being done: bars on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
-        yield Feedback(say=partial(echo, err=True))
+        yield Feedback(on_message=partial(echo, err=True))
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

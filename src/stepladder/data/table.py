@@ -1,4 +1,4 @@
-"""Tables: what shards are written from. Columns, and their rows in blocks that follow each other."""
+"""Tables: the inputs that shards are written from, as columns whose rows come in blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 
-Block = dict[str, Any]  # per column an array (rows, *shape), or Ragged
+Block = dict[str, Any]  # by column: an array (rows, *shape), or Ragged
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 1 << 20
+LENGTH_BYTES = 16  # of a row of a list: where it ends, in memory and in the file
+REPAIR_HINT = "repair or replace the file"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape
-    is ().
+    """One array of a data set.
+
+    Attributes:
+        dtype: The type of its numbers.
+        shape: The shape of one row.
+        is_list: Whether each row is a list of its own length; `shape` is () then.
     """
 
     dtype: np.dtype[Any]
@@ -31,18 +37,23 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row; of a list only what its length takes."""
-        return 16 if self.is_list else self.dtype.itemsize * math.prod(self.shape)
+        """The bytes of a row; of a list only those of its length."""
+        if self.is_list:
+            return LENGTH_BYTES
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         if self.is_list:
             return f"lists of {self.dtype}"
-        return " x ".join(map(str, self.shape)) + " " * bool(self.shape) + str(self.dtype)
+        if not self.shape:
+            return str(self.dtype)
+        return f"{' x '.join(map(str, self.shape))} {self.dtype}"
 
 
 class Ragged(NamedTuple):
-    """Lists in a row: list i is values[offsets[i]:offsets[i + 1]]. As EmbeddingBag and nested
-    tensors want it.
+    """Lists one after the other, as EmbeddingBag and nested tensors take them.
+
+    List i is values[offsets[i] : offsets[i + 1]].
     """
 
     values: Any
@@ -53,46 +64,66 @@ class Ragged(NamedTuple):
 class Table:
     """An input that is read from its start.
 
-    name: for messages.  columns: those that are read.  identity: as long as it is the same, so are
-    the rows. read: all rows, in blocks of any size; it keeps `done` up to date.  total: bytes of
-    the input, as far as known. done: how many of them are read.  rows: where it is known before
-    they are read, else 0."""
+    Attributes:
+        name: Its name in messages.
+        columns: The columns that are read.
+        identity: Two inputs with the same identity have the same rows.
+        read: Yields all rows, in blocks of any size, and updates `bytes_read`.
+        total_bytes: The size of the input, as far as known.
+        bytes_read: The bytes that have been read.
+        rows: The number of rows, where it is known in advance, else 0.
+    """
 
     name: str
     columns: dict[str, Column]
     identity: dict[str, Any]
     read: Callable[[Table], Iterator[Block]]
-    total: int = 0
-    done: int = 0
+    total_bytes: int = 0
+    bytes_read: int = 0
     rows: int = 0
 
     def blocks(self, skip: int) -> Iterator[Block]:
-        """The rows from number `skip` on."""
+        """Yield the rows after the first `skip`."""
         for block in self.read(self):
-            size = length(block)
+            size = count_rows(block)
             if skip < size:
-                yield cut(block, skip, size)
+                yield slice_block(block, skip, size)
             skip = max(0, skip - size)
 
 
-def chosen(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
-    """The columns to read of `source`: those named, in this order, or all. InputError for an
-    unknown one, and for one that is there, or named, twice."""
-    there, wanted = Counter(list(known)), Counter(names)  # a table would be counts
-    for name in wanted or there:
-        if name not in there:
+def select_columns(
+    names: tuple[str, ...],
+    known: Iterable[str],
+    source: object,
+) -> list[str]:
+    """Return the columns to read: those named, in their order, or all.
+
+    Args:
+        names: The columns that the user names; none for all.
+        known: The columns of the source.
+        source: The source's name in messages.
+
+    Raises:
+        InputError: A column does not exist, exists twice, or is named twice.
+    """
+    known_counts = Counter(list(known))  # a mapping would be taken for counts
+    name_counts = Counter(names)
+    selected = list(name_counts or known_counts)
+    for name in selected:
+        if name not in known_counts:
             raise InputError(
-                f"{source} has no column {name!r}", f"columns there are: {', '.join(there)}"
+                f"{source} has no column {name!r}",
+                f"its columns are: {', '.join(known_counts)}",
             )
-        if there[name] > 1:
-            raise unusable(
-                source, f"{there[name]} columns are called {name!r}", "--columns without it"
-            )
-        if wanted[name] > 1:
+        if known_counts[name] > 1:
+            problem = f"{known_counts[name]} columns are called {name!r}"
+            raise input_error(source, problem, "--columns without it")
+        if name_counts[name] > 1:
             raise InputError(
-                f"column {name!r} of {source} is named twice", f"--columns {','.join(wanted)}"
+                f"column {name!r} of {source} is named twice",
+                f"--columns {','.join(selected)}",
             )
-    return list(wanted or there)
+    return selected
 
 
 def row_bytes(columns: dict[str, Column]) -> int:
@@ -100,70 +131,88 @@ def row_bytes(columns: dict[str, Column]) -> int:
 
 
 def rows_per_block(columns: dict[str, Column]) -> int:
-    """Of about BLOCK_BYTES, so that a reader never holds much more than one."""
+    """Return the number of rows that have about BLOCK_BYTES, the memory of a reader."""
     return max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes(columns))))
 
 
-def length(block: Block) -> int:
+def count_rows(block: Block) -> int:
     first = next(iter(block.values()))
     return len(first.offsets) - 1 if isinstance(first, Ragged) else len(first)
 
 
-def cut(block: Block, lo: int, hi: int) -> Block:
-    """Rows [lo, hi) of a block; lists start at 0 again."""
-    part = {}
+def slice_block(
+    block: Block,
+    lo: int,
+    hi: int,
+) -> Block:
+    """Return the rows [lo, hi) of a block; the offsets of lists start at 0."""
+    rows = {}
     for name, column in block.items():
         if isinstance(column, Ragged):
             offsets = column.offsets[lo : hi + 1]
-            part[name] = Ragged(column.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+            values = column.values[offsets[0] : offsets[-1]]
+            rows[name] = Ragged(values, offsets - offsets[0])
         else:
-            part[name] = column[lo:hi]
-    return part
+            rows[name] = column[lo:hi]
+    return rows
 
 
-def join(blocks: list[Block]) -> Block:
+def concatenate_blocks(blocks: list[Block]) -> Block:
     if len(blocks) == 1:
         return blocks[0]
-    return {name: join_column([block[name] for block in blocks]) for name in blocks[0]}
+    return {name: concatenate_columns([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def join_column(parts: list[Any]) -> Any:
+def concatenate_columns(parts: list[Any]) -> Any:
     if not isinstance(parts[0], Ragged):
         return np.concatenate(parts)
-    shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
-    offsets = [part.offsets[1:] + shift for part, shift in zip(parts, shifts[:-1], strict=True)]
-    return Ragged(
-        np.concatenate([part.values for part in parts]),
-        np.concatenate([np.zeros(1, np.int64), *offsets]),
-    )
+    values = np.concatenate([part.values for part in parts])
+    offsets = [np.zeros(1, np.int64)]
+    shift = 0
+    for part in parts:
+        offsets.append(part.offsets[1:] + shift)
+        shift += part.offsets[-1]
+    return Ragged(values, np.concatenate(offsets))
 
 
 def rechunk(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
-    """The same rows in blocks of exactly `rows`; the last one may be shorter."""
-    held: list[Block] = []
+    """Yield the same rows in blocks of exactly `rows`; the last one may be shorter."""
+    pending: list[Block] = []
     count = 0
     for block in blocks:
-        held.append(block)
-        count += length(block)
-        if count >= rows:
-            whole, rest = join(held), count % rows
-            for lo in range(0, count - rest, rows):
-                yield cut(whole, lo, lo + rows)
-            held, count = [cut(whole, count - rest, count)], rest
+        pending.append(block)
+        count += count_rows(block)
+        if count < rows:
+            continue
+        joined = concatenate_blocks(pending)
+        remainder = count % rows
+        end = count - remainder
+        for lo in range(0, end, rows):
+            yield slice_block(joined, lo, lo + rows)
+        pending = [slice_block(joined, end, count)]
+        count = remainder
     if count:
-        yield join(held)
+        yield concatenate_blocks(pending)
 
 
-def identity(kind: str, *paths: Path) -> dict[str, Any]:
-    """Tells whether an input is still the one that shards were begun from."""
-    stats = [(path, path.stat()) for path in paths]
-    return {"kind": kind, "files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in stats]}
+def identify_files(kind: str, *paths: Path) -> dict[str, Any]:
+    """Return names, sizes and times of files: if they are the same later, so are the files."""
+    files = []
+    for path in paths:
+        status = path.stat()
+        files.append([path.name, status.st_size, status.st_mtime_ns])
+    return {"kind": kind, "files": files}
 
 
-def reading(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """What is raised in the block where the file is damaged, as InputError."""
-    return as_input_error(f"cannot use {path}", "mend or replace the file", kinds)
+def report_damage(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+    """Raise exceptions of these kinds in the block as InputError that names the file."""
+    return as_input_error(f"cannot use {path}", REPAIR_HINT, kinds)
 
 
-def unusable(path: object, what: str, hint: str = "mend or replace the file") -> InputError:
-    return InputError(f"cannot use {path}: {what}", hint)
+def input_error(
+    path: object,
+    problem: str,
+    hint: str = REPAIR_HINT,
+) -> InputError:
+    """Make the error for an input that cannot be used."""
+    return InputError(f"cannot use {path}: {problem}", hint)

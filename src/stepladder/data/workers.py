@@ -1,4 +1,4 @@
-"""Processes that read a Dataset for their rank: how they start, hand on an exception, and end."""
+"""DataLoader workers of a rank: how they start, how their exceptions reach the rank, how they end."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from stepladder.core.errors import InputError, get_text
 from stepladder.core.sockets import send_tensors_by_open_socket
 from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
+from stepladder.rank.torch_fixes import (
+    get_loader_workers,
+    shut_down_loader_workers,
+)
 
-SECONDS_FOR_WORKERS_TO_END = 3.0
+WORKER_EXIT_TIMEOUT_S = 3.0
 
 
 class WorkerFailed(RuntimeError):
-    """A process that reads the Dataset has raised what cannot travel: its text says what it was."""
+    """Raised in the rank when a worker's own exception cannot be pickled; it has its text."""
 
 
 @dataclass(frozen=True)
-class WorkerFailure:
-    """An exception in a worker, on its way to the rank in a batch's place.
+class PackedError:
+    """An exception in a worker, on its way to the rank in place of a batch.
 
-    torch's DataLoader calls the exception's class with one text: that loses exceptions whose class
-    wants other arguments, and waits for ever for a class that cannot be pickled.
+    torch's DataLoader calls the exception's class with one text. That loses exceptions whose class
+    takes other arguments, and blocks for ever on a class that cannot be pickled.
 
     Attributes:
-        pickled: the exception, or b"" where it cannot travel.
-        name: of its class.
-        text: its message.
-        trace: its traceback.
+        pickled: The exception, or b"" if it cannot be pickled.
+        name: The name of its class.
+        text: Its message.
+        trace: Its traceback.
     """
 
     pickled: bytes
@@ -44,22 +47,15 @@ class WorkerFailure:
     trace: str
 
     @staticmethod
-    def of(error: BaseException) -> WorkerFailure:
-        """Return what travels in the exception's place."""
-        pickled = b""
-        # In the rank these two would mean that somebody wants to stop, and that there is no more
-        # data.
-        if not isinstance(error, (KeyboardInterrupt, StopIteration)):
-            with suppress(Exception):
-                pickled = pickle.dumps(error)
-                if type(pickle.loads(pickled)) is not type(error):
-                    pickled = b""
-        fold_traceback(error, with_note=False)  # the rank has a note of its own
+    def pack(error: BaseException) -> PackedError:
+        """Pack an exception for the rank."""
+        pickled = pickle_error(error)
+        fold_traceback(error, with_note=False)  # the rank adds a note of its own
         trace = "".join(traceback.format_exception(error))
-        return WorkerFailure(pickled, type(error).__name__, get_text(error), trace)
+        return PackedError(pickled, type(error).__name__, get_text(error), trace)
 
-    def raise_it(self) -> NoReturn:
-        """Raise the exception itself where it could travel, else one with its text."""
+    def reraise(self) -> NoReturn:
+        """Raise the exception, or WorkerFailed with its text if it could not be pickled."""
         error: BaseException = WorkerFailed(f"{self.name}: {self.text}")
         with suppress(Exception):
             error = pickle.loads(self.pickled)
@@ -68,30 +64,44 @@ class WorkerFailure:
         raise error from RemoteTraceback(self.trace)
 
 
-def in_worker(call: Callable[..., Any], *args: Any) -> Any:
-    """Return `call(*args)` or, where it raises, a WorkerFailure."""
+def pickle_error(error: BaseException) -> bytes:
+    """Return the pickled exception, or b"" if the rank could not raise it."""
+    # In the rank these two would mean that the user stops the run, and that there is no more data.
+    if isinstance(error, (KeyboardInterrupt, StopIteration)):
+        return b""
+    with suppress(Exception):
+        pickled = pickle.dumps(error)
+        if type(pickle.loads(pickled)) is type(error):
+            return pickled
+    return b""
+
+
+def call_in_worker(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, or a PackedError if it raises."""
     try:
-        return call(*args)
+        return function(*args)
     except BaseException as error:
-        return WorkerFailure.of(error)
+        return PackedError.pack(error)
 
 
-def in_rank(call: Callable[..., Any], *args: Any) -> Any:
-    """Return `call(*args)`; a StopIteration that it raises would only end the loop over the
-    batches.
+def call_in_rank(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, and turn a StopIteration into a RuntimeError.
+
+    A StopIteration would only end the loop over the batches.
     """
     try:
-        return call(*args)
+        return function(*args)
     except StopIteration as error:
         raise RuntimeError("the job's Dataset, or its collate, has raised StopIteration") from error
 
 
-def serve_one_rank(worker: int) -> None:
-    """Make this process a worker of one rank.
+def initialize_worker(worker: int) -> None:
+    """Set up this process as a worker of one rank.
 
-    A stop signal to all processes is for the trainer, which needs its workers to stop well. The
-    second SIGTERM ends a worker. One that hangs does not see that its rank was killed, so the
-    kernel is asked to end it then."""
+    A first SIGTERM does nothing: it goes to all processes, and the trainer needs its workers to
+    stop well. A second one ends the worker. A worker that hangs does not see that its rank was
+    killed, so the kernel ends it then.
+    """
     die_with_parent()
     send_tensors_by_open_socket(quiet=worker > 0)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -99,14 +109,15 @@ def serve_one_rank(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def end_workers(batches: Any) -> None:
+def stop_workers(batches: Any) -> None:
     """End the workers of a DataLoader's iterator, also those that hang in the job's code.
 
-    Multiprocessing sends one SIGTERM at the interpreter's end, which a worker takes for the
-    trainer, and then waits for the worker without limit. So no worker may be left then. Torch would
-    wait five seconds for each."""
+    At the interpreter's end multiprocessing sends one SIGTERM, which a worker ignores, and then
+    waits for the worker without limit. So no worker may be running by then. torch's own shutdown
+    would wait five seconds for each worker.
+    """
     workers = get_loader_workers(batches)
-    killer = threading.Timer(SECONDS_FOR_WORKERS_TO_END, _kill, [workers])
+    killer = threading.Timer(WORKER_EXIT_TIMEOUT_S, _kill, [workers])
     killer.daemon = True
     killer.start()
     try:

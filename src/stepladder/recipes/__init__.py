@@ -1,3 +1,1 @@
-"""Jobs to run and to copy: each file has a `Config` and `build(config) -> Job`, the form of a
-user's own.
-"""
+"""Jobs to run and to copy. Each file has a `Config` and `build(config) -> Job`, as your own has."""

@@ -1,13 +1,13 @@
-"""stepladder train gpt --data-dir data/shakespeare --nproc 2
+"""Train a language model of characters.
 
-A language model of characters: a small transformer (Vaswani et al., 2017) that reads DIR/input.txt.
-The first nine tenths are for training; `val_loss` is over all of the last tenth, in nats per token.
-`stepladder recipe sample` prints what it writes.
+    stepladder train gpt --data-dir data/shakespeare --nproc 2
 
-Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared
-ReLU (So et al., 2021), layers that begin as nothing, and embeddings of each token together with
-those before it, hashed, as of Huang et al. (2025): most of the weights, of which a token reads a
-few rows."""
+The model is a small transformer (Vaswani et al., 2017) that reads DIR/input.txt. The first nine
+tenths of the text are for training. The metric `val_loss` is over all of the last tenth, in nats
+per token. `stepladder recipe sample` prints text that a trained model writes.
+
+What makes the model learn faster is in _gpt_fast.py.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +23,26 @@ from torch import Tensor, nn
 from stepladder import InputError, Job
 from stepladder.core.errors import as_input_error
 from stepladder.core.numbers import validate_range
+from stepladder.recipes._gpt_fast import (
+    HashedNgrams,
+    SquaredReLU,
+    normalize,
+    zero_linear,
+)
+from stepladder.recipes._schedules import count_steps, one_cycle
 
-MOST_CHARACTERS = 256  # of a text with more, and of what is no text, bytes are the tokens
-# of the embedding of n-grams; a prime, so that those that share a row have nothing in common
-ROWS = 8191
-TABLE_RATE = 2.0  # the learning rate of embeddings, in that of matrices: a row is seldom met
-SPAN = 5  # blocks in a row of the data, of which a step takes one
-NOTHING = -1  # past the end of the text
+MAX_CHARACTERS = 256  # a text with more, and what is no text, has bytes as tokens
+TABLE_RATE = 2.0  # learning rate of embeddings relative to matrices: a row is rarely used
+BLOCKS_PER_ROW = 5  # consecutive blocks in a row of the data, of which a step takes one
+PADDING = -1  # after the end of the text
+
+SumAndCount = tuple[Tensor, Tensor]
 
 
 @dataclass
 class Config:
+    """The settings of the job; each is a flag of `stepladder train gpt`."""
+
     epochs: int = 1
     global_batch: int = 8  # blocks
     lr: float = 4e-3
@@ -60,171 +69,219 @@ class Config:
 
 
 def build(config: Config) -> Job:
+    """Make the model, the optimizer, the data and the metrics of the job."""
     tokens, characters = read_tokens(Path(config.data_dir) / "input.txt", config.block)
-    block, cut = config.block, len(tokens) * 9 // 10
-    train, validation = tokens[:cut], tokens[cut:]
+    num_training = len(tokens) * 9 // 10
+    train_data = training_rows(tokens[:num_training], config.block)
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
-    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
-    others = [
-        weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)
-    ]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "lr": TABLE_RATE * config.lr, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), fused=True)
-    rows = train.unfold(0, SPAN * block, (SPAN - 1) * block)  # views of the text
-    steps = config.epochs * -(-len(rows) // config.global_batch)
-    rise = max(1, steps // 20)
-    missing = -(len(validation) - 1) % block
+    optimizer = make_optimizer(model, config)
+    steps = count_steps(config.epochs, len(train_data), config.global_batch)
     return Job(
         model=model,
         optimizer=optimizer,
         loss=loss,
-        train_data=rows,
-        eval_data=F.pad(validation, (0, missing), value=NOTHING).unfold(0, block + 1, block),
-        metrics=lambda model, rows: {"val_loss": summed(model, rows)},
-        schedule=torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: min((step + 1) / rise, max(0.0, (steps - step) / (steps - rise + 1))),
-        ),
+        train_data=train_data,
+        eval_data=validation_rows(tokens[num_training:], config.block),
+        metrics=lambda model, rows: {"val_loss": sum_token_losses(model, rows)},
+        schedule=one_cycle(optimizer, steps, rise_steps=steps // 20),
         best=("val_loss", "min"),
         eval_batch=256,
         unit="tokens",
     )
 
 
-def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
-    """The file's tokens, shape (tokens,), int16, and the code points that they stand for; none if
-    they are bytes.
+def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
+    """Make AdamW with weight decay for matrices, and a higher rate for embeddings and the rest."""
+    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    matrix_ids = {id(weight) for weight in matrices}
+    tables = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {
+            "params": tables,
+            "lr": TABLE_RATE * config.lr,
+            "weight_decay": 0.0,
+        },
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), fused=True)
 
-    Raises InputError where there is no such file, or too little in it.
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
+    """Read a text as tokens, one for each of its different characters.
+
+    Args:
+        path: The text file.
+        block: The number of tokens that the model sees at once.
+
+    Returns:
+        The tokens, shape (n,), int16, and the code points of the characters, shape (vocabulary,).
+        Where tokens are bytes, there are no code points.
+
+    Raises:
+        InputError: The file is missing or too short.
     """
-    with as_input_error(
-        f"cannot read {path}",
-        "stepladder data get shakespeare, or --data-dir DIR with a text input.txt",
-    ):
+    hint = "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"
+    with as_input_error(f"cannot read {path}", hint):
         data = path.read_bytes()
-    characters: Any
-    tokens: Any
-    try:
-        points = np.frombuffer(data.decode().encode("utf-32-le"), np.uint32)
-        characters, tokens = np.unique(points, return_inverse=True)
-    except UnicodeDecodeError:
-        characters = np.arange(MOST_CHARACTERS + 1)
-    if len(characters) > MOST_CHARACTERS:
-        characters, tokens = characters[:0], np.frombuffer(data, np.uint8)
+    tokens, characters = encode(data)
     if len(tokens) < 20 * block:  # the validation split is a tenth
-        fits = len(tokens) // 20
-        hint = f"--block {fits}, or a longer text" if fits else "a longer text"
+        longest_block = len(tokens) // 20
+        hint = f"--block {longest_block}, or a longer text" if longest_block else "a longer text"
         raise InputError(f"{path} has {len(tokens)} tokens", hint)
     return torch.from_numpy(tokens.astype(np.int16)), torch.from_numpy(characters.astype(np.int32))
 
 
-def normed(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
+def encode(data: bytes) -> tuple[Any, Any]:
+    """Return tokens and code points as NumPy arrays; see `read_tokens`."""
+    raw_bytes = np.frombuffer(data, np.uint8)
+    no_characters = np.empty(0, np.uint32)
+    try:
+        code_points = np.frombuffer(data.decode().encode("utf-32-le"), np.uint32)
+    except UnicodeDecodeError:
+        return raw_bytes, no_characters
+    characters, tokens = np.unique(code_points, return_inverse=True)
+    if len(characters) > MAX_CHARACTERS:
+        return raw_bytes, no_characters
+    return tokens, characters
+
+
+def training_rows(tokens: Tensor, block: int) -> Tensor:
+    """Return rows of BLOCKS_PER_ROW blocks as views of the text; neighbours share a block."""
+    return tokens.unfold(0, BLOCKS_PER_ROW * block, (BLOCKS_PER_ROW - 1) * block)
+
+
+def validation_rows(tokens: Tensor, block: int) -> Tensor:
+    """Return rows of block + 1 tokens that cover the text, the last one filled with PADDING."""
+    missing = -(len(tokens) - 1) % block
+    return F.pad(tokens, (0, missing), value=PADDING).unfold(0, block + 1, block)
+
+
+# -- model -----------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """Attention to the tokens so far, then two linear layers; each adds to what came in, at first
-    nothing.
-    """
+    """A layer of the transformer: attention to the earlier tokens, then a feed-forward network."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, self.heads, self.dropout = config.width, config.heads, config.dropout
-        self.qkv, self.out = (
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
-        self.up, self.down = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
-        )
+        width = config.width
+        self.heads = config.heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = zero_linear(width, width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.activation = SquaredReLU()
+        self.down = zero_linear(4 * width, width)
+        self.dropout = nn.Dropout(config.dropout)
         self.sharpness = nn.Parameter(torch.ones(self.heads, 1, 1))
-        for linear in (self.out, self.down):
-            nn.init.zeros_(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: shape (rows, tokens, width)."""
-        x = x + self.dropped(self.attended(normed(x)))
-        return x + self.dropped(self.down(F.relu(self.up(normed(x))).square()))
+        """Return the layer's output.
 
-    def attended(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = (normed(q) * self.sharpness).to(v.dtype), normed(k).to(v.dtype)
-        found = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )  # (rows, heads, tokens, width of a head)
-        return self.out(found.transpose(1, 2).flatten(2))
+        Args:
+            x: Shape (rows, tokens, width), as the output.
+        """
+        x = x + self.dropout(self.attend(normalize(x)))
+        return x + self.dropout(self.feed_forward(normalize(x)))
 
-    def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(2, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (rows, heads, tokens, width of a head)
+        q = (normalize(q) * self.sharpness).to(v.dtype)
+        k = normalize(k).to(v.dtype)
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attention.transpose(1, 2).flatten(2))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
 
 
 class GPT(nn.Module):
-    """Tokens of shape (rows, tokens) to the logits of each next one, shape (rows, tokens,
-    vocabulary).
-
-    characters: the code points of the tokens, kept with the weights; none where the tokens are
-    bytes."""
+    """A transformer that predicts the next token."""
 
     characters: Tensor
 
     def __init__(self, config: Config, characters: Tensor) -> None:
+        """Make the model.
+
+        Args:
+            config: Its sizes.
+            characters: The code points of the tokens, saved with the weights; empty for bytes.
+        """
         super().__init__()
         self.register_buffer("characters", characters)
-        self.block, self.vocabulary = config.block, len(characters) or 256
+        self.block = config.block
+        self.vocabulary = len(characters) or MAX_CHARACTERS
         self.tokens = nn.Embedding(self.vocabulary, config.width)
         self.places = nn.Embedding(config.block, config.width)
-        self.sizes = [min(ROWS, self.vocabulary**length) for length in range(2, config.ngrams + 1)]
-        self.ngrams = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
+        self.ngrams = HashedNgrams(self.vocabulary, config.ngrams, config.width)
         for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.head = nn.Linear(config.width, self.vocabulary, bias=False)
-        nn.init.zeros_(self.head.weight)
+        self.head = zero_linear(config.width, self.vocabulary)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.tokens(x) + self.places.weight[: x.shape[1]]
-        number = before = x
-        for table, size in zip(self.ngrams, self.sizes, strict=True):
-            before = F.pad(before, (1, 0))[:, :-1]  # token 0 before the first
-            number = number * self.vocabulary + before
-            found = found + table(number % size)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next token, shape (rows, tokens, vocabulary).
+
+        Args:
+            tokens: Shape (rows, tokens), at most `block` tokens.
+        """
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.ngrams(x, tokens)
         for layer in self.layers:
-            found = layer(found)
-        return self.head(normed(found))
+            x = layer(x)
+        return self.head(normalize(x))
 
 
-def summed(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each row's tokens but the first, given those before: its sum, and how many there
-    are.
-    """
-    x, y = rows[:, :-1].long().clamp(min=0), rows[:, 1:].long()
-    logits = model(x).flatten(0, 1).float()
-    total = F.cross_entropy(logits, y.flatten(), ignore_index=NOTHING, reduction="sum")
-    return total, (y != NOTHING).sum()
+# -- loss and text ---------------------------------------------------------------------------------
 
 
-def loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one block in each row, drawn anew in each step."""
-    block = rows.shape[1] // SPAN
-    first = torch.randint((SPAN - 1) * block, (len(rows), 1), device=rows.device)
-    return summed(model, rows.gather(1, first + torch.arange(block + 1, device=rows.device)))
+def loss(model: nn.Module, rows: Tensor) -> SumAndCount:
+    """Return the loss of one block of each row, which begins at a random token in every step."""
+    block = rows.shape[1] // BLOCKS_PER_ROW
+    last_start = (BLOCKS_PER_ROW - 1) * block
+    start = torch.randint(last_start, (len(rows), 1), device=rows.device)
+    offsets = torch.arange(block + 1, device=rows.device)
+    return sum_token_losses(model, rows.gather(1, start + offsets))
+
+
+def sum_token_losses(model: nn.Module, rows: Tensor) -> SumAndCount:
+    """Return the sum of the losses of all tokens but each row's first, and the number of them."""
+    inputs = rows[:, :-1].long().clamp(min=0)
+    targets = rows[:, 1:].long()
+    logits = model(inputs).flatten(0, 1).float()
+    total = F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
+    return total, (targets != PADDING).sum()
 
 
 @torch.no_grad()
-def continued(model: GPT, prompt: Tensor, count: int, temperature: float) -> Tensor:
-    """`prompt`, shape (tokens,), and `count` tokens more, each drawn by what the model gives it."""
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    count: int,
+    temperature: float,
+) -> Tensor:
+    """Continue a prompt by tokens that are drawn one after the other.
+
+    Args:
+        model: A trained model.
+        prompt: Shape (tokens,).
+        count: The number of tokens to add.
+        temperature: 1 draws by the model's probabilities, 0 always takes the likeliest token.
+
+    Returns:
+        The prompt and the new tokens, shape (tokens + count,).
+    """
     model.eval()
-    found = prompt.long()
+    tokens = prompt.long()
     for _ in range(count):
-        logits = model(found[None, -model.block :])[0, -1].float()
+        logits = model(tokens[None, -model.block :])[0, -1].float()
         if temperature > 0:
-            following = torch.multinomial((logits / temperature).softmax(0), 1)
+            next_token = torch.multinomial((logits / temperature).softmax(0), 1)
         else:
-            following = logits.argmax(0, keepdim=True)
-        found = torch.cat([found, following])
-    return found
+            next_token = logits.argmax(0, keepdim=True)
+        tokens = torch.cat([tokens, next_token])
+    return tokens

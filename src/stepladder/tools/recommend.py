@@ -71,7 +71,7 @@ def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[t
     """
     rated = data.items[data.users == user]
     if isinstance(data, LeaveOneOut):
-        training = torch.from_numpy(data.rated())
+        training = torch.from_numpy(data.rated_matrix())
         return (
             training.sum(0),
             training[user],

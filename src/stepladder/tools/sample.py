@@ -33,7 +33,7 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
     model = gpt.GPT(config, characters)
     snapshot.restore_model(model)
     torch.manual_seed(seed)
-    tokens = gpt.continued(model, encoded(prompt, characters.tolist()), count, temperature)
+    tokens = gpt.generate(model, encoded(prompt, characters.tolist()), count, temperature)
     text = decoded(tokens.tolist(), characters.tolist())
     return {"schema": 1, "step": snapshot.step, "prompt": prompt, "text": text}
 

@@ -16,7 +16,7 @@ from torch import nn
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
-from stepladder.data.source import Source, TensorSource
+from stepladder.data.sources import Source, TensorSource
 from stepladder.rank.torch_fixes import tree_map
 from stepladder.train.compile_loss import Loss, compile_loss
 from stepladder.train.return_values import LOSS_HINT, make_error

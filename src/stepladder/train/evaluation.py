@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.data.source import Source
+from stepladder.data.sources import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.generators import seed_generators

@@ -17,7 +17,7 @@ import torch
 from stepladder.core.plan import fuse_spans
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
-from stepladder.data.source import Batches, Request, Source, TensorSource
+from stepladder.data.sources import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
 from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.checkpoint_blocks import checkpoint_blocks

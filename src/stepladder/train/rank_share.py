@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stepladder.core.plan import Span, add_idle_spans, fuse_spans
 from stepladder.core.world import World
-from stepladder.data.source import Request
+from stepladder.data.sources import Request
 from stepladder.train.run_spec import RunSpec
 
 

@@ -24,7 +24,7 @@ import torch
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
-from stepladder.data.source import DatasetSource
+from stepladder.data.sources import DatasetSource
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import find_batch_norms
 from stepladder.train.phases import READING, REPLAYING, WAITING

@@ -22,7 +22,7 @@ from stepladder.core.errors import InputError, RanksDiffer, to_one_line
 from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
 from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
-from stepladder.data.source import Source, TensorSource
+from stepladder.data.sources import Source, TensorSource
 from stepladder.storage.run_config import find_first_difference
 from stepladder.train.comm import Comm
 from stepladder.train.job import Recipe

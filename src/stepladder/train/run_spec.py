@@ -19,7 +19,7 @@ from stepladder.core.process_count import choose_threads_per_rank
 from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.source import Source, open_source
+from stepladder.data.sources import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.train.checkpoint_blocks import validate_checkpointable

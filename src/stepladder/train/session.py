@@ -14,7 +14,7 @@ from stepladder.core import durable
 from stepladder.core.console import write_text
 from stepladder.core.errors import STOPPED, PeerLost, StateLost
 from stepladder.core.settings import Settings
-from stepladder.data.source import Source
+from stepladder.data.sources import Source
 from stepladder.rank.exit_record import write_end
 from stepladder.rank.membership import GROUP_BROKEN, GROUP_LEFT
 from stepladder.rank.streams import restore_launcher_output

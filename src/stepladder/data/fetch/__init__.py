@@ -1,1 +1,1 @@
-"""Fetching data sets with checksums."""
+"""Data sets that the package can fetch, with the checksums of their files."""

@@ -1,1 +1,1 @@
-"""The formats that data sets come in."""
+"""Readers of file formats."""

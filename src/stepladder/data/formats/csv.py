@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from itertools import islice
@@ -14,149 +15,261 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
-from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
+from stepladder.data.table import (
+    BLOCK_ROWS,
+    Block,
+    Column,
+    Table,
+    identify_files,
+    select_columns,
+)
 
-FLOAT = np.dtype(np.float32)
-NO_NUMBER = (ValueError, OverflowError, FloatingPointError)
+INT64 = np.dtype(np.int64)
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+NUMBER_ERRORS = (ValueError, OverflowError, FloatingPointError)
+MAX_SHOWN = 60  # characters of a field in a message
 Row = tuple[int, list[str]]  # line in the file, fields
 
 
-def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
-    """The columns `names` (all by default). Whole numbers become int64, others float32, unless
-    dtypes says else.
+@dataclass(frozen=True)
+class CsvColumn:
+    """A column of a CSV file: its name in the header, and its index in each line."""
 
-    The type of a column is decided by the first 4,096 rows; a later value that does not fit is an
-    error."""
+    path: Path
+    name: str
+    index: int
+
+    def fields(self, rows: list[Row]) -> list[str]:
+        return [fields[self.index] for _, fields in rows]
+
+
+def csv_table(
+    path: Path,
+    names: tuple[str, ...],
+    dtypes: dict[str, str],
+) -> Table:
+    """Return a CSV file as a table.
+
+    Whole numbers become int64, others float32. The first 4,096 rows decide; a later value that is
+    of another type is an error.
+
+    Args:
+        path: The file; its fields are separated by tabs if it ends in .tsv.
+        names: The columns to read, all by default.
+        dtypes: Types of columns that the user has set, by name.
+    """
     with open_text(path) as text:
-        lines = read_lines(path, text)
-        header, first = next(lines)[1], list(islice(lines, BLOCK_ROWS))
-    chosen(tuple(dtypes), header, path)
-    places = {name: header.index(name) for name in chosen(names, header, path)}
-    columns = {
-        name: Column(column_type(path, name, place, first, dtypes))
-        for name, place in places.items()
-    }
-    read = partial(read_csv, path, places)
-    return Table(str(path), columns, identity("csv", path), read, path.stat().st_size)
+        rows = read_rows(path, text)
+        _, header = next(rows)
+        first_rows = list(islice(rows, BLOCK_ROWS))
+    select_columns(tuple(dtypes), header, path)
+    csv_columns = [
+        CsvColumn(path, name, header.index(name)) for name in select_columns(names, header, path)
+    ]
+    columns = {}
+    for column in csv_columns:
+        if column.name in dtypes:
+            columns[column.name] = Column(parse_dtype(column.name, dtypes[column.name]))
+        else:
+            columns[column.name] = Column(infer_dtype(column, first_rows))
+    read = partial(read_csv, path, csv_columns)
+    return Table(
+        str(path),
+        columns,
+        identify_files("csv", path),
+        read,
+        path.stat().st_size,
+    )
 
 
-def read_csv(path: Path, places: dict[str, int], table: Table) -> Iterator[Block]:
-    """places: of the columns in a line."""
+def read_csv(
+    path: Path,
+    csv_columns: list[CsvColumn],
+    table: Table,
+) -> Iterator[Block]:
     with open_text(path) as text:
-        lines = read_lines(path, text)
+        lines = read_rows(path, text)
         next(lines)
         while rows := list(islice(lines, BLOCK_ROWS)):
-            table.done = text.buffer.tell()
-            yield {n: values(path, n, places[n], rows, c.dtype) for n, c in table.columns.items()}
+            table.bytes_read = text.buffer.tell()
+            yield {
+                column.name: parse_column(column, rows, table.columns[column.name].dtype)
+                for column in csv_columns
+            }
 
 
 def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
     with as_input_error(
-        f"cannot read {path}", "give a file that can be read", (OSError, ValueError)
+        f"cannot read {path}",
+        "give a file that can be read",
+        (OSError, ValueError),
     ):
         return TextIOWrapper(open_to_read(path), encoding="utf-8-sig", newline="")
 
 
-def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
-    """The rows of a CSV file, the header first, each with its line. InputError for a broken one."""
+def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
+    """Yield the rows of a CSV file with their line, the header first.
+
+    Raises:
+        InputError: A row is broken, or the file is empty.
+    """
     reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-    width = 0
+    header: list[str] = []
     try:
-        for row in reader:
-            if not width:
-                if not row:
-                    continue
-                if (
-                    len(set(row)) < len(row)
-                    or not all(row)
-                    or any(is_number(field) for field in row)
-                ):
-                    found = f"{path}, line 1 is not a header: {','.join(row)[:80]}"
-                    raise InputError(found, "a first line that names the columns")
-                width = len(row)
-            elif len(row) != width:
-                raise broken(path, reader.line_num, f"{len(row)} columns, the header has {width}")
-            yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise broken(
-            path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)
-        ) from error
-    if not width:
+        for fields in reader:
+            if header:
+                validate_width(path, reader.line_num, fields, header)
+            elif fields:
+                validate_header(path, fields)
+                header = fields
+            else:
+                continue  # an empty line before the header
+            yield reader.line_num, fields
+    except UnicodeDecodeError as error:
+        raise line_error(path, reader.line_num + 1, str(error)) from error
+    except (csv.Error, OSError) as error:
+        raise line_error(path, reader.line_num, str(error)) from error
+    if not header:
         raise InputError(f"{path} is empty", "give a CSV file with a header")
 
 
-def is_number(text: str | np.ndarray, dtype: np.dtype[Any] = FLOAT) -> bool:
-    """Whether it is one of this type, or all of them are."""
+def validate_header(path: Path, fields: list[str]) -> None:
+    has_duplicates = len(set(fields)) < len(fields)
+    has_numbers = any(is_number(field, FLOAT32) for field in fields)
+    if has_duplicates or has_numbers or not all(fields):
+        raise InputError(
+            f"{path}, line 1 is not a header: {','.join(fields)[:80]}",
+            "a first line that names the columns",
+        )
+
+
+def validate_width(
+    path: Path,
+    line: int,
+    fields: list[str],
+    header: list[str],
+) -> None:
+    if len(fields) != len(header):
+        raise line_error(path, line, f"{len(fields)} columns, the header has {len(header)}")
+
+
+def line_error(
+    path: Path,
+    line: int,
+    problem: str,
+) -> InputError:
+    return InputError(
+        f"{path}, line {line}: {problem}",
+        f"correct that line: sed -n {line}p {path.name}",
+    )
+
+
+# -- types and numbers -----------------------------------------------------------------------------
+
+
+def parse_dtype(name: str, text: str) -> np.dtype[Any]:
+    """Return the type of --dtype NAME=TEXT. Raises InputError if it is not a type of numbers."""
     try:
-        converted(text, dtype)
-    except NO_NUMBER:
+        dtype = np.dtype(text)
+    except (
+        TypeError,
+        ValueError,
+        SyntaxError,
+    ):  # NumPy parses "f8,(2,)f8" as Python
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise InputError(
+            f"--dtype {name}={text} is not a type of numbers",
+            f"--dtype {name}=float32",
+        )
+    return dtype
+
+
+def infer_dtype(column: CsvColumn, rows: list[Row]) -> np.dtype[Any]:
+    fields = column.fields(rows) or ["0"]
+    for dtype in (INT64, FLOAT32):
+        if is_number(fields, dtype):
+            return dtype
+    raise value_error(column, rows, FLOAT32)
+
+
+def parse_column(
+    column: CsvColumn,
+    rows: list[Row],
+    dtype: np.dtype[Any],
+) -> np.ndarray:
+    """Return the numbers of a column. Raises InputError for the first one of another type."""
+    try:
+        return parse_numbers(column.fields(rows), dtype)
+    except NUMBER_ERRORS:
+        raise value_error(column, rows, dtype) from None
+
+
+def parse_numbers(fields: str | list[str], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return the numbers, or raise one of NUMBER_ERRORS, also for one that would become infinite."""
+    texts = np.array(fields)
+    validate_digits("".join(texts.flat))
+    with np.errstate(over="raise"):
+        numbers: np.ndarray = texts.astype(dtype)
+    if dtype.kind == "f":
+        is_infinite = np.isinf(numbers)
+        if is_infinite.any() and "inf" not in "".join(texts[is_infinite].flat).lower():
+            raise OverflowError  # such as 1e400
+    return numbers
+
+
+def validate_digits(text: str) -> None:
+    """Raise ValueError for digits that Python reads, and other programs do not."""
+    if not text.isascii() or "_" in text:
+        raise ValueError("digits of other scripts, or an underscore")
+
+
+def is_number(fields: str | list[str], dtype: np.dtype[Any]) -> bool:
+    """Return whether a text, or each of several, is a number of this type."""
+    try:
+        parse_numbers(fields, dtype)
+    except NUMBER_ERRORS:
         return False
     return True
 
 
-def converted(texts: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Raises one of NO_NUMBER, also where a number would become infinite."""
-    texts = np.asarray(texts)
-    refuse_other_digits("".join(texts.flat))
-    with np.errstate(over="raise"):
-        found: np.ndarray = texts.astype(dtype)
-    if (
-        dtype.kind == "f"
-        and np.isinf(found).any()
-        and "inf" not in "".join(texts[np.isinf(found)].flat).lower()
-    ):
-        raise OverflowError  # 1e400
-    return found
+def value_error(
+    column: CsvColumn,
+    rows: list[Row],
+    dtype: np.dtype[Any],
+) -> InputError:
+    """Make the error for the first value that is not of its column's type.
+
+    The hint names a wider type if there is one that has the value.
+    """
+    line, text = next(
+        (line, fields[column.index])
+        for line, fields in rows
+        if not is_number(fields[column.index], dtype)
+    )
+    shown = repr(text[:MAX_SHOWN])
+    if not is_number_of_any_size(text):
+        problem = f"not a number: {shown}"
+    elif dtype.kind == "f":
+        problem = f"{shown}, too large for {dtype}"
+    else:
+        problem = f"{shown}, not {dtype}"
+    wider = next((kind for kind in (FLOAT32, FLOAT64) if is_number(text, kind)), None)
+    if wider is None:
+        fix = "omit the column: --columns NAME,NAME"
+    else:
+        fix = f"--dtype {column.name}={wider}"
+    return InputError(
+        f"{column.path}, line {line}: column {column.name} is {problem}",
+        f"correct the line, or {fix}",
+    )
 
 
-def refuse_other_digits(text: str) -> None:
-    """Raises ValueError for what Python takes too."""
-    if not text.isascii() or "_" in text:
-        raise ValueError("digits of other letters, or an underscore")
-
-
-def broken(path: Path, line: int, what: str) -> InputError:
-    return InputError(f"{path}, line {line}: {what}", f"mend that line: sed -n {line}p {path.name}")
-
-
-def column_type(
-    path: Path, name: str, place: int, rows: list[Row], dtypes: dict[str, str]
-) -> np.dtype[Any]:
-    if name in dtypes:
-        try:
-            dtype = np.dtype(dtypes[name])
-        except (TypeError, ValueError, SyntaxError):  # it reads "f8,(2,)f8" too, as Python
-            dtype = np.dtype(object)
-        if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise InputError(
-                f"--dtype {name}={dtypes[name]} is not a type of numbers", f"--dtype {name}=float32"
-            )
-        return dtype
-    fields = np.array([row[place] for _, row in rows] or ["0"])
-    for dtype in (np.dtype(np.int64), FLOAT):
-        if is_number(fields, dtype):
-            return dtype
-    raise misfit(path, name, place, rows, FLOAT)
-
-
-def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[Any]) -> np.ndarray:
-    """One column of a block. InputError names the line of the first value that is of another type."""
-    fields = np.array([row[place] for _, row in rows])
+def is_number_of_any_size(text: str) -> bool:
     try:
-        return converted(fields, dtype)
-    except NO_NUMBER:
-        raise misfit(path, name, place, rows, dtype) from None
-
-
-def misfit(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[Any]) -> InputError:
-    """Of a column's first value that is not of its type: whether another type would hold it."""
-    line, text = next((line, row[place]) for line, row in rows if not is_number(row[place], dtype))
-    wider = next((kind for kind in (FLOAT, np.dtype(np.float64)) if is_number(text, kind)), None)
-    what = f"{text[:60]!r}, {'too large for' if dtype.kind == 'f' else 'not'} {dtype}"
-    try:
-        refuse_other_digits(text)
+        validate_digits(text)
         float(text)
     except ValueError:
-        what = f"not a number: {text[:60]!r}"
-    other = f"--dtype {name}={wider}" if wider else "leave the column away: --columns NAME,NAME"
-    return InputError(f"{path}, line {line}: column {name} is {what}", f"mend the line, or {other}")
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Readers for IDX, the format of the MNIST files: a big-endian header, then one byte a value."""
+"""IDX files, the format of MNIST: a big-endian header, then one byte a value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import numpy as np
 
 from stepladder.core.errors import InputError, get_reason
 from stepladder.core.typed_file import open_to_read
-from stepladder.data.disk import gz_or_plain
+from stepladder.data.local_files import find_gzip_or_plain
 
-LABELS, IMAGES = 2049, 2051
+LABELS_MAGIC = 2049
+IMAGES_MAGIC = 2051
 GZIP_MAGIC = b"\x1f\x8b"
-HEADER_BYTES = 64
-MOST_PACKED = 1032  # times as small gzip makes what is all zeros
+HEADER_BYTES = 64  # more than any header has
+MAX_GZIP_RATIO = 1032  # of zeros, which gzip compresses best
 MNIST_FILES = {
     "train_images": "train-images-idx3-ubyte",
     "train_labels": "train-labels-idx1-ubyte",
@@ -33,7 +34,11 @@ MNIST_FILES = {
 
 @dataclass(frozen=True)
 class Mnist:
-    """The four arrays, all uint8: images (n, rows, columns) of 0..255, labels (n,) of 0..9."""
+    """The four arrays of MNIST, all uint8.
+
+    Images have the shape (n, rows, columns) and values in 0..255, labels the shape (n,) and values
+    in 0..9.
+    """
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -42,115 +47,147 @@ class Mnist:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read one IDX file, gzip'd or plain (told apart by content): a writable uint8 array.
+    """Read an IDX file, compressed by gzip or not, as its content tells.
 
-    Images come as (n, rows, columns), labels as (n,). InputError names the file when it is
-    missing, damaged, of another kind, or holds more or fewer bytes than its header says.
+    Returns:
+        A writable uint8 array: images (n, rows, columns), or labels (n,).
+
+    Raises:
+        InputError: The file is missing, damaged, of another kind, or has not as many bytes as its
+            header says.
     """
-    with reading(path), open_plain(path) as stream:
+    with report_errors(path), open_decompressed(path) as stream:
         data = stream.read(HEADER_BYTES)
         shape, start = read_header(data, path)
-        data += stream.read(max(0, start + math.prod(shape) - len(data)) + 1)
-    if len(data) - start != math.prod(shape):
-        raise damaged(
+        size = math.prod(shape)
+        data += stream.read(max(0, start + size - len(data)) + 1)
+    stored_bytes = len(data) - start
+    if stored_bytes != size:
+        shape_text = " x ".join(map(str, shape))
+        actual = "more" if stored_bytes > size else stored_bytes
+        raise damage_error(
             path,
-            f"its header says {' x '.join(map(str, shape))} = {math.prod(shape)} bytes of data "
-            f"but it holds {'more' if len(data) - start > math.prod(shape) else len(data) - start}",
+            f"its header says {shape_text} = {size} bytes of data but it holds {actual}",
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def report_errors(path: Path) -> Iterator[None]:
+    """Raise the errors of reading an IDX file as InputError, with a hint how to fetch it again."""
     try:
         yield
     except FileNotFoundError:
-        raise InputError(f"{path} is missing", get_hint(path.parent)) from None
+        raise InputError(f"{path} is missing", download_hint(path.parent)) from None
     except EOFError:
-        raise damaged(path, "the gzip data ends early") from None
+        raise damage_error(path, "the gzip data ends early") from None
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
-        raise damaged(path, f"the gzip data is corrupt, {error}") from error
+        raise damage_error(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read {path}: {get_reason(error)}", get_hint(path.parent)
+            f"cannot read {path}: {get_reason(error)}",
+            download_hint(path.parent),
         ) from error
 
 
-def open_plain(path: Path) -> IO[bytes]:
-    """The uncompressed bytes of a file, gzip'd or not."""
+def open_decompressed(path: Path) -> IO[bytes]:
+    """Return a stream of a file's bytes, decompressed if gzip has compressed it."""
     stream = open_to_read(path)
-    packed = stream.read(2) == GZIP_MAGIC
+    is_compressed = stream.read(2) == GZIP_MAGIC
     stream.close()
-    return gzip.open(path, "rb") if packed else open_to_read(path)  # type: ignore[return-value]
+    return gzip.open(path, "rb") if is_compressed else open_to_read(path)  # type: ignore[return-value]
 
 
 def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
-    """The shape, and the offset where the values start."""
+    """Return the shape, and the offset of the first value.
+
+    Args:
+        data: The first HEADER_BYTES of the file, decompressed.
+        path: The file, for messages.
+
+    Raises:
+        InputError: It is not the header of images or labels, or says more than the file can hold.
+    """
     magic = int.from_bytes(data[:4], "big")
-    if len(data) >= 8 and magic not in (LABELS, IMAGES):
-        raise damaged(
-            path, f"its magic number is {magic}, not {IMAGES} (images) or {LABELS} (labels)"
+    if len(data) >= 8 and magic not in (LABELS_MAGIC, IMAGES_MAGIC):
+        raise damage_error(
+            path,
+            f"its magic number is {magic}, not {IMAGES_MAGIC} (images) or {LABELS_MAGIC} (labels)",
         )
-    dims = magic & 0xFF
-    start = 4 + 4 * dims
+    dimensions = magic & 0xFF
+    start = 4 + 4 * dimensions
     if len(data) < max(8, start):
-        raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
-    shape = struct.unpack_from(f">{dims}I", data, 4)
-    if math.prod(shape) > MOST_PACKED * (size := path.stat().st_size):
-        said = " x ".join(map(str, shape))
-        raise damaged(
-            path, f"its header says {said} bytes of data, more than {size} bytes of a file can hold"
+        raise damage_error(path, f"{len(data)} bytes are too few for an IDX header")
+    shape = struct.unpack_from(f">{dimensions}I", data, 4)
+    file_bytes = path.stat().st_size
+    if math.prod(shape) > MAX_GZIP_RATIO * file_bytes:
+        shape_text = " x ".join(map(str, shape))
+        raise damage_error(
+            path,
+            f"its header says {shape_text} bytes of data, more than {file_bytes} bytes of a file"
+            " can hold",
         )
     return shape, start
 
 
+# -- MNIST -----------------------------------------------------------------------------------------
+
+
 def read_mnist(data_dir: Path) -> Mnist:
-    """Read the four MNIST files in data_dir, each with or without `.gz`.
+    """Read the four MNIST files of a folder, each with or without `.gz`.
 
-    InputError names the file that is missing or damaged, that holds images where labels belong,
-    whose labels leave 0..9, or whose count differs from its images' count.
+    Raises:
+        InputError: A file is missing or damaged, has images where labels belong, labels outside of
+            0..9, or another number of labels than of images.
     """
-    paths = mnist_paths(data_dir)
-    data = {part: read_idx(path) for part, path in paths.items()}
-    for images, labels in (("train_images", "train_labels"), ("test_images", "test_labels")):
-        check_pair(data[images], data[labels], paths[images], paths[labels])
-    return Mnist(**data)
+    paths = find_mnist_files(data_dir)
+    arrays = {name: read_idx(path) for name, path in paths.items()}
+    for split in ("train", "test"):
+        images, labels = f"{split}_images", f"{split}_labels"
+        validate_pair(arrays[images], arrays[labels], paths[images], paths[labels])
+    return Mnist(**arrays)
 
 
-def has_mnist(data_dir: Path) -> bool:
-    """Whether any of the four files is there."""
-    return gz_or_plain(data_dir, *MNIST_FILES.values()) is not None
+def has_mnist_files(data_dir: Path) -> bool:
+    """Return whether the folder has any of the four files."""
+    return find_gzip_or_plain(data_dir, *MNIST_FILES.values()) is not None
 
 
-def mnist_paths(data_dir: Path) -> dict[str, Path]:
-    """Where the four files are, by field of Mnist. InputError names the first that is missing."""
+def find_mnist_files(data_dir: Path) -> dict[str, Path]:
+    """Return the paths of the four files by field of Mnist. Raises InputError if one is missing."""
     if not data_dir.is_dir():
-        raise InputError(f"there is no folder {data_dir}", get_hint(data_dir))
+        raise InputError(f"there is no folder {data_dir}", download_hint(data_dir))
     paths = {}
-    for part, name in MNIST_FILES.items():
-        path = gz_or_plain(data_dir, name)
+    for field, name in MNIST_FILES.items():
+        path = find_gzip_or_plain(data_dir, name)
         if path is None:
-            raise InputError(f"{data_dir / name}.gz is missing", get_hint(data_dir))
-        paths[part] = path
+            raise InputError(f"{data_dir / name}.gz is missing", download_hint(data_dir))
+        paths[field] = path
     return paths
 
 
-def check_pair(
-    images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path
+def validate_pair(
+    images: np.ndarray,
+    labels: np.ndarray,
+    images_path: Path,
+    labels_path: Path,
 ) -> None:
     if images.ndim != 3:
-        raise damaged(images_path, "it holds labels, images belong here")
+        raise damage_error(images_path, "it holds labels, images belong here")
     if labels.ndim != 1:
-        raise damaged(labels_path, "it holds images, labels belong here")
+        raise damage_error(labels_path, "it holds images, labels belong here")
     if len(images) != len(labels):
-        raise damaged(labels_path, f"it holds {len(labels)} labels for {len(images)} images")
+        raise damage_error(
+            labels_path,
+            f"it holds {len(labels)} labels for {len(images)} images",
+        )
     if labels.size and labels.max() > 9:
-        raise damaged(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
+        raise damage_error(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
 
 
-def damaged(path: Path, what: str) -> InputError:
-    return InputError(f"cannot use {path}: {what}", get_hint(path.parent))
+def damage_error(path: Path, problem: str) -> InputError:
+    return InputError(f"cannot use {path}: {problem}", download_hint(path.parent))
 
 
-def get_hint(data_dir: Path) -> str:
+def download_hint(data_dir: Path) -> str:
     return f"stepladder data get mnist --data-dir {shlex.quote(str(data_dir))}"

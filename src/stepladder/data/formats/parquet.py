@@ -12,59 +12,91 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from stepladder.data import table
-from stepladder.data.table import Block, Column, Ragged, Table, unusable
+from stepladder.data.table import (
+    Block,
+    Column,
+    Ragged,
+    Table,
+    identify_files,
+    input_error,
+    report_damage,
+    row_bytes,
+    rows_per_block,
+    select_columns,
+)
 
-DAMAGE = (pa.ArrowException, OSError)
+PARQUET_DAMAGE = (pa.ArrowException, OSError)
+OMIT_HINT = "--columns without it"
 
 
 def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
-    """Numbers, lists and fixed-size lists of numbers. Memory: a row group of the columns at most."""
-    with table.reading(path, DAMAGE):
+    """Return a Parquet file as a table; reading takes the memory of a row group at most.
+
+    Args:
+        path: A file of numbers, lists of numbers and fixed-size lists of numbers.
+        names: The columns to read, all by default.
+    """
+    with report_damage(path, PARQUET_DAMAGE):
         file = pq.ParquetFile(path)
-    kinds = {field.name: field.type for field in file.schema_arrow}
-    chosen = table.chosen(names, file.schema_arrow.names, path)
-    columns = {name: arrow_column(path, name, kinds[name]) for name in chosen}
-    total = file.metadata.num_rows * table.row_bytes(columns)
-    return Table(
-        str(path), columns, table.identity("parquet", path), partial(read_parquet, path), total
-    )
+    schema = file.schema_arrow
+    columns = {
+        name: parse_type(path, name, schema.field(name).type)
+        for name in select_columns(names, schema.names, path)
+    }
+    total_bytes = file.metadata.num_rows * row_bytes(columns)
+    read = partial(read_parquet, path)
+    return Table(str(path), columns, identify_files("parquet", path), read, total_bytes)
 
 
-def read_parquet(path: Path, rows: Table) -> Iterator[Block]:
-    done = 0
-    with table.reading(path, DAMAGE):
+def read_parquet(path: Path, table: Table) -> Iterator[Block]:
+    block_rows = rows_per_block(table.columns)
+    num_rows = 0
+    with report_damage(path, PARQUET_DAMAGE):
         file = pq.ParquetFile(path)
-        for batch in file.iter_batches(
-            table.rows_per_block(rows.columns), columns=list(rows.columns)
-        ):
+        for batch in file.iter_batches(block_rows, columns=list(table.columns)):
             block = {
-                n: arrow_values(path, n, c, batch.column(n), done) for n, c in rows.columns.items()
+                name: convert_array(path, name, column, batch.column(name), num_rows)
+                for name, column in table.columns.items()
             }
-            done += len(batch)
-            rows.done = done * table.row_bytes(rows.columns)
+            num_rows += len(batch)
+            table.bytes_read = num_rows * row_bytes(table.columns)
             yield block
 
 
-def arrow_column(path: Path, name: str, kind: Any) -> Column:
-    is_list = types.is_list(kind) or types.is_large_list(kind)
-    shape = (kind.list_size,) if types.is_fixed_size_list(kind) else ()
-    inner = kind.value_type if is_list or shape else kind
-    if not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner)):
-        raise unusable(
-            path, f"column {name} is {kind}, not numbers or lists of them", "--columns without it"
-        )
-    return Column(np.dtype(inner.to_pandas_dtype()), shape, is_list)
+def parse_type(
+    path: Path,
+    name: str,
+    arrow_type: Any,
+) -> Column:
+    """Return the column of an Arrow type. Raises InputError if it has no numbers."""
+    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
+    shape: tuple[int, ...] = ()
+    if types.is_fixed_size_list(arrow_type):
+        shape = (arrow_type.list_size,)
+    value_type = arrow_type.value_type if is_list or shape else arrow_type
+    is_number = types.is_integer(value_type) or types.is_floating(value_type)
+    if not is_number and not types.is_boolean(value_type):
+        problem = f"column {name} is {arrow_type}, not numbers or lists of them"
+        raise input_error(path, problem, OMIT_HINT)
+    return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
-def arrow_values(path: Path, name: str, column: Column, array: Any, row: int) -> Any:
-    if array.null_count or ((column.is_list or column.shape) and array.flatten().null_count):
-        first = next((place for place, value in enumerate(array.is_null().to_pylist()) if value), 0)
-        raise unusable(
-            path, f"column {name} has an empty value in row {row + first}", "--columns without it"
-        )
+def convert_array(
+    path: Path,
+    name: str,
+    column: Column,
+    array: Any,
+    first_row: int,
+) -> Any:
+    """Return an Arrow array as NumPy array or Ragged. Raises InputError for an empty value."""
+    has_lists = column.is_list or bool(column.shape)
+    if array.null_count or (has_lists and array.flatten().null_count):
+        is_null = array.is_null().to_pylist()
+        row = first_row + (is_null.index(True) if True in is_null else 0)
+        raise input_error(path, f"column {name} has an empty value in row {row}", OMIT_HINT)
     if column.is_list:
         offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-        return Ragged(array.flatten().to_numpy(zero_copy_only=False), offsets - offsets[0])
+        values = array.flatten().to_numpy(zero_copy_only=False)
+        return Ragged(values, offsets - offsets[0])
     flat = array.flatten() if column.shape else array
     return flat.to_numpy(zero_copy_only=False).reshape(len(array), *column.shape)

@@ -1,1 +1,1 @@
-"""MovieLens: its ratings, its ranking split."""
+"""MovieLens: its ratings, and the leave-one-out split for ranking."""

@@ -1,4 +1,4 @@
-"""MovieLens: ratings.csv, or the zip that holds it (userId, movieId, rating, timestamp); titles."""
+"""MovieLens: ratings.csv, or the zip that has it, and the titles of films."""
 
 from __future__ import annotations
 
@@ -13,21 +13,33 @@ from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_INTEGER
-from stepladder.data.disk import refuse_no_file
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
+from stepladder.data.local_files import validate_readable
 
 Ints = NDArray[np.int64]
-FOLDER = "ml-latest-small"
-NAME, TITLES = "ratings.csv", "movies.csv"
-MOST_TEXT = 2 << 30  # bytes: all of MovieLens has half of it
-UNREADABLE = (*ARCHIVE_ERRORS, UnicodeDecodeError)
-HINT = "stepladder data get movielens-small"
+Floats = NDArray[np.float64]
+MOVIELENS_FOLDER = "ml-latest-small"
+RATINGS_FILE = "ratings.csv"
+TITLES_FILE = "movies.csv"
+MAX_TEXT_BYTES = 2 << 30  # the largest file of MovieLens has half of it
+TEXT_ERRORS = (*ARCHIVE_ERRORS, UnicodeDecodeError)
+GET_RATINGS_HINT = "stepladder data get movielens-small"
+TITLES_HINT = "--titles PATH/TO/movies.csv"
+BIAS_DAMPING = 5.0  # ratings of the mean that each user and each item gets besides its own
+BIAS_ROUNDS = 10
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """n ratings in the order of the file. users, items: indices; user_ids, item_ids: the file's ids
-    by index.
+    """n ratings in the order of the file.
+
+    Attributes:
+        users: The index of each rating's user, shape (n,).
+        items: The index of each rating's item, shape (n,).
+        ratings: The stars, shape (n,).
+        times: The times, shape (n,); the index where the file has no times.
+        user_ids: The file's id of each user, shape (users,).
+        item_ids: The file's id of each item, shape (items,).
     """
 
     users: Ints
@@ -38,130 +50,210 @@ class Ratings:
     item_ids: Ints
 
 
-def locate(folder: Path, name: str = NAME) -> Path | None:
-    """The file of that name in the folder, or where `data get` unpacks it, or the zip that holds
-    it.
-    """
-    candidates = (folder / name, folder / FOLDER / name, folder / f"{FOLDER}.zip")
+def find_file(folder: Path, name: str = RATINGS_FILE) -> Path | None:
+    """Return a file of MovieLens in a folder, or in the subfolder or the zip of `data get`."""
+    candidates = (
+        folder / name,
+        folder / MOVIELENS_FOLDER / name,
+        folder / f"{MOVIELENS_FOLDER}.zip",
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 
-def read_text(path: Path, wanted: str = NAME) -> str:
-    """A text file, or the member `wanted` of a zip."""
-    refuse_no_file(path, MOST_TEXT)
+def read_text(path: Path, name: str = RATINGS_FILE) -> str:
+    """Return a text file, or the member of that name of a zip."""
+    validate_readable(path, MAX_TEXT_BYTES)
     if not zipfile.is_zipfile(path):
         return path.read_bytes().decode()
     with zipfile.ZipFile(path) as archive:
-        member = next((name for name in archive.namelist() if Path(name).name == wanted), None)
+        member = next((m for m in archive.namelist() if Path(m).name == name), None)
         if member is None:
-            raise InputError(f"{path} holds no {wanted}", HINT)
-        if (size := archive.getinfo(member).file_size) > MOST_TEXT:
-            raise InputError(
-                f"{wanted} in {path} has {size:,} bytes, more than {MOST_TEXT:,}", HINT
-            )
+            raise InputError(f"{path} holds no {name}", GET_RATINGS_HINT)
+        size = archive.getinfo(member).file_size
+        if size > MAX_TEXT_BYTES:
+            problem = f"{name} in {path} has {size:,} bytes, more than {MAX_TEXT_BYTES:,}"
+            raise InputError(problem, GET_RATINGS_HINT)
         return archive.read(member).decode()
 
 
 def read_ratings(data_dir: Path) -> Ratings:
-    """The ratings of a folder, CSV or zip. Raises InputError naming the file, and the line that is
-    broken.
+    """Read the ratings of a folder, a file or a zip.
+
+    Raises:
+        InputError: There are none, or a line of them is broken.
     """
-    path = data_dir if data_dir.is_file() else locate(data_dir)
+    path = data_dir if data_dir.is_file() else find_file(data_dir)
     if path is None:
-        raise InputError(f"{data_dir} holds no ratings.csv", f"{HINT} --data-dir {data_dir}")
-    with as_input_error(f"cannot read the ratings in {path}", HINT, UNREADABLE):
+        raise InputError(
+            f"{data_dir} holds no ratings.csv",
+            f"{GET_RATINGS_HINT} --data-dir {data_dir}",
+        )
+    with as_input_error(f"cannot read the ratings in {path}", GET_RATINGS_HINT, TEXT_ERRORS):
         text = read_text(path)
     header = text.partition("\n")[0].strip().split(",")
     names = ["userId", "movieId", "rating"]
-    if missing := [name for name in names if name not in header]:
+    missing = [name for name in names if name not in header]
+    if missing:
         raise InputError(
             f"{path} has the columns {', '.join(header)}, and not {', '.join(missing)}",
             f"a header line with {','.join([*names, 'timestamp'])}",
         )
-    names += ["timestamp"] if "timestamp" in header else []
-    table = numbers(
-        text, path, [header.index(name) for name in names], len(header), skip=1, delimiter=","
-    )
+    has_times = "timestamp" in header
+    if has_times:
+        names.append("timestamp")
+    columns = [header.index(name) for name in names]
+    table = parse_table(text, path, columns, len(header), skip=1, delimiter=",")
     if not len(table):
-        raise InputError(f"{path} holds no rating", HINT)
+        raise InputError(f"{path} holds no rating", GET_RATINGS_HINT)
     user_ids, users = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     item_ids, items = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
-    times = table[:, 3].astype(np.int64) if "timestamp" in header else np.arange(len(table))
+    times = table[:, 3].astype(np.int64) if has_times else np.arange(len(table))
     return Ratings(users, items, table[:, 2].astype(np.float32), times, user_ids, item_ids)
 
 
-def numbers(
+def parse_table(
     text: str,
     path: Path,
     columns: list[int],
     width: int,
     skip: int = 0,
     delimiter: str | None = None,
-) -> NDArray[np.float64]:
-    """The columns of a table of finite numbers, shape (rows, columns). InputError names the first
-    bad line.
+) -> Floats:
+    """Parse columns of a table of finite numbers.
+
+    Args:
+        text: The table, one row a line.
+        path: Its file, for messages.
+        columns: The indices of the columns to return.
+        width: The number of columns of each line.
+        skip: The number of lines before the table.
+        delimiter: What separates the columns; None for white space.
+
+    Returns:
+        Shape (rows, columns).
+
+    Raises:
+        InputError: A line is broken; it names the first one.
     """
-    if not any(line.strip() for line in text.splitlines()[skip:]):
+    lines = text.splitlines()
+    if not any(line.strip() for line in lines[skip:]):
         return np.empty((0, len(columns)))
     try:
         table = np.loadtxt(
-            io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None
+            io.StringIO(text),
+            delimiter=delimiter,
+            skiprows=skip,
+            ndmin=2,
+            comments=None,
         )
-        if table.shape[1] == width and (np.abs(table[:, columns]) <= MAX_INTEGER).all():
-            return table[:, columns]
     except ValueError:
-        pass  # the lines are looked at one by one, to name the first bad one
+        table = None
+    if table is not None and table.shape[1] == width and is_finite(table[:, columns]):
+        return table[:, columns]
+    # NumPy does not name the bad line. There may be none: it also fails on words in the columns that
+    # are not returned.
+    return parse_lines(lines, path, columns, width, skip, delimiter)
+
+
+def parse_lines(
+    lines: list[str],
+    path: Path,
+    columns: list[int],
+    width: int,
+    skip: int,
+    delimiter: str | None,
+) -> Floats:
+    """Parse a table line by line, which is slow. Raises InputError for the first bad line."""
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if number <= skip or not line.strip():
-            continue
-        parts = line.split(delimiter)
-        try:
-            if len(parts) != width:
-                raise ValueError(f"{len(parts)} columns instead of {width}")
-            rows.append([float(parts[column]) for column in columns])
-            if not (np.abs(rows[-1]) <= MAX_INTEGER).all():
-                raise ValueError("a value that is not finite, or beyond 2**53")
-        except ValueError as error:
-            hint = "mend the line, or fetch it again"
-            raise InputError(f"{path}, line {number} is broken: {error}", hint) from None
-    return np.array(rows)  # a word in a column that is not asked for
+    for number, line in enumerate(lines, 1):
+        if number > skip and line.strip():
+            try:
+                rows.append(parse_line(line, columns, width, delimiter))
+            except ValueError as error:
+                raise InputError(
+                    f"{path}, line {number} is broken: {error}",
+                    "correct the line, or fetch it again",
+                ) from None
+    return np.array(rows)
 
 
-def damped_means(
-    num_users: int, num_items: int, users: Ints, items: Ints, stars: NDArray[np.float32]
-) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-    """Overall mean, user and item biases: alternating means, drawn to zero by 5 imagined ratings."""
-    mean, damping = float(stars.mean()), 5.0
-    of_users, of_items = np.zeros(num_users), np.zeros(num_items)
-    user_counts, item_counts = (
-        np.bincount(users, minlength=num_users),
-        np.bincount(items, minlength=num_items),
-    )
-    for _ in range(10):
-        of_items = np.bincount(items, stars - mean - of_users[users], num_items) / (
-            item_counts + damping
-        )
-        of_users = np.bincount(users, stars - mean - of_items[items], num_users) / (
-            user_counts + damping
-        )
-    return mean, of_users, of_items
+def parse_line(
+    line: str,
+    columns: list[int],
+    width: int,
+    delimiter: str | None,
+) -> list[float]:
+    fields = line.split(delimiter)
+    if len(fields) != width:
+        raise ValueError(f"{len(fields)} columns instead of {width}")
+    values = [float(fields[column]) for column in columns]
+    if not is_finite(np.array(values)):
+        raise ValueError("a value that is not finite, or beyond 2**53")
+    return values
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Return whether all values are finite, and exact as integers if they are integers."""
+    return bool((np.abs(values) <= MAX_INTEGER).all())
+
+
+def compute_biases(
+    num_users: int,
+    num_items: int,
+    users: Ints,
+    items: Ints,
+    stars: NDArray[np.float32],
+) -> tuple[float, Floats, Floats]:
+    """Return the mean of the ratings, and how far each user's and each item's ratings are from it.
+
+    The biases of users and items are computed in turn, each from the other. Each is a mean that is
+    damped towards zero, by BIAS_DAMPING additional ratings.
+
+    Args:
+        num_users: The number of users.
+        num_items: The number of items.
+        users: The user of each rating, shape (n,).
+        items: The item of each rating, shape (n,).
+        stars: The ratings, shape (n,).
+    """
+    mean = float(stars.mean())
+    user_bias = np.zeros(num_users)
+    item_bias = np.zeros(num_items)
+    user_counts = np.bincount(users, minlength=num_users) + BIAS_DAMPING
+    item_counts = np.bincount(items, minlength=num_items) + BIAS_DAMPING
+    for _ in range(BIAS_ROUNDS):
+        item_sums = np.bincount(items, stars - mean - user_bias[users], num_items)
+        item_bias = item_sums / item_counts
+        user_sums = np.bincount(users, stars - mean - item_bias[items], num_users)
+        user_bias = user_sums / user_counts
+    return mean, user_bias, item_bias
 
 
 def read_titles(path: Path) -> dict[int, str]:
-    """Titles by movieId, from a movies.csv, or a zip or folder with one. {} where a folder has
-    none.
+    """Return the titles of films by movieId.
+
+    Args:
+        path: A movies.csv, or a zip or folder that has one. Of a folder without one, {} is
+            returned.
+
+    Raises:
+        InputError: The file has no titles.
     """
-    found = locate(path, TITLES) if path.is_dir() else path
-    if found is None:
+    file = find_file(path, TITLES_FILE) if path.is_dir() else path
+    if file is None:
         return {}
     try:
-        rows = csv.DictReader(io.StringIO(read_text(found, TITLES), newline=""))
+        text = read_text(file, TITLES_FILE)
+        rows = csv.DictReader(io.StringIO(text, newline=""))
         return {int(row["movieId"]): row["title"] for row in rows}
     except InputError as error:
-        raise InputError(error.problem, "--titles PATH/TO/movies.csv") from error
-    except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
-        raise InputError(
-            f"cannot read titles from {found}: {type(error).__name__}: {error}",
-            "--titles PATH/TO/movies.csv",
-        ) from error
+        raise InputError(error.problem, TITLES_HINT) from error
+    except (
+        *ARCHIVE_ERRORS,
+        KeyError,
+        ValueError,
+        TypeError,
+        csv.Error,
+    ) as error:
+        problem = f"cannot read titles from {file}: {type(error).__name__}: {error}"
+        raise InputError(problem, TITLES_HINT) from error

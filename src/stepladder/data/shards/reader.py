@@ -1,8 +1,8 @@
-"""Reading rows of shards by index: whole chunks into a pool of fixed size, rows gathered from the
-pool.
+"""Reading rows of shards by index.
 
-Uncompressed chunks are read from the file's own bytes, whose places HDF5 says once per shard,
-straight into the pool; others through h5py. Every chunk that an index has a checksum of is checked.
+Whole chunks are read into a pool of fixed size, and rows are copied from the pool. Uncompressed
+chunks are read from the file's own bytes straight into the pool; HDF5 tells their offsets once per
+shard. Other chunks are read through h5py. Every chunk that has a checksum in the index is checked.
 """
 
 from __future__ import annotations
@@ -11,233 +11,334 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import Order
-from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, bad_shards
-from stepladder.data.table import Column, Ragged, join
+from stepladder.data.shards.dataset import Shards
+from stepladder.data.shards.shard import (
+    H5_ERRORS,
+    SHARD_INDEX,
+    Shard,
+    shards_error,
+)
+from stepladder.data.table import Column, Ragged, concatenate_blocks
 
-MOST_FILES = 32  # open at a time
-MOST_H5 = 4  # of those read through h5py, each with a cache of its own
+MAX_OPEN_FILES = 32
+MAX_OPEN_H5 = 4  # each has a cache of its own
+NOT_LOADED = -1
+
+
+class Closeable(Protocol):
+    """Something that is open."""
+
+    def close(self) -> None: ...
+
+
+File = TypeVar("File", bound=Closeable)
+
+
+class OpenFiles(Generic[File]):
+    """Open files of shards. The file that has not been used for longest is closed."""
+
+    def __init__(self, open_file: Callable[[int], File], limit: int) -> None:
+        """Make an empty cache.
+
+        Args:
+            open_file: Opens the file of a shard.
+            limit: The number of files that may be open.
+        """
+        self.open_file = open_file
+        self.limit = limit
+        self.files: OrderedDict[int, File] = OrderedDict()
+
+    def get(self, shard_index: int) -> File:
+        if shard_index not in self.files:
+            self.files[shard_index] = self.open_file(shard_index)
+            if len(self.files) > self.limit:
+                _, oldest = self.files.popitem(last=False)
+                oldest.close()
+        self.files.move_to_end(shard_index)
+        return self.files[shard_index]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        self.forget()
+
+    def forget(self) -> None:
+        self.files.clear()
 
 
 class Extent(NamedTuple):
-    """Where a column's rows lie in the file: real chunks of `rows` rows at byte `offsets`; None:
-    ask h5py.
+    """The position of a column's rows in its file.
+
+    Attributes:
+        rows: The rows of each chunk of the file.
+        offsets: The byte of each chunk; None if only h5py can read them.
     """
 
     rows: int
     offsets: Order | None
 
 
-class Reader:
-    """Open shards of one process; reads rows in any order, quickly where few chunks have them.
+class ShardReader:
+    """Open shards of one process, from which rows are read in any order.
 
-    Holds `slots` chunks. A process that inherits it over a fork is refused: open the data there.
+    Reading is fast where the rows of a read are in few chunks. The pool holds `num_slots` chunks.
+    A process that inherits a reader over a fork must not use it; it opens the data itself.
     """
 
     def __init__(self, shards: Shards) -> None:
-        self.shards, self.pid = shards, os.getpid()
+        self.shards = shards
+        self.pid = os.getpid()
         self.edges = shards.chunks.edges
         self.first_chunks = np.cumsum([0, *(shard.num_chunks for shard in shards.shards)])
-        self.num_slots = min(shards.chunks.slots, max(1, len(self.edges) - 1))
-        self.rows_per_slot = max(min(s.chunk_rows, s.rows) for s in shards.shards)
-        size = self.num_slots * self.rows_per_slot
-        self.pool = {
-            name: np.empty((size, *column.shape), column.dtype)
-            for name, column in shards.columns.items()
-            if not column.is_list
-        }
-        self.lists: dict[str, list[Any]] = {
-            name: [None] * self.num_slots
-            for name, column in shards.columns.items()
-            if column.is_list
-        }
-        self.slot_of = np.full(len(self.edges) - 1, -1, np.int64)
-        self.chunk_of = np.full(self.num_slots, -1, np.int64)
-        self.used = np.full(self.num_slots, -1, np.int64)  # the read that a slot was last used by
-        self.reads = 0
+        num_chunks = len(self.edges) - 1
+        self.num_slots = min(shards.chunks.slots, max(1, num_chunks))
+        self.rows_per_slot = max(min(shard.chunk_rows, shard.rows) for shard in shards.shards)
+        pool_rows = self.num_slots * self.rows_per_slot
+        self.pool: dict[str, np.ndarray] = {}
+        self.lists: dict[str, list[Any]] = {}  # by column and slot: ends and values
+        for name, column in shards.columns.items():
+            if column.is_list:
+                self.lists[name] = [None] * self.num_slots
+            else:
+                self.pool[name] = np.empty((pool_rows, *column.shape), column.dtype)
+        self.slot_of = np.full(num_chunks, NOT_LOADED, np.int64)  # by chunk
+        self.chunk_of = np.full(self.num_slots, NOT_LOADED, np.int64)  # by slot
+        self.last_read = np.full(self.num_slots, -1, np.int64)  # that used a slot
+        self.num_reads = 0
         self.extents: dict[tuple[int, str], Extent] = {}
-        self.files: OrderedDict[int, io.FileIO] = OrderedDict()
-        self.h5: OrderedDict[int, Any] = OrderedDict()
+        self.files = OpenFiles(self._open_file, MAX_OPEN_FILES)
+        self.h5_files = OpenFiles(self._open_h5, MAX_OPEN_H5)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.pid == os.getpid():
-            for opened in (*self.files.values(), *self.h5.values()):
-                opened.close()
-        self.files.clear()
-        self.h5.clear()
+            self.files.close()
+            self.h5_files.close()
+        else:  # the parent still reads them
+            self.files.forget()
+            self.h5_files.forget()
 
-    def refuse_inherited(self) -> None:
+    def validate_process(self) -> None:
+        """Raise InputError in a process that has inherited the reader."""
         if self.pid != os.getpid():
             raise InputError(
-                f"{self.shards.path} was opened by process {self.pid} and is read by its child {os.getpid()}",
+                f"{self.shards.path} was opened by process {self.pid} and is read by its child"
+                f" {os.getpid()}",
                 "open Shards after the fork, in the process that reads them",
             )
 
     def read(self, indices: Order) -> dict[str, Any]:
-        """Rows by data-set index: per column an array (len(indices), *shape), or Ragged for lists."""
-        self.refuse_inherited()
+        """Return rows by column.
+
+        Args:
+            indices: The rows, counted over all shards, shape (n,).
+
+        Returns:
+            For each column an array (n, *shape), or Ragged for lists.
+        """
+        self.validate_process()
         chunks = self.edges.searchsorted(indices, "right") - 1
         slots = self.slot_of[chunks]
-        self.reads += 1
-        if (slots < 0).any():
-            wanted = np.unique(chunks)
-            if len(wanted) > self.num_slots:
+        self.num_reads += 1
+        if (slots == NOT_LOADED).any():
+            needed = np.unique(chunks)
+            if len(needed) > self.num_slots:
                 middle = len(indices) // 2
-                return join([self.read(indices[:middle]), self.read(indices[middle:])])
-            self._load(wanted)
+                halves = [
+                    self.read(indices[:middle]),
+                    self.read(indices[middle:]),
+                ]
+                return concatenate_blocks(halves)
+            self._load(needed)
             slots = self.slot_of[chunks]
-        self.used[slots] = self.reads
-        places = indices - self.edges[chunks]
-        rows = slots * self.rows_per_slot + places
-        return {
-            name: self.pool[name].take(rows, axis=0)
-            if name in self.pool
-            else self._lists(name, slots, places)
-            for name in self.shards.columns
-        }
+        self.last_read[slots] = self.num_reads
+        rows_in_chunk = indices - self.edges[chunks]
+        pool_rows = slots * self.rows_per_slot + rows_in_chunk
+        block: dict[str, Any] = {}
+        for name in self.shards.columns:
+            if name in self.pool:
+                block[name] = self.pool[name].take(pool_rows, axis=0)
+            else:
+                block[name] = self._gather_lists(name, slots, rows_in_chunk)
+        return block
 
-    def _lists(self, name: str, slots: Order, places: Order) -> Ragged:
-        held, parts = self.lists[name], []
-        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
-            ends, values = held[slot]
-            parts.append(values[ends[place] : ends[place + 1]])
-        empty = np.empty(0, self.shards.columns[name].dtype)
-        return Ragged(np.concatenate([empty, *parts]), np.cumsum([0, *map(len, parts)]))
+    def _gather_lists(
+        self,
+        name: str,
+        slots: Order,
+        rows_in_chunk: Order,
+    ) -> Ragged:
+        column_lists = self.lists[name]
+        parts = [np.empty(0, self.shards.columns[name].dtype)]
+        lengths = [0]
+        for slot, row in zip(slots.tolist(), rows_in_chunk.tolist(), strict=True):
+            ends, values = column_lists[slot]
+            part = values[ends[row] : ends[row + 1]]
+            parts.append(part)
+            lengths.append(len(part))
+        return Ragged(np.concatenate(parts), np.cumsum(lengths))
 
-    # -- loading -----------------------------------------------------------------------------------
+    # -- loading chunks ----------------------------------------------------------------------------
 
-    def _load(self, wanted: Order) -> None:
-        """Bring these chunks into the pool, over those that were not used for longest."""
-        slots = self.slot_of[wanted]
-        self.used[slots[slots >= 0]] = self.reads
-        missing = wanted[slots < 0]
-        victims = np.argpartition(self.used, len(missing) - 1)[: len(missing)]
-        for chunk, slot in zip(missing.tolist(), victims.tolist(), strict=True):
-            if self.chunk_of[slot] >= 0:
-                self.slot_of[self.chunk_of[slot]] = -1
-            self.chunk_of[slot] = -1
-            self._load_one(chunk, slot)
-            self.chunk_of[slot], self.slot_of[chunk], self.used[slot] = chunk, slot, self.reads
+    def _load(self, needed: Order) -> None:
+        """Load chunks into the pool, over those that have not been used for longest."""
+        slots = self.slot_of[needed]
+        self.last_read[slots[slots != NOT_LOADED]] = self.num_reads
+        missing = needed[slots == NOT_LOADED]
+        oldest_slots = np.argpartition(self.last_read, len(missing) - 1)[: len(missing)]
+        for chunk, slot in zip(missing.tolist(), oldest_slots.tolist(), strict=True):
+            if self.chunk_of[slot] != NOT_LOADED:
+                self.slot_of[self.chunk_of[slot]] = NOT_LOADED
+            self.chunk_of[slot] = NOT_LOADED  # in case the next line raises
+            self._load_chunk(chunk, slot)
+            self.chunk_of[slot] = chunk
+            self.slot_of[chunk] = slot
+            self.last_read[slot] = self.num_reads
 
-    def _load_one(self, chunk: int, slot: int) -> None:
-        number = int(self.first_chunks.searchsorted(chunk, "right")) - 1
-        shard, place = self.shards.shards[number], chunk - int(self.first_chunks[number])
-        lo, hi = place * shard.chunk_rows, min((place + 1) * shard.chunk_rows, shard.rows)
+    def _load_chunk(self, chunk: int, slot: int) -> None:
+        """Read all columns of a chunk into a slot, and check them."""
+        shard_index = int(self.first_chunks.searchsorted(chunk, "right")) - 1
+        shard = self.shards.shards[shard_index]
+        chunk_in_shard = chunk - int(self.first_chunks[shard_index])
+        lo, hi = shard.chunk_range(chunk_in_shard)
         for name, column in self.shards.columns.items():
             try:
                 if column.is_list:
-                    ends, values = self._read_lists(number, name, lo, hi)
+                    ends, values = self._read_lists(shard_index, name, lo, hi)
                     self.lists[name][slot] = ends, values
-                    digest = xxhash.xxh3_64_intdigest(
-                        values.data, seed=xxhash.xxh3_64_intdigest(ends.data)
-                    )
+                    ends_digest = xxhash.xxh3_64_intdigest(ends.data)
+                    digest = xxhash.xxh3_64_intdigest(values.data, seed=ends_digest)
                 else:
-                    start = slot * self.rows_per_slot
-                    target = self.pool[name][start : start + hi - lo]
-                    self._read_array(number, name, lo, target)
+                    first_row = slot * self.rows_per_slot
+                    target = self.pool[name][first_row : first_row + hi - lo]
+                    self._read_array(shard_index, name, lo, target)
                     digest = xxhash.xxh3_64_intdigest(target.data)
             except H5_ERRORS as error:
-                raise damaged(shard, place, name, to_one_line(error)) from error
-            if shard.checksums is not None and digest != shard.checksums[name][place]:
-                raise damaged(
-                    shard, place, name, "its bytes are not those that were written (checksum)"
-                )
+                raise chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
+            if shard.checksums is not None and digest != shard.checksums[name][chunk_in_shard]:
+                problem = "its bytes are not those that were written (checksum)"
+                raise chunk_error(shard, chunk_in_shard, name, problem)
 
-    def _read_array(self, number: int, name: str, lo: int, target: np.ndarray) -> None:
-        where = self._extent(number, name)
-        if where.offsets is None:
-            self._h5(number)[name].read_direct(target, np.s_[lo : lo + len(target)])
+    def _read_array(
+        self,
+        shard_index: int,
+        name: str,
+        lo: int,
+        target: np.ndarray,
+    ) -> None:
+        """Read rows from `lo` on into `target`, as many as it has."""
+        extent = self._extent(shard_index, name)
+        if extent.offsets is None:
+            dataset = self.h5_files.get(shard_index)[name]
+            dataset.read_direct(target, np.s_[lo : lo + len(target)])
             return
-        row_bytes, done = self.shards.columns[name].row_bytes, 0
-        room = target.reshape(-1).view(np.uint8).data
-        path = self.shards.shards[number].path
-        file = _kept(self.files, number, MOST_FILES, lambda: io.FileIO(path))
-        while done < len(target):
-            real, within = divmod(lo + done, where.rows)
-            count = min(where.rows - within, len(target) - done)
-            part = room[done * row_bytes : (done + count) * row_bytes]
-            if os.preadv(
-                file.fileno(), [part], int(where.offsets[real]) + within * row_bytes
-            ) != len(part):
+        row_bytes = self.shards.columns[name].row_bytes
+        buffer = target.reshape(-1).view(np.uint8).data
+        file = self.files.get(shard_index)
+        done = 0
+        while done < len(target):  # a chunk of the shard may be several of the file
+            file_chunk, row = divmod(lo + done, extent.rows)
+            count = min(extent.rows - row, len(target) - done)
+            part = buffer[done * row_bytes : (done + count) * row_bytes]
+            offset = int(extent.offsets[file_chunk]) + row * row_bytes
+            if os.preadv(file.fileno(), [part], offset) != len(part):
                 raise OSError("the file ends early")
             done += count
 
-    def _read_lists(self, number: int, name: str, lo: int, hi: int) -> tuple[Order, np.ndarray]:
-        """Ends of lists lo..hi within their values, from 0 on, and the values."""
-        group = self._h5(number)[name]
+    def _read_lists(
+        self,
+        shard_index: int,
+        name: str,
+        lo: int,
+        hi: int,
+    ) -> tuple[Order, np.ndarray]:
+        """Return where the lists lo to hi end in their values, from 0 on, and the values."""
+        group = self.h5_files.get(shard_index)[name]
         first = int(group["ends"][lo - 1]) if lo else 0
         ends = np.concatenate([[0], group["ends"][lo:hi] - first])
         return ends, group["values"][first : first + int(ends[-1])]
 
-    def _extent(self, number: int, name: str) -> Extent:
-        if (number, name) not in self.extents:
+    def _extent(self, shard_index: int, name: str) -> Extent:
+        if (shard_index, name) not in self.extents:
             import h5py
 
-            shard = self.shards.shards[number]
+            shard = self.shards.shards[shard_index]
             with h5py.File(shard.path, "r", locking=False) as h5:
                 for column_name, column in self.shards.columns.items():
                     if not column.is_list:
-                        array = h5[column_name]
-                        refuse_other_array(shard, column_name, column, array)
-                        self.extents[number, column_name] = extent_of(h5, array)
-        return self.extents[number, name]
+                        dataset = h5[column_name]
+                        validate_dataset(shard, column_name, column, dataset)
+                        self.extents[shard_index, column_name] = find_extent(h5, dataset)
+        return self.extents[shard_index, name]
 
-    def _h5(self, number: int) -> Any:
+    def _open_file(self, shard_index: int) -> io.FileIO:
+        return io.FileIO(self.shards.shards[shard_index].path)
+
+    def _open_h5(self, shard_index: int) -> Any:
         import h5py
 
-        path = self.shards.shards[number].path
-        return _kept(self.h5, number, MOST_H5, lambda: h5py.File(path, "r", locking=False))
+        return h5py.File(self.shards.shards[shard_index].path, "r", locking=False)
 
 
-def _kept(held: OrderedDict[int, Any], number: int, most: int, opened: Callable[[], Any]) -> Any:
-    """The open file of a shard; the one not used for longest makes room."""
-    if number not in held:
-        held[number] = opened()
-        if len(held) > most:
-            held.popitem(last=False)[1].close()
-    held.move_to_end(number)
-    return held[number]
+def find_extent(h5: Any, dataset: Any) -> Extent:
+    """Find the rows of an HDF5 dataset in its file.
 
-
-def extent_of(h5: Any, array: Any) -> Extent:
-    """Where the rows are in the file, if they lie there as they are in memory and in whole rows."""
-    plain = array.dtype.isnative and h5.userblock_size == 0 and not array.external
-    if not plain or array.id.get_create_plist().get_nfilters():
+    Only h5py can read them if they are compressed, of another byte order, or split into chunks
+    that are not whole rows.
+    """
+    is_plain = dataset.dtype.isnative and h5.userblock_size == 0 and not dataset.external
+    if not is_plain or dataset.id.get_create_plist().get_nfilters():
         return Extent(0, None)
-    if array.chunks is None:
-        offset = array.id.get_offset()
-        return Extent(max(1, len(array)), None if offset is None else np.array([offset]))
-    if array.chunks[1:] != array.shape[1:]:
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset()
+        return Extent(max(1, len(dataset)), None if offset is None else np.array([offset]))
+    if dataset.chunks[1:] != dataset.shape[1:]:
         return Extent(0, None)
-    offsets = np.full(-(-len(array) // array.chunks[0]), -1, np.int64)
+    chunk_rows = dataset.chunks[0]
+    num_chunks = -(-len(dataset) // chunk_rows)
+    offsets = np.full(num_chunks, -1, np.int64)
 
-    def note(info: Any) -> None:
-        offsets[info.chunk_offset[0] // array.chunks[0]] = info.byte_offset
+    def record_offset(info: Any) -> None:
+        offsets[info.chunk_offset[0] // chunk_rows] = info.byte_offset
 
-    array.id.chunk_iter(note)
-    return Extent(array.chunks[0], None if (offsets < 0).any() else offsets)
+    dataset.id.chunk_iter(record_offset)
+    is_complete = bool((offsets >= 0).all())
+    return Extent(chunk_rows, offsets if is_complete else None)
 
 
-def refuse_other_array(shard: Shard, name: str, column: Column, array: Any) -> None:
-    found = (len(array), tuple(array.shape[1:]), array.dtype.newbyteorder("="))
-    if found != (shard.rows, column.shape, column.dtype):
-        raise bad_shards(
+def validate_dataset(
+    shard: Shard,
+    name: str,
+    column: Column,
+    dataset: Any,
+) -> None:
+    """Raise InputError if the file has another array than the index says."""
+    rows = len(dataset)
+    shape = tuple(dataset.shape[1:])
+    dtype = dataset.dtype.newbyteorder("=")
+    if (rows, shape, dtype) != (shard.rows, column.shape, column.dtype):
+        raise shards_error(
             shard.path.parent,
-            f"{shard.path} has {len(array)} rows of {Column(found[2], found[1])} in {name}, {INDEX} says"
+            f"{shard.path} has {rows} rows of {Column(dtype, shape)} in {name}, {SHARD_INDEX} says"
             f" {shard.rows} of {column}",
         )
 
 
-def damaged(shard: Shard, place: int, name: str, what: str) -> InputError:
-    lo, hi = place * shard.chunk_rows, min((place + 1) * shard.chunk_rows, shard.rows)
-    where = f"chunk {place} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}"
-    return bad_shards(shard.path.parent, f"{shard.path} is damaged in {where}: {what}")
+def chunk_error(
+    shard: Shard,
+    chunk: int,
+    name: str,
+    problem: str,
+) -> InputError:
+    lo, hi = shard.chunk_range(chunk)
+    position = f"chunk {chunk} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}"
+    return shards_error(shard.path.parent, f"{shard.path} is damaged in {position}: {problem}")

@@ -1,0 +1,229 @@
+"""Arrays that are stored row after row as tables: members of NPZ files, and IDX files."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from stepladder.data import table as tables
+from stepladder.data.formats import idx
+from stepladder.data.table import (
+    Block,
+    Column,
+    Table,
+    input_error,
+    report_damage,
+)
+
+# What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
+ARRAY_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)
+MAX_ROW_BYTES = 1 << 30  # a row is in memory
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array in a file.
+
+    Attributes:
+        label: Its name in messages.
+        shape: Its shape; the first dimension is the rows.
+        dtype: The type of its numbers.
+        start: The offset in bytes of its first row in the stream.
+        open: Returns the stream.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    open: Callable[[], IO[bytes]]
+
+
+@dataclass(frozen=True)
+class ArrayReader:
+    """Reads the rows of several arrays of one length, in blocks."""
+
+    source: Path
+    arrays: dict[str, StoredArray]
+    rows: int
+
+    def __call__(self, table: Table) -> Iterator[Block]:
+        """Yield all rows; the function `read` of a Table."""
+        block_rows = tables.rows_per_block(table.columns)
+        row_bytes = tables.row_bytes(table.columns)
+        with report_damage(self.source, ARRAY_DAMAGE), ExitStack() as stack:
+            streams = {
+                name: stack.enter_context(array.open()) for name, array in self.arrays.items()
+            }
+            for name, array in self.arrays.items():
+                streams[name].read(array.start)
+            for first in range(0, self.rows, block_rows):
+                count = min(block_rows, self.rows - first)
+                block = {
+                    name: read_rows(streams[name], column, count, f"{name}, row {first}")
+                    for name, column in table.columns.items()
+                }
+                table.bytes_read += count * row_bytes
+                yield block
+
+
+def array_table(
+    source: Path,
+    identity: dict[str, Any],
+    arrays: dict[str, StoredArray],
+) -> Table:
+    """Return arrays as a table, a row of each per sample.
+
+    Args:
+        source: The file or folder, for messages.
+        identity: The table's identity.
+        arrays: The arrays by column.
+
+    Raises:
+        InputError: They differ in length, or a row is too large.
+    """
+    lengths = {array.label: array.shape[0] for array in arrays.values()}
+    if len(set(lengths.values())) != 1:
+        text = ", ".join(f"{label} has {rows} rows" for label, rows in lengths.items())
+        hint = "--columns with those that belong together"
+        raise input_error(source, f"its arrays differ in length: {text}", hint)
+    columns = {name: Column(array.dtype, array.shape[1:]) for name, array in arrays.items()}
+    row_bytes = tables.row_bytes(columns)
+    if row_bytes > MAX_ROW_BYTES:
+        raise input_error(
+            source,
+            f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}",
+        )
+    rows = next(iter(lengths.values()))
+    reader = ArrayReader(source, arrays, rows)
+    return Table(str(source), columns, identity, reader, rows * row_bytes, rows=rows)
+
+
+def read_rows(
+    stream: IO[bytes],
+    column: Column,
+    rows: int,
+    position: str,
+) -> np.ndarray:
+    size = rows * column.row_bytes
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError(f"the data of {position} and after ends early")
+    return np.frombuffer(data, column.dtype).reshape(rows, *column.shape)
+
+
+# -- NPZ -------------------------------------------------------------------------------------------
+
+
+def npz_table(path: Path, names: tuple[str, ...]) -> Table:
+    """Return the arrays of an NPZ file as a table.
+
+    Args:
+        path: The file.
+        names: The arrays to read, all by default.
+    """
+    with report_damage(path, (*ARRAY_DAMAGE, ValueError)):
+        with zipfile.ZipFile(path) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".npy")]
+        known = [member.removesuffix(".npy") for member in members]
+        selected = tables.select_columns(names, known, path)
+        arrays = {name: find_npy(path, f"{name}.npy") for name in selected}
+    if not arrays:
+        raise input_error(path, "it holds no arrays")
+    return array_table(path, tables.identify_files("npz", path), arrays)
+
+
+def find_npy(path: Path, member: str) -> StoredArray:
+    """Read the header of an array in an NPZ file. Raises InputError if it is not rows of numbers."""
+    with zipfile.ZipFile(path) as archive:
+        member_bytes = archive.getinfo(member).file_size
+    with open_npy(path, member) as stream:
+        if np.lib.format.read_magic(stream) == (1, 0):
+            header = np.lib.format.read_array_header_1_0(stream)
+        else:
+            header = np.lib.format.read_array_header_2_0(stream)
+        start = stream.tell()
+    shape, is_fortran, dtype = header
+    validate_npy(path, member, shape, is_fortran, dtype)
+    data_bytes = member_bytes - start
+    if data_bytes != math.prod(shape) * dtype.itemsize:
+        problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
+        raise input_error(path, problem)
+    label = member.removesuffix(".npy")
+    return StoredArray(label, shape, dtype, start, partial(open_npy, path, member))
+
+
+def validate_npy(
+    path: Path,
+    member: str,
+    shape: tuple[int, ...],
+    is_fortran: bool,
+    dtype: np.dtype[Any],
+) -> None:
+    is_number = dtype.kind in "biuf" and dtype.itemsize <= 8
+    has_rows = bool(shape) and not (is_fortran and len(shape) > 1)
+    if is_number and has_rows and dtype.isnative:
+        return
+    kind = "Fortran order" if is_fortran else f"{dtype} of shape {list(shape)}"
+    raise input_error(
+        path,
+        f"{member} is {kind}, not rows of numbers",
+        "np.savez with C-ordered arrays of numbers",
+    )
+
+
+def open_npy(path: Path, member: str) -> IO[bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.open(member)  # can be read after the archive is closed
+
+
+# -- IDX -------------------------------------------------------------------------------------------
+
+
+def idx_table(
+    files: dict[str, Path],
+    names: tuple[str, ...],
+    source: Path,
+) -> Table:
+    """Return IDX files as a table.
+
+    Args:
+        files: A file for each column.
+        names: The columns to read, all by default.
+        source: What the user gave: the file, or the folder of the files.
+    """
+    selected = tables.select_columns(names, files, source)
+    arrays = {name: find_idx(files[name]) for name in selected}
+    return array_table(source, tables.identify_files("idx", *files.values()), arrays)
+
+
+def find_idx(path: Path) -> StoredArray:
+    with idx.report_errors(path), idx.open_decompressed(path) as stream:
+        shape, start = idx.read_header(stream.read(idx.HEADER_BYTES), path)
+    opener = partial(idx.open_decompressed, path)
+    return StoredArray(path.name, shape, np.dtype(np.uint8), start, opener)
+
+
+def read_idx_magic(path: Path) -> int:
+    """Return the magic number of a file; -1 if it cannot be read."""
+    try:
+        with idx.open_decompressed(path) as stream:
+            return int.from_bytes(stream.read(4), "big")
+    except ARRAY_DAMAGE:
+        return -1

@@ -1,0 +1,67 @@
+"""One file of a sharded data set, and what all modules of this package know of such files."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+
+SHARD_INDEX = "index.json"
+SHARD_JOURNAL = "index.json.part"  # the shards that are complete, while others are written
+H5_SUFFIXES = (".h5", ".hdf5")
+# Large enough for one read to be cheap, small enough to keep dozens in memory.
+RECOMMENDED_CHUNK_BYTES = 400_000
+# What h5py raises on a damaged file.
+H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a data set. The last three attributes are None where there is no index.
+
+    Attributes:
+        path: The file.
+        rows: The number of its rows.
+        chunk_rows: The number of rows that are read at once.
+        bytes: Its size.
+        sha256: Its SHA-256 in hexadecimal digits.
+        checksums: The checksum of each chunk, by column.
+    """
+
+    path: Path
+    rows: int
+    chunk_rows: int
+    bytes: int | None = None
+    sha256: str | None = None
+    checksums: dict[str, np.ndarray] | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, and the row after its last."""
+        lo = chunk * self.chunk_rows
+        return lo, min(lo + self.chunk_rows, self.rows)
+
+
+def find_h5_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in H5_SUFFIXES)
+
+
+def recommend_chunk_rows(row_bytes: float) -> int:
+    """Return the power of two of rows that have about RECOMMENDED_CHUNK_BYTES."""
+    return 1 << max(0, round(math.log2(RECOMMENDED_CHUNK_BYTES / max(1, row_bytes))))
+
+
+def shards_error(folder: Path, problem: str) -> InputError:
+    """Make the error for shards that have to be written again."""
+    return InputError(
+        problem,
+        f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(folder))}",
+    )

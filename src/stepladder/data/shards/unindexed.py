@@ -1,0 +1,111 @@
+"""HDF5 files without an index, as any script writes them with h5py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.shards.shard import (
+    H5_ERRORS,
+    H5_SUFFIXES,
+    Shard,
+    find_h5_files,
+    recommend_chunk_rows,
+    shards_error,
+)
+from stepladder.data.table import Column, input_error, row_bytes
+
+
+def inspect_files(
+    path: Path, names: tuple[str, ...] | None
+) -> tuple[dict[str, Column], list[Shard]]:
+    """Return the columns and the shards of a folder of HDF5 files, or of one file.
+
+    Args:
+        path: The folder or the file.
+        names: The columns to read; all arrays if there are none.
+
+    Raises:
+        InputError: There are no files, or their columns differ.
+    """
+    if not path.exists():
+        raise InputError(f"there is no {path}", "stepladder data shard INPUT --out DIR")
+    files = find_h5_files(path) if path.is_dir() else [path]
+    if not files:
+        raise shards_error(path, f"{path} holds no shards ({' or '.join(H5_SUFFIXES)})")
+    first_columns, first_shard = inspect_file(files[0], names)
+    shards = [first_shard]
+    for file in files[1:]:
+        columns, shard = inspect_file(file, names)
+        validate_same_columns(first_columns, files[0], columns, file)
+        shards.append(shard)
+    return first_columns, shards
+
+
+def validate_same_columns(
+    first_columns: dict[str, Column],
+    first_file: Path,
+    columns: dict[str, Column],
+    file: Path,
+) -> None:
+    for name in {**first_columns, **columns}:
+        if columns.get(name) != first_columns.get(name):
+            raise InputError(
+                f"column {name!r} is {columns.get(name, 'missing')} in {file} and"
+                f" {first_columns.get(name, 'missing')} in {first_file.name}",
+                "keep data sets in folders of their own",
+            )
+
+
+def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
+    import h5py
+
+    with (
+        as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
+        h5py.File(file, "r", locking=False) as h5,
+    ):
+        arrays = {
+            name: array
+            for name, array in h5.items()
+            if isinstance(array, h5py.Dataset) and (not names or name in names)
+        }
+        columns = {name: find_column(file, name, array) for name, array in arrays.items()}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
+            problem = ", ".join(texts) or "it has no arrays"
+            raise input_error(file, problem, "give every array one row per sample")
+        largest = max(columns, key=lambda name: columns[name].row_bytes)
+        chunk_rows = choose_chunk_rows(arrays[largest], row_bytes(columns))
+    return columns, Shard(file, lengths[largest], chunk_rows)
+
+
+def find_column(
+    file: Path,
+    name: str,
+    array: Any,
+) -> Column:
+    if array.ndim == 0 or array.dtype.kind not in "biuf":
+        kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
+        raise InputError(
+            f"{file}: {name} is {kind}, not rows of numbers",
+            "omit it (columns=...), or convert it into shards:"
+            f" stepladder data shard {file} --out DIR",
+        )
+    return Column(array.dtype.newbyteorder("="), array.shape[1:])
+
+
+def choose_chunk_rows(largest: Any, row_bytes: int) -> int:
+    """Return the number of rows to read at once.
+
+    They are those of a chunk of the largest array, unless that is far from the recommended size. A
+    compressed chunk can only be read as a whole.
+    """
+    recommended = recommend_chunk_rows(row_bytes)
+    if not largest.chunks:
+        return recommended
+    rows: int = largest.chunks[0]
+    if largest.compression or recommended // 4 <= rows <= recommended * 4:
+        return rows
+    return recommended

@@ -1,0 +1,279 @@
+"""Sources: data that is read by index, one batch at a time.
+
+A source knows nothing of ranks, and makes no collective calls.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.loader import make_loader
+from stepladder.data.shards.dataset import Shards
+from stepladder.data.shards.reader import ShardReader
+from stepladder.data.table import Ragged
+from stepladder.data.workers import PackedError, stop_workers
+
+Indices = NDArray[np.int64]
+Collate = Callable[[list[Any]], Any]
+Batches = Generator[tuple[Indices, Any], None, None]
+Request = tuple[int, Indices]  # epoch, data-set indices of one pass
+PREFETCHED_BATCHES = 4
+
+
+class Source(Protocol):
+    """Data of a known length that yields batches in the requested order."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield for each request the indices that were read, and the batch on the device."""
+        ...
+
+
+class TensorSource:
+    """Tensors in memory. A batch takes one index operation per tensor."""
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        """Move the tensors to the device.
+
+        Args:
+            data: A tensor or an array, or a tuple, list or dict of them, a row per sample.
+            device: The training device.
+
+        Raises:
+            InputError: They are no numbers, are not dense, or differ in length.
+        """
+        self.names = list(data) if isinstance(data, dict) else None
+        self.is_single = isinstance(data, torch.Tensor)
+        # An array of texts or objects cannot be a tensor.
+        with as_input_error("the job's data cannot be tensors", "numbers only", (TypeError,)):
+            tensors = [torch.as_tensor(array) for array in list_columns(data)]
+        for tensor in tensors:
+            validate_tensor(tensor)
+        self.tensors = [tensor.detach().to(device) for tensor in tensors]
+        self.device = device
+        validate_lengths(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield for each request its indices and their rows, in the form of the data."""
+        for _, indices in requests:
+            rows = torch.from_numpy(indices)
+            if self.device.type != "cpu":
+                rows = rows.to(self.device, non_blocking=True)
+            parts = [tensor.index_select(0, rows) for tensor in self.tensors]
+            if self.names is not None:
+                yield indices, dict(zip(self.names, parts, strict=True))
+            elif self.is_single:
+                yield indices, parts[0]
+            else:
+                yield indices, parts
+
+
+def validate_tensor(tensor: torch.Tensor) -> None:
+    """Raise InputError for a tensor whose rows cannot be selected by index."""
+    if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested:
+        return
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    else:
+        kind = f"a tensor ({tensor.layout}, on {tensor.device})"
+    raise InputError(f"the job's data is {kind}", "dense tensors, on the CPU or a GPU")
+
+
+def validate_lengths(tensors: list[torch.Tensor]) -> None:
+    hint = "give each one row per sample"
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise InputError("the data's tensors hold a single number", hint)
+    lengths = {len(tensor) for tensor in tensors}
+    if len(lengths) != 1:
+        raise InputError(f"the data's tensors have different lengths {sorted(lengths)}", hint)
+
+
+class StreamSource:
+    """Rows of shards as tensors. Its memory is the reader's pool and the batches read ahead."""
+
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self.shards = shards
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield for each request its indices and their rows: a dict by column, or a list."""
+        with ShardReader(self.shards) as reader:
+            batches = ((indices, self._to_batch(reader.read(indices))) for _, indices in requests)
+            with closing(prefetch(batches)) as prefetched:
+                for batch in prefetched:
+                    yield batch
+                    reader.validate_process()
+
+    def _to_batch(self, arrays: dict[str, Any]) -> Any:
+        batch = {name: self._to_tensor(array) for name, array in arrays.items()}
+        return list(batch.values()) if self.shards.as_list else batch
+
+    def _to_tensor(self, array: Any) -> Any:
+        if isinstance(array, Ragged):
+            return Ragged(self._to_tensor(array.values), self._to_tensor(array.offsets))
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """Yield the items, which a thread takes PREFETCHED_BATCHES in advance.
+
+    Raises:
+        Exception: What the generator of the items raises.
+    """
+    pool = ThreadPoolExecutor(1, "read-ahead")
+    try:
+        futures = deque(pool.submit(next, items, None) for _ in range(PREFETCHED_BATCHES))
+        while (item := futures.popleft().result()) is not None:
+            futures.append(pool.submit(next, items, None))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class DatasetSource:
+    """A map-style Dataset that DataLoader workers read.
+
+    Before each item Python's, NumPy's and torch's generators are seeded by seed, epoch and index.
+    So augmentation does not depend on the worker or the rank, and a resumed run repeats it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        device: torch.device,
+        seed: int,
+        num_workers: int,
+        collate: Collate | None,
+    ) -> None:
+        self.dataset = dataset
+        self.device = device
+        self.seed = seed
+        self.num_workers = num_workers
+        self.collate = collate or default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield for each request its indices and their batch.
+
+        Raises:
+            Exception: What the Dataset raises.
+        """
+        keys = ([(epoch, int(index)) for index in indices] for epoch, indices in requests)
+        pin_memory = self.device.type == "cuda"
+        loader = make_loader(
+            self.dataset,
+            self.seed,
+            keys,
+            self.num_workers,
+            self.collate,
+            pin_memory,
+        )
+        # Workers inherit the mask, and unblock SIGTERM when their handlers are set.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            iterator = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            for item in iterator:
+                if isinstance(item, PackedError):
+                    item.reraise()
+                indices, batch = item
+                yield indices.numpy(), move_to_device(batch, self.device)
+        finally:
+            if self.num_workers:
+                stop_workers(iterator)
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: move_to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [move_to_device(part, device) for part in batch]
+    return batch
+
+
+# -- the source of a job's data --------------------------------------------------------------------
+
+
+def open_source(
+    data: Any,
+    device: torch.device,
+    seed: int,
+    num_workers: int = 0,
+    collate: Collate | None = None,
+) -> Source:
+    """Make the source of a job's data.
+
+    Args:
+        data: Tensors (one, or a tuple or dict of them), Shards, or a map-style Dataset.
+        device: The training device.
+        seed: The run's seed, for the random numbers of a Dataset.
+        num_workers: The processes that read a Dataset; 0 reads it in this process.
+        collate: Makes a batch of a list of items of a Dataset, as DataLoader's collate_fn.
+
+    Raises:
+        InputError: The data is something else.
+    """
+    if isinstance(data, Shards):
+        return StreamSource(data, device)
+    columns = list_columns(data)
+    if columns and all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns):
+        return TensorSource(data, device)
+    if is_map_style(data):
+        return DatasetSource(data, device, seed, num_workers, collate)
+    raise InputError(
+        f"the job's data is a {type(data).__name__}",
+        "give tensors, a tuple or dict of tensors, Shards, or a map-style Dataset",
+    )
+
+
+def list_columns(data: Any) -> list[Any]:
+    """Return a dict's values, a tuple's or list's items, or the data itself as the only column."""
+    if isinstance(data, dict):
+        return list(data.values())
+    if isinstance(data, (tuple, list)):
+        return list(data)
+    return [data]
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether the data has a length and items by number.
+
+    A text is not data. Columns of which some are tensors are not items, and neither is what pandas
+    returns by number.
+    """
+    if isinstance(data, (str, bytes, type, IterableDataset)):
+        return False
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or hasattr(data, "iloc"):
+        return False
+    problem = f"len() of the job's {type(data).__name__} fails"
+    with as_input_error(problem, "a number of samples", (TypeError, ValueError)):
+        len(data)
+    has_columns = isinstance(data, (tuple, dict))
+    return not (has_columns and any(isinstance(c, torch.Tensor) for c in list_columns(data)))
