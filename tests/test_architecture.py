@@ -145,8 +145,8 @@ def targets_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
         assert node.level == 0, f"a relative import in line {node.lineno}"
         names = [(node.module or "", alias.name) for alias in node.names]
     for module, name in names:
-        if module == "stepladder" and name in stepladder._HOMES:
-            yield stepladder._HOMES[name]
+        if module == "stepladder" and name in stepladder._MODULE_OF_NAME:
+            yield stepladder._MODULE_OF_NAME[name]
         elif module.split(".")[0] == "stepladder":
             module = module.removeprefix("stepladder").removeprefix(".")
             full = f"{module}.{name}".strip(".")

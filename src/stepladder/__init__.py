@@ -1,7 +1,6 @@
-"""One PyTorch training job, from one device to a cluster, with the same answer on every step of the
-ladder.
+"""One PyTorch training job, from one device to a cluster, with the same results on every step.
 
-Public names are imported when first used, so that commands which need no torch do not wait for it.
+Public names are imported when they are first used: commands that need no torch do not wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from stepladder.train.train_result import TrainResult
     from stepladder.train.trainer import Trainer
 
-_NAMES = {
+_NAMES_OF_MODULE = {
     "core.errors": ("InputError", "PeerLost"),
     "core.plan": ("Plan", "PlanSampler"),
     "core.settings": ("Settings",),
@@ -49,7 +48,7 @@ _NAMES = {
     "train.train_result": ("TrainResult",),
     "train.trainer": ("Trainer",),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 
 __version__ = "0.2.0"
 
@@ -82,9 +81,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'stepladder' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"stepladder.{_HOMES[name]}"), name)
+    module = importlib.import_module(f"stepladder.{_MODULE_OF_NAME[name]}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -38,9 +38,9 @@ class Config:
     lr: float = 0.05
 
 
-def kill(place):
+def kill(point):
     for number, (rank, where, step) in enumerate(PLANTED):
-        if where == place and now["rank"] == int(rank) and step in ("*", str(now["step"])):
+        if where == point and now["rank"] == int(rank) and step in ("*", str(now["step"])):
             try:
                 Path(os.environ["KILLED"], f"killed-{number}").touch(exist_ok=False)
             except FileExistsError:
@@ -50,18 +50,18 @@ def kill(place):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(owner, name, place):
-    """Kill before that function, or after it where the place ends with '+'; {groups}: how many were
+def before(owner, name, point):
+    """Kill before that function, or after it where the point ends with '+'; {groups}: how many were
     formed.
     """
     function = getattr(owner, name)
 
     def wrapped(self, *args, **options):
-        if place.endswith("+"):
+        if point.endswith("+"):
             result = function(self, *args, **options)
-            kill(place[:-1].format(**now))
+            kill(point[:-1].format(**now))
             return result
-        kill(place.format(**now))
+        kill(point.format(**now))
         return function(self, *args, **options)
 
     setattr(owner, name, wrapped)
@@ -88,22 +88,22 @@ def counting(function):
     return start
 
 
-def levelling(function):
-    def level(self):
+def counting_groups(function):
+    def synchronize(self):
         now["groups"] += 1
         kill(f"group-{now['groups']}")
         function(self)
 
-    return level
+    return synchronize
 
 
 if "AS_NCCL" in os.environ:
-    leave, wait = collectives.destroy_group, collectives.poll_work
+    destroy, poll = collectives.destroy_group, collectives.poll_work
     collectives.join_shared_memory = lambda *_: None
-    collectives.destroy_group = lambda _, under_way: leave(True, under_way)
-    collectives.poll_work = lambda work, _, until: wait(work, True, until)
+    collectives.destroy_group = lambda _, under_way: destroy(True, under_way)
+    collectives.poll_work = lambda work, _, until: poll(work, True, until)
 
-Session._synchronize = levelling(Session._synchronize)
+Session._synchronize = counting_groups(Session._synchronize)
 TrainingLoop.step = noting(TrainingLoop.step)
 before(Comm, "init_process_group", "meeting")
 for name in ("_start", "combine", "start_sum"):  # the last two by way of shared memory

@@ -149,7 +149,7 @@ def test_what_is_likeliest_is_drawn_where_nothing_is_left_to_chance() -> None:
 
 def test_the_speed_is_shown_in_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar(True, 10, 0, build(tiny(folder)).unit)
-    bar.last_line -= 60
+    bar.last_line_time -= 60
     bar.update(1, 2.0, 512.0)
     assert re.fullmatch(r"step 1/10  loss 2.0000  [\d,]+ tokens/s\n", capsys.readouterr().err)
 

@@ -88,25 +88,14 @@ def open_session(
         The session, or the stored result of a run that is complete already.
     """
     with ExitStack() as at_end:
+        opening = Opening(spec, comm, loggers, at_end)
+        at_end.push(opening.note_step_of_error)  # first, so that it sees errors of closing too
         at_end.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(spec.threads)
         keep_freed_memory()
         with comm.phases(STARTING):
-            opening = Opening(spec, comm, loggers, at_end)
             session = opening.open()
-        state = opening.state
-        with noting_step(state), at_end.pop_all(), noting_step(state):
-            yield session
-
-
-@contextmanager
-def noting_step(state: TrainState) -> Iterator[None]:
-    """Note on an error in the block after which step it was raised."""
-    try:
-        yield
-    except BaseException as error:
-        record_step(error, state.step)
-        raise
+        yield session
 
 
 class Opening:
@@ -122,6 +111,7 @@ class Opening:
         run_dir: The run directory on the first rank, once it is open.
         is_job_edited: Whether the job file has changed since the run began, known on the first
             rank.
+        is_done: Whether the session is open.
     """
 
     def __init__(
@@ -135,9 +125,22 @@ class Opening:
         self.snapshot_saver = SnapshotSaver(self.state, comm)
         self.run_dir: RunDir | None = None
         self.is_job_edited = False
+        self.is_done = False
 
     def open(self) -> Session | TrainResult:
         """Return the session, or the stored result of a run that is complete already."""
+        session = self._open()
+        self.is_done = True
+        return session
+
+    def note_step_of_error(
+        self, _type: object, error: BaseException | None, _trace: object
+    ) -> None:
+        """Note on an error after which step it was raised, unless it was raised in the opening."""
+        if self.is_done:
+            record_step(error, self.state.step)
+
+    def _open(self) -> Session | TrainResult:
         self.state.prepare_model(self.spec.settings, self.comm)
         number = get_joining_rank()
         if number is not None:

@@ -216,7 +216,7 @@ class Session:
 
     def join(self) -> None:
         """Take over the state of ranks that train already, as a new rank of theirs."""
-        self.recover(StateLost("the ranks that this one was to join have gone"))
+        self.recover(StateLost("the ranks that this rank was to join were lost"))
         self.resumed_from_step = self.state.step
 
     def _synchronize(self) -> None:

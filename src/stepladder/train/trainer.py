@@ -227,9 +227,9 @@ class TrainingLoop:
             replay = self.replay
             if replay is not None and not replay.is_due(self.state.step):
                 replay = None
-            backward = (
-                self.sync.backward if replay is None else replay.watching_backward(self.state.step)
-            )
+            backward: Backward = self.sync.backward
+            if replay is not None:
+                backward = replay.watching_backward(self.state.step)
             loss_sum: torch.Tensor | None = None
             count = 0.0
             indices_read = []
