@@ -46,7 +46,7 @@ class Fault:
             return
         self.passes += 1
         if MODE in ("once", "missed"):
-            chosen = loop.replay._chosen(loop.state.step, loop.comm.world.rank).number
+            chosen = loop.replay._choose_microbatch(loop.state.step, loop.comm.world.rank).number
             self.struck = (number == chosen) == (MODE == "once") and not PLANTED.exists()
             if self.struck:
                 PLANTED.touch()

@@ -18,8 +18,9 @@ import stepladder.train.comm as collectives
 from stepladder import Job
 from stepladder.core.errors import PeerLost
 from stepladder.storage.snapshot_store import Snapshots
-from stepladder.train.comm import Comm, Pending
+from stepladder.train.comm import Comm
 from stepladder.train.optimizer_shards import OptimizerShards
+from stepladder.train.pending import Pending
 from stepladder.train.recorder import Recorder
 from stepladder.train.recovery import StepJournal
 from stepladder.train.session import Session

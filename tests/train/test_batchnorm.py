@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepladder.train.determinism import RunningStatistics, find_batch_norms
+from stepladder.train.batch_norm import RunningStatistics, find_batch_norms
 
 CUTS = [[8], [4, 4], [2, 6], [3, 3, 2], [2, 2, 2, 2]]
 

@@ -115,7 +115,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
         }
         found.append((result.total_count, result.votes, result.extra.numpy().tobytes(), grads))
         model.zero_grad()
-    held = max(len(bucket.views_of) for bucket in sync.buckets)
+    held = max(len(bucket.views_by_leaf) for bucket in sync.buckets)
     sync.close()
     model[0](
         torch.ones(1, 5)
@@ -274,7 +274,7 @@ def leaves_after(comm: Comm, steps: int) -> int:
         if count > first:
             sync.backward(model(torch.ones(2, 3)).sum(), 2, torch.zeros(1))
         sync.finish(2 * (count - first), [])
-    return len(sync.buckets[0].views_of)
+    return len(sync.buckets[0].views_by_leaf)
 
 
 @pytest.mark.ranks

@@ -16,14 +16,9 @@ from processes import JOBS, refused, run
 from ranks import run_ranks
 from stepladder import Comm, InputError, Job, Plan, Settings, Trainer
 from stepladder.core.world import World
+from stepladder.train.fingerprints import find_minority, fingerprint, fingerprint_order
 from stepladder.train.process_group import process_group
-from stepladder.train.replica_check import (
-    ReplicaCheck,
-    ReplicasDiffer,
-    find_minority,
-    fingerprint,
-    fingerprint_order,
-)
+from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer
 
 PLANTS = {
     "nothing": None,

@@ -36,7 +36,7 @@ from stepladder.train.determinism import deterministic
 from stepladder.train.job_file import load_job_file
 from stepladder.train.opening import open_session
 from stepladder.train.process_group import process_group
-from stepladder.train.recompute_check import find_wrong_ranks
+from stepladder.train.recompute_verdict import find_wrong_ranks
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import TrainingLoop
 from tasks import RANKS, said_by, tasks
@@ -173,9 +173,9 @@ def test_whatever_is_planted_is_found_and_named(
     text = {plant: "".join(one[plant][1] for one in found) for plant in SOME}
     assert "first.weight differs too" in text["weight", "once"]
     assert "the gradient of last.bias" in text["gradient", "once"]
-    assert "is right: a fault that passes" in text["product", "once"]
+    assert "is right: a transient fault" in text["product", "once"]
     if world_size > 2:
-        assert "wrong again: a defect that lasts" in text["product", "always"]
+        assert "wrong again: a permanent fault" in text["product", "always"]
 
 
 def until_found(comm: Comm, folder: Path) -> list[tuple[str, int, str]]:
@@ -316,7 +316,7 @@ def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
         loop = at_end.enter_context(loop_of(comm, job, tmp_path, epochs=100, replay_every=3))
         assert loop.replay is not None
         due = [step for step in range(300) if loop.replay.is_due(step)]
-        chosen = [loop.replay._chosen(step, 0) for step in due]
+        chosen = [loop.replay._choose_microbatch(step, 0) for step in due]
     assert due[:2] == [2, 5]
     assert {span.number for span in chosen if span} == set(range(12))
 
@@ -387,7 +387,7 @@ def test_a_defect_that_lasts_ends_the_run(tmp_path: Path) -> None:
     found = [
         line
         for line in done.stderr.splitlines()
-        if "rank 1 on " in line and "a defect that lasts" in line
+        if "rank 1 on " in line and "a permanent fault" in line
     ]
     assert len(found) == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.endswith("stepladder: not restarted: the same step failed twice\n")

@@ -31,7 +31,8 @@ from stepladder.rank.shared_segment import (
     map_segment,
 )
 from stepladder.train.comm import Comm
-from stepladder.train.shared_memory import SLOT_WORDS, SharedMemory
+from stepladder.train.shared_memory import SharedMemory, read_last_exchange
+from stepladder.train.shared_memory_wait import SLOT_WORDS
 from stepladder.train.shared_memory_work import Work
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.ddp import allocate_shared_zeros
@@ -152,11 +153,10 @@ def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[Sh
     assert segment is not None
     mapping = mmap.mmap(segment.number, 0)
     segment.close()
-    found = [SharedMemory(mapping) for _ in pids]
-    for rank, memory in enumerate(found):
-        memory.join_group(rank, pids, 1, timeout_seconds)
-    yield found
-    for memory in found:
+    ranks = range(len(pids))
+    group = [SharedMemory(mapping, rank, pids, 1, timeout_seconds) for rank in ranks]
+    yield group
+    for memory in group:
         memory.leave_group()
 
 
@@ -205,10 +205,10 @@ def test_what_a_rank_brought_before_it_ended_is_taken() -> None:
         brought = second.all_reduce(torch.ones(3))
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(brought.wait)
-            wait_until(lambda: second.words[0] > 1 or second.words[SLOT_WORDS] > 1, str)
+            wait_until(lambda: second.slots[0] > 1 or second.slots[SLOT_WORDS] > 1, str)
             process.kill()
             process.wait()
-            wait_until(lambda: first.ends.ended == {1}, str)
+            wait_until(lambda: first.waiter.process_watch.ended == {1}, str)
             begun.wait()
             later.result()
 
@@ -217,7 +217,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_and_nobody_computes_meanwhil
     before = time.thread_time()
     with (
         memories([os.getpid()] * 2, timeout_seconds=0.5) as (first, _),
-        pytest.raises(RuntimeError, match=r"timed out: rank 1 has not come in 0\.5 s"),
+        pytest.raises(RuntimeError, match=r"timed out: rank 1 did not arrive in 0\.5 s"),
     ):
         first.all_reduce(torch.zeros(3)).wait()
     assert time.thread_time() - before < 0.1
@@ -249,7 +249,7 @@ def test_what_does_not_fit_between_ranks_fails_on_both(other: str) -> None:
             second.all_reduce(torch.zeros(1))
         with ThreadPoolExecutor(2) as pool:
             for failed in [pool.submit(work.wait) for work in works]:
-                with pytest.raises(RuntimeError, match="brings something else to this collective"):
+                with pytest.raises(RuntimeError, match="calls a different collective here"):
                     failed.result(60)
 
 
@@ -263,11 +263,13 @@ def test_groups_come_after_one_another_in_one_segment() -> None:
             for done in [pool.submit(work.wait) for work in works]:
                 done.result(60)
             assert [tensor.tolist() for tensor in tensors] == [[2.0 * group] * 3] * 2
-            ranks[0].leave_group()
-            number = max(memory.last_exchange for memory in ranks) + 1
-            for rank, memory in enumerate(reversed(ranks)):
-                memory.join_group(rank, [os.getpid()] * 2, number, 60)
-            ranks.reverse()
+            for memory in ranks:
+                memory.leave_group()
+            group_id = read_last_exchange(ranks[0].memory) + 1
+            pids = [os.getpid()] * 2
+            ranks[:] = [
+                SharedMemory(ranks[0].memory, rank, pids, group_id, 60) for rank in range(2)
+            ]
 
 
 def test_there_is_none_for_one_rank_or_more_than_read_each_other() -> None:

@@ -44,7 +44,7 @@ def test_a_snapshot_comes_back_among_others(
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Path("a"), [pickle.Pickler]])
 def test_what_would_need_code_to_be_read_is_refused_by_its_type(value: object) -> None:
-    with pytest.raises(TypeError, match="cannot go to others"):
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         serialize(value)
 
 
@@ -68,7 +68,7 @@ def test_what_the_first_rank_says_to_all_is_no_pickle(tmp_path: Path) -> None:
     evil = Evil(tmp_path / "mark")
     with pytest.raises(ValueError):
         Comm.on_first(rank(1, pickle.dumps(evil)), lambda: None)
-    with pytest.raises(TypeError, match="cannot go to others"):
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         Comm.on_first(rank(0), lambda: evil)
     assert Comm.on_first(rank(0), lambda: [1]) == Comm.on_first(
         rank(1, serialize({"value": [1]})), lambda: None

@@ -1,4 +1,4 @@
-"""A nested state, its tensors one by one, from one rank to others."""
+"""The broadcast of a nested state from one rank to others, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,34 +11,53 @@ import torch
 from stepladder.train.comm import Comm
 
 
-def broadcast_state(comm: Comm, state: Any, source: int, wanted: bool) -> Any:
-    """The state of rank `source`: tensors in dicts, lists and tuples, with numbers and texts. A
-    collective.
+def broadcast_state(
+    comm: Comm,
+    state: Any,
+    source: int,
+    needed: bool,
+) -> Any:
+    """Send the state of rank `source` to all ranks. All ranks must call this function.
 
-    wanted: whether this rank takes it; the others let it pass, one tensor at a time. Returns it.
+    Args:
+        comm: The ranks.
+        state: Tensors, numbers and texts in dicts, lists and tuples; None on the other ranks.
+        source: The rank that sends.
+        needed: Whether this rank needs the state. If not, it receives one tensor at a time without
+            keeping it.
+
+    Returns:
+        The state of rank `source`; without the values of its tensors if the state is not needed.
     """
     file = io.BytesIO()
-    if state is not None:  # first without what its tensors hold
-        torch.save(_each_tensor(state, lambda tensor: tensor.to("meta")), file)
-    shape = torch.load(io.BytesIO(comm.broadcast_bytes(file.getvalue(), source)), weights_only=True)
+    if state is not None:  # the structure first, without the tensors' values
+        torch.save(_map_tensors(state, lambda tensor: tensor.to("meta")), file)
+    data = comm.broadcast_bytes(file.getvalue(), source)
+    structure = torch.load(io.BytesIO(data), weights_only=True)
 
     def receive(like: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(like.shape, dtype=like.dtype)
         comm.broadcast(tensor, source)
-        return tensor if wanted else like
+        return tensor if needed else like
+
+    def send(tensor: torch.Tensor) -> None:
+        comm.broadcast(tensor.detach().cpu().contiguous(), source)
 
     if state is None:
-        return _each_tensor(shape, receive)
-    _each_tensor(state, lambda tensor: comm.broadcast(tensor.detach().cpu().contiguous(), source))
+        return _map_tensors(structure, receive)
+    _map_tensors(state, send)
     return state
 
 
-def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The value with what `function` makes of each tensor in it, in one order on all ranks."""
+def _map_tensors(
+    value: Any,
+    function: Callable[[torch.Tensor], Any],
+) -> Any:
+    """Replace each tensor by what `function` returns for it, in one order on all ranks."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {name: _each_tensor(one, function) for name, one in value.items()}
+        return {name: _map_tensors(item, function) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_each_tensor(one, function) for one in value)
+        return type(value)(_map_tensors(item, function) for item in value)
     return value

@@ -1,9 +1,9 @@
-"""`--checkpoint-blocks`: a block's activations are computed again in backward, and not kept till
-then.
+"""`--checkpoint-blocks`: the activations of a block are recomputed in backward instead of stored.
 
-Chen et al., 2016, "Training deep nets with sublinear memory cost", with the model's blocks as
-segments. torch's own checkpoint computes the same operations on the same numbers, from the same
-state of the generators: so the same bits."""
+The method is Chen et al., 2016, "Training deep nets with sublinear memory cost", with the model's
+blocks as segments. torch's own checkpoint function computes the same operations on the same
+numbers, from the same state of the random generators, so the bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from stepladder.train.model_blocks import find_blocks
 
 
 def checkpoint_blocks(job: Job) -> None:
-    """Have each block's forward keep its inputs alone. Once is enough: a second call changes
-    nothing.
-    """
+    """Make each block's forward store only its inputs. A second call changes nothing."""
     for block in find_blocks(job):
         if not isinstance(block.forward, partial):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def validate_checkpointable(job: Job) -> None:
-    """Raises InputError for a model without blocks, or where a block counts in forward what it has
-    seen.
-    """
+    """Raise InputError if the model has no blocks, or if forward changes statistics in a block."""
     blocks = find_blocks(job)
     if not blocks:
         raise InputError(
@@ -40,7 +36,7 @@ def validate_checkpointable(job: Job) -> None:
         for module in block.modules():
             if getattr(module, "track_running_stats", False):
                 raise InputError(
-                    f"--checkpoint-blocks: {names[module]} is a {type(module).__name__}, which would count each"
-                    " batch twice",
+                    f"--checkpoint-blocks: {names[module]} is a {type(module).__name__}, which"
+                    " would count each batch twice",
                     "blocks without it, or leave --checkpoint-blocks out",
                 )

@@ -1,7 +1,9 @@
-"""The only owner of the process group and of collectives.
+"""The collectives of a training run, and the only owner of its process group.
 
-Every collective of a run goes through `Comm`, so "all ranks call it, in the same order" can be read
-in one file. With one process each is a no-op, so callers need no second code path."""
+Every collective goes through `Comm`, so the rule that all ranks call the same collectives in the
+same order can be checked in one file. With one process each collective does nothing, so callers
+need no second code path.
+"""
 
 from __future__ import annotations
 
@@ -18,64 +20,43 @@ import torch.distributed as dist
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
-from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
+from stepladder.rank.progress import COUNT, GROUP, REGROUP, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
-from stepladder.train.connections import raising_peer_lost
 from stepladder.train.group_setup import (
     init_process_group,
     join_shared_memory,
     set_collective_timeout,
 )
 from stepladder.train.group_teardown import can_use_nccl, destroy_group, poll_work
+from stepladder.train.peer_loss import raising_peer_lost
+from stepladder.train.pending import Pending
 from stepladder.train.phases import EXCHANGING, Phases
 from stepladder.train.serialize import deserialize, serialize
 from stepladder.train.shared_memory import SharedMemory
 from stepladder.train.shared_memory_work import CombineFunction, Work
 
 T = TypeVar("T")
-SECONDS_TO_REGROUP, SECONDS_BY_NCCL = (
-    1.0,
-    10.0,
-)  # all are there already; twice as long after each try
-# The new name since torch 2.13, which warns of the old one.
+
+# How long the ranks of a new group wait for each other at first; doubled after each attempt.
+# All of them are running already, so gloo needs little time; NCCL sets up its communicators.
+REGROUP_TIMEOUT_S = 1.0
+REGROUP_TIMEOUT_NCCL_S = 10.0
+
+# torch 2.13 renamed this function and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending:
-    """A collective under way; `wait()` before its tensor is read."""
-
-    def __init__(self, work: dist.Work | Work | None, comm: Comm | None = None) -> None:
-        self._work, self._comm = work, comm
-        if comm is not None:
-            self._number = comm.progress.slots[COUNT]
-            if comm.shared_memory is None:
-                comm.under_way.add(self)
-
-    def wait(self) -> None:
-        work, comm = self._work, self._comm
-        if work is None or comm is None or (isinstance(work, Work) and work.is_met):
-            return
-        words = comm.progress.slots
-        words[WAITS] = self._number
-        try:
-            with raising_peer_lost:
-                comm.wait_for(work)
-        finally:
-            words[WAITS] = 0
-            if comm.shared_memory is None and self.is_finished:
-                comm.under_way.discard(self)
-
-    @property
-    def is_finished(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
-
 class Comm:
-    """Collectives over the ranks of `world`. `device`: where this rank computes.  phases: what it
-    is at.
+    """The collectives over the ranks of one group, and how the ranks form the next group.
 
-    group: the ranks that all_reduce is over, by default all.  timeout_seconds: how long a
-    collective waits."""
+    Attributes:
+        world: This rank and how many there are; replaced after a loss.
+        device: The device on which this rank computes.
+        phases: Context managers that record what this rank is doing: `with comm.phases(READING)`.
+        shared_memory: Carries the collectives when the ranks share memory; None otherwise.
+        members: The rank numbers of the launch, in the order of this group's ranks.
+        loss_reasons: One sentence for each rank that was lost before this group was formed.
+    """
 
     def __init__(
         self,
@@ -84,33 +65,46 @@ class Comm:
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600,
     ) -> None:
-        self.world, self.device, self.progress, self.group = world, device, Progress(), group
-        self.phases = Phases(self.progress.slots)
-        self.members = list(
-            range(world.world_size)
-        )  # the ranks' numbers in the launch, in this group's order
-        self.loss_reasons: list[str] = []  # what became of ranks that were lost before this group
-        self.group_number = 0  # of the groups that ranks formed in place of a broken one
+        """Create the collectives of a group. Nothing is sent before `init_process_group`.
+
+        Args:
+            world: This rank and how many there are.
+            device: The device on which this rank computes.
+            group: The ranks over which `all_reduce` adds; all ranks by default.
+            timeout_seconds: How long a collective waits for the other ranks.
+        """
+        self.world = world
+        self.device = device
+        self.group = group
         self.timeout_seconds = timeout_seconds
-        self.connections: set[str] = set()  # of the process group
-        self.under_way: set[Pending] = set()  # by way of the process group
-        self.loss_count = 0  # of ranks, before the group was formed
-        self.by_nccl = can_use_nccl(world, device)
-        self.shared_memory: SharedMemory | None = (
-            None  # by way of which the group's collectives go, where it has some
-        )
+        self.progress = Progress()
+        self.phases = Phases(self.progress.slots)
+        self.members = list(range(world.world_size))
+        self.loss_reasons: list[str] = []
+        self.loss_count = 0  # ranks that were lost before this group was formed
+        self.group_number = 0  # counts the groups that were formed after a loss
+        self.connections: set[str] = set()  # TCP connections of the process group
+        self.unfinished: set[Pending] = set()  # collectives of the process group
+        self.uses_nccl = can_use_nccl(world, device)
+        self.shared_memory: SharedMemory | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank only: then no collective is one."""
+        """Whether there is only one rank, so that every collective is a no-op."""
         return self.world.world_size == 1
 
+    # -- collectives -------------------------------------------------------------------------------
+
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
+        """Start adding `tensor` over the ranks, in place."""
         if self.alone:
             return Pending(None)
         self.progress.record_collective("all_reduce", tensor.numel())
-        return self._start((self.shared_memory or dist).all_reduce, tensor, group=self.group)
+        return self._start(
+            (self.shared_memory or dist).all_reduce,
+            tensor,
+            group=self.group,
+        )
 
     def all_to_all(
         self,
@@ -119,50 +113,58 @@ class Comm:
         received_sizes: list[int],
         sent_sizes: list[int],
     ) -> Pending:
-        """Start sending each rank its part of the flat `sent`. Not for one process alone.
-
-        With `memory` all sizes are equal.
-        """
+        """Start sending each rank its part of the flat `sent`; shared memory needs equal sizes."""
         self.progress.record_collective("all_to_all", -1)
-        collective = (
-            dist.all_to_all_single if self.shared_memory is None else self.shared_memory.all_to_all
-        )
-        return self._start(collective, received, sent, received_sizes, sent_sizes)
-
-    def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor, block: str = "") -> Pending:
-        """Start collecting every rank's flat `mine`, in rank order. Not for one process alone.
-
-        block: of the model, whose weights these are; a rank with another one is found by `memory`.
-        """
-        if block:
-            self.progress.record_block_collective("all_gather", block, mine.numel())
-        else:
-            self.progress.record_collective("all_gather", mine.numel())
-        if self.shared_memory is not None:
+        if self.shared_memory is None:
             return self._start(
-                self.shared_memory.all_gather, gathered.split(mine.numel()), mine, block=block
+                dist.all_to_all_single,
+                received,
+                sent,
+                received_sizes,
+                sent_sizes,
             )
-        return self._start(_all_gather, gathered, mine)
+        return self._start(
+            self.shared_memory.all_to_all, received, sent, received_sizes, sent_sizes
+        )
 
-    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, block: str) -> Pending:
-        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of
-        the sum.
+    def all_gather(
+        self,
+        gathered: torch.Tensor,
+        part: torch.Tensor,
+        block: str = "",
+    ) -> Pending:
+        """Start collecting every rank's flat `part`, of the model block `block`, in rank order."""
+        if block:
+            self.progress.record_block_collective("all_gather", block, part.numel())
+        else:
+            self.progress.record_collective("all_gather", part.numel())
+        if self.shared_memory is None:
+            return self._start(_all_gather, gathered, part)
+        parts = gathered.split(part.numel())
+        return self._start(self.shared_memory.all_gather, parts, part, block=block)
 
-        block: as of `all_gather`.
-        """
+    def reduce_scatter(
+        self,
+        result: torch.Tensor,
+        tensor: torch.Tensor,
+        block: str,
+    ) -> Pending:
+        """Start adding the flat `tensor` over the ranks; `result` gets this rank's slice."""
         assert self.shared_memory is not None
-        self.progress.record_block_collective("reduce_scatter", block, whole.numel())
-        return self._start(self.shared_memory.reduce_scatter, mine, whole, block=block)
+        self.progress.record_block_collective("reduce_scatter", block, tensor.numel())
+        return self._start(self.shared_memory.reduce_scatter, result, tensor, block=block)
 
     def combine(
-        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: CombineFunction
+        self,
+        rows: torch.Tensor,
+        rows_per_rank: tuple[int, ...],
+        length: int,
+        combine: CombineFunction,
     ) -> Pending:
-        """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there
-        is one.
-        """
+        """Start an all-reduce of rows of `length` elements, whose additions `combine` makes."""
         assert self.shared_memory is not None
         self.progress.record_collective("all_reduce", length)
-        return self._start(self.shared_memory.combine, mine, rows, length, fold)
+        return self._start(self.shared_memory.combine, rows, rows_per_rank, length, combine)
 
     def _start(
         self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any
@@ -171,14 +173,17 @@ class Comm:
             return Pending(collective(*args, async_op=True, **options), self)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over ranks in float64, any shape. Exact where all ranks but one contribute zero."""
+        """Return the float64 sum over the ranks: exact when all ranks but one contribute zero."""
         tensor = torch.from_numpy(np.array(values, dtype=np.float64))
         self.all_reduce(tensor).wait()
         return tensor.numpy()
 
     def start_sum(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
-        """Start adding a few numbers over ranks, in float64; with what gives the sums, once it was
-        waited for.
+        """Start adding a few numbers over the ranks, in float64.
+
+        Returns:
+            The collective that was started, and a function that returns the sums once the
+            collective is done.
         """
         if self.alone:
             return Pending(None), lambda: values
@@ -187,16 +192,25 @@ class Comm:
             return self.all_reduce(tensor), tensor.tolist
         self.progress.record_collective("all_reduce", len(values))
         work = self.shared_memory.start_sum(values)
-        return self._start(lambda **_: work), work.found
+        return self._start(lambda **_: work), work.result
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` with that of rank `source`."""
+    def exact_mean(self, total: float, count: int) -> float:
+        """Return the mean over the samples of all ranks: sums and counts are added, never means."""
+        total_sum, count_sum = self.sum(np.array([total, count])).tolist()
+        return total_sum / count_sum if count_sum else float("nan")
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        source: int = 0,
+    ) -> None:
+        """Overwrite `tensor` with the tensor of rank `source`."""
         if not self.alone:
             self.progress.record_collective("broadcast", tensor.numel())
             self._start((self.shared_memory or dist).broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
-        """Overwrite parameters and buffers with rank 0's."""
+        """Overwrite the parameters and buffers with those of rank 0."""
         if self.alone:
             return
         with torch.no_grad():
@@ -205,8 +219,12 @@ class Comm:
                 self.broadcast(dense)
                 tensor.copy_(dense)
 
-    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source` on every rank. The others pass None."""
+    def broadcast_bytes(
+        self,
+        data: bytes | None,
+        source: int = 0,
+    ) -> bytes:
+        """Return the bytes of rank `source` on every rank. The other ranks pass None."""
         if self.alone:
             return data or b""
         length = torch.tensor([len(data or b"")])
@@ -217,140 +235,154 @@ class Comm:
         self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
 
-    def init_process_group(self, timeout_seconds: float) -> None:
-        """The other ranks of `world`, in a process group."""
-        before = list_tcp_connections()
-        init_process_group(self.world, self.device, timeout_seconds, self.by_nccl)
-        self.connections = list_tcp_connections() - before
-        with raising_peer_lost:
-            self.shared_memory = join_shared_memory(self.world, self.device, self.timeout_seconds)
-        if (launcher := get_control_channel()) is not None:
-            launcher.set_loss_handler(self.shut_down_connections)
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes in rank order. All ranks pass the same number of bytes."""
+        if self.alone:
+            return [data]
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+        self.progress.record_collective("all_gather", tensor.numel())
+        self._start((self.shared_memory or dist).all_gather, parts, tensor).wait()
+        return [part.numpy().tobytes() for part in parts]
 
-    def shut_down_connections(self) -> None:
-        """End the group's connections, so that no collective waits for a lost rank. Called by any
-        thread.
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0, and return its value on every rank.
+
+        Args:
+            function: Returns values that JSON has, bytes, tuples and snapshots. Reading them can
+                run no code.
+
+        Returns:
+            The value that the function returned on rank 0.
+
+        Raises:
+            InputError: The function raised it on rank 0; every rank raises it.
+            TypeError: The function returned a value of another type.
         """
-        shut_down_connections(self.connections)
+        if self.alone:
+            return function()
+        message = b""
+        if self.world.is_first:
+            try:
+                message = serialize({"value": function()})
+            except InputError as error:
+                message = serialize({"found": error.problem, "hint": error.hint})
+        reply = deserialize(self.broadcast_bytes(message))
+        if "found" in reply:
+            raise InputError(reply["found"], reply["hint"])
+        value: T = reply["value"]
+        return value
 
-    def regroup(self, reason: bytes) -> bool:
-        """Leave the group, and meet the ranks of the next one. False where there is none.
-
-        reason: one of rank/membership.py's.
-        """
-        launcher, patience = (
-            get_control_channel(),
-            SECONDS_BY_NCCL if self.by_nccl else SECONDS_TO_REGROUP,
-        )
-        while launcher is not None:
-            self._leave()
-            self.progress.slots[REGROUP] = 0
-            found, self.loss_count = launcher.await_membership(reason)
-            if found is None:
-                return False
-            self._become_one_of(found)
-            if self.alone:
-                return True
-            with suppress(dist.DistError, RuntimeError):  # one more has gone meanwhile, or is slow
-                self.init_process_group(patience)
-                if launcher.num_losses == self.loss_count:
-                    set_collective_timeout(self.timeout_seconds)
-                    return True
-            reason, patience = GROUP_LATE, min(2 * patience, self.timeout_seconds)
-        return False
+    def make_subgroup(self, labels: list[bytes]) -> Comm:
+        """Return a Comm whose `all_reduce` adds over the ranks with this rank's label."""
+        groups = {}
+        for label in dict.fromkeys(labels):
+            ranks = [rank for rank, rank_label in enumerate(labels) if rank_label == label]
+            groups[label] = dist.new_group(ranks)
+        return Comm(self.world, self.device, groups[labels[self.world.rank]])
 
     def wait_for(self, work: dist.Work | Work) -> None:
-        """Until the collective is done, or a rank is lost: gloo may wait on for a connection that
-        has ended.
+        """Wait until the collective is done or a rank is lost.
+
+        gloo alone might wait on although a connection has ended.
+
+        Raises:
+            PeerLost: Another rank was lost.
         """
-        if self.by_nccl:  # that only queues the wait
-            self._wait_for(work)
+        if self.uses_nccl:  # NCCL only queues the wait, so there is no time to measure
+            self._wait_or_detect_loss(work)
         else:
             with self.phases(EXCHANGING):
-                self._wait_for(work)
+                self._wait_or_detect_loss(work)
 
-    def _wait_for(self, work: dist.Work | Work) -> None:
+    def _wait_or_detect_loss(self, work: dist.Work | Work) -> None:
         launcher = get_control_channel()
         if launcher is None or isinstance(work, Work):
             work.wait()
             return
-        until = time.monotonic() + self.timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            poll_work(work, self.by_nccl, until)
+            poll_work(work, self.uses_nccl, deadline)
             if launcher.num_losses != self.loss_count and not work.is_completed():
                 raise PeerLost("another rank was lost")
         work.wait()
 
-    def _leave(self) -> None:
+    # -- forming and leaving groups ----------------------------------------------------------------
+
+    def init_process_group(self, timeout_seconds: float) -> None:
+        """Form the process group with the other ranks of `world`."""
+        connections_before = list_tcp_connections()
+        init_process_group(self.world, self.device, timeout_seconds, self.uses_nccl)
+        self.connections = list_tcp_connections() - connections_before
+        with raising_peer_lost:
+            self.shared_memory = join_shared_memory(self.world, self.device, self.timeout_seconds)
+        launcher = get_control_channel()
+        if launcher is not None:
+            launcher.set_loss_handler(self.shut_down_connections)
+
+    def shut_down_connections(self) -> None:
+        """Shut down the group's connections, so nothing waits for a lost rank. Thread-safe."""
+        shut_down_connections(self.connections)
+
+    def regroup(self, reason: bytes) -> bool:
+        """Leave the group and form the next one with the remaining ranks.
+
+        Args:
+            reason: A reason of rank/membership.py, sent to the launcher.
+
+        Returns:
+            Whether there is a next group.
+        """
+        launcher = get_control_channel()
+        timeout = REGROUP_TIMEOUT_NCCL_S if self.uses_nccl else REGROUP_TIMEOUT_S
+        while launcher is not None:
+            self._leave_group()
+            self.progress.slots[REGROUP] = 0
+            membership, self.loss_count = launcher.await_membership(reason)
+            if membership is None:
+                return False
+            self._adopt_membership(membership)
+            if self.alone:
+                return True
+            with suppress(dist.DistError, RuntimeError):  # one more rank was lost, or one is slow
+                self.init_process_group(timeout)
+                if launcher.num_losses == self.loss_count:
+                    set_collective_timeout(self.timeout_seconds)
+                    return True
+            reason = GROUP_LATE
+            timeout = min(2 * timeout, self.timeout_seconds)
+        return False
+
+    def _leave_group(self) -> None:
         if dist.is_initialized():
             self.leave_shared_memory()
             self.shut_down_connections()
-            under_way, self.under_way = self.under_way, set()
-            destroy_group(self.by_nccl, under_way)
+            unfinished = self.unfinished
+            self.unfinished = set()
+            destroy_group(self.uses_nccl, unfinished)
 
     def leave_shared_memory(self) -> None:
-        """Go no more by way of shared memory: nobody waits there for this rank."""
+        """Stop using shared memory, and release the ranks that wait there for this rank."""
         if self.shared_memory is not None:
             self.shared_memory.leave_group()
             self.shared_memory = None
 
-    def _become_one_of(self, found: Membership) -> None:
-        number, words = self.members[self.world.rank], self.progress.slots
-        words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
-        self.members, self.group_number, self.loss_reasons = (
-            found.members,
-            found.number,
-            found.loss_reasons,
-        )
-        rank = found.members.index(number)
-        here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
+    def _adopt_membership(self, membership: Membership) -> None:
+        """Take this rank's place in a new group."""
+        launch_rank = self.members[self.world.rank]
+        self.progress.slots[COUNT] = 0  # all ranks of a group have started as many collectives
+        self.progress.slots[GROUP] = membership.number
+        self.members = membership.members
+        self.group_number = membership.number
+        self.loss_reasons = membership.loss_reasons
+        rank = membership.members.index(launch_rank)
+        node = membership.nodes[rank]
+        ranks_of_node = [peer for peer, number in enumerate(membership.nodes) if number == node]
         self.world = replace(
             self.world,
             rank=rank,
-            world_size=len(found.members),
-            local_rank=here.index(rank),
-            ranks_per_node=len(here),
-            init_method=found.init_method,
+            world_size=len(membership.members),
+            local_rank=ranks_of_node.index(rank),
+            ranks_per_node=len(ranks_of_node),
+            init_method=membership.init_method,
         )
-
-    def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0; its value, or its InputError, on every rank.
-
-        The value is made of what JSON has, bytes, tuples and snapshots: nothing that is read here
-        can run code. Raises TypeError for another one."""
-        if self.alone:
-            return function()
-        told = b""
-        if self.world.is_first:
-            try:
-                told = serialize({"value": function()})
-            except InputError as error:
-                told = serialize({"found": error.problem, "hint": error.hint})
-        answer = deserialize(self.broadcast_bytes(told))
-        if "found" in answer:
-            raise InputError(answer["found"], answer["hint"])
-        value: T = answer["value"]
-        return value
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank. All of one length."""
-        if self.alone:
-            return [data]
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
-        self.progress.record_collective("all_gather", mine.numel())
-        self._start((self.shared_memory or dist).all_gather, parts, mine).wait()
-        return [part.numpy().tobytes() for part in parts]
-
-    def make_subgroup(self, names: list[bytes]) -> Comm:
-        """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A
-        collective.
-        """
-        sets = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
-        groups = {name: dist.new_group(ranks) for name, ranks in sets.items()}
-        return Comm(self.world, self.device, groups[names[self.world.rank]])
-
-    def exact_mean(self, total: float, count: int) -> float:
-        """Mean over all ranks' samples: sums and counts are added, never means."""
-        whole, counted = self.sum(np.array([total, count])).tolist()
-        return whole / counted if counted else float("nan")

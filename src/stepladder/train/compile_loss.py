@@ -1,7 +1,8 @@
-"""`--compile`: the job's loss through torch.compile, for the passes that have the full length.
+"""`--compile`: the job's loss through torch.compile, for passes of the full length.
 
-The last batch of an epoch is shorter: it runs as it is written, on every number of processes. So
-which program computes a pass follows from its length alone, and exact stays exact.
+The last batch of an epoch is shorter; its loss is computed without torch.compile, on every number
+of processes. So the length of a pass alone decides which program computes it, and `--sync exact`
+stays exact.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from stepladder.core.folders import get_cache_folder, validate_ownership
 from stepladder.rank.torch_fixes import get_dynamo_config
 
 WITHOUT_COMPILE = "leave --compile out"
-# Random numbers as the job draws them without: torch's own generator, in the same order.
+# Draw random numbers from torch's own generator, in the order of the job without --compile.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
 Loss = Callable[[torch.nn.Module, Any], Any]
 
 
 def prepare_compiler() -> str:
-    """The C++ compiler that torch's will use, by name and version. What is compiled is kept in a
-    private folder.
+    """Find the C++ compiler for torch.compile, and make it cache its programs in a private folder.
 
-    Raises InputError where there is none. Takes seconds: it loads torch's compiler.
+    This takes seconds, since it loads torch's compiler.
+
+    Returns:
+        The name and version of the C++ compiler.
+
+    Raises:
+        InputError: There is no C++ compiler, or the folder cannot be written.
     """
     folder = get_cache_folder() / "compiled"
     with as_input_error(
@@ -37,46 +43,52 @@ def prepare_compiler() -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         validate_ownership(folder)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # else each rank starts processes of its own
-    from stepladder.rank.torch_fixes import get_cpp_compiler  # late: it loads torch.compile
+    # By default each rank would start many compile processes.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    from stepladder.rank.torch_fixes import get_cpp_compiler  # late: takes seconds
 
     try:
-        command = get_cpp_compiler()
-        told = subprocess.run(
-            [command, "--version"], capture_output=True, text=True, check=True
-        ).stdout
+        command = [get_cpp_compiler(), "--version"]
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
-        raise InputError("--compile: torch needs a C++ compiler, and finds none", hint) from error
-    return told.partition("\n")[0]
+        raise InputError(
+            "--compile: torch needs a C++ compiler, and finds none",
+            hint,
+        ) from error
+    return process.stdout.partition("\n")[0]
 
 
 def compile_loss(loss: Loss, exact: bool) -> Loss:
-    """The same function, compiled at its first call and for each new shape. exact: not for more
-    than a few.
+    """Return the loss compiled by torch: at its first call, and for each new shape.
 
-    Called, it raises InputError where torch cannot compile it.
+    Args:
+        loss: The job's loss.
+        exact: Whether more than a few shapes are an error. Otherwise torch computes further shapes
+            without compiling, and each rank may begin to do so at another step.
+
+    Returns:
+        A function that raises InputError if torch cannot compile the loss.
     """
     from stepladder.rank.torch_fixes import FailOnRecompileLimitHit, TorchDynamoException
 
-    limits = get_dynamo_config()
-    limits.fail_on_recompile_limit_hit = (
-        exact  # else torch goes on without compiling: on each rank when it likes
-    )
+    dynamo_config = get_dynamo_config()
+    dynamo_config.fail_on_recompile_limit_hit = exact
     program = torch.compile(loss, dynamic=False, options=OPTIONS)
 
     @wraps(loss, assigned=())
-    def called(model: torch.nn.Module, batch: Any) -> Any:
+    def compiled_loss(model: torch.nn.Module, batch: Any) -> Any:
         try:
             return program(model, batch)
         except FailOnRecompileLimitHit as error:
-            found = f"--compile: batches have more than {limits.recompile_limit} shapes, each compiled by itself"
-            raise InputError(found, f"one shape for all, or {WITHOUT_COMPILE}") from error
+            raise InputError(
+                f"--compile: batches have more than {dynamo_config.recompile_limit} shapes, each"
+                " compiled by itself",
+                f"one shape for all, or {WITHOUT_COMPILE}",
+            ) from error
         except TorchDynamoException as error:
             raise InputError(
                 f"--compile: torch cannot compile the loss ({to_one_line(error)})", WITHOUT_COMPILE
             ) from error
 
-    return called
+    return compiled_loss

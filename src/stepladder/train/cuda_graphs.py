@@ -1,10 +1,10 @@
-"""`--capture`: the passes of full length as CUDA graphs, recorded once, forward and backward, and
-replayed.
+"""`--capture`: the passes of full length as CUDA graphs, which are recorded once and then replayed.
 
-A small model's step is mostly calls of kernels that take less time than the call. A graph is one
-call. It replays kernels on the memory that they were recorded with: batches are copied in, and what
-lies in its memory is written anew by each replay. `torch.cuda.make_graphed_callables` records;
-hooks, exchange and optimizer stay outside."""
+A step of a small model is mostly launches of kernels that take less time than the launch. A graph,
+with the forward and the backward pass, is launched at once. It replays the kernels on the memory
+with which they were recorded: batches are copied into it, and each replay overwrites its results.
+`torch.cuda.make_graphed_callables` records; hooks, exchange and optimizer are not in the graph.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ WITHOUT_CAPTURE = "leave --capture out"
 
 
 def validate_capturable(source: Source, device: torch.device) -> None:
-    """Raises InputError where nothing can be recorded: on a CPU, or while a thread moves data to
-    the GPU.
-    """
+    """Raise InputError if there is no GPU, or if a thread moves data to the GPU during training."""
     if device.type != "cuda":
         raise InputError(
             f"--capture with --device {device.type}: it records what a CUDA GPU does",
@@ -40,77 +38,100 @@ def validate_capturable(source: Source, device: torch.device) -> None:
         )
 
 
-def make_loss_programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
-    """What computes passes in place of `loss`, by their length. passes: of a step, a full one
-    first.
+def make_loss_programs(
+    loss: Loss,
+    settings: Settings,
+    passes: list[Span],
+) -> dict[int, Loss]:
+    """Return the compiled or captured loss for passes of the full length.
+
+    Args:
+        loss: The job's loss.
+        settings: Tell whether the loss is compiled, captured, or both.
+        passes: The passes of a step, beginning with one of the full length.
+
+    Returns:
+        The functions that replace the loss, by the length of the pass; empty without --compile and
+        --capture.
     """
     if not passes or not (settings.compile or settings.capture):
         return {}
+    program = loss
     if settings.compile:
-        loss = compile_loss(loss, settings.sync == "exact")
-    return {len(passes[0]): CapturedLoss(loss) if settings.capture else loss}
+        program = compile_loss(program, settings.sync == "exact")
+    if settings.capture:
+        program = CapturedLoss(program)
+    return {len(passes[0]): program}
 
 
 class CapturedLoss:
-    """A job's loss for batches of one form: recorded at the first call, replayed from then on.
+    """A job's loss for batches of one shape, recorded at the first call and replayed afterwards.
 
-    A count that is a number stays what it was at the first call; one that is a tensor is computed
-    each time."""
-
-    program: Any = None  # a graph of the forward pass, and its backward's
+    A count that the loss returns as a number stays as at the first call; a count that is a tensor
+    is computed in each replay.
+    """
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
+        self.program: Any = None  # the graphs of the forward and the backward pass
+        self.count: Any = None  # what the loss counted at the first call; None if it does not count
+        self.params: list[nn.Parameter] = []
+        self.grads_are_in_graph = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """As `loss` returns it. Raises InputError where it cannot be recorded."""
+        """Return what the loss returns.
+
+        Raises:
+            InputError: The loss cannot be recorded.
+        """
         if self.program is None:
             self.params = [param for param in model.parameters() if param.requires_grad]
             self.program, self.count = record_pass(self.loss, model, batch)
-        self._keep_gradients()
-        # They lie in the graph's memory, and may be read after the next replay.
+        self._move_gradients_out()
+        # The results lie in the graph's memory, and may be read after the next replay.
         total, *counts = [result.clone() for result in self.program(batch)]
         if self.count is None:
             return total
         return total, *(counts or [self.count])
 
-    def _keep_gradients(self) -> None:
-        """What an earlier pass of the step has left in `.grad` may be the graph's memory too
-        (pytorch #181723).
+    def _move_gradients_out(self) -> None:
+        """Copy the gradients of the step's first pass out of the graph's memory.
 
-        To that this pass adds, so it has to be a copy. From the next pass on it is one.
+        `.grad` may be that memory (pytorch #181723), and the next pass adds to `.grad` while the
+        graph overwrites it. After the second pass `.grad` is memory of its own.
         """
-        grads = [param for param in self.params if param.grad is not None]
-        if not grads:
-            self.is_first = True
-        elif self.is_first:
-            self.is_first = False
-            for param in grads:
+        params = [param for param in self.params if param.grad is not None]
+        if not params:
+            self.grads_are_in_graph = True
+        elif self.grads_are_in_graph:
+            self.grads_are_in_graph = False
+            for param in params:
                 param.grad = param.grad.clone()  # type: ignore[union-attr]
 
 
 class RecordableLoss(nn.Module):
-    """A job's loss as a module that returns tensors only. count: what else the loss returned; None
-    for nothing.
-    """
+    """A job's loss as a module that returns only tensors, as make_graphed_callables needs it."""
 
     def __init__(self, loss: Loss, model: nn.Module) -> None:
         super().__init__()
-        self.loss, self.model = loss, model
-        self.count: Any = None
-        # Of its own, for the backward pass is recorded in the same block, and has no part in it; a
-        # graph would keep what a cache held when it was recorded.
-        mixed, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        self.autocast = torch.autocast("cuda", dtype, enabled=mixed, cache_enabled=False)
+        self.loss = loss
+        self.model = model
+        self.count: Any = None  # what the loss returned besides the sum, if anything
+        # An autocast of its own: make_graphed_callables records the backward pass in the same
+        # block, which must not be in the autocast. Without cache, since a graph would keep what
+        # the cache held when it was recorded.
+        is_mixed = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
+        self.autocast = torch.autocast("cuda", dtype, enabled=is_mixed, cache_enabled=False)
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """Return the loss sum, and the count if that is a tensor."""
         with self.autocast:
             result = self.loss(self.model, batch)
         if isinstance(result, torch.Tensor):
             return (result,)
-        if not (
-            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)
-        ):
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or not isinstance(result[0], torch.Tensor):
             raise make_error("loss", result, LOSS_HINT)
         total, self.count = result
         if isinstance(self.count, torch.Tensor):
@@ -118,36 +139,52 @@ class RecordableLoss(nn.Module):
         return (total,)
 
 
-def record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """What replays the pass for another batch of this form, and what `loss` returned as count.
+def record_pass(
+    loss: Loss,
+    model: nn.Module,
+    batch: Any,
+) -> tuple[Any, Any]:
+    """Record the forward and backward pass of a batch.
 
-    The loss runs four times for it. Buffers and random numbers are afterwards as they were.
+    The loss runs four times. Buffers and random numbers are restored afterwards.
+
+    Args:
+        loss: The job's loss.
+        model: The model.
+        batch: A batch of the shape to record.
+
+    Returns:
+        A function that replays the pass for another batch of this shape, and what the loss returned
+        as its count.
     """
-    before = [buffer.clone() for buffer in model.buffers()]
-    state = torch.cuda.get_rng_state()
-    module, sample = RecordableLoss(loss, model), tree_map(torch.clone, batch)
+    buffers_before = [buffer.clone() for buffer in model.buffers()]
+    rng_state = torch.cuda.get_rng_state()
+    module = RecordableLoss(loss, model)
+    sample = tree_map(torch.clone, batch)
     try:
         with torch.autocast("cuda", enabled=False):
-            program = torch.cuda.make_graphed_callables(module, (sample,), allow_unused_input=True)
+            program = torch.cuda.make_graphed_callables(
+                module,
+                (sample,),
+                allow_unused_input=True,
+            )
     except RuntimeError as error:
         raise_if_capture_failed(error)
         raise
     with torch.no_grad():
-        for buffer, value in zip(model.buffers(), before, strict=True):
+        for buffer, value in zip(model.buffers(), buffers_before, strict=True):
             buffer.copy_(value)
-    torch.cuda.set_rng_state(state)
+    torch.cuda.set_rng_state(rng_state)
     return program, module.count
 
 
 def raise_if_capture_failed(error: BaseException) -> None:
-    """Raises InputError where the recording is what has failed; an error of the loss itself stays
-    what it is.
-    """
-    first = error.__context__ or error  # the end of a recording that has failed is an error too
-    if any("captur" in str(one) for one in (error, first)):
-        found = to_one_line(str(first).partition("\n")[0])
-        hint = (
+    """Raise InputError if the recording has failed, and not the loss itself."""
+    first = error.__context__ or error  # ending a failed recording raises a second error
+    if any("captur" in str(candidate) for candidate in (error, first)):
+        reason = to_one_line(str(first).partition("\n")[0])
+        raise InputError(
+            f"--capture: the loss cannot be recorded ({reason})",
             "a loss that reads no number of a tensor (.item(), int(), print, if), or "
-            + WITHOUT_CAPTURE
-        )
-        raise InputError(f"--capture: the loss cannot be recorded ({found})", hint) from error
+            + WITHOUT_CAPTURE,
+        ) from error

@@ -1,6 +1,4 @@
-"""Tensors that have a shape and no storage (torch's FakeTensor): a job built of them, and what they
-would take.
-"""
+"""Tensors that have a shape and no storage (torch's FakeTensor), and the bytes they stand for."""
 
 from __future__ import annotations
 
@@ -22,114 +20,150 @@ from stepladder.rank.torch_fixes import (
 )
 from stepladder.train.job import Job
 
-READ = torch.ops.aten._local_scalar_dense.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # `.item()` and its like
 
 
-class OneMode(FakeTensorMode):
-    """A mode that a copied weight has in common with its original: copy.deepcopy would copy it too."""
+class SharedFakeMode(FakeTensorMode):
+    """A mode that a weight and its copies share; copy.deepcopy would copy the mode."""
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> OneMode:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SharedFakeMode:
         return self
 
 
 class FakeModelBuilder:
-    """Builds models whose weights take no memory. fake: the mode that their tensors belong to."""
+    """Builds jobs whose weights take no memory.
+
+    Attributes:
+        mode: The FakeTensorMode of all tensors that it makes.
+    """
 
     def __init__(self) -> None:
-        self.fake = OneMode(allow_non_fake_inputs=True)
-        self.known = WeakTensorKeyDictionary()
+        self.mode = SharedFakeMode(allow_non_fake_inputs=True)
+        self.fake_by_real = WeakTensorKeyDictionary()
 
     def build(self, build: Callable[[], Job]) -> Job:
-        """The job. Of the weights that it makes there is one at a time, until it is registered."""
-        hook = register_module_parameter_registration_hook(self._registered)
+        """Return the job that `build` makes, with fake weights and buffers.
+
+        Each real weight exists only until the model registers it, so one at a time takes memory.
+        """
+        hook = register_module_parameter_registration_hook(self._register)
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # copy.deepcopy asks for the address of a storage, and finds none
-                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            with warnings.catch_warnings():
+                # copy.deepcopy asks for the address of a storage.
+                warnings.filterwarnings(
+                    "ignore",
+                    "Accessing the data pointer of FakeTensor",
+                )
                 job = build()
         finally:
             hook.remove()
         for module in job.model.modules():
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else self._without_storage(buffer)
+                module._buffers[name] = None if buffer is None else self._make_fake(buffer)
         return job
 
-    def _registered(self, _module: nn.Module, _name: str, param: Any) -> Any:
-        return None if param is None else self._without_storage(param)
+    def _register(
+        self,
+        _module: nn.Module,
+        _name: str,
+        param: Any,
+    ) -> Any:
+        return None if param is None else self._make_fake(param)
 
-    def _without_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor not in self.known:
-            self.known[tensor] = self.fake.from_tensor(tensor)
-        found: torch.Tensor = self.known[tensor]
-        return found
+        if tensor not in self.fake_by_real:
+            self.fake_by_real[tensor] = self.mode.from_tensor(tensor)
+        fake: torch.Tensor = self.fake_by_real[tensor]
+        return fake
 
 
 class StorageTally(TorchDispatchMode):
-    """Counts the bytes of tensors that come to be in the block. now, peak: bytes."""
+    """Counts the bytes of the fake tensors that exist in a `with` block.
+
+    Attributes:
+        now: Bytes at this moment.
+        peak: The most bytes at any moment.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self.seen: dict[int, weakref.ref[Any]] = {}
+        self.now = 0
+        self.peak = 0
+        self.storages: dict[int, weakref.ref[Any]] = {}  # by id
         self.sizes: dict[int, int] = {}
+        self.resize_storage = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Any:
-        self.resize = resize = torch.UntypedStorage.resize_
+        """Begin to count, also when a storage is resized.
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            """fully_shard lets go of a block's weights by this, and no operation tells."""
-            found = resize(storage, size)
-            if id(storage) in self.seen:
-                self._move(id(storage), size)
-            return found
+        fully_shard frees the weights of a block by resizing, which is no operation of torch.
+        """
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self.resize_storage(storage, size)
+            if id(storage) in self.storages:
+                self._set_size(id(storage), size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        """Stop counting."""
+        torch.UntypedStorage.resize_ = self.resize_storage  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ and isinstance(
-            args[0], FakeTensor
-        ):  # a number of a tensor that has none: any will do
-            return {torch.bool: True}.get(
-                args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1
-            )
-        found = func(*args, **(kwargs or {}))
-        self.add(found)
-        return found
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Run an operation of torch, and count the tensors that it returns."""
+        if func is READ_NUMBER and isinstance(args[0], FakeTensor):
+            return make_number(args[0].dtype)
+        result = func(*args, **(kwargs or {}))
+        self.add(result)
+        return result
 
     def add(self, tree: Any) -> None:
-        """Count the tensors in a nest of lists, tuples and dicts, each storage once; of DTensors
-        the rows here.
-        """
+        """Count the tensors in nested lists, tuples and dicts, each storage once."""
         for tensor in map(to_local, tree_leaves(tree)):
             if isinstance(tensor, FakeTensor):
-                self._count(tensor.untyped_storage())
+                self._add_storage(tensor.untyped_storage())
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        number = id(storage)
-        if number in self.seen:
+    def reset_peak(self) -> None:
+        """Forget larger amounts than the present one."""
+        self.peak = self.now
+
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self.storages:
             return
 
-        def gone(_ref: Any) -> None:
-            del self.seen[number]
-            self.now -= self.sizes.pop(number)
+        def remove(_ref: Any) -> None:
+            del self.storages[key]
+            self.now -= self.sizes.pop(key)
 
-        self.seen[number] = weakref.ref(storage, gone)
-        self._move(number, storage.nbytes())
+        self.storages[key] = weakref.ref(storage, remove)
+        self._set_size(key, storage.nbytes())
 
-    def _move(self, number: int, size: int) -> None:
-        self.now += size - self.sizes.get(number, 0)
-        self.sizes[number] = size
+    def _set_size(self, key: int, size: int) -> None:
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
         self.peak = max(self.peak, self.now)
 
 
+def make_number(dtype: torch.dtype) -> bool | float | int:
+    """Return any number of a type, to be read from a tensor that holds none."""
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
 def to_local(value: Any) -> Any:
-    """Of a tensor that is spread over ranks, what this one has; anything else as it is."""
+    """Return this rank's rows of a DTensor, and any other value unchanged."""
     return value.detach().to_local() if hasattr(value, "to_local") else value

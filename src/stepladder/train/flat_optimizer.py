@@ -1,8 +1,9 @@
-"""The parameters of a small model in one vector, which the optimizer steps as one.
+"""The parameters of a small model in one vector, which the optimizer steps as one parameter.
 
-A step of many small tensors is mostly calls: Adam on the four of a tiny MLP takes 112 us, on one
-vector 50. What the optimizers of torch do to an element depends on that element alone, so the bits
-are the same."""
+A step of many small tensors is mostly function calls: Adam takes 112 us for the four tensors of a
+tiny MLP, and 50 us for one vector. What torch's optimizers do to an element depends on that element
+alone, so the bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,183 +14,208 @@ from typing import Any
 import torch
 
 from stepladder.rank.torch_fixes import BareStep, step_without_dynamo
-from stepladder.train.optimizer_shards import ALIGNMENT, ELEMENTWISE_OPTIMIZERS
+from stepladder.train.optimizer_shards import ELEMENTWISE_OPTIMIZERS
+from stepladder.train.shard_pieces import ALIGNMENT
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
-Values = dict[str, Any]
+State = dict[str, Any]  # an optimizer's state of one parameter, by name
 NO_GRAD = torch.no_grad()
 
 
 class FlatGroup:
-    """The parameters of one group of the optimizer. flat: their values, with a gradient of its own.
+    """The parameters of one group of the optimizer, as views of one vector with its own gradient.
 
-    Each parameter becomes a view of it, that begins where vectors do: kernels round by where a
-    tensor begins."""
+    Each view begins at a multiple of ALIGNMENT, since kernels round by where a tensor begins.
+    """
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self.whole = group["params"]
-        self.params = [param for param in self.whole if param.requires_grad]
-        sizes = [-(-param.numel() // ALIGNMENT) * ALIGNMENT for param in self.params]
-        self.flat = self.params[0].detach().new_zeros(sum(sizes))
-        self.flat.grad = torch.zeros_like(self.flat)
-        self.sizes = sizes
-        self.parts = self.cut(self.flat.grad)
-        for param, part in zip(self.params, self.cut(self.flat), strict=True):
+        self.group_params = group["params"]
+        self.params = [param for param in self.group_params if param.requires_grad]
+        self.sizes = [round_up(param.numel()) for param in self.params]
+        self.vector = self.params[0].detach().new_zeros(sum(self.sizes))
+        self.vector.grad = torch.zeros_like(self.vector)
+        self.grad_parts = self.split(self.vector.grad)
+        for param, part in zip(self.params, self.split(self.vector), strict=True):
             part.copy_(param.detach())
             param.data = part
-        self.places = [param.data_ptr() for param in self.params]
+        self.addresses = [param.data_ptr() for param in self.params]
 
-    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a vector like `flat`, in their shapes."""
-        parts = zip(flat.split(self.sizes), self.params, strict=True)
+    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' parts of a vector, in the parameters' shapes."""
+        parts = zip(vector.split(self.sizes), self.params, strict=True)
         return [part[: param.numel()].view(param.shape) for part, param in parts]
 
-    def take_gradients(self) -> bool:
-        """Into the vector's. False where some parameters have none, or lie elsewhere now.
+    def copy_gradients(self) -> bool:
+        """Copy the parameters' gradients into the vector's gradient.
 
-        A step of the vector is not theirs then.
+        Returns:
+            False if a parameter has no dense gradient or is not a view of the vector any more, so
+            that a step of the vector would not be a step of each parameter.
         """
         grads = [param.grad for param in self.params]
         for grad in grads:
             if grad is None or grad.is_sparse:
                 return False
-        if [param.data_ptr() for param in self.params] != self.places:
+        if [param.data_ptr() for param in self.params] != self.addresses:
             return False
-        torch._foreach_copy_(self.parts, grads)
+        torch._foreach_copy_(self.grad_parts, grads)
         return True
 
-    def state_of(self, whole: dict[Any, Values]) -> Values | None:
-        """The vector's state, of that of the parameters. None where theirs do not go together."""
-        states = [whole.get(param, {}) for param in self.params]
-        found: Values = {}
+    def join_state(self, states_by_param: dict[Any, State]) -> State | None:
+        """Return the vector's state, or None if the parameters' states do not go together."""
+        states = [states_by_param.get(param, {}) for param in self.params]
+        joined: State = {}
         for name in states[0]:
-            values: list[Any] = [state.get(name) for state in states]
-            if not all(isinstance(value, torch.Tensor) for value in values):
+            values = [state.get(name) for state in states]
+            value = self._join_values(values)
+            if value is None:
                 return None
-            if [value.shape for value in values] == [param.shape for param in self.params]:
-                found[name] = torch.zeros_like(self.flat, dtype=values[0].dtype)
-                torch._foreach_copy_(self.cut(found[name]), values)
-            elif all(value.ndim == 0 and value.equal(values[0]) for value in values):
-                found[name] = values[0].clone()
-            else:
-                return None
-        return found if all(state.keys() == found.keys() for state in states) else None
+            joined[name] = value
+        has_same_names = all(state.keys() == joined.keys() for state in states)
+        return joined if has_same_names else None
 
-    def spread(self, state: Values) -> list[Values]:
-        """Of each parameter, its part of the vector's state."""
-        of_each: list[Values] = [{} for _ in self.params]
+    def _join_values(self, values: list[Any]) -> torch.Tensor | None:
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            return None
+        if [value.shape for value in values] == [param.shape for param in self.params]:
+            vector = torch.zeros_like(self.vector, dtype=values[0].dtype)
+            torch._foreach_copy_(self.split(vector), values)
+            return vector
+        if all(value.ndim == 0 and value.equal(values[0]) for value in values):
+            copy: torch.Tensor = values[0].clone()
+            return copy
+        return None
+
+    def split_state(self, state: State) -> list[State]:
+        """Return each parameter's part of the vector's state."""
+        states: list[State] = [{} for _ in self.params]
         for name, value in state.items():
-            is_whole = value.shape == self.flat.shape
-            parts = self.cut(value) if is_whole else [value] * len(of_each)
-            for own, part in zip(of_each, parts, strict=True):
-                own[name] = part
-        return of_each
+            if value.shape == self.vector.shape:
+                parts = self.split(value)
+            else:
+                parts = [value] * len(states)
+            for param_state, part in zip(states, parts, strict=True):
+                param_state[name] = part
+        return states
 
 
 class FlatOptimizer:
-    """An optimizer that steps one vector per group, as long as that is a step of each of its
-    parameters.
+    """Steps one vector per group, for as long as that is a step of each parameter.
 
-    Outside of `step` it has its parameters, and their state as views of the vectors'.
+    Outside of `step`, the optimizer has its own parameters, and their state as views of the
+    vectors' state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.groups = [FlatGroup(group) for group in optimizer.param_groups]
         self.bare_step = BareStep(optimizer)
-        self.state: Any = defaultdict(dict)
-        self.known: list[Any] = []
+        self.state: Any = defaultdict(dict)  # of the vectors
+        self.shown_values: list[Any] = []  # the tensors of which the optimizer has views
+        self.is_flat = True
         self.adopt_state()
 
     def adopt_state(self) -> None:
-        """Take the state that the optimizer has for its parameters."""
+        """Copy the state that the optimizer has for its parameters into the vectors' state."""
         self.state.clear()
-        states = [group.state_of(self.optimizer.state) for group in self.groups]
+        states = [group.join_state(self.optimizer.state) for group in self.groups]
         self.is_flat = None not in states
         if self.is_flat:
-            self.state.update({g.flat: s for g, s in zip(self.groups, states, strict=True) if s})
-            self._show()
+            for group, state in zip(self.groups, states, strict=True):
+                if state:
+                    self.state[group.vector] = state
+            self._show_state()
 
-    def _show(self) -> None:
-        """Where the state has other tensors than before: the parameters' parts of them."""
+    def _show_state(self) -> None:
+        """Give the optimizer views of the vectors' state, if that has new tensors."""
         values = [value for state in self.state.values() for value in state.values()]
-        if len(values) == len(self.known) and all(map(operator.is_, values, self.known)):
+        has_same_length = len(values) == len(self.shown_values)
+        if has_same_length and all(map(operator.is_, values, self.shown_values)):
             return
-        self.known = values
+        self.shown_values = values
         for group in self.groups:
-            for param, state in zip(
-                group.params, group.spread(self.state.get(group.flat, {})), strict=True
-            ):
+            states = group.split_state(self.state.get(group.vector, {}))
+            for param, state in zip(group.params, states, strict=True):
                 self.optimizer.state[param] = state
 
-    def _give_up(self) -> None:
-        """From now on each parameter is stepped by itself: what they shared becomes their own."""
+    def _stop_flat_steps(self) -> None:
+        """Step each parameter by itself from now on, with its own copy of what they shared."""
         self.is_flat = False
         for group in self.groups:
             for param in group.params:
-                for name, value in self.optimizer.state.get(param, {}).items():
+                state = self.optimizer.state.get(param, {})
+                for name, value in state.items():
                     if value.shape != param.shape:
-                        self.optimizer.state[param][name] = value.clone()
+                        state[name] = value.clone()
 
     def step(self) -> None:
-        """The optimizer's; during it, it has the vectors, with their gradients and their state."""
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        if self.is_flat and not (
-            self._is_unseen and all(map(FlatGroup.take_gradients, self.groups))
-        ):
-            self._give_up()
+        """Take one step of the optimizer."""
+        optimizer = self.optimizer
+        if self.is_flat and not self._prepare_flat_step():
+            self._stop_flat_steps()
         if not self.is_flat:
             with step_without_dynamo():
                 optimizer.step()
             return
-        shown, optimizer.state = optimizer.state, self.state
-        for group, own in zip(groups, self.groups, strict=True):
-            group["params"] = [own.flat]
+        param_groups = optimizer.param_groups
+        shown_state = optimizer.state
+        optimizer.state = self.state
+        for group, flat_group in zip(param_groups, self.groups, strict=True):
+            group["params"] = [flat_group.vector]
         try:
             with NO_GRAD:
                 self.bare_step()
         finally:
-            optimizer.state = shown
-            for group, own in zip(groups, self.groups, strict=True):
-                group["params"] = own.whole
-        self._show()
+            optimizer.state = shown_state
+            for group, flat_group in zip(param_groups, self.groups, strict=True):
+                group["params"] = flat_group.group_params
+        self._show_state()
 
-    @property
-    def _is_unseen(self) -> bool:
-        """Whether nobody looks at the optimizer while it steps, and it has the groups that it had."""
+    def _prepare_flat_step(self) -> bool:
+        """Copy the gradients into the vectors, and return whether the vectors can be stepped."""
         has_same_groups = len(self.optimizer.param_groups) == len(self.groups)
-        return has_same_groups and not self.bare_step.is_observed
+        if not has_same_groups or self.bare_step.is_observed:
+            return False
+        return all(map(FlatGroup.copy_gradients, self.groups))
 
 
 def make_flat_optimizer(
-    optimizer: torch.optim.Optimizer, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
 ) -> FlatOptimizer | None:
-    """None where it would bring nothing, or nobody knows that it has the same bits."""
-    kind, groups = type(optimizer), optimizer.param_groups
-    if not (
-        kind.__module__.startswith("torch.optim.")
-        and kind.__name__ in ELEMENTWISE_OPTIMIZERS
-        and device.type == "cpu"
-    ):
+    """Return a FlatOptimizer, or None if it would not help or might not give the same bits."""
+    kind = type(optimizer)
+    is_from_torch = kind.__module__.startswith("torch.optim.")
+    if not is_from_torch or kind.__name__ not in ELEMENTWISE_OPTIMIZERS or device.type != "cpu":
         return None
-    if any(
-        group.get(name) for group in groups for name in ("fused", "capturable", "differentiable")
-    ):
-        return None  # the first rounds what is left of a loop by vectors in another way
-    lists = [[param for param in group["params"] if param.requires_grad] for group in groups]
-    params = [param for own in lists for param in own]
-    if not all(lists) or len(params) == len(lists):
+    # A fused step rounds the end of a vector differently.
+    for option in ("fused", "capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            return None
+    params_by_group = [
+        [param for param in group["params"] if param.requires_grad]
+        for group in optimizer.param_groups
+    ]
+    params = [param for group in params_by_group for param in group]
+    if not all(params_by_group) or len(params) == len(params_by_group):
         return None
-    if any(
-        not param.is_contiguous() or param.layout != torch.strided or param.is_complex()
-        for param in params
-    ):
-        return None
-    if any(
-        param.dtype != own[0].dtype or not param.numel() or not param.ndim
-        for own in lists
-        for param in own
-    ):
-        return None
-    bytes_of_all = sum(param.numel() * param.element_size() for param in params)
-    return FlatOptimizer(optimizer) if bytes_of_all <= FIRST_BUCKET_BYTES else None
+    for group in params_by_group:
+        if not all(can_be_flat(param, group[0].dtype) for param in group):
+            return None
+    size = sum(param.numel() * param.element_size() for param in params)
+    return FlatOptimizer(optimizer) if size <= FIRST_BUCKET_BYTES else None
+
+
+def can_be_flat(
+    param: torch.nn.Parameter,
+    dtype: torch.dtype,
+) -> bool:
+    """Return whether a parameter can be a view of a vector of this type."""
+    has_right_type = param.dtype == dtype and not param.is_complex()
+    is_dense = param.layout == torch.strided and param.is_contiguous()
+    return has_right_type and is_dense and param.numel() > 0 and param.ndim > 0
+
+
+def round_up(size: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,6 +1,4 @@
-"""`--sync exact --shard full`: what a step does to this rank's rows has the bits that it has on
-whole weights.
-"""
+"""`--sync exact --shard full`: stepping a rank's rows gives the bits of complete weights."""
 
 from __future__ import annotations
 
@@ -14,14 +12,12 @@ import torch
 
 from stepladder.storage.snapshot_slices import get_local_slice
 from stepladder.train.full_shards import FullShards, distribute_like, is_distributed
-from stepladder.train.optimizer_shards import ALIGNMENT
 from stepladder.train.phases import EXCHANGING
+from stepladder.train.shard_pieces import ALIGNMENT
 
 
 class Cut(NamedTuple):
-    """Elements [lo, hi) of a rank's rows of a weight. They begin `before` elements into a tensor of
-    `size`.
-    """
+    """Elements [lo, hi) of a rank's rows, at index `before` of a tensor of `size` elements."""
 
     lo: int
     hi: int
@@ -30,123 +26,149 @@ class Cut(NamedTuple):
 
 
 class AlignedRows:
-    """A rank's rows of one weight, cut where the processor's vectors begin and end in the whole
-    weight.
+    """A rank's rows of one weight, cut where vectors begin and end in the complete weight.
 
-    What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that
-    differently. So the rows' ends are stepped in vectors of their own, filled up with zeros, whose
-    step nobody reads. What lies between them, nearly all, is stepped where it is.  parts: flat, of
-    the values, with their gradients."""
+    A processor computes in vectors, and the elements after the last full vector one by one, which a
+    fused AdamW rounds differently. So both ends of the rows are stepped in padded copies. The rows
+    between the ends, which are nearly all, are stepped in place.
+
+    Attributes:
+        parts: Flat tensors with gradients: the rows between the ends, then the padded ends.
+    """
 
     def __init__(self, param: Any) -> None:
-        rows, count = get_local_slice(param), param.numel()
-        lo = rows.first * (count // max(1, param.shape[0]))
-        hi = lo + rows.values.numel()
-        first = min(-(-lo // ALIGNMENT) * ALIGNMENT, hi)
-        last = hi if hi == count else max(first, hi // ALIGNMENT * ALIGNMENT)
-        self.cuts = [Cut(first - lo, last - lo, 0, last - first)]
-        for begin, end in ((lo, first), (last, hi)):
-            if begin < end:
-                start = begin // ALIGNMENT * ALIGNMENT
-                self.cuts.append(
-                    Cut(begin - lo, end - lo, begin - start, min(ALIGNMENT, count - start))
-                )
-        self.param, self.parts = param, self.cut(rows.values)
+        self.param = param
+        self.cuts = make_cuts(param)
+        self.parts = self.cut(get_local_slice(param).values)
         if param.grad is not None:
             for part, grad in zip(self.parts, self.cut(param.grad.to_local()), strict=True):
                 part.grad = grad
 
     def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Of what lies as the rows do: a view of what is between the ends, then copies of these."""
+        """Cut a tensor of the rows' shape: a view between the ends, and padded copies of them."""
         flat = rows.view(-1)
-        parts = [flat[at.lo : at.hi] for at in self.cuts]
-        for number, at in enumerate(self.cuts[1:], 1):
-            wide = rows.new_zeros(at.size)
-            wide[at.before : at.before + len(parts[number])] = parts[number]
-            parts[number] = wide
+        middle, *ends = self.cuts
+        parts = [flat[middle.lo : middle.hi]]
+        for end in ends:
+            padded = rows.new_zeros(end.size)
+            padded[end.before : end.before + end.hi - end.lo] = flat[end.lo : end.hi]
+            parts.append(padded)
         return parts
 
-    def take(self, rows: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Into the rows what a step has left in `cut`'s parts, or in new ones."""
+    def store(
+        self,
+        parts: list[torch.Tensor],
+        rows: torch.Tensor,
+    ) -> None:
+        """Copy the parts of `cut`, or new parts of their shapes, into the rows."""
         flat = rows.view(-1)
-        for at, part in zip(self.cuts, parts, strict=True):
-            own, stepped = flat[at.lo : at.hi], part[at.before : at.before + at.hi - at.lo]
-            if not own.is_set_to(stepped):
-                own.copy_(stepped)
+        for cut, part in zip(self.cuts, parts, strict=True):
+            target = flat[cut.lo : cut.hi]
+            stepped = part[cut.before : cut.before + cut.hi - cut.lo]
+            if not target.is_set_to(stepped):
+                target.copy_(stepped)
+
+
+def make_cuts(param: Any) -> list[Cut]:
+    """Return the cut between the ends of a rank's rows, then a cut for each end that exists."""
+    rows = get_local_slice(param)
+    count = param.numel()
+    lo = rows.first * (count // max(1, param.shape[0]))
+    hi = lo + rows.values.numel()
+    first = min(-(-lo // ALIGNMENT) * ALIGNMENT, hi)
+    last = hi if hi == count else max(first, hi // ALIGNMENT * ALIGNMENT)
+    cuts = [Cut(first - lo, last - lo, 0, last - first)]
+    for begin, end in ((lo, first), (last, hi)):
+        if begin < end:
+            start = begin // ALIGNMENT * ALIGNMENT
+            size = min(ALIGNMENT, count - start)
+            cuts.append(Cut(begin - lo, end - lo, begin - start, size))
+    return cuts
 
 
 class ExactShards(FullShards):
-    """FullShards whose optimizer steps plain tensors, and whose norm does not depend on who has
-    which rows.
-    """
+    """FullShards that step plain tensors, with a norm that is independent of the rows' ranks."""
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
-        """In the block the optimizer has this rank's rows, with their gradients and their state."""
-        groups, spread = self.optimizer.param_groups, self.optimizer.state
-        whole = [group["params"] for group in groups]
-        pieces = [[AlignedRows(param) for param in params] for params in whole]
+        """Give the optimizer this rank's rows in the block, with their gradients and state."""
+        groups = self.optimizer.param_groups
+        distributed_state = self.optimizer.state
+        distributed_params = [group["params"] for group in groups]
+        pieces_by_group = [
+            [AlignedRows(param) for param in params] for params in distributed_params
+        ]
+        pieces = [piece for group_pieces in pieces_by_group for piece in group_pieces]
         state: Any = defaultdict(dict)
-        for piece in (piece for own in pieces for piece in own):
-            for name, value in spread.get(piece.param, {}).items():
-                # Each part has a count of steps of its own: a fused step adds to all that it is
-                # given.
-                values = (
-                    piece.cut(value.to_local())
-                    if is_distributed(value)
-                    else [copy_value(value) for _ in piece.parts]
-                )
-                for part, one in zip(piece.parts, values, strict=True):
-                    state[part][name] = one
-        for group, own in zip(groups, pieces, strict=True):
-            group["params"] = [part for piece in own for part in piece.parts]
+        for piece in pieces:
+            for name, value in distributed_state.get(piece.param, {}).items():
+                if is_distributed(value):
+                    values = piece.cut(value.to_local())
+                else:
+                    # Each part has its own count of steps: a fused step adds to all of them.
+                    values = [copy_value(value) for _ in piece.parts]
+                for part, part_value in zip(piece.parts, values, strict=True):
+                    state[part][name] = part_value
+        for group, group_pieces in zip(groups, pieces_by_group, strict=True):
+            group["params"] = [part for piece in group_pieces for part in piece.parts]
         self.optimizer.state = state
         try:
             yield self.optimizer.step
         finally:
-            self.optimizer.state = spread
-            for group, params in zip(groups, whole, strict=True):
+            self.optimizer.state = distributed_state
+            for group, params in zip(groups, distributed_params, strict=True):
                 group["params"] = params
-        for piece in (piece for own in pieces for piece in own):
-            self._take_back(
-                piece, [state.pop(part, {}) for part in piece.parts]
-            )  # by weights: less memory
+        for piece in pieces:  # one weight after the other, which takes less memory
+            self._store(piece, [state.pop(part, {}) for part in piece.parts])
 
-    def _take_back(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
-        """What the step has left: new values, and a state that may be new. states: of each part."""
-        kept, values = self.optimizer.state, get_local_slice(piece.param).values
-        piece.take(values, piece.parts)
+    def _store(
+        self,
+        piece: AlignedRows,
+        states: list[dict[str, Any]],
+    ) -> None:
+        """Store the stepped values of a weight, and the state of each of its parts."""
+        values = get_local_slice(piece.param).values
+        piece.store(piece.parts, values)
+        stored = self.optimizer.state
         for name, value in states[0].items():
-            if not (isinstance(value, torch.Tensor) and value.shape == piece.parts[0].shape):
-                kept[piece.param][name] = value
+            is_elementwise = isinstance(value, torch.Tensor) and (
+                value.shape == piece.parts[0].shape
+            )
+            if not is_elementwise:
+                stored[piece.param][name] = value
                 continue
-            if not is_distributed(kept[piece.param].get(name)):
-                kept[piece.param][name] = distribute_like(piece.param, values.to(value.dtype))
-            piece.take(kept[piece.param][name].to_local(), [state[name] for state in states])
+            if not is_distributed(stored[piece.param].get(name)):
+                stored[piece.param][name] = distribute_like(
+                    piece.param,
+                    values.to(value.dtype),
+                )
+            rows = stored[piece.param][name].to_local()
+            piece.store([state[name] for state in states], rows)
 
-    def _gathered(self, rows: Any) -> torch.Tensor:
+    def _gather_tensor(self, rows: Any) -> torch.Tensor:
         with self.comm.phases(EXCHANGING):
-            whole: torch.Tensor = rows.full_tensor()
-        return whole
+            gathered: torch.Tensor = rows.full_tensor()
+        return gathered
 
-    def clip(self, most: float) -> torch.Tensor:
-        """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A
-        collective.
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip as torch's clip_grad_norm_ does with complete gradients; return the norm before.
+
+        One gradient at a time is gathered. All ranks must call this method.
         """
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(self._gathered(grad)) for grad in grads]
+        norms = [torch.linalg.vector_norm(self._gather_tensor(grad)) for grad in grads]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in grads:
             grad.to_local().mul_(factor)  # type: ignore[attr-defined]
         return norm
 
 
 def full_shards_class(sync: str) -> type[FullShards]:
-    """What spreads a model with this --sync."""
+    """Return the class that spreads a model with this --sync."""
     return ExactShards if sync == "exact" else FullShards
 
 
 def copy_value(value: Any) -> Any:
-    """deepcopy cannot copy the weightless tensors of a dry run."""
+    """Copy a value; deepcopy cannot copy the fake tensors of a dry run."""
     return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)

@@ -18,7 +18,7 @@ from stepladder.rank.shared_segment import get_mapped_segment
 from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
-from stepladder.train.shared_memory import SharedMemory
+from stepladder.train.shared_memory import SharedMemory, read_last_exchange
 
 NO_SEGMENT = -1  # in place of the number of a group, on a rank that shares no memory
 
@@ -86,21 +86,17 @@ def join_shared_memory(
     Raises:
         RuntimeError: If a rank was lost meanwhile.
     """
-    memory: SharedMemory | None = None
-    segment = get_mapped_segment()
-    if segment is not None and device.type == "cpu":
-        memory = SharedMemory(segment)
+    segment = get_mapped_segment() if device.type == "cpu" else None
     # All ranks take part, whatever each of them has: without our launcher, ranks may disagree about
     # the number of nodes.
-    own_number = NO_SEGMENT if memory is None else memory.last_exchange
+    own_number = NO_SEGMENT if segment is None else read_last_exchange(segment)
     own_entry = torch.tensor([own_number, os.getpid()])
     entries = [torch.empty_like(own_entry) for _ in range(world.world_size)]
     dist.all_gather(entries, own_entry)
     numbers, pids = torch.stack(entries).T.tolist()
-    if memory is None or NO_SEGMENT in numbers:
+    if segment is None or NO_SEGMENT in numbers:
         return None
-    memory.join_group(world.rank, pids, max(numbers) + 1, timeout_seconds)
-    return memory
+    return SharedMemory(segment, world.rank, pids, max(numbers) + 1, timeout_seconds)
 
 
 def set_collective_timeout(seconds: float) -> None:

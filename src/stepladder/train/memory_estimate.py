@@ -1,8 +1,8 @@
-"""What a step needs of memory, found out before anything starts: a run's own step on tensors
-without storage.
+"""How much memory a step needs, computed before a run starts: `--dry-run`.
 
-The job is built with weights that have a shape and nothing else (torch's FakeTensor). Then one rank
-takes two steps, by the very code that trains. Each tensor that comes and goes is counted."""
+The job is built with weights that have a shape and no storage (torch's FakeTensor). One rank then
+takes two steps with the code that trains, while the bytes of all tensors are counted.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ from stepladder.data.sources import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
 from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.checkpoint_blocks import checkpoint_blocks
-from stepladder.train.comm import Comm, Pending
+from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
 from stepladder.train.fake_tensors import FakeModelBuilder, StorageTally, to_local
+from stepladder.train.pending import Pending
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.trainer import TrainingLoop
 from stepladder.train.weight_average import WeightAverage
 
-STEPS = 2  # the optimizer makes its state in the first
-MAX_RANKS_SHARING_MEMORY = 8  # ranks that share memory on one machine
+ESTIMATED_STEPS = 2  # the optimizer makes its state in the first one
+MAX_RANKS_SHARING_MEMORY = 8  # on one machine
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that one process needs, of the one that needs most.
+    """Bytes that a process needs: of all processes, the one that needs most.
 
-    weights: parameters and buffers.  optimizer: its state.  data: of the job's, where they are
-    tensors. peak: the most at any moment of training and evaluation; with all of these."""
+    Attributes:
+        weights: Parameters and buffers.
+        optimizer: The optimizer's state.
+        data: The job's data, if they are tensors.
+        peak: The most at any moment of training and evaluation, with all of the above.
+    """
 
     weights: int
     optimizer: int
@@ -47,12 +52,12 @@ class MemoryEstimate:
 
     @property
     def transient(self) -> int:
-        """Gradients, activations, and what is added up, at the peak."""
+        """Gradients, activations and partial sums, at the peak."""
         return self.peak - self.weights - self.optimizer - self.data
 
 
 class FakeComm(Comm):
-    """One rank of a world whose other ranks are not there: its collectives move nothing."""
+    """One rank of a world whose other ranks do not exist: its collectives move nothing."""
 
     def __init__(self, world: World, shares_memory: bool) -> None:
         super().__init__(world, torch.device("cpu"))
@@ -74,7 +79,7 @@ class FakeComm(Comm):
         return Pending(None)
 
     def allocate_vector(self, *_: Any) -> None:
-        """Shared or not, it takes as much."""
+        """Let the caller allocate a vector of its own, which takes as much memory."""
 
     def start_sum(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
         return Pending(None), lambda: values
@@ -84,24 +89,32 @@ class FakeComm(Comm):
 
 
 class RepeatedBatches:
-    """The passes of one step, which are read once, again and again: their forms, without what they
-    hold.
-    """
+    """The batches of one step, which are read once and then repeated without their values."""
 
-    def __init__(self, source: Source, requests: Iterable[Request]) -> None:
-        with closing_batches(source, requests) as batches:
-            self.passes = [(indices, batch) for indices, batch in batches]
+    def __init__(
+        self,
+        source: Source,
+        requests: Iterable[Request],
+    ) -> None:
+        with open_batches(source, requests) as batches:
+            self.batches_of_step = [(indices, batch) for indices, batch in batches]
 
     def __len__(self) -> int:
-        return len(self.passes)
+        return len(self.batches_of_step)
 
     def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield fake batches for ever."""
         while True:
-            yield from ((indices, without_values(batch)) for indices, batch in self.passes)
+            for indices, batch in self.batches_of_step:
+                yield indices, without_values(batch)
 
 
 @contextmanager
-def closing_batches(source: Source, requests: Iterable[Request]) -> Iterator[Batches]:
+def open_batches(
+    source: Source,
+    requests: Iterable[Request],
+) -> Iterator[Batches]:
+    """Read batches in a block, and close the reader at its end."""
     batches = source.batches(requests)
     try:
         yield batches
@@ -110,32 +123,31 @@ def closing_batches(source: Source, requests: Iterable[Request]) -> Iterator[Bat
 
 
 def without_values(batch: Any) -> Any:
-    """The same tensors, where a FakeTensorMode is on: of their shapes and types."""
-    return tree_map_only(
-        torch.Tensor,
-        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device),
-        batch,
-    )
+    """Return a batch of empty tensors: fake ones in the block of a FakeTensorMode."""
+
+    def make_empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+    return tree_map_only(torch.Tensor, make_empty, batch)
 
 
 class FakeSession:
-    """A session that keeps nothing, and never ends a step with more than the step: what a TrainingLoop asks
-    of one.
-    """
+    """The parts of a Session that a TrainingLoop uses; it writes nothing."""
 
-    stopped = is_epoch_end = is_full = False
+    stopped = False
+    is_epoch_end = False
+    is_full = False
 
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
-        self.job, self.spec, self.comm, self.recorder, self.journal = (
-            spec.job,
-            spec,
-            comm,
-            self,
-            self,
-        )
-        self.state = TrainState(
-            spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16")
-        )
+        self.job = spec.job
+        self.spec = spec
+        self.comm = comm
+        self.recorder = self
+        self.journal = self
+        scaler = torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16")
+        self.state = TrainState(spec.job, scaler)
         if spec.settings.checkpoint_blocks:
             checkpoint_blocks(spec.job)
         if spec.settings.shard != "none":
@@ -145,7 +157,13 @@ class FakeSession:
 
     def record_samples(self, indices: Any) -> None: ...
 
-    def record_step(self, loss: Any, counted: float, lr: float, norm: Any = None) -> None: ...
+    def record_step(
+        self,
+        loss: Any,
+        counted: float,
+        lr: float,
+        norm: Any = None,
+    ) -> None: ...
 
     def open(self, votes: list[bool]) -> None: ...
 
@@ -158,61 +176,87 @@ class FakeSession:
         return False
 
 
-def estimate_memory(weightless: FakeModelBuilder, spec: RunSpec, comm: Comm) -> MemoryEstimate:
-    """What the rank of `comm` needs in a run of this spec, whose job `weightless` has built.
+def estimate_memory(
+    builder: FakeModelBuilder,
+    spec: RunSpec,
+    comm: Comm,
+) -> MemoryEstimate:
+    """Return the memory that a rank needs in a run.
 
-    Raises whatever the job raises where it reads a number of a tensor that has none.
+    Args:
+        builder: Has built the job of `spec`.
+        spec: The run.
+        comm: The rank.
+
+    Returns:
+        The rank's memory.
+
+    Raises:
+        Exception: Whatever the job raises when it reads a number of a tensor that has none.
     """
-    data = sum(
-        {t.data_ptr(): t.untyped_storage().nbytes() for t in find_data_tensors(spec)}.values()
-    )
-    spans = spec.plan.share(0, comm.world.rank, comm.world.world_size)
-    requests = [
-        (0, spec.plan.indices(0, span))
-        for span in (spans if spec.by_microbatch else fuse_spans(spans))
-    ]
-    passes = RepeatedBatches(spec.train_source, requests)
-    quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
-    spec, optimizer, tally = (
-        replace(spec, settings=quiet, train_source=passes),
-        spec.job.optimizer,
-        StorageTally(),
-    )
-    first, model = read_first_eval_batch(spec), spec.job.model
-    whole = sum(weight.nbytes for weight in model.parameters()) if quiet.shard == "full" else 0
-    with fake_process_group(quiet, comm), tally, ExitStack() as stack:
+    data_tensors = find_data_tensors(spec)
+    storage_bytes = {t.data_ptr(): t.untyped_storage().nbytes() for t in data_tensors}
+    data_bytes = sum(storage_bytes.values())
+    spec = make_dry_spec(spec, comm.world)
+    model = spec.job.model
+    eval_batch = read_first_eval_batch(spec)
+    full_bytes = 0  # of weights that are not cut into rows yet
+    if spec.settings.shard == "full":
+        full_bytes = sum(weight.nbytes for weight in model.parameters())
+    tally = StorageTally()
+    with fake_process_group(spec.settings, comm), tally, ExitStack() as stack:
         session: Any = FakeSession(spec, comm)
-        stack.enter_context(weightless.fake)
-        stack.enter_context(deterministic(quiet.sync == "exact", comm.device))
+        stack.enter_context(builder.mode)
+        stack.enter_context(deterministic(spec.settings.sync == "exact", comm.device))
         weights = [to_local(weight) for weight in (*model.parameters(), *model.buffers())]
         tally.add(weights)
-        size = sum(
-            {id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values()
-        )
-        tally.peak = tally.now  # from here on; what fully_shard cuts is in main memory
+        weight_bytes = count_storage_bytes(weights)
+        tally.reset_peak()  # fully_shard cuts weights into rows in main memory
         with TrainingLoop(session, StopSignals()) as loop:
-            for _ in range(STEPS):
+            for _ in range(ESTIMATED_STEPS):
                 loop.step()
-            shards = None if session.state.full_shards else session.state.shards
-            states = optimizer.state if shards is None else shards.state
-            state = count_state_bytes(states)
-        if first is not None and spec.job.metrics is not None:
+        state = find_optimizer_state(session)
+        state_bytes = count_state_bytes(state)
+        if eval_batch is not None and spec.job.metrics is not None:
             model.eval()
             with torch.no_grad():
-                spec.job.metrics(model, without_values(first))
+                spec.job.metrics(model, without_values(eval_batch))
             model.train()
-    states.clear()
-    return MemoryEstimate(size, state, data, max(tally.peak, whole) + data)
+    state.clear()
+    peak = max(tally.peak, full_bytes) + data_bytes
+    return MemoryEstimate(weight_bytes, state_bytes, data_bytes, peak)
+
+
+def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
+    """Return the run with the batches of its first step, and without run-time checks."""
+    settings = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
+    spans = spec.plan.share(0, world.rank, world.world_size)
+    if not spec.by_microbatch:
+        spans = fuse_spans(spans)
+    requests = [(0, spec.plan.indices(0, span)) for span in spans]
+    batches = RepeatedBatches(spec.train_source, requests)
+    return replace(spec, settings=settings, train_source=batches)
+
+
+def find_optimizer_state(session: Any) -> Any:
+    """Return the optimizer's state of this rank, by parameter."""
+    state = session.state
+    if state.shards is None or state.full_shards is not None:
+        return session.job.optimizer.state
+    return state.shards.state
 
 
 @contextmanager
-def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
-    """For --shard full a process group whose other ranks are not there: fully_shard takes no other
-    Comm.
+def fake_process_group(
+    settings: Settings,
+    comm: Comm,
+) -> Iterator[None]:
+    """For --shard full, provide a process group whose other ranks do not exist.
 
-    In it this rank is the first, which has the most rows of each weight, whatever its share of the
-    batches. Where a rank has fewer, fully_shard fills them up, and twice where tensors have no
-    address."""
+    fully_shard accepts no Comm. This rank is the first of the group, which has the most rows of
+    each weight, whatever its share of the batches. A rank with fewer rows pads them; the padding
+    would count twice, since fake tensors have no address.
+    """
     if settings.shard != "full":
         yield
         return
@@ -227,33 +271,36 @@ def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+
 def count_state_bytes(states: Any) -> int:
-    """Of the tensors in an optimizer's state, by parameter."""
-    values = [
-        value
-        for state in states.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return sum(to_local(value).nbytes for value in values)
+    """Return the bytes of the tensors in an optimizer's state."""
+    total = 0
+    for state in states.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                total += to_local(value).nbytes
+    return total
 
 
 def read_first_eval_batch(spec: RunSpec) -> Any:
-    """The first batch that an evaluation takes; None where there is none."""
+    """Return the first batch of an evaluation, or None if there is no evaluation."""
     source = spec.eval_source
     if source is None or not len(source):
         return None
-    with closing_batches(
-        source, [(0, np.arange(min(len(source), spec.job.eval_batch)))]
-    ) as batches:
+    size = min(len(source), spec.job.eval_batch)
+    with open_batches(source, [(0, np.arange(size))]) as batches:
         return next(batches)[1]
 
 
 def find_data_tensors(spec: RunSpec) -> list[torch.Tensor]:
-    """The job's data, where each process holds all of it."""
-    sources = [
-        source
-        for source in (spec.train_source, spec.eval_source)
-        if isinstance(source, TensorSource)
-    ]
-    return [tensor for source in sources for tensor in source.tensors]
+    """Return the tensors of the job's data, which each process holds completely."""
+    tensors: list[torch.Tensor] = []
+    for source in (spec.train_source, spec.eval_source):
+        if isinstance(source, TensorSource):
+            tensors += source.tensors
+    return tensors

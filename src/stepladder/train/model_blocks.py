@@ -13,48 +13,46 @@ OUTSIDE_BLOCKS = "the model outside of its blocks"
 
 
 def find_blocks(job: Job) -> list[nn.Module]:
-    """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in
-    a list.
+    """Return the modules whose weights are gathered together.
 
-    Of each nn.ModuleList, and of each nn.Sequential, with one kind of module the children; of those
-    in one another the outer ones. Recurrent cells are no blocks. What is in none of them is
-    gathered with the whole model."""
-    found: list[nn.Module] = []
+    These are the modules of the job's `blocks`; or else the children of each nn.ModuleList, and of
+    each nn.Sequential, that has only one class of children. Blocks within a block do not count, nor
+    do recurrent cells. Weights outside of all blocks are gathered with the model itself.
+    """
+    blocks: list[nn.Module] = []
 
-    def look(module: nn.Module) -> None:
-        repeats = (
-            isinstance(module, (nn.ModuleList, nn.Sequential))
-            and len({type(m) for m in module}) == 1
-        )
+    def search(module: nn.Module) -> None:
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        repeats = is_list and len({type(child) for child in module.children()}) == 1
         for child in module.children():
-            # A cell is called for each step of a sequence, and would be gathered each time: five
-            # times as slow.
+            # A cell is called for each step of a sequence, and would be gathered each time, which
+            # is five times as slow.
             is_repeated = repeats and not isinstance(child, nn.RNNCellBase)
             is_block = isinstance(child, job.blocks) if job.blocks else is_repeated
             has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
             if is_block and has_forward and list(child.parameters()):
-                found.append(child)
+                blocks.append(child)
             else:
-                look(child)
+                search(child)
 
-    look(job.model)
-    return list(dict.fromkeys(found))
+    search(job.model)
+    return list(dict.fromkeys(blocks))
 
 
 def validate_fully_shardable(job: Job) -> None:
-    """Raises InputError for a weight that fully_shard does not take.
+    """Raise InputError for a weight that fully_shard does not accept.
 
-    That is one without rows, one whose rows do not lie one after the other in memory, or one of two
-    blocks."""
-    block_of = {
-        id(module): number
-        for number, block in enumerate(find_blocks(job))
+    Such a weight has no rows, or its rows do not follow each other in memory, or two blocks use it.
+    """
+    block_of_module = {
+        id(module): index
+        for index, block in enumerate(find_blocks(job))
         for module in block.modules()
     }
-    owners: dict[int, set[int]] = defaultdict(set)
+    blocks_of_param: dict[int, set[int]] = defaultdict(set)
     for module in job.model.modules():
         for param in module.parameters(recurse=False):
-            owners[id(param)].add(block_of.get(id(module), -1))
+            blocks_of_param[id(param)].add(block_of_module.get(id(module), -1))
     for name, param in job.model.named_parameters():
         if param.ndim == 0:
             raise InputError(
@@ -62,10 +60,11 @@ def validate_fully_shardable(job: Job) -> None:
             )
         if not param.is_contiguous():
             raise InputError(
-                f"--shard full: the weight {name} does not lie in memory row by row (as in channels_last)",
+                f"--shard full: the weight {name} does not lie in memory row by row"
+                " (as in channels_last)",
                 "leave memory_format=torch.channels_last out of build, or --shard optimizer",
             )
-        if len(owners[id(param)]) > 1:
+        if len(blocks_of_param[id(param)]) > 1:
             raise InputError(
                 f"--shard full: the weight {name} is used in two blocks, which are gathered apart",
                 "blocks=(A,) in the Job, of a class whose modules hold all that they share",

@@ -43,8 +43,8 @@ from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer
 from stepladder.train.metrics.loggers import Logger, open_loggers, validate_wandb_login
 from stepladder.train.phases import STARTING
 from stepladder.train.precision import make_scaler
+from stepladder.train.rank_consistency import validate_equal_data, validate_equal_models
 from stepladder.train.recorder import Recorder
-from stepladder.train.replica_check import validate_equal_data, validate_equal_models
 from stepladder.train.run_spec import (
     RunSpec,
     describe_missed_failures,

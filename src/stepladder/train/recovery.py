@@ -160,7 +160,7 @@ class StepJournal:
         source = steps.index(last_step)
         is_behind = self.state.step < last_step
         message = list(self._make_message(model)) if comm.world.rank == source else None
-        received = broadcast_state(comm, message, source, wanted=is_behind)
+        received = broadcast_state(comm, message, source, needed=is_behind)
         if is_behind:
             self._adopt(StateMessage(*received), model)
 

@@ -22,11 +22,12 @@ from stepladder.data.shards.dataset import Shards
 from stepladder.data.sources import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS_VARIABLE
+from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.checkpoint_blocks import validate_checkpointable
 from stepladder.train.comm import Comm
 from stepladder.train.compile_loss import prepare_compiler
 from stepladder.train.cuda_graphs import validate_capturable
-from stepladder.train.determinism import describe_machine, find_batch_norms
+from stepladder.train.determinism import describe_machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_validation import (
     validate_adafactor,
@@ -34,7 +35,7 @@ from stepladder.train.job_validation import (
     validate_parts,
 )
 from stepladder.train.optimizer_shards import validate_shard
-from stepladder.train.replica_check import validate_equal_settings
+from stepladder.train.rank_consistency import validate_equal_settings
 
 SIZE_DEFAULTS = {"epochs": 1, "global_batch": 64, "seed": 0}
 

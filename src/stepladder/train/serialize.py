@@ -1,4 +1,4 @@
-"""Values that one rank hands to the others, as bytes that can be read without running code."""
+"""Values that one rank sends to the others, as bytes that can be read without running code."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from typing import Any
 
 from stepladder.storage.snapshot import Snapshot
 
-BYTES, SNAPSHOT = "\0bytes", "\0snapshot"  # keys that mark what JSON has no word for
+# Keys that mark values which JSON cannot represent.
+BYTES_KEY = "\0bytes"
+SNAPSHOT_KEY = "\0snapshot"
 
 
 def serialize(value: Any) -> bytes:
-    """A line of JSON, which says how long each of the byte strings after it is. Raises TypeError."""
-    blobs: list[bytes] = []
+    """Return a line of JSON, followed by the byte strings whose lengths the JSON tells.
+
+    Raises:
+        TypeError: The value is of a type that cannot be sent.
+    """
+    byte_strings: list[bytes] = []
 
     def convert(special: Any) -> Any:
         if isinstance(special, bytes):
-            blobs.append(special)
-            return {BYTES: len(special)}
+            byte_strings.append(special)
+            return {BYTES_KEY: len(special)}
         if isinstance(special, Snapshot):
-            return {SNAPSHOT: [special.name, special.manifest, special.files, str(special.folder)]}
+            fields = [special.name, special.manifest, special.files, str(special.folder)]
+            return {SNAPSHOT_KEY: fields}
         raise TypeError(
-            f"{type(special).__name__} is neither what JSON has nor bytes: it cannot go to others"
+            f"{type(special).__name__} is neither what JSON has nor bytes: it cannot be sent to"
+            " other ranks"
         )
 
-    return b"".join([json.dumps(value, default=convert).encode(), b"\n", *blobs])
+    return b"".join([json.dumps(value, default=convert).encode(), b"\n", *byte_strings])
 
 
 def deserialize(data: bytes) -> Any:
-    """What `to_bytes` was given; tuples are lists now."""
-    line, _, rest = data.partition(b"\n")
-    at = 0
+    """Return the value that `serialize` was given, with lists in place of tuples."""
+    line, _, payload = data.partition(b"\n")
+    offset = 0
 
-    def convert(found: dict[str, Any]) -> Any:
-        nonlocal at
-        if BYTES in found:
-            begin, at = at, at + found[BYTES]
-            return rest[begin:at]
-        return Snapshot(*found[SNAPSHOT]) if SNAPSHOT in found else found
+    def convert(mapping: dict[str, Any]) -> Any:
+        nonlocal offset
+        if BYTES_KEY in mapping:
+            begin = offset
+            offset += mapping[BYTES_KEY]
+            return payload[begin:offset]
+        if SNAPSHOT_KEY in mapping:
+            return Snapshot(*mapping[SNAPSHOT_KEY])
+        return mapping
 
     return json.loads(line, object_hook=convert)

@@ -1,10 +1,10 @@
-"""`--shard-copies 2`: two ranks hold and step each slice, so that the others go on in place when
-one is lost.
+"""`--shard-copies 2`: two ranks hold each slice, so training recovers in place from a lost rank.
 
-After a loss ranks are at one of two places: before a step and after their part of it, or after it
-and with all weights gathered. Who has taken the step has the whole gradient, and keeps it until the
-weights are gathered: the others step their slices by it. Then slices are dealt anew over the ranks
-that are left, each from one that has it."""
+A loss finds a rank either before a step and after its part of the sum, or after the step and with
+all weights gathered. A rank that has taken the step has the complete gradient, and keeps it until
+the weights are gathered: the others step their slices by it. Then the slices are partitioned again
+over the remaining ranks, each sent by a rank that holds it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ import torch
 from stepladder.rank.membership import get_joining_rank
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
-from stepladder.train.optimizer_shards import OptimizerShards, ShardPiece, slices_of_rank
+from stepladder.train.optimizer_shards import OptimizerShards
+from stepladder.train.shard_pieces import ShardPiece, slices_of_rank
 
 REPLICA_COUNT = 2
-SEATS = struct.Struct("6q")  # twice: a group's number, a rank's place in it, its size; -1 for none
+NO_GROUP = (-1, -1, -1)
+HELD_GROUPS = struct.Struct("6q")  # of two groups: the number, the rank in it, its size
 
 
 class StepRecord(NamedTuple):
-    """What a step was taken by. stepped: False where the scaler skipped it.  rates: of the
-    optimizer's groups.
+    """What a rank needs to take a step that another rank has taken.
+
+    Attributes:
+        stepped: False if the scaler skipped the step.
+        rates: The learning rate of each group of the optimizer.
+        gradients: The gradient of each parameter.
     """
 
     stepped: bool
@@ -33,117 +39,149 @@ class StepRecord(NamedTuple):
 
 
 class ShardReplicas:
-    """A rank's slices, and what others need of it after a loss.
+    """A rank's slices, and the part of its state that other ranks need after a loss.
 
-    dealt: its slices by the number of the group that dealt them; two, until all ranks have the
-    newer ones. taken: a step that is not whole yet: weights are still to be gathered."""
+    Attributes:
+        shards_by_group: The slices by the number of the group that partitioned them: two, until all
+            ranks have the newer slices.
+        unfinished_step: A step whose weights are still to be gathered.
+    """
 
     def __init__(self, shards: OptimizerShards) -> None:
-        self.optimizer, self.comm = shards.optimizer, shards.comm
-        self.shards_by_group = (
-            {self.comm.group_number: shards} if get_joining_rank() is None else {}
-        )
+        self.optimizer = shards.optimizer
+        self.comm = shards.comm
         self.params = shards.params
-        self.sliced = {
-            id(piece.param) for number in range(shards.ranks) for piece in shards.slice(number)
+        self.shards_by_group: dict[int, OptimizerShards] = {}
+        if get_joining_rank() is None:
+            self.shards_by_group[self.comm.group_number] = shards
+        self.sharded_ids = {
+            id(piece.param)
+            for index in range(shards.ranks)
+            for piece in shards.pieces_of_slice(index)
         }
         self.unfinished_step: StepRecord | None = None
 
     # -- while training ----------------------------------------------------------------------------
 
     def record_step(self, stepped: bool) -> None:
-        """The slices are stepped, by the gradients and rates that are there."""
+        """Record that the slices were stepped, with the present gradients and learning rates."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.unfinished_step = StepRecord(stepped, rates, [param.grad for param in self.params])
+        self.unfinished_step = StepRecord(
+            stepped,
+            rates,
+            [param.grad for param in self.params],
+        )
 
     def copy_gradients(self) -> None:
-        """Copy the gradients: where they lie, others may reduce soon."""
-        if self.unfinished_step is not None:
-            copied = [
-                None if grad is None else grad.clone() for grad in self.unfinished_step.gradients
-            ]
-            self.unfinished_step = self.unfinished_step._replace(gradients=copied)
+        """Copy the gradients, since others may soon reduce into their memory."""
+        step = self.unfinished_step
+        if step is not None:
+            copies = [None if grad is None else grad.clone() for grad in step.gradients]
+            self.unfinished_step = step._replace(gradients=copies)
 
     # -- after a loss ------------------------------------------------------------------------------
 
     def find_holders(self) -> tuple[int, list[int]] | None:
-        """The newest deal of which the ranks here have each slice: its number, and by slice who has
-        it.
+        """Find the newest partition whose slices the present ranks all hold.
 
-        None where a slice is lost. A collective.
+        All ranks must call this method.
+
+        Returns:
+            The number of the partition's group, and for each slice a rank that holds it. None if a
+            slice is lost.
         """
-        seats = [
-            word
-            for number, one in self.shards_by_group.items()
-            for word in (number, one.rank, one.ranks)
+        groups = [
+            (number, shards.rank, shards.ranks) for number, shards in self.shards_by_group.items()
         ]
-        told = self.comm.gather_bytes(SEATS.pack(*seats, *[-1] * (6 - len(seats))))
-        found: dict[tuple[int, int], dict[int, int]] = {}
-        for holder, words in enumerate(map(SEATS.unpack, told)):
-            for number, rank, ranks in (words[:3], words[3:]):
-                for one in slices_of_rank(rank, ranks, REPLICA_COUNT) if number >= 0 else ():
-                    found.setdefault((number, ranks), {}).setdefault(one, holder)
-        for (number, ranks), by_slice in sorted(found.items(), reverse=True):
+        groups += [NO_GROUP] * (2 - len(groups))
+        messages = self.comm.gather_bytes(HELD_GROUPS.pack(*groups[0], *groups[1]))
+        holders: dict[tuple[int, int], dict[int, int]] = {}
+        for holder, numbers in enumerate(map(HELD_GROUPS.unpack, messages)):
+            for group, rank, ranks in (numbers[:3], numbers[3:]):
+                if group < 0:
+                    continue
+                for index in slices_of_rank(rank, ranks, REPLICA_COUNT):
+                    holders.setdefault((group, ranks), {}).setdefault(index, holder)
+        for (group, ranks), by_slice in sorted(holders.items(), reverse=True):
             if len(by_slice) == ranks:
-                return number, [by_slice[one] for one in range(ranks)]
+                return group, [by_slice[index] for index in range(ranks)]
         return None
 
     def state_for_behind(
         self, model: torch.nn.Module
     ) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
-        """For those behind: buffers, frozen weights, which no slice has, and a step's `taken`."""
-        state = model.state_dict(keep_vars=True)
-        others = {
-            name: value.detach() for name, value in state.items() if id(value) not in self.sliced
-        }
-        return others, None if self.unfinished_step is None else list(self.unfinished_step)
+        """Return the state for ranks that are a step behind.
 
-    def apply_step(self, taken: list[Any] | None) -> None:
-        """Take the step that another rank has taken. One that joins has no slices to step."""
-        self.unfinished_step = None if taken is None else StepRecord(*taken)
-        if (
-            self.unfinished_step is None
-            or not self.unfinished_step.stepped
-            or not self.shards_by_group
-        ):
+        Returns:
+            The buffers and frozen weights, which no slice has, and the unfinished step.
+        """
+        state = model.state_dict(keep_vars=True)
+        unsharded = {
+            name: value.detach()
+            for name, value in state.items()
+            if id(value) not in self.sharded_ids
+        }
+        step = self.unfinished_step
+        return unsharded, None if step is None else list(step)
+
+    def apply_step(self, step_fields: list[Any] | None) -> None:
+        """Take the step that another rank has taken. A rank that joins has no slices to step."""
+        self.unfinished_step = None if step_fields is None else StepRecord(*step_fields)
+        step_record = self.unfinished_step
+        if step_record is None or not step_record.stepped or not self.shards_by_group:
             return
-        shards, groups = (
-            self.shards_by_group[max(self.shards_by_group)],
-            self.optimizer.param_groups,
-        )
-        before = [group["lr"] for group in groups]
-        self._set(self.unfinished_step.rates, self.unfinished_step.gradients)
+        shards = self.shards_by_group[max(self.shards_by_group)]
+        rates_before = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates_and_gradients(step_record.rates, step_record.gradients)
         with step_without_dynamo(), shards.stepping() as step:
             step()
-        self._set(before, [None] * len(self.params))
+        self._set_rates_and_gradients(rates_before, [None] * len(self.params))
 
-    def _set(self, rates: list[Any], gradients: list[torch.Tensor | None]) -> None:
+    def _set_rates_and_gradients(
+        self,
+        rates: list[Any],
+        gradients: list[torch.Tensor | None],
+    ) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for param, grad in zip(self.params, gradients, strict=True):
             param.grad = None if grad is None else grad.to(param.device)
 
-    def reshard(self, number: int, holders: list[int]) -> OptimizerShards:
-        """This group's slices, with their weights and state, from the deal of that number. A
-        collective.
+    def reshard(
+        self,
+        group: int,
+        holders: list[int],
+    ) -> OptimizerShards:
+        """Make this group's slices, with their weights and state, from those of an earlier group.
 
-        Memory: what a rank has before and after it, and one slice.
+        All ranks must call this method. It needs memory for the slices before and after it, and for
+        one more slice.
+
+        Args:
+            group: The number of the earlier group.
+            holders: For each slice of that group, the rank that sends it.
+
+        Returns:
+            The shards of this group.
         """
-        old = self.shards_by_group.get(number)
+        old = self.shards_by_group.get(group)
         new = OptimizerShards(self.optimizer, self.comm, REPLICA_COUNT)
-        for one, holder in enumerate(holders):
-            given = None
+        frozen: dict[int, Any] = {}
+        for index, holder in enumerate(holders):
+            message = None
             if old is not None and holder == self.comm.world.rank:
-                given = [[held_by(old, piece) for piece in old.slice(one)], old.frozen]
-            pieces, new.frozen = broadcast_state(self.comm, given, holder, wanted=True)
-            for piece in pieces:
-                self._take(new, *piece)
-        self.shards_by_group = {number: old} if old is not None else {}
+                pieces = [pack_piece(old, piece) for piece in old.pieces_of_slice(index)]
+                message = [pieces, old.frozen]
+            pieces, frozen = broadcast_state(self.comm, message, holder, needed=True)
+            for fields in pieces:
+                self._load_piece(new, *fields)
+        new.adopt_frozen(frozen)
+        self.shards_by_group = {} if old is None else {group: old}
         self.shards_by_group[self.comm.group_number] = new
         return new
 
     @torch.no_grad()
-    def _take(
+    def _load_piece(
         self,
         new: OptimizerShards,
         number: int,
@@ -155,57 +193,65 @@ class ShardReplicas:
         param = self.params[number].detach()
         is_whole = hi - lo == param.numel()
         (param if is_whole else param.view(-1)[lo:hi]).copy_(values)
-        for piece in new.of_param.get(self.params[number], []):
-            if piece.lo < hi and lo < piece.hi:
-                into = new.state[piece.values]
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == values.shape:
-                        fill(into.setdefault(name, like(piece, value)), piece, value, (lo, hi))
-                    else:
-                        into[name] = self._scalar(self.params[number], name, value)
+        for piece in new.pieces_of_param.get(self.params[number], []):
+            if piece.lo >= hi or lo >= piece.hi:
+                continue
+            new_state = new.state[piece.values]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == values.shape:
+                    if name not in new_state:
+                        new_state[name] = torch.empty_like(piece.values, dtype=value.dtype)
+                    copy_overlap(new_state[name], piece, value, lo, hi)
+                else:
+                    new_state[name] = self._copy_scalar(self.params[number], name, value)
 
-    def _scalar(self, param: torch.nn.Parameter, name: str, value: Any) -> Any:
-        """On its device, as load_state_dict of torch.optim has it."""
+    def _copy_scalar(
+        self,
+        param: torch.nn.Parameter,
+        name: str,
+        value: Any,
+    ) -> Any:
+        """Copy a value to the device where load_state_dict of torch.optim puts it."""
         if not isinstance(value, torch.Tensor):
             return value
-        group = next(
-            one
-            for one in self.optimizer.param_groups
-            if any(other is param for other in one["params"])
-        )
-        stays = name == "step" and not (group.get("capturable") or group.get("fused"))
-        return value.clone() if stays else value.to(param.device, copy=True)
+        group = self._find_group(param)
+        is_host_count = name == "step" and not (group.get("capturable") or group.get("fused"))
+        return value.clone() if is_host_count else value.to(param.device, copy=True)
+
+    def _find_group(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            if any(member is param for member in group["params"]):
+                return group
+        raise KeyError("the optimizer has no such parameter")
 
     def finish_resharding(self) -> bool:
-        """All ranks have the slices that were dealt last. Whether this completes a step."""
+        """Drop all but the newest slices, and return whether a step is unfinished."""
         newest = max(self.shards_by_group)
         self.shards_by_group = {newest: self.shards_by_group[newest]}
         return self.unfinished_step is not None
 
 
-def held_by(shards: OptimizerShards, piece: ShardPiece) -> list[Any]:
-    """A piece for other ranks: its place, its weights, its state."""
-    return [
-        piece.number,
-        piece.lo,
-        piece.hi,
-        piece.values,
-        dict(shards.state.get(piece.values, {})),
-    ]
+def pack_piece(
+    shards: OptimizerShards,
+    piece: ShardPiece,
+) -> list[Any]:
+    """Return a piece for other ranks: its elements, their weights and their state."""
+    state = dict(shards.state.get(piece.values, {}))
+    return [piece.number, piece.lo, piece.hi, piece.values, state]
 
 
-def like(piece: ShardPiece, value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(piece.values, dtype=value.dtype)
-
-
-def fill(
-    into: torch.Tensor, piece: ShardPiece, value: torch.Tensor, where: tuple[int, int]
+def copy_overlap(
+    target: torch.Tensor,
+    piece: ShardPiece,
+    value: torch.Tensor,
+    lo: int,
+    hi: int,
 ) -> None:
-    """Elements [lo, hi) of a parameter into what a piece has of them."""
-    (lo, hi), first, last = where, max(where[0], piece.lo), min(where[1], piece.hi)
-    if into.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
-        into.copy_(value)  # also where it does not lie in its own order
-    else:
-        into.view(-1)[first - piece.lo : last - piece.lo].copy_(
-            value.reshape(-1)[first - lo : last - lo]
-        )
+    """Copy elements [lo, hi) of a parameter's state into what a piece has of them."""
+    if target.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
+        target.copy_(value)  # also where it does not lie in its own order
+        return
+    first = max(lo, piece.lo)
+    last = min(hi, piece.hi)
+    part = value.reshape(-1)[first - lo : last - lo]
+    target.view(-1)[first - piece.lo : last - piece.lo].copy_(part)

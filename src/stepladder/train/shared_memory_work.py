@@ -1,5 +1,6 @@
-"""What a rank brings to a meeting in shared memory, and what it takes from there: one collective
-each.
+"""The work of one collective in shared memory: what a rank writes into its slot and what it reads.
+
+`shared_memory.py` calls `write` of each queued collective before an exchange, and `read` after it.
 """
 
 from __future__ import annotations
@@ -12,158 +13,215 @@ from typing import NamedTuple
 
 import torch
 
-CACHE_LINE_BYTES = (
-    64  # bytes of a cache line, where a message begins; as many elements, where a slice does
-)
+CACHE_LINE_BYTES = 64  # a message begins at a multiple of it
+SLICE_ALIGNMENT = 64  # elements; the slices of an in-place all-reduce begin at multiples of it
+REDUCE_CHUNK_BYTES = 1 << 18  # this much of two ranks' vectors fits into a processor's cache
+
 Tensors = list[torch.Tensor]
 CombineFunction = Callable[[Tensors, int, int], None]
 
 
 class MessageFormat(NamedTuple):
-    """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each
-    rank brings. length: of a row.  at: where in its room each rank has it already, in bytes; 0: it
-    is brought there."""
+    """The format of what all ranks contribute to a collective; it is the same on every rank.
+
+    Attributes:
+        kind: The name of the collective.
+        dtype: The type of the elements.
+        rows_per_rank: How many rows each rank contributes.
+        row_length: Elements of a row.
+        arena_offset: Bytes from the beginning of a slot to the rank's data, if the data lie in the
+            arena already; 0 if they must be written into the slot.
+    """
 
     kind: str
     dtype: torch.dtype
-    rows: tuple[int, ...]
-    length: int
-    at: int = 0
+    rows_per_rank: tuple[int, ...]
+    row_length: int
+    arena_offset: int = 0
 
 
 class Chunk(NamedTuple):
-    """Columns [lo, hi) of the message with this number, in one meeting.
+    """Columns [lo, hi) of one message, which fit into one exchange.
 
-    is_whole: all columns.  rows: that this rank brings.  mine, parts, starts: where they lie, by
-    half: a view of this rank's, one of each row of all ranks, and by rank in bytes."""
+    The last three fields have an entry for each of the two halves of a slot.
+
+    Attributes:
+        message: The index of the message among those of the exchange.
+        lo: The first column.
+        hi: The column after the last one.
+        is_whole: Whether these are all columns of the message.
+        row_count: How many rows this rank contributes.
+        own_views: A view of this rank's columns in its slot.
+        row_views: A view of each row of all ranks.
+        offsets: By rank, the bytes from the beginning of the memory to the rank's columns.
+    """
 
     message: int
     lo: int
     hi: int
     is_whole: bool
-    rows: int
-    mine: tuple[torch.Tensor, ...]
-    parts: tuple[Tensors, ...]
-    starts: tuple[list[int], ...]
+    row_count: int
+    own_views: tuple[torch.Tensor, ...]
+    row_views: tuple[Tensors, ...]
+    offsets: tuple[list[int], ...]
 
 
 class Work:
-    """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one
-    length.
+    """One collective that was started, with the methods of torch.distributed's Work."""
 
-    of: a number for what it is about, which is to be the same on all ranks; 0 where its shape says
-    enough. meet: makes all that were begun.  fold: called with all ranks' rows, for the columns
-    [lo, hi): it leaves the result where it is wanted."""
-
-    __slots__ = ("fold", "is_finished", "is_met", "meet", "mine", "of", "shape")
+    __slots__ = ("combine", "exchange", "format", "has_result", "is_finished", "tag", "tensor")
 
     def __init__(
         self,
-        meet: Callable[[], None],
-        shape: MessageFormat,
-        mine: torch.Tensor,
-        fold: CombineFunction,
-        of: int = 0,
+        exchange: Callable[[], None],
+        message_format: MessageFormat,
+        tensor: torch.Tensor,
+        combine: CombineFunction,
+        tag: int = 0,
     ) -> None:
-        self.meet, self.shape, self.mine, self.fold, self.of = meet, shape, mine, fold, of
-        self.is_met = self.is_finished = False
+        """Create the work of a collective.
 
-    def bring(self, piece: Chunk, half: int) -> None:
-        """What this rank has of these columns, into its place."""
-        if piece.rows:
-            columns, place = self.mine, piece.mine[half]
-            if not piece.is_whole:
-                columns = columns.view(piece.rows, -1)[:, piece.lo : piece.hi]
-                place = place.view(piece.rows, -1)
-            place.copy_(columns)
+        Args:
+            exchange: Runs all collectives that were started.
+            message_format: The format of what the ranks contribute.
+            tensor: Flat; what this rank contributes, row by row.
+            combine: Called with all ranks' rows for the columns [lo, hi); it stores the result.
+            tag: Must be the same on all ranks; tells apart collectives of one format.
+        """
+        self.exchange = exchange
+        self.format = message_format
+        self.tensor = tensor
+        self.combine = combine
+        self.tag = tag
+        self.is_finished = False  # with a result or an error
+        self.has_result = False
 
-    def take(self, piece: Chunk, half: int) -> None:
-        """All ranks' columns, from their places."""
-        self.fold(piece.parts[half], piece.lo, piece.hi)
+    def write(self, chunk: Chunk, half: int) -> None:
+        """Copy this rank's columns into its slot."""
+        if chunk.row_count:
+            columns = self.tensor
+            target = chunk.own_views[half]
+            if not chunk.is_whole:
+                columns = columns.view(chunk.row_count, -1)[:, chunk.lo : chunk.hi]
+                target = target.view(chunk.row_count, -1)
+            target.copy_(columns)
+
+    def read(self, chunk: Chunk, half: int) -> None:
+        """Combine the columns of all ranks from their slots."""
+        self.combine(chunk.row_views[half], chunk.lo, chunk.hi)
 
     def is_completed(self) -> bool:
-        """Also where it has failed."""
+        """Return whether the collective has ended, with a result or an error."""
         return self.is_finished
 
     def wait(self) -> None:
-        """Raises RuntimeError where another rank has gone, brings what does not fit, or does not
-        come in time.
+        """Run all collectives that were started, unless this one has run.
+
+        Raises:
+            RuntimeError: A rank has ended or left the group, contributes something that does not
+                fit, or did not arrive in time.
         """
         if not self.is_finished:
-            self.meet()
-        if not self.is_met:
-            raise RuntimeError("it has failed before")
+            self.exchange()
+        if not self.has_result:
+            raise RuntimeError("the collective has failed before")
 
 
-def copy_all(parts: Tensors, into: Iterable[torch.Tensor]) -> None:
-    for part, out in zip(parts, into, strict=True):
-        out.copy_(part)
+def copy_all(
+    sources: Tensors,
+    targets: Iterable[torch.Tensor],
+) -> None:
+    """Copy each source into its target."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
-PIECE_BYTES = 1 << 18  # so much of two ranks' vectors stays in the cache of a processor
+NO_TENSOR = torch.empty(0)
+
+
+def _combine_nothing(*_: object) -> None:
+    """Do nothing: the classes below read the slots themselves."""
 
 
 class InPlaceWork(Work):
-    """An all-reduce of vectors that all ranks see: each adds up its slice, for all of them.
+    """An all-reduce of vectors that lie in shared memory: each rank adds one slice, for all ranks.
 
-    parts: each rank's vector.  It is over after one more meeting: nobody may read what others still
-    write."""
+    It needs one more exchange at its end, before which no rank may read what its peers still write.
+    """
 
-    __slots__ = ("parts", "slice")
-
-    def __init__(
-        self, meet: Callable[[], None], shape: MessageFormat, parts: Tensors, rank: int
-    ) -> None:
-        super().__init__(meet, shape, NOTHING, lambda *_: None)
-        self.parts = parts
-        edges = [
-            shape.length * place // len(parts) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
-            for place in range(len(parts))
-        ] + [shape.length]
-        self.slice = edges[rank], edges[rank + 1]
-
-    def bring(self, piece: Chunk, half: int) -> None:
-        """It is there."""
-
-    def take(self, piece: Chunk, half: int) -> None:
-        (begin, end), width = self.slice, PIECE_BYTES // self.shape.dtype.itemsize
-        for lo in range(begin, end, width):
-            first, *others = [part[lo : min(lo + width, end)] for part in self.parts]
-            for other in others:
-                first.add_(other)
-            for other in others:
-                other.copy_(first)
-
-
-NOTHING = torch.empty(0)
-
-
-class ScalarSumWork(Work):
-    """A few numbers to add in float64: a tensor of them would cost more than all the rest."""
-
-    __slots__ = ("form", "memory", "rank", "sums", "values")
+    __slots__ = ("hi", "lo", "vectors")
 
     def __init__(
         self,
-        meet: Callable[[], None],
+        exchange: Callable[[], None],
+        message_format: MessageFormat,
+        vectors: Tensors,
+        rank: int,
+    ) -> None:
+        super().__init__(exchange, message_format, NO_TENSOR, _combine_nothing)
+        self.vectors = vectors
+        length = message_format.row_length
+        ranks = len(vectors)
+        self.lo = length * rank // ranks // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        self.hi = length
+        if rank + 1 < ranks:
+            self.hi = length * (rank + 1) // ranks // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+
+    def write(self, chunk: Chunk, half: int) -> None:
+        """Do nothing: the vectors are in shared memory already."""
+
+    def read(self, chunk: Chunk, half: int) -> None:
+        """Add this rank's slice of all vectors, and copy the sum into each of them."""
+        step = REDUCE_CHUNK_BYTES // self.format.dtype.itemsize
+        for lo in range(self.lo, self.hi, step):
+            hi = min(lo + step, self.hi)
+            total, *addends = [vector[lo:hi] for vector in self.vectors]
+            for addend in addends:
+                total.add_(addend)
+            for addend in addends:
+                addend.copy_(total)
+
+
+class ScalarSumWork(Work):
+    """The sum of a few float64 numbers; a tensor would cost more than the whole exchange."""
+
+    __slots__ = ("layout", "memory", "rank", "sums", "values")
+
+    def __init__(
+        self,
+        exchange: Callable[[], None],
         values: list[float],
         memory: mmap.mmap,
         rank: int,
-        rows: tuple[int, ...],
+        rows_per_rank: tuple[int, ...],
     ) -> None:
-        shape = MessageFormat("numbers", torch.float64, rows, len(values))
-        super().__init__(meet, shape, NOTHING, lambda *_: None)
-        self.values, self.memory, self.rank, self.form = values, memory, rank, f"{len(values)}d"
+        message_format = MessageFormat("numbers", torch.float64, rows_per_rank, len(values))
+        super().__init__(exchange, message_format, NO_TENSOR, _combine_nothing)
+        self.values = values
+        self.memory = memory
+        self.rank = rank
+        self.layout = f"{len(values)}d"
+        self.sums = values  # replaced by `read`
 
-    def bring(self, piece: Chunk, half: int) -> None:
-        struct.pack_into(self.form, self.memory, piece.starts[half][self.rank], *self.values)
+    def write(self, chunk: Chunk, half: int) -> None:
+        """Write this rank's numbers into its slot."""
+        struct.pack_into(self.layout, self.memory, chunk.offsets[half][self.rank], *self.values)
 
-    def take(self, piece: Chunk, half: int) -> None:
-        rows = [struct.unpack_from(self.form, self.memory, start) for start in piece.starts[half]]
-        self.sums = list(rows[0])
+    def read(self, chunk: Chunk, half: int) -> None:
+        """Add the numbers of all ranks, in rank order."""
+        rows = [
+            struct.unpack_from(
+                self.layout,
+                self.memory,
+                offset,
+            )
+            for offset in chunk.offsets[half]
+        ]
+        sums = list(rows[0])
         for row in rows[1:]:
-            self.sums = list(map(add, self.sums, row))
+            sums = list(map(add, sums, row))
+        self.sums = sums
 
-    def found(self) -> list[float]:
-        """The sums over all ranks, in their order."""
+    def result(self) -> list[float]:
+        """Return the sums over all ranks, in the order of the numbers."""
         return self.sums

@@ -24,14 +24,12 @@ from stepladder.rank.error_record import record_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.run_dir_access import translate_storage_errors
+from stepladder.train.batch_norm import RunningStatistics, find_batch_norms
 from stepladder.train.comm import Comm
 from stepladder.train.cuda_graphs import make_loss_programs
-from stepladder.train.determinism import (
-    ForwardBuffers,
-    RunningStatistics,
-    deterministic,
-    find_batch_norms,
-)
+from stepladder.train.determinism import deterministic
+from stepladder.train.fingerprints import fingerprint_order
+from stepladder.train.forward_buffers import ForwardBuffers
 from stepladder.train.generators import default_generator
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
@@ -51,7 +49,7 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
-from stepladder.train.replica_check import ReplicaCheck, fingerprint_order
+from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.session import Session

@@ -25,11 +25,11 @@ from stepladder.storage.snapshot_slices import DamagedSnapshot
 from stepladder.tools.diff.records import CODE, Kept
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import leaves
+from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
 from stepladder.train.job_file import load_stored_job
 from stepladder.train.job_runner import join_process_group
 from stepladder.train.phases import STEPPING
-from stepladder.train.replica_check import fingerprint
 from stepladder.train.trainer import Trainer
 
 SEEN = "seen.json"

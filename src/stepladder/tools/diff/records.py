@@ -287,7 +287,7 @@ def in_step(one: Iterator[Line], other: Iterator[Line]) -> Iterator[tuple[Line, 
 
 def shown(value: Any) -> str:
     """A number or text as it is; of a tensor its norm, and its bits where that is not enough."""
-    from stepladder.train.replica_check import fingerprint  # late: torch
+    from stepladder.train.fingerprints import fingerprint  # late: torch
 
     if not hasattr(value, "shape"):
         return to_one_line(repr(value))

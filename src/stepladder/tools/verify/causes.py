@@ -17,10 +17,10 @@ from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.verify.trial import Difference
-from stepladder.train.determinism import find_batch_norms
+from stepladder.train.batch_norm import find_batch_norms
+from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
 from stepladder.train.job_runner import join_process_group
-from stepladder.train.replica_check import fingerprint
 from stepladder.train.run_spec import RunSpec
 
 PROBED_SAMPLES = 8  # at least: enough for two uneven parts

@@ -21,9 +21,10 @@ from stepladder.storage.audit import audit
 from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER
 from stepladder.storage.snapshot import read_snapshot
 from stepladder.storage.snapshot_store import Snapshots
-from stepladder.train.determinism import BufferChanged
+from stepladder.train.fingerprints import fingerprint
+from stepladder.train.forward_buffers import BufferChanged
 from stepladder.train.job_runner import join_process_group
-from stepladder.train.replica_check import ReplicasDiffer, fingerprint
+from stepladder.train.replica_check import ReplicasDiffer
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""How gradients meet: the values of `--sync`, each with what serves it."""
+"""The values of `--sync`, each with the class that combines the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,37 @@ from stepladder.train.sync.exact import ExactSync
 from stepladder.train.sync.fully_sharded import FullyShardedExactSync, FullyShardedSync
 from stepladder.train.sync.manual import ManualSync
 
-MODES: dict[str, type[Sync]] = {"manual": ManualSync, "ddp": BucketedSync, "exact": ExactSync}
-FULL = {"ddp": FullyShardedSync, "exact": FullyShardedExactSync}
+SYNC_CLASSES: dict[str, type[Sync]] = {
+    "manual": ManualSync,
+    "ddp": BucketedSync,
+    "exact": ExactSync,
+}
+FULLY_SHARDED_SYNC_CLASSES: dict[str, type[Sync]] = {
+    "ddp": FullyShardedSync,
+    "exact": FullyShardedExactSync,
+}
 
 
 def make_sync(
-    mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0, full: bool = False
+    mode: str,
+    model: torch.nn.Module,
+    comm: Comm,
+    extra_size: int = 0,
+    full: bool = False,
 ) -> Sync:
-    """The Sync of a mode.
+    """Return the Sync of a mode.
 
-    extra_size: length of the vector that each microbatch adds beside its gradient.  full: of a
-    model that fully_shard has spread."""
-    chosen = (
-        SingleProcessSync if comm.alone and mode != "exact" else (FULL if full else MODES)[mode]
-    )
-    return chosen(model, comm, extra_size)
+    Args:
+        mode: The value of `--sync`.
+        model: The model whose gradients are combined.
+        comm: The ranks.
+        extra_size: Length of the vector that each microbatch adds besides its gradient.
+        full: Whether fully_shard has distributed the model over the ranks.
+
+    Returns:
+        A Sync; a single process has one of its own, except for `exact`.
+    """
+    if comm.alone and mode != "exact":
+        return SingleProcessSync(model, comm, extra_size)
+    classes = FULLY_SHARDED_SYNC_CLASSES if full else SYNC_CLASSES
+    return classes[mode](model, comm, extra_size)

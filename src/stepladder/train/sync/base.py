@@ -1,9 +1,8 @@
-"""How gradients meet: what every mode has in common. A mode turns sums over microbatches into one
-mean.
+"""What all values of `--sync` share: turning the sums over microbatches into one mean gradient.
 
 manual  after backward, one all-reduce per parameter: distributed data parallel by hand.
 ddp     flat buckets, reduced while backward still runs (Li et al., VLDB 2020, section 3.2).
-exact   a fixed tree over the microbatches, in `tree.py`: the same bits for any number of processes.
+exact   a fixed tree over the microbatches, in `exact.py`: the same bits for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,17 +15,20 @@ import torch
 from stepladder.rank.torch_fixes import make_backward
 from stepladder.train.comm import Comm
 
-backward = make_backward()
-Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # as `Sync.backward`
+Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # `Sync.backward`
+run_backward = make_backward()
 
 
 class StepResult(NamedTuple):
     """What all ranks know after a step.
 
-    counted: what the loss counted, over all ranks.  votes: which of the questions some rank said
-    yes to. extra: the sum over all microbatches of the vectors given to `backward`, or None.  loss:
-    what was given, over all ranks, or this rank's on a GPU, where to read it would wait for all
-    that is under way, and alone; shape ()."""
+    Attributes:
+        total_count: What the loss counts, added over all ranks.
+        votes: For each question, whether any rank voted yes.
+        extra: The sum over all microbatches of the vectors given to `backward`, or None.
+        loss: The loss added over all ranks; on a GPU or without other ranks, the loss given to
+            `finish`, since reading it would wait for the GPU. Shape ().
+    """
 
     total_count: float
     votes: list[bool]
@@ -35,111 +37,170 @@ class StepResult(NamedTuple):
 
 
 class Sync:
-    """One step's gradients: `begin`, `backward` per microbatch, `finish`. Reduces nothing itself.
+    """One step's gradients: call `begin`, then `backward` per microbatch, then `finish`.
 
-    After `finish`, every parameter's `.grad` is that of sum / count over the global batch, the same
-    on every rank; it is None only where it was None in all microbatches of all ranks."""
+    After `finish`, every parameter's `.grad` is the gradient of the loss sum over the global batch,
+    divided by what the loss counts, and is the same on every rank. It is None only if it was None
+    in all microbatches of all ranks. This base class reduces nothing itself.
+    """
 
-    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Comm,
+        extra_size: int = 0,
+    ) -> None:
         self.comm = comm
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self.extra = torch.zeros(extra_size, device=comm.device) if extra_size else None
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.remaining = 0  # microbatches of this rank that are to come in this step
+        self.extra: torch.Tensor | None = None
+        if extra_size:
+            self.extra = torch.zeros(extra_size, device=comm.device)
 
     def begin(self, first: int, count: int, total: int) -> None:
-        """This rank will compute microbatches first .. first + count - 1 of `total` in this step."""
-        self.left = count
+        """Begin a step in which this rank computes some microbatches.
+
+        Args:
+            first: The number of this rank's first microbatch.
+            count: How many microbatches this rank computes.
+            total: How many microbatches all ranks compute.
+        """
+        self.remaining = count
         if self.extra is not None:
             self.extra.zero_()
 
-    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape
-        (extra_size,), or () for one."""
-        self.left -= 1
-        backward(loss)
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: float,
+        extra: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradient of one microbatch.
+
+        Args:
+            loss: The loss sum over the samples, shape ().
+            count: What the loss counts.
+            extra: Added besides the gradient; shape (extra_size,), or () for one element.
+        """
+        self.remaining -= 1
+        run_backward(loss)
         if self.extra is not None and extra is not None:
             self.extra += extra
 
     def finish(
-        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+        self,
+        count: float,
+        votes: list[bool],
+        loss: torch.Tensor | None = None,
     ) -> StepResult:
-        """Add over ranks and divide by the global count. votes: this rank's yes or no to each
-        question.
+        """Add the gradients over the ranks and divide them by the global count.
+
+        Args:
+            count: What the loss counts in this rank's microbatches.
+            votes: This rank's yes or no to each question.
+            loss: The loss sum of this rank's microbatches, shape ().
+
+        Returns:
+            What all ranks know after the step.
         """
-        used = self._used()
-        self._start()  # before the vote: a rank without samples has started nothing during backward
-        on_host = self.comm.device.type == "cpu"
-        told = float(loss) if on_host and loss is not None else 0.0
-        order = self._order()
-        voting, sums = self.comm.start_sum([count, *votes, *used, *order, told])
-        self._complete()
+        has_gradient = self._has_gradient()
+        # Before the vote: a rank without samples has started nothing during backward.
+        self._start_remaining()
+        is_on_cpu = self.comm.device.type == "cpu"
+        loss_value = float(loss) if is_on_cpu and loss is not None else 0.0
+        call_order = self._call_order()
+        voting, sums = self.comm.start_sum([count, *votes, *has_gradient, *call_order, loss_value])
+        self._wait_for_sums()
         voting.wait()
-        words = sums()
-        first = 1 + len(votes)
-        users = words[first : first + len(used)]
-        self._refuse_other_order(words[first + len(used) : -1])
+        results = sums()
+        total_count = results[0]
+        users_begin = 1 + len(votes)
+        users_end = users_begin + len(has_gradient)
+        users = results[users_begin:users_end]  # per parameter, the ranks that have a gradient
+        self._validate_call_order(results[users_end:-1])
         if 0.0 in users:
-            for param, users_of_param in zip(self.params, users, strict=True):
-                if users_of_param == 0:
+            for param, user_count in zip(self.params, users, strict=True):
+                if user_count == 0:
                     param.grad = None
-        if words[0]:
-            self._divide(words[0])
-        yes = [said > 0 for said in words[1 : 1 + len(votes)]]
-        return StepResult(words[0], yes, self.extra, words[-1] if on_host else loss)
+        if total_count:
+            self._divide_gradients(total_count)
+        agreed = [votes_for > 0 for votes_for in results[1:users_begin]]
+        return StepResult(
+            total_count,
+            agreed,
+            self.extra,
+            results[-1] if is_on_cpu else loss,
+        )
 
-    def _used(self) -> list[bool]:
-        return [p.grad is not None for p in self.params]
+    def _has_gradient(self) -> list[bool]:
+        return [param.grad is not None for param in self.params]
 
-    def _order(self) -> list[float]:
-        """Return what tells, added over ranks, whether all have called the same blocks; [] for no
-        such check.
-        """
+    def _call_order(self) -> list[float]:
+        """Return numbers whose sums over the ranks tell whether all called the same blocks."""
         return []
 
-    def _refuse_other_order(self, sums: list[float]) -> None:
-        """Raise InputError, on all ranks, where the sums of `_order` tell that ranks have called
-        other blocks.
-        """
+    def _validate_call_order(self, sums: list[float]) -> None:
+        """Raise InputError, on all ranks, if the sums of `_call_order` show different calls."""
 
-    def _start(self) -> None:
-        """Start what backward has not: all ranks must make the same collectives in the same order."""
+    def _start_remaining(self) -> None:
+        """Start what backward has not started, in the same order on all ranks."""
 
-    def _complete(self) -> None:
-        """Leave the sum over ranks in every parameter's `.grad`, and in `extra`."""
+    def _wait_for_sums(self) -> None:
+        """Leave the sum over the ranks in every parameter's `.grad`, and in `extra`."""
 
-    def _divide(self, count: float) -> None:
-        """The sums by what they count, in every parameter's `.grad`."""
-        if grads := [p.grad for p in self.params if p.grad is not None]:
+    def _divide_gradients(self, count: float) -> None:
+        """Divide the sum in every parameter's `.grad` by what it counts."""
+        if grads := [param.grad for param in self.params if param.grad is not None]:
             torch._foreach_div_(grads, count)
 
     def close(self) -> None:
-        """Take hooks off the model."""
+        """Remove the hooks from the model."""
 
 
 class SingleProcessSync(Sync):
-    """A single process. For one pass the mean is taken in backward itself, which costs nothing."""
+    """A single process; for a single microbatch, backward itself takes the mean at no cost."""
 
-    inverse, inverse_of = torch.ones(()), 1.0
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Comm,
+        extra_size: int = 0,
+    ) -> None:
+        super().__init__(model, comm, extra_size)
+        self.has_one_microbatch = False
+        self.inverse_count = torch.ones(())
+        self.inverted_count = 1.0  # the count whose inverse `inverse_count` is
 
     def begin(self, first: int, count: int, total: int) -> None:
+        """Begin a step of `total` microbatches."""
         super().begin(first, count, total)
-        self.one_pass = total == 1
+        self.has_one_microbatch = total == 1
 
-    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        if not self.one_pass:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: float,
+        extra: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradient of one microbatch, or compute the mean if it is the only one."""
+        if not self.has_one_microbatch:
             super().backward(loss, count, extra)
             return
-        if count != self.inverse_of or self.inverse.device != loss.device:
-            self.inverse, self.inverse_of = (
-                torch.tensor(1.0 / count if count else 0.0, device=loss.device),
-                count,
-            )
-        backward(loss, self.inverse)
+        if count != self.inverted_count or self.inverse_count.device != loss.device:
+            inverse = 1.0 / count if count else 0.0
+            self.inverse_count = torch.tensor(inverse, device=loss.device)
+            self.inverted_count = count
+        run_backward(loss, self.inverse_count)
         if self.extra is not None and extra is not None:
             self.extra += extra
 
     def finish(
-        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+        self,
+        count: float,
+        votes: list[bool],
+        loss: torch.Tensor | None = None,
     ) -> StepResult:
-        if self.one_pass:
+        """Return the step's result; divide the gradients unless backward has done so."""
+        if self.has_one_microbatch:
             return StepResult(count, votes, self.extra, loss)
         return super().finish(count, votes, loss)

@@ -1,6 +1,4 @@
-"""The fixed binary tree of `--sync exact`: which sums of microbatches a rank holds, and what is
-left to add.
-"""
+"""The fixed binary tree of `--sync exact`: which sums a rank holds, and which additions remain."""
 
 from __future__ import annotations
 
@@ -17,39 +15,51 @@ from stepladder.core.plan import split_evenly
 
 @dataclass
 class Block:
-    """The tree's sum over microbatches [lo, lo + size)."""
+    """The tree's sum over the microbatches [lo, lo + size).
+
+    Attributes:
+        lo: The first microbatch.
+        size: How many microbatches, a power of two.
+        total: Their sum: a tensor, or the index of one.
+    """
 
     lo: int
     size: int
-    total: Any  # a tensor; or the number of one
+    total: Any
 
 
 class Tree:
-    """Blocks in order of their microbatches; neighbours that form a subtree are added at once.
+    """Blocks in the order of their microbatches; neighbours that form a subtree are added at once.
 
-    A binary counter: at most log2(M) + 1 blocks are held.  add: by default into the left one.
+    The tree works like a binary counter: it holds at most log2(M) + 1 blocks.
     """
 
     def __init__(self, add: Callable[[Any, Any], Any] = torch.Tensor.add_) -> None:
+        """Create an empty tree.
+
+        Args:
+            add: Adds two totals; by default in place, into the left one.
+        """
         self.add = add
         self.blocks: list[Block] = []
 
     def push(self, block: Block) -> list[Any]:
-        """Add the next block. Returns tensors that are free again."""
+        """Add the next block, and return the totals that are free for reuse."""
         freed = []
         while (
             self.blocks
             and self.blocks[-1].size == block.size
             and self.blocks[-1].lo % (2 * block.size) == 0
         ):
-            left = self.blocks.pop()
+            neighbour = self.blocks.pop()
             freed.append(block.total)
-            block = Block(left.lo, 2 * left.size, self.add(left.total, block.total))
+            total = self.add(neighbour.total, block.total)
+            block = Block(neighbour.lo, 2 * neighbour.size, total)
         self.blocks.append(block)
         return freed
 
     def root(self) -> Any:
-        """The sum over everything pushed: what is left are the subtrees of the right edge."""
+        """Return the sum of everything pushed: the blocks are the subtrees of the right edge."""
         total = self.blocks[-1].total
         for block in reversed(self.blocks[:-1]):
             total = self.add(block.total, total)
@@ -57,7 +67,7 @@ class Tree:
 
 
 def split_into_blocks(lo: int, hi: int) -> list[int]:
-    """Sizes of the maximal aligned subtrees that [lo, hi) falls into, in order."""
+    """Return the sizes of the maximal aligned subtrees of [lo, hi), in order."""
     sizes = []
     while lo < hi:
         size = 1 << (hi - lo).bit_length() - 1  # the largest power of two that fits
@@ -69,41 +79,56 @@ def split_into_blocks(lo: int, hi: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def block_sizes_by_rank(total: int, world_size: int) -> list[list[int]]:
-    """Of the blocks that each rank has of `total` microbatches."""
-    return [split_into_blocks(*split_evenly(total, rank, world_size)) for rank in range(world_size)]
+def block_sizes_by_rank(
+    total: int,
+    world_size: int,
+) -> list[list[int]]:
+    """Return the sizes of the blocks that each rank holds of `total` microbatches."""
+    shares = [split_evenly(total, rank, world_size) for rank in range(world_size)]
+    return [split_into_blocks(lo, hi) for lo, hi in shares]
 
 
 @lru_cache(maxsize=16)
-def remaining_additions(total: int, world_size: int) -> list[tuple[int, int]]:
-    """What is left to add of all ranks' blocks: pairs of their numbers, the sum takes the first
-    one's place.
+def remaining_additions(
+    total: int,
+    world_size: int,
+) -> list[tuple[int, int]]:
+    """Return the additions that complete the tree from the blocks of all ranks.
+
+    Args:
+        total: How many microbatches.
+        world_size: How many ranks.
+
+    Returns:
+        Pairs of indices of blocks. Each sum replaces the first block of its pair.
     """
     pairs: list[tuple[int, int]] = []
 
-    def note(left: Any, right: Any) -> Any:
-        pairs.append((left, right))
-        return left
+    def record_addition(first: int, second: int) -> int:
+        pairs.append((first, second))
+        return first
 
-    tree, lo = Tree(note), 0
-    for number, size in enumerate(chain.from_iterable(block_sizes_by_rank(total, world_size))):
-        tree.push(Block(lo, size, number))
+    tree = Tree(record_addition)
+    lo = 0
+    sizes = chain.from_iterable(block_sizes_by_rank(total, world_size))
+    for index, size in enumerate(sizes):
+        tree.push(Block(lo, size, index))
         lo += size
     tree.root()
     return pairs
 
 
 def add_remaining(
-    blocks: Iterable[torch.Tensor], pairs: list[tuple[int, int]], out: torch.Tensor
+    blocks: Iterable[torch.Tensor],
+    pairs: list[tuple[int, int]],
+    out: torch.Tensor,
 ) -> None:
-    """Add all blocks by `pairs`, the last of which leaves the sum of all in `out`. They stay as
-    they are.
-    """
+    """Add all blocks in the order of `pairs`, and store the sum in `out`; keep the blocks."""
     sums = list(blocks)
-    for left, right in pairs[:-1]:
-        sums[left] = sums[left] + sums[right]
+    for first, second in pairs[:-1]:
+        sums[first] = sums[first] + sums[second]
     if pairs:
-        left, right = pairs[-1]
-        torch.add(sums[left], sums[right], out=out)
+        first, second = pairs[-1]
+        torch.add(sums[first], sums[second], out=out)
     else:
         out.copy_(sums[0])

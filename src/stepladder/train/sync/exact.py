@@ -1,12 +1,12 @@
-"""`--sync exact`: gradients added in one fixed binary tree, so any number of processes gives the
-same bits.
+"""`--sync exact`: gradients added in one fixed tree, so any number of processes gives equal bits.
 
 tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. A rank adds its
 own microbatches as that tree does, which leaves it the maximal aligned subtrees of its share; their
 parts are exchanged, so that each rank finishes the tree for its slice of the gradient, and the
 slices are gathered: the traffic of a ring all-reduce. IEEE addition commutes, so only the tree's
 shape matters. The separation of computation from processes follows EasyScale (Li et al., SC 2023,
-section 3)."""
+section 3).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from stepladder.train.comm import Comm, Pending
+from stepladder.train.comm import Comm
+from stepladder.train.pending import Pending
 from stepladder.train.sync.base import StepResult, Sync
 from stepladder.train.sync.binary_tree import (
     Block,
@@ -28,261 +29,339 @@ from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hook
 
 
 class TreeBucket:
-    """One flat vector that goes through the tree in every step: some parameters' gradient, and
-    extra values.
+    """One flat vector that goes through the tree in every step: some gradients, and extra values.
 
-    Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum,
-    whose `views` have the parameters' shapes; `extra` comes after them.  look: called with each
-    full leaf, just before the tree has it."""
+    It is padded to a multiple of the ranks, since each rank finishes one slice.
 
-    look: Look | None = None
-    pending = Pending(None)  # for one rank alone
+    Attributes:
+        out: The finished sum. Its `views` have the parameters' shapes; `extra` comes after them.
+        leaf: The vector of the microbatch under way, with the `parts` of its parameters.
+        leaf_observer: Called with the bucket when a leaf is full, just before the tree adds it.
+    """
 
     def __init__(
-        self, comm: Comm, params: list[torch.nn.Parameter], like: torch.Tensor, extra_size: int = 0
+        self,
+        comm: Comm,
+        params: list[torch.nn.Parameter],
+        like: torch.Tensor,
+        extra_size: int = 0,
     ) -> None:
-        self.comm, self.params = comm, params
-        self.ends = list(accumulate((p.numel() for p in params), initial=0))
-        self.extra = slice(self.ends[-1], self.ends[-1] + extra_size)
+        """Create a bucket.
+
+        Args:
+            comm: The ranks.
+            params: The parameters whose gradients it holds.
+            like: Gives the type and device.
+            extra_size: How many extra values follow the gradients.
+        """
+        self.comm = comm
+        self.params = params
+        self.process_watch = list(accumulate((param.numel() for param in params), initial=0))
+        self.extra = slice(self.process_watch[-1], self.process_watch[-1] + extra_size)
         self.width = -(-self.extra.stop // comm.world.world_size)
         self.out = like.new_zeros(self.width * comm.world.world_size)
-        self.gradient, self.sums = self.out[: self.ends[-1]], self.out[self.extra]
-        self.views = self._cut(self.out)
-        # By leaf's id: cutting costs more than copying. The last one is for the extra values.
-        self.views_of: dict[int, list[torch.Tensor]] = {}
+        self.gradient = self.out[: self.process_watch[-1]]
+        self.extra_sum = self.out[self.extra]
+        self.views = self._make_views(self.out)
+        self.leaf_observer: LeafObserver | None = None
         self.tree = Tree()
-        self.free: list[torch.Tensor] = []
+        self.free_leaves: list[torch.Tensor] = []
+        # By the leaf's id, since making views costs more than copying: the parameters' views, and
+        # the view of the extra values.
+        self.views_by_leaf: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self.leaf = self.out  # replaced by `open_leaf`
+        self.parts = self.views
+        self.leaf_extra = self.extra_sum
+        self.missing: set[int] = set()  # indices of parameters whose gradient is not in the leaf
+        self.sizes: list[list[int]] = []  # by rank, of the blocks that it sends in this step
+        self.additions: list[tuple[int, int]] = []  # left to make when all blocks are there
+        # Referenced until the exchange is over; new tensors in each step.
+        self.sent = self.out
+        self.received = self.out
+        self.own_slice = self.out
+        self.pending = Pending(None)
 
-    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        bounds = pairwise(self.ends)
-        return [
-            flat[lo:hi].view(param.shape)
-            for (lo, hi), param in zip(bounds, self.params, strict=True)
-        ]
+    def _make_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        bounds = zip(pairwise(self.process_watch), self.params, strict=True)
+        return [flat[lo:hi].view(param.shape) for (lo, hi), param in bounds]
 
-    def open(self) -> None:
-        """A leaf for the next microbatch."""
-        if not self.free:
+    def open_leaf(self) -> None:
+        """Provide a leaf for the next microbatch."""
+        if not self.free_leaves:
             leaf = torch.zeros_like(self.out)
-            self.views_of[id(leaf)] = [*self._cut(leaf), leaf[self.extra]]
-            self.free.append(leaf)
-        self.leaf = self.free.pop()
-        *self.parts, self.brought = self.views_of[id(self.leaf)]
+            self.views_by_leaf[id(leaf)] = self._make_views(leaf), leaf[self.extra]
+            self.free_leaves.append(leaf)
+        self.leaf = self.free_leaves.pop()
+        self.parts, self.leaf_extra = self.views_by_leaf[id(self.leaf)]
         self.missing = set(range(len(self.params)))
 
-    def fill(self, number: int) -> None:
-        """Take one parameter's gradient, and let go of the original."""
-        grad = self.params[number].grad
+    def fill(self, index: int) -> None:
+        """Copy one parameter's gradient into the leaf, and free the original."""
+        grad = self.params[index].grad
         assert grad is not None
-        self.parts[number].copy_(grad)
-        self.params[number].grad = None
-        self.missing.discard(number)
+        self.parts[index].copy_(grad)
+        self.params[index].grad = None
+        self.missing.discard(index)
 
-    def fill_rest(self) -> list[torch.nn.Parameter]:
-        """Take the gradients that are left, all at once, and zeros where there are none. Returns
-        who had one.
+    def fill_remaining(self) -> list[torch.nn.Parameter]:
+        """Copy the missing gradients in one call, and zeros for parameters that have none.
+
+        Returns:
+            The parameters that had a gradient.
         """
         if len(self.missing) == len(self.params):
-            every = [param.grad for param in self.params if param.grad is not None]
-            if len(every) == len(self.params):
-                torch._foreach_copy_(self.parts, every)
+            all_grads = [param.grad for param in self.params if param.grad is not None]
+            if len(all_grads) == len(self.params):
+                torch._foreach_copy_(self.parts, all_grads)
                 for param in self.params:
                     param.grad = None
                 self.missing.clear()
                 return self.params
-        had, parts, grads = [], [], []
-        for number in self.missing:
-            param, part = self.params[number], self.parts[number]
+        params_with_grad = []
+        parts = []
+        grads = []
+        for index in self.missing:
+            param = self.params[index]
+            part = self.parts[index]
             if param.grad is None:
                 part.zero_()
             else:
-                had.append(param)
+                params_with_grad.append(param)
                 parts.append(part)
                 grads.append(param.grad)
                 param.grad = None
-        if had:
+        if parts:
             torch._foreach_copy_(parts, grads)
         self.missing.clear()
-        return had
+        return params_with_grad
 
     def push(self, microbatch: int) -> None:
-        """The leaf is full: add it to the tree."""
-        if self.look is not None:
-            self.look(self)
-        self.free += self.tree.push(Block(microbatch, 1, self.leaf))
+        """Add the full leaf to the tree."""
+        if self.leaf_observer is not None:
+            self.leaf_observer(self)
+        self.free_leaves += self.tree.push(Block(microbatch, 1, self.leaf))
 
-    def exchange(self, total: int) -> None:
-        """Start sending each rank its slice of this rank's subtrees; in shared memory, all of them."""
+    def start_exchange(self, total: int) -> None:
+        """Start sending each rank its slice of this rank's subtrees.
+
+        Through shared memory every rank reads all of them.
+
+        Args:
+            total: How many microbatches the step has.
+        """
         if self.comm.alone:
             return
         world_size = self.comm.world.world_size
-        self.sizes, self.pairs = (
-            block_sizes_by_rank(total, world_size),
-            remaining_additions(total, world_size),
-        )
+        self.sizes = block_sizes_by_rank(total, world_size)
+        self.additions = remaining_additions(total, world_size)
+        blocks = [block.total for block in self.tree.blocks]
         if self.comm.shared_memory is not None:
-            blocks = [block.total for block in self.tree.blocks]
-            rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else self.out[:0]
             self.pending = self.comm.combine(
-                rows, tuple(map(len, self.sizes)), self.out.numel(), self._fold
+                self._join_blocks(blocks),
+                tuple(map(len, self.sizes)),
+                self.out.numel(),
+                self._combine,
             )
             return
-        mine = [block.total.view(world_size, self.width) for block in self.tree.blocks]
-        # One block needs no copy. Otherwise: for each receiver, its slice of each of our blocks.
-        sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else self.out[:0]
-        self.sent = sent.reshape(-1)  # kept until the exchange is over
+        # For each receiver, its slice of each block. One block needs no copy.
+        slices = [block.view(world_size, self.width) for block in blocks]
+        if len(slices) == 1:
+            self.sent = slices[0].reshape(-1)
+        elif slices:
+            self.sent = torch.stack(slices, 1).reshape(-1)
+        else:
+            self.sent = self.out[:0]
         self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.width)
-        widths = (
-            [len(sizes) * self.width for sizes in self.sizes],
-            [len(mine) * self.width] * world_size,
+        received_sizes = [len(sizes) * self.width for sizes in self.sizes]
+        sent_sizes = [len(blocks) * self.width] * world_size
+        self.pending = self.comm.all_to_all(
+            self.received,
+            self.sent,
+            received_sizes,
+            sent_sizes,
         )
-        self.pending = self.comm.all_to_all(self.received, self.sent, *widths)
+
+    def _join_blocks(self, blocks: list[torch.Tensor]) -> torch.Tensor:
+        if len(blocks) == 1:
+            return blocks[0]
+        return torch.cat(blocks) if blocks else self.out[:0]
 
     def gather(self) -> Pending:
         """Finish the tree for this rank's slice, and start gathering all slices into `out`."""
         if self.comm.alone or self.comm.shared_memory is not None:
             return self.pending
         self.pending.wait()
-        self.slice = self.out.new_empty(self.width)
-        add_remaining(self.received.split(self.width), self.pairs, self.slice)
-        return self.comm.all_gather(self.out, self.slice)
+        self.own_slice = self.out.new_empty(self.width)
+        add_remaining(self.received.split(self.width), self.additions, self.own_slice)
+        return self.comm.all_gather(self.out, self.own_slice)
 
-    def _fold(self, parts: list[torch.Tensor], lo: int, hi: int) -> None:
-        """Finish the tree for these columns of `out`. parts: all ranks' blocks there, which others
-        read too.
-        """
-        whole = hi - lo == self.out.numel()
-        add_remaining(parts, self.pairs, self.out if whole else self.out[lo:hi])
+    def _combine(
+        self,
+        rows: list[torch.Tensor],
+        lo: int,
+        hi: int,
+    ) -> None:
+        """Finish the tree for columns [lo, hi) of `out`, from the blocks of all ranks."""
+        is_whole = hi - lo == self.out.numel()
+        add_remaining(rows, self.additions, self.out if is_whole else self.out[lo:hi])
 
-    def close(self) -> None:
-        """The step is over: its blocks are free."""
+    def end_step(self) -> None:
+        """Free the blocks of the step that is over."""
         if self.comm.alone:
             self.out.copy_(self.tree.root())
-        self.free += [block.total for block in self.tree.blocks]
+        self.free_leaves += [block.total for block in self.tree.blocks]
         self.tree.blocks.clear()
 
 
-Look = Callable[[TreeBucket], None]
+LeafObserver = Callable[[TreeBucket], None]
 
 
 class ExactSync(Sync):
-    """Each microbatch's gradient is copied into a leaf of its bucket; a full one goes into the
-    tree.
+    """Copies each microbatch's gradient into a leaf per bucket; a full leaf goes into the tree.
 
-    In this rank's last microbatch hooks do that, and the bucket's exchange starts while backward
-    goes on."""
+    In this rank's last microbatch, hooks copy the gradients, and a bucket's exchange starts while
+    backward goes on.
+    """
 
-    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Comm,
+        extra_size: int,
+    ) -> None:
         super().__init__(model, comm)
-        parts = make_fixed_buckets(self.params)
-        if not parts or parts[-1][0].dtype != torch.float32:  # the extra's
-            parts.append([])
-        sizes = [0] * (len(parts) - 1) + [extra_size]
-        single = torch.zeros(0, device=comm.device)
+        groups = make_fixed_buckets(self.params)
+        if not groups or groups[-1][0].dtype != torch.float32:  # the type of the extra values
+            groups.append([])
+        extra_sizes = [0] * (len(groups) - 1) + [extra_size]
+        float32 = torch.zeros(0, device=comm.device)
         self.buckets = [
-            TreeBucket(comm, params, params[0].detach() if params else single, size)
-            for params, size in zip(parts, sizes, strict=True)
+            TreeBucket(comm, params, params[0].detach() if params else float32, size)
+            for params, size in zip(groups, extra_sizes, strict=True)
         ]
-        self.place = {
-            p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)
+        self.bucket_and_index = {
+            param: (bucket, index)
+            for bucket in self.buckets
+            for index, param in enumerate(bucket.params)
         }
+        self.microbatch = 0  # the number of the one under way
+        self.total = 0  # microbatches of the step
+        self.used: set[int] = set()  # ids of parameters with a gradient: a tensor's hash costs more
+        self.next_bucket = 0
         self.hooks = register_gradient_hooks(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
+        """Begin a step of `total` microbatches, of which this rank computes some."""
         super().begin(first, count, total)
-        self.microbatch, self.total = first, total
-        self.used: set[int] = set()  # by id: to ask for a tensor's hash costs more
+        self.microbatch = first
+        self.total = total
+        self.used = set()
         self.next_bucket = 0
-        if count:  # else nothing would fill the leaves, and they would be lost
-            self._open()
+        if count:  # otherwise nothing would fill the leaves, and they would be lost
+            self._open_leaves()
 
-    def _open(self) -> None:
+    def _open_leaves(self) -> None:
         for bucket in self.buckets:
-            bucket.open()
+            bucket.open_leaf()
 
-    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        self._bring(extra)
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: float,
+        extra: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradient of one microbatch, and its extra values, to the tree."""
+        if extra is not None:  # before backward, in which the leaf may become full
+            self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, count)
         for bucket in self.buckets:
-            self.used.update(map(id, bucket.fill_rest()))
-        self._push_full()
+            self.used.update(map(id, bucket.fill_remaining()))
+        self._push_full_leaves()
         self.microbatch += 1
-        if self.left:
+        if self.remaining:
             self.next_bucket = 0
-            self._open()
+            self._open_leaves()
 
-    def _bring(self, extra: torch.Tensor | None) -> None:
-        """Before backward, in which the leaf may become full."""
-        bucket = self.buckets[-1]
-        if extra is not None:
-            bucket.brought.copy_(extra)
-
-    def watch(self, look: Look | None) -> None:
-        """Call it with each full leaf from now on."""
+    def observe_leaves(self, observer: LeafObserver | None) -> None:
+        """Call a function with each bucket whose leaf is full, from now on; None stops that."""
         for bucket in self.buckets:
-            bucket.look = look
+            bucket.leaf_observer = observer
 
-    def again(self, loss: torch.Tensor, extra: torch.Tensor, look: Look) -> None:
-        """As `backward`, for a microbatch after the step's `finish`: its leaves are looked at, and
-        not added.
+    def recompute_leaves(
+        self,
+        loss: torch.Tensor,
+        extra: torch.Tensor,
+        observer: LeafObserver,
+    ) -> None:
+        """Compute the leaves of one more microbatch after the step's `finish`, without adding them.
+
+        Args:
+            loss: The loss sum of the microbatch, shape ().
+            extra: Its extra values.
+            observer: Called with each bucket whose leaf is full.
         """
-        kept = [param.grad for param in self.params]
+        step_grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
-        self.left = 2  # so the hooks take nothing
-        self._open()
-        self._bring(extra)
+        self.remaining = 2  # one too many, so that the hooks copy nothing
+        self._open_leaves()
+        self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, 0.0)
-        self.left = 0
+        self.remaining = 0
         for bucket in self.buckets:
-            bucket.fill_rest()
-            look(bucket)
-            bucket.free.append(bucket.leaf)
-        for param, grad in zip(self.params, kept, strict=True):
+            bucket.fill_remaining()
+            observer(bucket)
+            bucket.free_leaves.append(bucket.leaf)
+        for param, grad in zip(self.params, step_grads, strict=True):
             param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.left:  # nothing to overlap with: all are copied at once afterwards
+        if self.remaining:  # nothing to overlap with: all gradients are copied at once afterwards
             return
-        bucket, number = self.place[param]  # type: ignore[index]
+        bucket, index = self.bucket_and_index[param]  # type: ignore[index]
         self.used.add(id(param))
-        bucket.fill(number)
-        self._push_full()
+        bucket.fill(index)
+        self._push_full_leaves()
 
-    def _push_full(self) -> None:
-        """In the buckets' own order: all ranks must make the same collectives in the same order."""
+    def _push_full_leaves(self) -> None:
+        """Push leaves in the order of the buckets, so all ranks start their collectives in it."""
         while self.next_bucket < len(self.buckets) and not self.buckets[self.next_bucket].missing:
             bucket = self.buckets[self.next_bucket]
             bucket.push(self.microbatch)
             self.next_bucket += 1
-            if self.left == 0:
-                bucket.exchange(self.total)
+            if self.remaining == 0:
+                bucket.start_exchange(self.total)
 
-    def _used(self) -> list[bool]:
+    def _has_gradient(self) -> list[bool]:
         return [id(param) in self.used for param in self.params]
 
     def finish(
-        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+        self,
+        count: float,
+        votes: list[bool],
+        loss: torch.Tensor | None = None,
     ) -> StepResult:
+        """Finish the tree over all ranks and divide by the global count."""
         result = super().finish(count, votes, loss)
-        return result._replace(extra=self.buckets[-1].sums)
+        return result._replace(extra=self.buckets[-1].extra_sum)
 
-    def _start(self) -> None:
+    def _start_remaining(self) -> None:
         for bucket in self.buckets[self.next_bucket :]:
-            bucket.exchange(self.total)
+            bucket.start_exchange(self.total)
 
-    def _complete(self) -> None:
+    def _wait_for_sums(self) -> None:
         for pending in [bucket.gather() for bucket in self.buckets]:
             pending.wait()
         for bucket in self.buckets:
-            bucket.close()
+            bucket.end_step()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
-    def _divide(self, count: float) -> None:
+    def _divide_gradients(self, count: float) -> None:
         for bucket in self.buckets:
             bucket.gradient.div_(count)
 
     def close(self) -> None:
+        """Remove the hooks from the model."""
         for hook in self.hooks:
             hook.remove()

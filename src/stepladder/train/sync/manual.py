@@ -1,4 +1,4 @@
-"""`--sync manual`: data parallelism as one writes it by hand first."""
+"""`--sync manual`: data parallelism in its simplest form."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from stepladder.train.sync.base import Sync
 
 
 class ManualSync(Sync):
-    """One all-reduce per parameter after backward, nothing overlapped: what one writes by hand
-    first.
-    """
+    """One all-reduce per parameter after backward, with no overlap."""
 
-    def _complete(self) -> None:
+    def _wait_for_sums(self) -> None:
         if self.extra is not None:
             self.comm.all_reduce(self.extra).wait()
         for param in self.params:

@@ -1,0 +1,77 @@
+"""Short hashes of tensors, values, data and orders, by which ranks compare what they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from stepladder.core.order import SORT
+from stepladder.core.plan import Plan
+from stepladder.data.sources import Source, TensorSource
+
+HASH_BYTES = 8
+MAX_SAMPLES_COMPARED = 32
+MAX_INDICES_COMPARED = 1024
+
+
+def fingerprint(value: Any) -> bytes:
+    """Return 8 bytes that depend on every bit and the shape of a tensor, or on a value's repr."""
+    if not isinstance(value, torch.Tensor):
+        return blake2b(repr(value).encode(), digest_size=HASH_BYTES).digest()
+    host = value.detach().cpu().contiguous()
+    header = f"{host.dtype} {list(host.shape)}".encode()
+    tensor_hash = blake2b(header, digest_size=HASH_BYTES)
+    tensor_hash.update(host.reshape(-1).view(torch.uint8).numpy().data)
+    return tensor_hash.digest()
+
+
+def fingerprint_source(source: Source | None) -> bytes:
+    """Return 8 bytes that depend on a few samples of data in memory; zeros for other data."""
+    if not isinstance(source, TensorSource) or not len(source):
+        return bytes(HASH_BYTES)
+    positions = torch.linspace(
+        0,
+        len(source) - 1,
+        MAX_SAMPLES_COMPARED,
+        dtype=torch.float64,
+    )
+    indices = positions.long().to(source.device)
+    return fingerprint(
+        [
+            fingerprint(
+                tensor.index_select(
+                    0,
+                    indices,
+                )
+            )
+            for tensor in source.tensors
+        ]
+    )
+
+
+@lru_cache(maxsize=1)
+def fingerprint_order(plan: Plan, epoch: int) -> bytes:
+    """Return 8 bytes that depend on the order in which an epoch reads its samples."""
+    if plan.stream is not None:
+        order = plan.stream.chunk_order(epoch)
+    elif plan.shuffle == SORT:
+        order = plan.order(epoch)
+    else:  # every index comes from the same keys
+        order = plan.indices_at(epoch, 0, min(plan.num_samples, MAX_INDICES_COMPARED))
+    return blake2b(order.data, digest_size=HASH_BYTES).digest()
+
+
+def find_minority(values: list[bytes]) -> list[int]:
+    """Return the ranks whose value is not the most common one; rank 0's value wins a tie."""
+    counts = Counter(values)
+    common = max(counts, key=lambda value: (counts[value], value == values[0]))
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Return the ranks as text: "rank 1", or "ranks 1, 2"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

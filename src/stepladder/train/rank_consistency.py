@@ -1,0 +1,140 @@
+"""Checks before training that all ranks have the settings, the model and the data of rank 0."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
+from stepladder.data.sources import Source
+from stepladder.storage.run_config import find_first_difference
+from stepladder.train.comm import Comm
+from stepladder.train.fingerprints import fingerprint, fingerprint_source, format_ranks
+from stepladder.train.job import Recipe
+
+# Settings that may differ between ranks: rank 0's are used, or nothing depends on them. The
+# settings in the second set may change on resume, but decide which collectives all ranks make.
+MAY_DIFFER = CHANGEABLE_ON_RESUME - {
+    "snapshot_every",
+    "steps",
+    "guard_every",
+    "replay_every",
+    "shard",
+    "shard_copies",
+} | {"init_from"}
+
+SAMPLE_COUNT_BYTES = 8
+SOURCE_BYTES = 16  # the number of samples, and a hash
+
+
+def validate_equal_settings(
+    comm: Comm,
+    settings: Settings,
+    recipe: Recipe,
+) -> None:
+    """Raise InputError, on all ranks, if a rank was started with other settings than rank 0.
+
+    All ranks must call this function.
+    """
+    values: dict[str, Any] = {
+        name: value for name, value in asdict(settings).items() if name not in MAY_DIFFER
+    }
+    values |= recipe.definition | {"recipe": recipe.name, "device": comm.device.type}
+    message = json.dumps(values, default=lambda value: type(value).__name__).encode()
+    texts = gather_texts(comm, message)
+    different = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if not different:
+        return
+    first = json.loads(texts[0], parse_constant=str)
+    peer = json.loads(texts[different[0]], parse_constant=str)
+    name = find_first_difference(first, peer)
+    alike = [rank for rank in different if texts[rank] == texts[different[0]]]
+    raise InputError(
+        f"{name} is {to_one_line(str(first.get(name)))} on rank 0, and"
+        f" {to_one_line(str(peer.get(name)))} on {to_one_line(format_ranks(alike))}",
+        "start all ranks with the same job and the same flags",
+    )
+
+
+def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
+    """Raise InputError, on all ranks, if a rank has built another model than rank 0.
+
+    Names, shapes and types are compared; the values are broadcast from rank 0. All ranks must call
+    this function.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    descriptions = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    digests = comm.gather_bytes(fingerprint(descriptions))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not different:
+        return
+    texts = gather_texts(comm, json.dumps(descriptions).encode())
+    pairs = zip_longest(json.loads(texts[0]), json.loads(texts[different[0]]))
+    first, peer = next(pair for pair in pairs if pair[0] != pair[1])
+    alike = [rank for rank in different if texts[rank] == texts[different[0]]]
+    raise InputError(
+        f"{format_ranks(alike)} has built another model than rank 0: {describe_tensor(peer)}, where"
+        f" rank 0 has {describe_tensor(first)}",
+        "build(config) the same on every rank: from the config alone, not from RANK, the host or"
+        " its files",
+    )
+
+
+def describe_tensor(description: Any) -> str:
+    """Return a tensor's name, shape and type as text; "no more" for None."""
+    if description is None:
+        return "no more"
+    name, shape, dtype = description
+    return f"{name} of shape {shape}, {dtype}"
+
+
+def validate_equal_data(
+    comm: Comm,
+    sources: dict[str, Source | None],
+) -> None:
+    """Raise InputError, on all ranks, if a rank does not see the data that rank 0 sees.
+
+    The number of samples is compared, and of data in memory a few samples. All ranks must call this
+    function.
+
+    Args:
+        comm: The ranks.
+        sources: The sources of this rank, by the name that the error uses.
+    """
+    message = b""
+    for source in sources.values():
+        message += len(source or ()).to_bytes(SAMPLE_COUNT_BYTES, "big")
+        message += fingerprint_source(source)
+    messages = comm.gather_bytes(message)
+    for rank, rank_message in enumerate(messages):
+        for index, name in enumerate(sources):
+            begin = index * SOURCE_BYTES
+            first = messages[0][begin : begin + SOURCE_BYTES]
+            peer = rank_message[begin : begin + SOURCE_BYTES]
+            if peer != first:
+                raise InputError(
+                    f"rank {rank} sees other {name} data than rank 0:"
+                    f" {describe_data_difference(peer, first)}",
+                    "the same files on every node: compare `stepladder data info` there",
+                )
+
+
+def describe_data_difference(peer: bytes, first: bytes) -> str:
+    """Return how the data of a rank differ from those of rank 0."""
+    peer_count = int.from_bytes(peer[:SAMPLE_COUNT_BYTES], "big")
+    first_count = int.from_bytes(first[:SAMPLE_COUNT_BYTES], "big")
+    if peer_count != first_count:
+        return f"{peer_count} samples against {first_count}"
+    return "other values"
+
+
+def gather_texts(comm: Comm, text: bytes) -> list[bytes]:
+    """Return every rank's text, padded with spaces to one length."""
+    lengths = comm.gather_bytes(len(text).to_bytes(8, "big"))
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    return comm.gather_bytes(text.ljust(longest))
