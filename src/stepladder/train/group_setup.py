@@ -51,14 +51,19 @@ def init_process_group(
     if is_torchrun:
         wait_for_name("MASTER_ADDR", first_host or "", timeout_seconds)
     store = _open_file_store(world, timeout_seconds)
+    backend = "gloo"
+    nccl_device: torch.device | None = None
+    if use_nccl:
+        backend = "cpu:gloo,cuda:nccl"
+        nccl_device = device
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
+        backend,
         init_method=None if store else world.init_method,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if use_nccl else None,
+        device_id=nccl_device,
     )
 
 

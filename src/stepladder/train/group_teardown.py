@@ -1,9 +1,9 @@
 """How a rank waits for collectives that other ranks may never join, and how it leaves its group.
 
-gloo: a collective under way ends when its connections end. NCCL: its kernels may wait for a lost
-rank for ever, so its communicators are aborted, and a collective raises its errors where it is
-waited for, instead of ending the process. See TORCH_NCCL_ASYNC_ERROR_HANDLING and
-TORCH_NCCL_BLOCKING_WAIT in torch's "ProcessGroupNCCL Environment Variables".
+A collective of gloo ends when its connections end. Kernels of NCCL may wait for a lost rank for
+ever. So NCCL's communicators are aborted, and its collectives raise their errors where they are
+waited for, instead of ending the process (TORCH_NCCL_ASYNC_ERROR_HANDLING and
+TORCH_NCCL_BLOCKING_WAIT in torch's "ProcessGroupNCCL Environment Variables").
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ def raise_on_exit(path: Path) -> Iterator[None]:
 def load_job_file(path: Path) -> ModuleType:
     """Import the file as a module, with its folder on sys.path as for `python file.py`."""
     is_recipe = path.parent == RECIPES_FOLDER
-    name = f"stepladder.recipes.{path.stem}" if is_recipe else path.stem
+    name = path.stem
+    if is_recipe:
+        name = f"stepladder.recipes.{path.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
     if not is_recipe and str(path.parent) not in sys.path:

@@ -30,7 +30,9 @@ class ProgressBar:
         self.done = 0.0
         self.start_time = time.monotonic()
         self.last_line_time = self.start_time
-        self.stream: TextIO | None = sys.stderr if is_shown else None
+        self.stream: TextIO | None = None
+        if is_shown:
+            self.stream = sys.stderr
         self.bar: Progress | None = None
         if is_terminal(self.stream):
             self.bar = Progress(

@@ -136,7 +136,9 @@ class RunSpec:
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
         num_steps = count_steps(sizes.epochs, settings.steps, plan)
         validate_fail_at(settings.fail_at, num_steps)
-        has_evaluation = job.eval_data is not None and job.metrics is not None
+        eval_source: Source | None = None
+        if job.eval_data is not None and job.metrics is not None:
+            eval_source = open_data(job.eval_data)
         return RunSpec(
             job=job,
             settings=settings,
@@ -147,7 +149,7 @@ class RunSpec:
             threads=choose_threads_per_rank(settings, comm.world.ranks_per_node),
             device=comm.device,
             train_source=train_source,
-            eval_source=open_data(job.eval_data) if has_evaluation else None,
+            eval_source=eval_source,
         )
 
     def with_order(self, shuffle: str) -> RunSpec:
