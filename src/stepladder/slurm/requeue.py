@@ -266,13 +266,13 @@ def find_lost_nodes(text: str) -> tuple[str, ...]:
     Args:
         text: What `scontrol show node` has printed.
     """
-    lost = []
+    names = []
     for node in re.split(r"^(?=NodeName=)", text, flags=re.MULTILINE)[1:]:
         is_down = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", parse_field(node, "State"))
         port = parse_whole_number(parse_field(node, "Port"), maximum=MAX_PORT) or SLURMD_PORT
         if is_down or not is_listening(parse_field(node, "NodeAddr"), port):
-            lost.append(parse_field(node, "NodeName"))
-    return tuple(lost)
+            names.append(parse_field(node, "NodeName"))
+    return tuple(names)
 
 
 # -- earlier ends of a job -------------------------------------------------------------------------

@@ -50,11 +50,11 @@ class EpochCount:
     repeated: int = 0
     never_seen: int = 0
 
-    def add(self, lost: int = 0, repeated: int = 0, never_seen: int = 0) -> None:
+    def add(self, num_lost: int = 0, num_repeated: int = 0, num_never_seen: int = 0) -> None:
         """Add to the counts."""
-        self.lost += lost
-        self.repeated += repeated
-        self.never_seen += never_seen
+        self.lost += num_lost
+        self.repeated += num_repeated
+        self.never_seen += num_never_seen
 
 
 @dataclass
@@ -304,15 +304,16 @@ def compare_with_plan(
     for first, end in unrecorded:
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch
-            lost = count_samples(plan, max(first, begin), min(end, begin + per_epoch))
-            epoch.add(lost=lost)
-    epochs[-1].add(never_seen=count_samples(plan, last, len(epochs) * per_epoch))
+            num_lost = count_samples(plan, max(first, begin), min(end, begin + per_epoch))
+            epoch.add(num_lost=num_lost)
+    num_never_seen = count_samples(plan, last, len(epochs) * per_epoch)
+    epochs[-1].add(num_never_seen=num_never_seen)
     for steps in line:
         mismatches = [m for m in steps.attempt.mismatches if steps.first <= m.step <= steps.last]
         for mismatch in mismatches:
-            repeated = max(0, mismatch.count - mismatch.planned)
+            num_repeated = max(0, mismatch.count - mismatch.planned)
             epoch = epochs[plan.epoch_of_step(mismatch.step - 1)]
-            epoch.add(lost=mismatch.planned, repeated=repeated)
+            epoch.add(num_lost=mismatch.planned, num_repeated=num_repeated)
         mismatches.sort(key=lambda mismatch: (mismatch.step, mismatch.rank))
         problems += describe_mismatches(steps.attempt, mismatches)
     return epochs

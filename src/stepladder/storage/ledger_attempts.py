@@ -201,12 +201,14 @@ def apply_change(
         The readers of the ranks that continue, at their lines after the change.
     """
     by_rank = {reader.rank: reader for reader in readers}
-    lost = sorted(by_rank.keys() - set(change.ranks))
-    joined = sorted(set(change.ranks) - by_rank.keys())
-    for rank in joined:
+    lost_ranks = sorted(by_rank.keys() - set(change.ranks))
+    joined_ranks = sorted(set(change.ranks) - by_rank.keys())
+    for rank in joined_ranks:
         header = LedgerHeader(attempt.number, rank, 0, 0, "")
         by_rank[rank] = RankLedgerReader(run_dir, attempt, rank, header)
-    attempt.add_change(ProcessChange(attempt.number, change.step, lost, joined, list(change.why)))
+    attempt.add_change(
+        ProcessChange(attempt.number, change.step, lost_ranks, joined_ranks, list(change.why))
+    )
     remaining = [by_rank[rank] for rank in change.ranks]
     for reader in remaining:
         reader.skip_to(change)

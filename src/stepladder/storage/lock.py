@@ -259,15 +259,7 @@ class RunDirLock:
 
 
 def open_lock_file(path: Path) -> int:
-    """Open a lock file, which is created if it does not exist.
-
-    Returns:
-        The file descriptor.
-
-    Raises:
-        InputError: If the path is a link; following it would create a file elsewhere.
-        OSError: If it cannot be opened.
-    """
+    """Open or create a lock file; raise InputError for a link, which could name any file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from stepladder.core import typed_file
 from stepladder.storage.safetensors_file import write_tensors
@@ -49,20 +50,21 @@ class TensorSlice(NamedTuple):
         flat: Whether `values` are elements.
     """
 
-    values: torch.Tensor
+    values: Tensor
     first: int
     shape: list[int]
     flat: bool = False
 
 
-def get_local_slice(tensor: torch.Tensor) -> TensorSlice:
+def get_local_slice(tensor: Tensor) -> TensorSlice:
     """Return this rank's rows of a DTensor sharded along its first dimension, or a whole tensor."""
     if not hasattr(tensor, "to_local"):
         return TensorSlice(tensor, 0, list(tensor.shape))
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    rows_per_rank = -(-tensor.shape[0] // mesh.size())
+    num_rows = tensor.shape[0]
+    rows_per_rank = -(-num_rows // mesh.size())
     values = tensor.detach().to_local()  # type: ignore[attr-defined]
-    first = min(rows_per_rank * mesh.get_local_rank(), tensor.shape[0])
+    first = min(rows_per_rank * mesh.get_local_rank(), num_rows)
     return TensorSlice(values, first, list(tensor.shape))
 
 
@@ -73,12 +75,14 @@ def write_part(folder: Path, number: int, slices: Mapping[str, TensorSlice]) -> 
         The entry of `merge_parts` for this part: its name, size, SHA-256 and rows.
     """
     name = f"{PART_PREFIX}{number:05d}.safetensors"
-    stored = {key: part for key, part in slices.items() if part.values.numel()}
-    written = write_tensors(folder / name, {key: part.values for key, part in stored.items()})
-    rows = {
-        key: [part.first, part.first + len(part.values), part.shape, part.flat]
-        for key, part in stored.items()
-    }
+    values = {}
+    rows = {}
+    for key, part in slices.items():
+        if part.values.numel():
+            end = part.first + len(part.values)
+            values[key] = part.values
+            rows[key] = [part.first, end, part.shape, part.flat]
+    written = write_tensors(folder / name, values)
     return {"name": name, **written, "rows": rows}
 
 
@@ -87,12 +91,13 @@ def merge_parts(parts: Iterable[JsonObject]) -> tuple[JsonObject, JsonObject]:
     files: JsonObject = {}
     slices: JsonObject = {}
     for part in parts:
-        files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
+        file = part["name"]
+        files[file] = {"bytes": part["bytes"], "sha256": part["sha256"]}
         for name, (lo, hi, shape, flat) in part["rows"].items():
             entry = slices.setdefault(name, {"shape": shape, "pieces": []})
             if flat:
                 entry["flat"] = True
-            entry["pieces"].append([part["name"], lo, hi])
+            entry["pieces"].append([file, lo, hi])
     return files, slices
 
 
@@ -148,7 +153,10 @@ def _sort_pieces(entry: JsonObject) -> list[Any]:
 
 def count_rows(entry: JsonObject) -> int:
     """Return the number of rows of a manifest entry, or of elements if it is flat."""
-    return int(math.prod(entry["shape"]) if entry.get("flat") else entry["shape"][0])
+    shape = entry["shape"]
+    if entry.get("flat"):
+        return int(math.prod(shape))
+    return int(shape[0])
 
 
 class SliceReader:
@@ -172,15 +180,16 @@ class SliceReader:
         """Return the shape of the whole tensor."""
         return list(self.slices[name]["shape"])
 
-    def read_rows(self, name: str, lo: int, hi: int) -> torch.Tensor:
+    def read_rows(self, name: str, lo: int, hi: int) -> Tensor:
         """Return rows [lo, hi) of a tensor."""
         if not self.slices[name].get("flat"):
             return self._read(name, lo, hi)
         _, *row_shape = self.shape(name)
         width = math.prod(row_shape)
-        return self._read(name, lo * width, hi * width).view(hi - lo, *row_shape)
+        elements = self._read(name, lo * width, hi * width)
+        return elements.view(hi - lo, *row_shape)
 
-    def read_elements(self, name: str, lo: int, hi: int) -> torch.Tensor:
+    def read_elements(self, name: str, lo: int, hi: int) -> Tensor:
         """Return elements [lo, hi) of a tensor, as a vector."""
         if self.slices[name].get("flat"):
             return self._read(name, lo, hi)
@@ -188,13 +197,15 @@ class SliceReader:
         first_row = lo // width
         end_row = -(-hi // width)
         offset = first_row * width
-        return self._read(name, first_row, end_row).reshape(-1)[lo - offset : hi - offset]
+        elements = self._read(name, first_row, end_row).reshape(-1)
+        return elements[lo - offset : hi - offset]
 
-    def read_tensor(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return a whole tensor."""
-        return self._read(name, 0, count_rows(self.slices[name])).view(self.shape(name))
+        num_rows = count_rows(self.slices[name])
+        return self._read(name, 0, num_rows).view(self.shape(name))
 
-    def read_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+    def read_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return all whole tensors with this prefix, which the keys do not have."""
         return {name: self.read_tensor(prefix + name) for name in self.names(prefix)}
 
@@ -212,14 +223,15 @@ class SliceReader:
             if not is_skipped or not self.shape(full_name):
                 set_nested(state, name, self.read_tensor(full_name))
 
-    def _read(self, name: str, lo: int, hi: int) -> torch.Tensor:
+    def _read(self, name: str, lo: int, hi: int) -> Tensor:
         """Return [lo, hi) of the rows or elements, from all parts that have some of them."""
         pieces = _sort_pieces(self.slices[name])
-        tensors: list[torch.Tensor] = [
-            self._open_part(file).get_slice(name)[max(lo, first) - first : min(hi, end) - first]
-            for file, first, end in pieces
-            if first < hi and lo < end
-        ]
+        tensors: list[Tensor] = []
+        for file, first, end in pieces:
+            if first < hi and lo < end:
+                start = max(lo, first) - first
+                stop = min(hi, end) - first
+                tensors.append(self._open_part(file).get_slice(name)[start:stop])
         if not tensors:  # an empty slice, of the right dtype
             file, _, _ = pieces[0]
             tensors = [self._open_part(file).get_slice(name)[:0]]
@@ -241,7 +253,7 @@ class StoredModel:
         aliases: Names of tied tensors: {name: name under which it is stored}.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     reader: SliceReader
     aliases: dict[str, str]
 
@@ -291,7 +303,7 @@ class StoredModel:
             local.values.copy_(values)
 
 
-def set_nested(state: Any, name: str, tensor: torch.Tensor) -> None:
+def set_nested(state: Any, name: str, tensor: Tensor) -> None:
     """Set an entry of a nested dictionary.
 
     Args:
@@ -299,7 +311,7 @@ def set_nested(state: Any, name: str, tensor: torch.Tensor) -> None:
         name: The keys, separated by "/"; keys of digits are integers.
         tensor: The value.
     """
-    *parents, last = (int(key) if key.isdigit() else key for key in name.split("/"))
-    for key in parents:
+    keys = [int(key) if key.isdigit() else key for key in name.split("/")]
+    for key in keys[:-1]:
         state = state.setdefault(key, {})
-    state[last] = tensor
+    state[keys[-1]] = tensor

@@ -106,7 +106,13 @@ def split_tied_tensors(
     for name, tensor in state.items():
         if hasattr(tensor, "to_local"):
             continue
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        memory = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if tensor.numel() and memory in names:
             aliases[name] = names[memory]
         else:
