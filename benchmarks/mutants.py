@@ -56,15 +56,19 @@ MODULES = {  # source, and its tests, the quickest first
     "tree": ("train/sync/exact.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluation.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
+    "snapshot_store": ("storage/snapshot_store.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),
-    "ledger_reader": ("storage/ledger_attempts.py", LEDGER),
-    "ledger_rank": ("storage/ledger_rank_reader.py", LEDGER),
+    "ledger_attempts": ("storage/ledger_attempts.py", LEDGER),
+    "ledger_rank_reader": ("storage/ledger_rank_reader.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
-    "lock": ("storage/lock.py", ["storage/test_lock.py", "storage/test_rundir.py"]),
-    "rundir": (
+    "lock": ("storage/lock.py", ["storage/test_lock.py", "storage/test_run_dir.py"]),
+    "run_dir": (
         "storage/run_dir.py",
-        ["storage/test_rundir.py", "storage/test_rundir_places.py", "storage/test_lock.py"],
+        ["storage/test_run_dir.py", "storage/test_run_dir_access.py", "storage/test_lock.py"],
     ),
+    "metrics_file": ("storage/metrics_file.py", ["storage/test_run_dir.py"]),
+    "run_dir_access": ("storage/run_dir_access.py", ["storage/test_run_dir_access.py"]),
+    "run_files": ("storage/run_files.py", ["storage/test_run_dir.py"]),
     "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
 }
 

@@ -117,7 +117,8 @@ def test_nodes_meet_at_an_ipv6_address(lab: TestLab, tmp_path: Path) -> None:
         agents = [
             stack.enter_context(started(
                 "lab", "exec", "--node", node["name"], "--", "stepladder", *WORDS, "--nodes", 2,
-                "--rdzv-endpoint", f"[{nodes[0]['address6']}]:29411", "--local-addr", f"[{node['address6']}]",
+                "--rdzv-endpoint", f"[{nodes[0]['address6']}]:29411",
+                "--local-addr", f"[{node['address6']}]",
                 cwd=tmp_path, env=lab.env,
             ))
             for node in nodes

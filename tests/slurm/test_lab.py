@@ -294,5 +294,8 @@ def test_nodes_of_a_plain_lab_may_meet_on_the_loopback_address(
 
 
 def test_the_command_is_quick_to_explain_itself() -> None:
-    code = "import sys, stepladder.cli.lab; sys.exit('torch' in sys.modules or 'psutil' in sys.modules)"
+    code = (
+        "import sys, stepladder.cli.lab; "
+        "sys.exit('torch' in sys.modules or 'psutil' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

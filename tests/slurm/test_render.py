@@ -184,7 +184,8 @@ def test_options_of_the_site_come_before_what_is_started() -> None:
     )
     script = render_batch_script(job)
     expected = {
-        "--partition=gpu", "--account=physics", "--qos=high", "--constraint=a100&nvlink", "--reservation=course",
+        "--partition=gpu", "--account=physics", "--qos=high",
+        "--constraint=a100&nvlink", "--reservation=course",
         "--mem=64G", "--gpus-per-node=a100:2", "--nice=100", "--requeue", "--open-mode=append",
     }  # fmt: skip
     assert expected <= set(options(script))

@@ -129,7 +129,10 @@ def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
         port = listener.getsockname()[1]
 
         def node(name: str, state: str, port: int) -> str:
-            return f"NodeName={name} A=x\n   NodeAddr=127.0.0.1 NodeHostName=h Port={port}\n   State={state} B=y\n"
+            return (
+                f"NodeName={name} A=x\n   NodeAddr=127.0.0.1 NodeHostName=h Port={port}\n"
+                f"   State={state} B=y\n"
+            )
 
         job = "JobId=1 JobName=NodeName=n9 State=DOWN\n   JobState=RUNNING Reason=None\n"
         facts = (
@@ -231,7 +234,8 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     code, recorded_code = after(75, 2)  # an agent that srun ended, not the ranks' word
     assert code == 1 and "not requeued" in recorded_code
     assert after(0, 3) == (0, "stepladder: finished\n")
-    assert [(line["restart"], line["reason"]) for line in read_job_records(job_dir / REQUEUES_FILE, "12", RequeueRecord)] == [
+    records = read_job_records(job_dir / REQUEUES_FILE, "12", RequeueRecord)
+    assert [(record["restart"], record["reason"]) for record in records] == [
         (0, "time limit"), (1, "bug"), (2, "bug"), (3, "finished"),
     ]  # fmt: skip
     assert read_job_records(job_dir / REQUEUES_FILE, "13", RequeueRecord) == []

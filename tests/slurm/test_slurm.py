@@ -115,7 +115,8 @@ def test_limits_that_no_flag_gave_are_told() -> None:
     )
     assert describe_cluster_defaults(job, cluster, flags) == [
         "no --time: partition gpu ends the job after 1:00:00, its default",
-        "no --cpus-per-task: 4 CPU cores per node, 1 for each GPU and its data loading; nodes have 16",
+        "no --cpus-per-task: 4 CPU cores per node, 1 for each GPU and its data loading;"
+        " nodes have 16",
     ]
     on_long = replace(job, partition="long", gpus_per_node="")
     assert describe_cluster_defaults(on_long, cluster, {}) == []
@@ -145,7 +146,8 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_job_cannot_name_itself_into_another_field() -> None:
     shown = (
-        "JobId=7 JobName=x JobState=FAILED EndTime=never\n   UserId=root(0)\n   JobState=RUNNING Reason=None\n"
+        "JobId=7 JobName=x JobState=FAILED EndTime=never\n   UserId=root(0)\n"
+        "   JobState=RUNNING Reason=None\n"
         "   StartTime=2026-01-01T00:00:00 EndTime=2026-01-02T00:00:00 Deadline=N/A\n"
         "   WorkDir=/a b/JobState=x\n   StdOut=/a b/slurm-7.out\n"
     )

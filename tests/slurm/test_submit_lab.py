@@ -107,7 +107,7 @@ def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
 
 @pytest.mark.slow
 def test_a_job_on_two_nodes_and_a_bug_beside_it(jobs: Jobs) -> None:
-    """Both at once. The first has a folder and a name that would be commands in a careless script."""
+    """Both at once; the first has a folder and a name that an unquoted script would run."""
     hostile, name = "o'clock; touch harmed $(touch harmed) \"#", "x; touch harmed"
     good = jobs.submit(
         "--nodes", 2, "--name", name, "--", "train", GATES, *EXACT, "--run-dir", hostile
@@ -242,7 +242,10 @@ def test_a_script_of_one_s_own_is_requeued_if_it_says_so(
 
 
 def test_a_secret_reaches_the_job_and_no_script(jobs: Jobs) -> None:
-    script = "import hashlib, sys; print([hashlib.sha256(word.encode()).hexdigest()[:8] for word in sys.argv[1:]])"
+    script = (
+        "import hashlib, sys; "
+        "print([hashlib.sha256(word.encode()).hexdigest()[:8] for word in sys.argv[1:]])"
+    )
     (jobs.folder / "script.py").write_text(script)
     secrets = ["to'p $HOME", "https://me:pass@host/x"]
     arguments = "run", "script.py", "--hf-token", secrets[0], secrets[1], f"API_KEY={secrets[0]}"

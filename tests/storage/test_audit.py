@@ -180,7 +180,8 @@ def test_a_snapshot_without_a_manifest_that_can_be_read_proves_nothing(
 def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
     run.attempt(2, range(1, 5))
     assert audit(run.path).as_json() == {
-        "schema": 1, "ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1, "changes": 0,
+        "schema": 1, "ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1,
+        "changes": 0,
         "history": [], "problems": [],
         "epochs": [
             {"epoch": 0, "lost": 0, "repeated": 0, "never_seen": 0},

@@ -162,10 +162,13 @@ RUNS = [
     ("config.json", "EIO", 0, 2),
 ]  # fmt: skip
 MORE = [
-    ("timing.jsonl", "EDQUOT", 5, 2), ("metrics.jsonl", "ESTALE", 5, 1), ("timing.jsonl", "EIO", 5, 2),
-    ("ledger", "EIO", 5, 2), ("ledger", "ENOSPC", 5, 2), ("snapshots", "ESTALE", 5, 1), ("snapshots", "EIO", 5, 2),
+    ("timing.jsonl", "EDQUOT", 5, 2), ("metrics.jsonl", "ESTALE", 5, 1),
+    ("timing.jsonl", "EIO", 5, 2),
+    ("ledger", "EIO", 5, 2), ("ledger", "ENOSPC", 5, 2), ("snapshots", "ESTALE", 5, 1),
+    ("snapshots", "EIO", 5, 2),
     ("lock", "EIO", 5, 1), ("config.json", "ESTALE", 0, 1), ("result.json", "ENODEV", 5, 2),
-    ("result.json", "ESTALE", 5, 1), ("lock", "ESTALE", 5, 1), ("lock", "EROFS", 0, 2), ("lock", "ESTALE", 0, 1),
+    ("result.json", "ESTALE", 5, 1), ("lock", "ESTALE", 5, 1), ("lock", "EROFS", 0, 2),
+    ("lock", "ESTALE", 0, 1),
 ]  # fmt: skip
 
 

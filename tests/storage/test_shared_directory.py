@@ -22,8 +22,10 @@ from stepladder.storage.run_dir import RunDir
 STRANGER = 64000
 ONLY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 FILES = [
-    "config.json", "result.json", "metrics.jsonl", "timing.jsonl", "launches.jsonl", "loggers.json", "ended.json",
-    "requeues.jsonl", "rendezvous.json", "rendezvous.secret", "rendezvous.seats", "log/attempt-0.rank-1.log",
+    "config.json", "result.json", "metrics.jsonl", "timing.jsonl", "launches.jsonl", "loggers.json",
+    "ended.json",
+    "requeues.jsonl", "rendezvous.json", "rendezvous.secret", "rendezvous.seats",
+    "log/attempt-0.rank-1.log",
     "steps/rank-0.jsonl",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A writer killed at any moment leaves snapshots that are whole, and never fewer than there were."""
+"""A writer killed at any moment leaves complete snapshots, and never fewer than before."""
 
 from __future__ import annotations
 

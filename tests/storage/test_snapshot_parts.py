@@ -1,4 +1,4 @@
-"""A snapshot that several ranks write together is there when all parts are on disk, or not at all."""
+"""A snapshot that several ranks write is complete when all parts are on disk, or absent."""
 
 from __future__ import annotations
 

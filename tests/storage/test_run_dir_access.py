@@ -22,7 +22,8 @@ from stepladder.storage.run_files import METRICS_FILE
 from stepladder.storage.snapshot_store import Snapshots
 
 FILES = [
-    "config.json", "result.json", "metrics.jsonl", "timing.jsonl", "loggers.json", "ended.json", "requeues.jsonl",
+    "config.json", "result.json", "metrics.jsonl", "timing.jsonl", "loggers.json",
+    "ended.json", "requeues.jsonl",
     "rendezvous.json", "rendezvous.secret", "log/attempt-0.rank-1.log",
 ]  # fmt: skip
 FOLDERS = ["ledger", "snapshots", "tensorboard", "log"]

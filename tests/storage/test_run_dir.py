@@ -198,7 +198,8 @@ def test_a_heartbeat_says_who_writes_here_and_when(
 
 
 WRITES = [
-    RunDir.validate_ownership, RunDir.heartbeat, lambda run: run.write_json(RESULT_FILE, {"steps": 1}),
+    RunDir.validate_ownership, RunDir.heartbeat,
+    lambda run: run.write_json(RESULT_FILE, {"steps": 1}),
     lambda run: run.truncate_metrics(0, 4),
     lambda run: run.truncate_recent_metrics(0, 4),
 ]  # fmt: skip
