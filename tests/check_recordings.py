@@ -124,12 +124,12 @@ def train_pass(
 ) -> list[dict[str, Any]]:
     """A pass with a step for each batch."""
     events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, **about}]
-    for place, indices in enumerate(batches):
+    for batch_index, indices in enumerate(batches):
         events += [
             batch(number, indices),
             forward(),
-            backward(1 / (first + place)),
-            *step(first + place),
+            backward(1 / (first + batch_index)),
+            *step(first + batch_index),
         ]
     return [*events, {"k": "endpass", "number": number, "cut": False, "steps": len(batches)}]
 

@@ -109,10 +109,12 @@ class Fuzz:
             seed(number)(rules(given(cases)(one)))()
             if time.monotonic() >= deadline:
                 break
-        told = [f"{len(texts)} x {texts[0]}" for texts in self.found.values()]
-        if told:
-            kinds = f"{len(told)} kinds were found in {self.tried.total()} cases of seed {SEED}"
-            pytest.fail("\n\n".join([kinds, *told]), pytrace=False)
+        summaries = [f"{len(texts)} x {texts[0]}" for texts in self.found.values()]
+        if summaries:
+            kinds = (
+                f"{len(summaries)} kinds were found in {self.tried.total()} cases of seed {SEED}"
+            )
+            pytest.fail("\n\n".join([kinds, *summaries]), pytrace=False)
 
 
 class Place:
@@ -158,15 +160,15 @@ class Place:
             subprocess.run(["chown", "-Rh", f"{STRANGER}:{STRANGER}", path], check=True)
 
     def start(
-        self, words: list[str], env: Mapping[str, str], out: int, err: int
+        self, arguments: list[str], env: Mapping[str, str], out: int, err: int
     ) -> Forked | subprocess.Popen[bytes]:
-        whole = {**os.environ, **self.env, **env}
-        if self.server.can_run(words, whole):
-            return self.server.start(words, self.cwd, whole, (out, err), new_session=True)
+        full_env = {**os.environ, **self.env, **env}
+        if self.server.can_run(arguments, full_env):
+            return self.server.start(arguments, self.cwd, full_env, (out, err), new_session=True)
         return subprocess.Popen(
-            [*self.before, *words],
+            [*self.before, *arguments],
             cwd=self.cwd,
-            env=whole,
+            env=full_env,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -177,13 +179,13 @@ class Place:
         """One command to its end, which must come. works: it may have much to do, and is asked to
         stop then.
         """
-        words = [*COMMAND, *args]
+        arguments = [*COMMAND, *args]
         before, stopped = tree(self.folder), False
         with (
             TemporaryFile("w+", errors="surrogateescape") as out,
             TemporaryFile("w+", errors="surrogateescape") as err,
         ):
-            process = self.start(words, env, out.fileno(), err.fileno())
+            process = self.start(arguments, env, out.fileno(), err.fileno())
             try:
                 process.wait(WORKING if works else LONG)
             except subprocess.TimeoutExpired:
@@ -197,17 +199,18 @@ class Place:
                     stopped = False
                 if not stopped:
                     raise Found(
-                        f"no end: {words[3:4]}", f"{shown(env, words)}\n{read(out)}\n{read(err)}"
+                        f"no end: {arguments[3:4]}",
+                        f"{shown(env, arguments)}\n{read(out)}\n{read(err)}",
                     ) from None
             text = read(out), read(err)
-        left = remaining()
+        leftovers = remaining()
         new = sorted(path for path, state in tree(self.folder).items() if before.get(path) != state)
         new = [
             path for path in new if "/torchinductor_" not in path
         ]  # torch's own, at its first optimizer
-        ended = Ended(shown(env, words), process.returncode, *text, stopped, new)
-        if left:
-            raise ended.found(f"left running: {left}")
+        ended = Ended(shown(env, arguments), process.returncode, *text, stopped, new)
+        if leftovers:
+            raise ended.found(f"left running: {leftovers}")
         return ended
 
 
@@ -215,10 +218,10 @@ class Ended:
     """How a command ended. new: what it made or changed."""
 
     def __init__(
-        self, words: str, code: int, out: str, err: str, stopped: bool, new: list[str]
+        self, arguments: str, code: int, out: str, err: str, stopped: bool, new: list[str]
     ) -> None:
         self.words, self.code, self.out, self.err, self.stopped, self.new = (
-            words,
+            arguments,
             code,
             out,
             err,
@@ -230,8 +233,8 @@ class Ended:
         raised, lines = RAISED.findall(self.err), self.err.splitlines()
         kind = f"{what}: {' in '.join(raised[-1])}: {lines[-1][:80]}" if raised else what
         way = " > ".join(" in ".join(place) for place in raised[-5:])
-        said = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])
-        return Found(kind, f"{self.words}\nexit code {self.code}, new: {self.new}\n{said}")
+        report = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])
+        return Found(kind, f"{self.words}\nexit code {self.code}, new: {self.new}\n{report}")
 
     def judge(self, foreign: bool = False) -> str:
         """As the rule for bad input has it. foreign: the exit code may be that of a program of the
@@ -265,11 +268,11 @@ class Ended:
             raise self.found("something was made, and then the input was refused")
 
 
-def shown(env: Mapping[str, str], words: list[str]) -> str:
+def shown(env: Mapping[str, str], arguments: list[str]) -> str:
     texts = [
         *(f"{name}={value!r}" for name, value in env.items()),
         "stepladder",
-        *map(ascii, words[3:]),
+        *map(ascii, arguments[3:]),
     ]
     return " ".join(text if len(text) < 100 else f"{text[:60]}...({len(text)})" for text in texts)
 

@@ -49,7 +49,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found, lines = [], page.read_text().splitlines()
+    matches, lines = [], page.read_text().splitlines()
     start = None
     for number, line in enumerate(lines):
         if start is None and line.startswith("```"):
@@ -57,14 +57,14 @@ def blocks(page: Path) -> list[Block]:
         elif start is not None and line.startswith("```"):
             above = MARK.fullmatch(lines[start - 1]) if start else None
             text = "\n".join(lines[start + 1 : number]) + "\n"
-            found.append(
+            matches.append(
                 Block(
                     page, start + 1, lines[start][3:].strip(), text, above.group(1) if above else ""
                 )
             )
             start = None
     assert start is None, f"{page.name}:{start}: the block has no end"
-    return found
+    return matches
 
 
 def run_blocks(page: Path, mark: str, folder: Path) -> None:

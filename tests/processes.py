@@ -80,9 +80,9 @@ def read(file: IO[str]) -> str:
 
 def end_family(pid: int) -> None:
     first = psutil.Process(pid)
-    for one in [*first.children(recursive=True), first]:
+    for child in [*first.children(recursive=True), first]:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            child.kill()
 
 
 def train(

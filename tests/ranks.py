@@ -90,7 +90,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
 def _rank(
     pipe: Any,
     segment: OpenFile | None,
-    who: Any,
+    starter: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -102,7 +102,7 @@ def _rank(
     torch.set_num_threads(1)
     map_segment(segment)
     try:
-        with process_group(World(*who), torch.device("cpu"), timeout_seconds=SECONDS) as comm:
+        with process_group(World(*starter), torch.device("cpu"), timeout_seconds=SECONDS) as comm:
             answer = (False, function(comm, *args))
     except BaseException:
         answer = (True, traceback.format_exc())

@@ -170,8 +170,8 @@ def house() -> str:
 
 def test_the_top_holds_the_rooms_of_this_house_and_nothing_else() -> None:
     rooms = {room for rooms in FLOORS.values() for room in rooms}
-    found = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
-    assert found == rooms | {"__init__.py", "__main__.py", "py.typed"}, f"the house:\n{house()}"
+    entries = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
+    assert entries == rooms | {"__init__.py", "__main__.py", "py.typed"}, f"the house:\n{house()}"
     assert len(rooms) <= ENTRIES
 
 
@@ -249,15 +249,15 @@ def rank_variables_in(tree: ast.Module) -> set[str]:
 
 
 def test_only_world_and_who_starts_ranks_know_the_variables_that_say_who_we_are() -> None:
-    found = {
+    entries = {
         (name, variable)
         for name, tree in modules().items()
         if not any(name == room or name.startswith(f"{room}.") for room in KNOW_WHO_WE_ARE)
         for variable in rank_variables_in(tree)
     }
-    assert found <= ALSO_READ.keys(), f"ask World instead: {sorted(found - ALSO_READ.keys())}"
-    assert found >= ALSO_READ.keys(), (
-        f"no longer read, take them off the list: {sorted(ALSO_READ.keys() - found)}"
+    assert entries <= ALSO_READ.keys(), f"ask World instead: {sorted(entries - ALSO_READ.keys())}"
+    assert entries >= ALSO_READ.keys(), (
+        f"no longer read, take them off the list: {sorted(ALSO_READ.keys() - entries)}"
     )
 
 

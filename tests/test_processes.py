@@ -43,9 +43,10 @@ NEW = (sys.executable, "-W", "default")  # no file or module comes first, so it 
 @pytest.mark.parametrize("end", ENDS)
 def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> None:
     (tmp_path / "about.py").write_text(ABOUT + ENDS[end])
-    words = "about.py", "an argument"
+    arguments = "about.py", "an argument"
     forked, new = (
-        run(*words, cwd=tmp_path, env={"ASKED": "1"}, command=command) for command in (PYTHON, NEW)
+        run(*arguments, cwd=tmp_path, env={"ASKED": "1"}, command=command)
+        for command in (PYTHON, NEW)
     )
     assert forked.returncode == new.returncode
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
@@ -112,10 +113,12 @@ def in_a_shell(tmp_path: Path) -> dict[str, Any]:
     return {"cwd": tmp_path, "env": {"PATH": path}, "command": ("bash", "-c")}
 
 
-@pytest.mark.parametrize("asked", SHELL.values(), ids=SHELL)
-def test_a_shell_s_command_is_as_any(asked: tuple[str, str], in_a_shell: dict[str, Any]) -> None:
-    done = run(asked[0], **in_a_shell)
-    assert done.stdout == asked[1], done.stderr
+@pytest.mark.parametrize("shell_command", SHELL.values(), ids=SHELL)
+def test_a_shell_s_command_is_as_any(
+    shell_command: tuple[str, str], in_a_shell: dict[str, Any]
+) -> None:
+    done = run(shell_command[0], **in_a_shell)
+    assert done.stdout == shell_command[1], done.stderr
 
 
 def test_a_shell_s_command_that_is_killed_is_gone(in_a_shell: dict[str, Any]) -> None:

@@ -97,10 +97,10 @@ def used_names(code: str) -> set[str]:
 
 
 def test_documentation_lessons_and_examples_use_public_names_only() -> None:
-    used = {place: used_names(code) for place, code in taught().items()}
+    used = {location: used_names(code) for location, code in taught().items()}
     assert not {
-        place: private
-        for place, names in used.items()
+        location: private
+        for location, names in used.items()
         if (private := names - set(stepladder.__all__))
     }
     together = set().union(*used.values())

@@ -101,8 +101,8 @@ def test_attributes_are_born_in_the_constructor() -> None:
 
 
 def test_attributes_are_set_by_their_own_object() -> None:
-    others = source().places["attribute of another object"]
-    assert len(others) <= ATTRIBUTES_OF_OTHERS, others
+    set_from_outside = source().places["attribute of another object"]
+    assert len(set_from_outside) <= ATTRIBUTES_OF_OTHERS, set_from_outside
 
 
 HARD_TO_READ = '''

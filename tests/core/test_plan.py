@@ -173,10 +173,10 @@ def test_an_order_stays_the_same_with_every_version_of_numpy(epoch: int, order: 
 
 def test_a_plan_is_what_it_was_made_of_whatever_has_been_asked_of_it() -> None:
     """Its caches count neither in a comparison nor in its text."""
-    plan, other = Plan(20, 8, 2, seed=1), Plan(20, 8, 2, seed=1)
+    plan, second_plan = Plan(20, 8, 2, seed=1), Plan(20, 8, 2, seed=1)
     text = repr(plan)
     assert plan.indices(1, plan.microbatches(1)[0]).shape == (2,)
-    assert (plan, repr(plan)) == (other, text)
+    assert (plan, repr(plan)) == (second_plan, text)
     assert plan != Plan(20, 8, 2, seed=2)
     with pytest.raises(FrozenInstanceError):
         plan.seed = 2  # type: ignore[misc]
