@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepladder.core.errors import InputError
-from stepladder.core.order import make_permutation
+from stepladder.core.order import derive_seed, make_permutation
 from stepladder.core.plan import (
     Plan,
     PlanSampler,
@@ -21,7 +21,6 @@ from stepladder.core.plan import (
     choose_microbatch,
     derive_pass_seed,
     fuse_spans,
-    key,
     split_evenly,
 )
 
@@ -233,7 +232,7 @@ def test_fused_microbatches_are_one_pass_keyed_by_the_first() -> None:
 
 def test_keys_of_passes_differ_over_a_grid_and_fit_a_seed() -> None:
     keys = {
-        derive_pass_seed(key(seed, "pass"), s, n)
+        derive_pass_seed(derive_seed(seed, "pass"), s, n)
         for seed, s, n in product(range(4), range(500), range(32))
     }
     assert len(keys) == 4 * 500 * 32
@@ -242,15 +241,16 @@ def test_keys_of_passes_differ_over_a_grid_and_fit_a_seed() -> None:
 
 def test_keys_differ_over_a_grid_and_between_parts_that_look_alike() -> None:
     keys = [
-        key(seed, word, n) for seed, word, n in product(range(20), ("order", "sample"), range(200))
+        derive_seed(seed, word, n)
+        for seed, word, n in product(range(20), ("order", "sample"), range(200))
     ]
-    keys += [key(1, 12), key(11, 2), key(112), key("1", "1", "2")]
+    keys += [derive_seed(1, 12), derive_seed(11, 2), derive_seed(112), derive_seed("1", "1", "2")]
     assert len(set(keys)) == len(keys)
     assert all(0 <= k < 2**63 for k in keys)
 
 
 def test_a_key_stays_the_same_with_every_version() -> None:
-    assert (key(0, "order", 0), derive_pass_seed(key(0, "pass"), 1, 2)) == (
+    assert (derive_seed(0, "order", 0), derive_pass_seed(derive_seed(0, "pass"), 1, 2)) == (
         3471081512423777433,
         6098966606050272473,
     )

@@ -15,7 +15,7 @@ import pytest
 from processes import JOBS, SECONDS, refused, run, started, wait_until
 from stepladder.core.scratch import MARKER, MARKER_TEXT
 
-HOLD = "from stepladder.core.scratch import scratch; print(scratch(), flush=True); input()"
+HOLD = "from stepladder.core.scratch import get_scratch_folder; print(get_scratch_folder(), flush=True); input()"
 ENDING = {
     "a return": "",
     "an exit": "raise SystemExit(3)",
@@ -43,7 +43,7 @@ def start_holder(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("ending", ENDING)
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path, ending: str) -> None:
-    code = f"from stepladder.core.scratch import scratch; (scratch() / 'file').touch(); {ENDING[ending]}"
+    code = f"from stepladder.core.scratch import get_scratch_folder; (get_scratch_folder() / 'file').touch(); {ENDING[ending]}"
     subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
     )

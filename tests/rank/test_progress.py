@@ -76,7 +76,8 @@ def call(progress: Any, size: int) -> None:
 # A module of its own, as comm.py is one: calls inside it are not the site.
 namespace: dict[str, Any] = {"__name__": "comm"}
 exec(
-    "def by_comm(own, size): collective(own, size)\ndef collective(own, size): own.reach('sum', size)",
+    "def by_comm(progress, size): collective(progress, size)\n"
+    "def collective(progress, size): progress.record_collective('sum', size)",
     namespace,
 )
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stepladder.launcher.local.rest import children_of
 
 from processes import wait_until
+from stepladder.launcher.local.process_stats import find_children
 from stepladder.rank import stacks
 from stepladder.rank.stacks import (
     Frame,
@@ -29,8 +29,8 @@ from stepladder.rank.stacks import (
 SCRIPT = """\
 import os, sys, time
 from pathlib import Path
-from stepladder.rank.stacks import answer_with_stack
-answer_with_stack(Path(sys.argv[1]))
+from stepladder.rank.stacks import dump_stacks_to_file
+dump_stacks_to_file(Path(sys.argv[1]))
 def worker():
     time.sleep(100)
 def trainer():
@@ -49,12 +49,12 @@ def answering(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     process = subprocess.Popen([sys.executable, tmp_path / "job.py", file], start_new_session=True)
     wait_until(
         lambda: (
-            children_of(process.pid)
-            and handles_signal(children_of(process.pid)[0], get_stack_signal())
+            find_children(process.pid)
+            and handles_signal(find_children(process.pid)[0], get_stack_signal())
         )
     )
     yield process.pid, file
-    for child in children_of(process.pid):
+    for child in find_children(process.pid):
         os.kill(child, signal.SIGKILL)
     process.kill()
     process.wait()
@@ -67,7 +67,7 @@ def functions(pid: int, file: Path) -> list[str]:
 def test_a_process_and_its_forked_worker_say_where_they_are(answering: tuple[int, Path]) -> None:
     pid, file = answering
     wait_until(lambda: functions(pid, file) == ["trainer", "<module>"])
-    wait_until(lambda: functions(children_of(pid)[0], file) == ["worker", "<module>"])
+    wait_until(lambda: functions(find_children(pid)[0], file) == ["worker", "<module>"])
     (stack,) = stacks._request_stacks(pid, file)
     assert stack[0].source == "time.sleep(100)" and str(stack[0]) == "trainer(), job.py:8"
 

@@ -253,9 +253,9 @@ def test_a_rank_that_slurm_has_started_says_that_it_failed(
     fail = f"""
 from stepladder.train.comm import PeerLost
 from stepladder.core.errors import InputError
-from stepladder.rank.lifecycle import work_and_leave
+from stepladder.rank.lifecycle import run_and_exit
 def fail(): raise {error}("trouble", "mend it")
-work_and_leave(fail)
+run_and_exit(fail)
 """
     end_file = tmp_path / "ended.json"
     done = run(

@@ -234,7 +234,7 @@ def test_a_run_begun_before_orders_were_named_goes_on_in_its_own(
     config = json.loads((old.run_dir / "config.json").read_text())
     assert config["plan"].pop("shuffle") == "sort"
     (old.run_dir / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("stepladder.core.plan.MOST_SORTED", 0)
+    monkeypatch.setattr("stepladder.core.plan.MAX_SORTED", 0)
     new.advance(8)
     old.advance(8)
     assert old.outcome() == unbroken.outcome() != new.outcome()

@@ -21,7 +21,9 @@ from stepladder.rank.lifecycle import die_with_parent
 AT_ONCE = 32  # each is a process of ssh here, and a Python there
 SECONDS_TO_ANSWER = 60.0  # where Python comes over a busy network file system
 PORT = "PORT"
-FREE_PORT = f"from stepladder.core.address import free_port; print('{PORT}=%d' % free_port())"
+FREE_PORT = (
+    f"from stepladder.core.address import find_free_port; print('{PORT}=%d' % find_free_port())"
+)
 # A rented machine's own address: sshd's sessions need not have the container's environment.
 OWN_ADDRESS = (
     "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E '^(NODE_ADDR|RUNPOD_POD_ID)='"
