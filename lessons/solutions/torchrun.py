@@ -44,9 +44,8 @@ def main():
     expected = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     rank, num_ranks = join()
     if (rank, num_ranks) != expected:
-        fail(
-            f"rank {expected[0]} of {expected[1]} believes that it is rank {rank!r} of {num_ranks!r}"
-        )
+        belief = f"rank {rank!r} of {num_ranks!r}"
+        fail(f"rank {expected[0]} of {expected[1]} believes that it is {belief}")
     if not dist.is_initialized():
         fail("the processes have not met: no process group")
     share, total = work(rank, num_ranks)

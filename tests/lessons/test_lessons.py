@@ -253,7 +253,7 @@ def test_generated_parts_are_current() -> None:
 
 @FOLDERS
 def test_a_sentence_explains_every_change(folder: str) -> None:
-    """What is new or not as in the lesson before stands on the page, below a sentence of its own."""
+    """Each change to the lesson before is on the page, below a sentence of its own."""
     page = (LESSONS / folder / "README.md").read_text(encoding="utf-8")
     explained = re.findall(r"[^>]\.\n\n<!-- generated: change (\w+) (\d+) -->\n", page)
     assert sorted((name, int(number)) for name, number in explained) == sorted(

@@ -15,7 +15,7 @@ from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
 
-FREE_SPACE_HINT = (
+FULL_DISK_HINT = (
     "free some space or choose another folder with --data-dir DIR, then type the command again"
 )
 

@@ -1,4 +1,4 @@
-"""DataLoader workers of a rank: how they start, how their exceptions reach the rank, how they end."""
+"""DataLoader workers of a rank: their start, their exceptions on the way to the rank, their end."""
 
 from __future__ import annotations
 

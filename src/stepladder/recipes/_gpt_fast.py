@@ -37,9 +37,9 @@ def zero_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class HashedNgrams(nn.ModuleList):
-    """Embeddings of runs of 2, 3, ... `longest` tokens, each in a table with a limited number of rows.
+    """Embeddings of runs of 2, 3, ... `longest` tokens, each in a table of limited size.
 
-    A run of tokens is a number in base `vocabulary`; the row is its remainder by the number of rows.
+    A run of tokens is a number in base `vocabulary`. Its row is the remainder by the table's size.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def build(config: Config) -> Job:
 
 
 def load_images() -> tuple[Tensor, Tensor]:
-    """Return the images, shape (1797, 1, 8, 8) with values in 0..1, and the labels, shape (1797,)."""
+    """Return images, shape (1797, 1, 8, 8) with values in 0..1, and labels, shape (1797,)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -122,9 +122,9 @@ def loss(model: nn.Module, batch: Batch) -> SumAndCount:
 def shift_images(images: Tensor) -> Tensor:
     """Shift each image by at most one pixel in both directions, at random in every step.
 
-    The shifts come from torch's default generator. The trainer seeds it for each microbatch by seed,
-    step and microbatch, so a resumed run, or a run on more processes, shifts an image by the same
-    pixels.
+    The shifts come from torch's default generator. The trainer seeds it for each microbatch by
+    seed, step and microbatch, so a resumed run, or a run on more processes, shifts an image by the
+    same pixels.
 
     Args:
         images: Shape (n, 1, 8, 8).

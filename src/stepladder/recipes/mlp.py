@@ -68,7 +68,7 @@ def build(config: Config) -> Job:
 
 
 def make_data(config: Config) -> tuple[Tensor, Tensor]:
-    """Return the inputs, shape (n, features), and the targets, shape (n, 1), for training and test."""
+    """Return inputs, shape (n, features), and targets, shape (n, 1), for training and test."""
     generator = torch.Generator().manual_seed(TEACHER_SEED)
     count = config.samples + config.samples // 8
     inputs = torch.randn(count, config.features, generator=generator)

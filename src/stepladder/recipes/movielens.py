@@ -103,7 +103,7 @@ DEFAULTS = {
 
 @dataclass
 class Config:
-    """The settings of the job. Zero, or a negative `reg`, means the default of the task and model."""
+    """The settings of the job. Zero, or a negative `reg`, is the default of the task and model."""
 
     epochs: int = 0
     global_batch: int = 0
@@ -243,8 +243,8 @@ def full_logistic_loss(
     """Return the loss of Rendle et al. in expectation: all items instead of sampled negatives.
 
     In the paper each positive draws `negatives` items. Here each item counts by how often it would
-    be drawn. The penalty is that of the paper too: an example's vectors and biases are penalized, so
-    each vector counts by how often it is in an example.
+    be drawn. The penalty is that of the paper too: an example's vectors and biases are penalized,
+    so each vector counts by how often it is in an example.
 
     Args:
         model: The model.

@@ -98,10 +98,12 @@ MNIST = DataSet(
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         ),
     ),
-    licence="copyright Yann LeCun and Corinna Cortes; free to pass on, commonly given as CC BY-SA 3.0",
+    licence=(
+        "copyright Yann LeCun and Corinna Cortes; free to pass on, commonly given as CC BY-SA 3.0"
+    ),
     citation=(
-        'LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", '
-        "Proc. IEEE 86(11), 1998"
+        'LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition"'
+        ", Proc. IEEE 86(11), 1998"
     ),
 )
 
@@ -172,7 +174,8 @@ SHAKESPEARE = DataSet(
     ),
     licence="the plays are in the public domain",
     citation=(
-        'William Shakespeare, parts of several plays, put together for A. Karpathy, "char-rnn", 2015'
+        "William Shakespeare, parts of several plays, put together for A. Karpathy,"
+        ' "char-rnn", 2015'
     ),
 )
 

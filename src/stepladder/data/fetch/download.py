@@ -23,7 +23,7 @@ from stepladder.data.fetch.partial_file import (
 )
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, unpack
 from stepladder.data.local_files import (
-    FREE_SPACE_HINT,
+    FULL_DISK_HINT,
     Feedback,
     compute_sha256,
     output_folder,
@@ -64,7 +64,7 @@ def fetch_dataset(
         openers: dict[str, Opener] = {}
         if source is not None:
             openers = stack.enter_context(open_source(source, dataset, missing))
-        stack.enter_context(output_folder(target_dir, FREE_SPACE_HINT))
+        stack.enter_context(output_folder(target_dir, FULL_DISK_HINT))
         for file in missing:
             with PartialFile(file, target_dir) as part:
                 if source is None:

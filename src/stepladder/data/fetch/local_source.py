@@ -1,4 +1,4 @@
-"""Files of a data set that are on this machine already: a folder, an archive, or the file itself."""
+"""Files of a data set that are on this machine: in a folder, in an archive, or a single file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_in_file(
     names: list[str],
     stack: ExitStack,
 ) -> dict[str, Opener]:
-    """Return openers for an archive's members, or for the file itself; `stack` closes the archive."""
+    """Return openers for an archive's members, or for the file; `stack` closes the archive."""
     if source.name in names:
         return {source.name: partial(source.open, "rb")}
     openers: dict[str, Opener] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.data.fetch.catalog import RemoteFile
-from stepladder.data.local_files import FREE_SPACE_HINT, Feedback, open_locked
+from stepladder.data.local_files import FULL_DISK_HINT, Feedback, open_locked
 
 TRANSFER_BYTES = 1 << 18  # that are read at once
 
@@ -37,7 +37,7 @@ class PartialFile:
         self.is_complete = False
         self.size = 0
         self._hash = hashlib.sha256()
-        with durable.name_write_errors(self.path, FREE_SPACE_HINT):
+        with durable.name_write_errors(self.path, FULL_DISK_HINT):
             self._stream: io.FileIO = open_locked(self.path)
         self.restart()
 
@@ -51,7 +51,7 @@ class PartialFile:
 
     def restart(self) -> None:
         """Drop all bytes."""
-        with durable.name_write_errors(self.path, FREE_SPACE_HINT):
+        with durable.name_write_errors(self.path, FULL_DISK_HINT):
             self._stream.truncate(0)
         self._hash = hashlib.sha256()
         self.size = 0
@@ -71,7 +71,7 @@ class PartialFile:
         if self.size + len(chunk) > self.file.bytes:
             raise SourceError(f"more than the {self.file.bytes:,} bytes expected")
         remaining = memoryview(chunk)
-        with durable.name_write_errors(self.path, FREE_SPACE_HINT):
+        with durable.name_write_errors(self.path, FULL_DISK_HINT):
             while remaining:  # the stream is unbuffered: a write may take only the first bytes
                 count = self._stream.write(remaining)
                 remaining = remaining[count:]
@@ -83,6 +83,6 @@ class PartialFile:
             raise BrokenTransfer(f"stopped after {self.size:,} of {self.file.bytes:,} bytes")
         if self._hash.hexdigest() != self.file.sha256:
             raise SourceError("the sha256 is wrong")
-        with durable.name_write_errors(self.final_path, FREE_SPACE_HINT):
+        with durable.name_write_errors(self.final_path, FULL_DISK_HINT):
             durable.move(self.path, self.final_path)
         self.is_complete = True

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.data.local_files import FREE_SPACE_HINT
+from stepladder.data.local_files import FULL_DISK_HINT
 
 # What reading a damaged archive can raise. RuntimeError is zipfile's error for a password, and its
 # subclass NotImplementedError for a compression that it does not know.
@@ -118,7 +118,7 @@ def unpack(archive: Path, folder: Path) -> None:
         if all(has_size(folder / name, member.size) for name, member in files.items()):
             return
         with (
-            durable.name_write_errors(folder, FREE_SPACE_HINT),
+            durable.name_write_errors(folder, FULL_DISK_HINT),
             TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as temporary,
         ):
             unpacked = Path(temporary) / folder.name

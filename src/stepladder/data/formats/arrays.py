@@ -150,7 +150,7 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
 
 
 def find_npy(path: Path, member: str) -> StoredArray:
-    """Read the header of an array in an NPZ file. Raises InputError if it is not rows of numbers."""
+    """Read the header of an array of an NPZ file. Raises InputError if it has no numbers."""
     with zipfile.ZipFile(path) as archive:
         member_bytes = archive.getinfo(member).file_size
     with open_npy(path, member) as stream:

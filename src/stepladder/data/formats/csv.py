@@ -207,7 +207,7 @@ def parse_column(
 
 
 def parse_numbers(fields: str | list[str], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the numbers, or raise one of NUMBER_ERRORS, also for one that would become infinite."""
+    """Return the numbers. Raises one of NUMBER_ERRORS, also if one would become infinite."""
     texts = np.array(fields)
     validate_digits("".join(texts.flat))
     with np.errstate(over="raise"):

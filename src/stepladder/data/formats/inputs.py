@@ -19,8 +19,8 @@ from stepladder.data.shards.reader import ShardReader
 from stepladder.data.table import Block, Table
 
 INPUT_KINDS = (
-    "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz), IDX (MNIST files, or a folder of the four),"
-    " HDF5 (.h5)"
+    "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz),"
+    " IDX (MNIST files, or a folder of the four), HDF5 (.h5)"
 )
 
 

@@ -59,7 +59,7 @@ class LeaveOneOut:
     item_ids: Ints
 
     def rated_matrix(self) -> NDArray[np.uint8]:
-        """Return 1 where a user has a training item, shape (users, items): 22 MB for MovieLens 1M."""
+        """Return 1 for each training pair, else 0, shape (users, items): 22 MB for MovieLens 1M."""
         rated = np.zeros((len(self.user_ids), len(self.item_ids)), dtype=np.uint8)
         rated[self.users, self.items] = 1
         return rated

@@ -16,7 +16,7 @@ import numpy as np
 from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import derive_seed, make_permutation
-from stepladder.data.local_files import FREE_SPACE_HINT, Feedback
+from stepladder.data.local_files import FULL_DISK_HINT, Feedback
 from stepladder.data.movielens.leave_one_out import find_latest_rows
 from stepladder.data.movielens.ratings import Ints
 
@@ -53,7 +53,7 @@ def write_1m_files(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:
         data = text.encode()
         if path.suffix == ".gz":
             data = gzip.compress(data, 6, mtime=0)
-        with durable.name_write_errors(path, FREE_SPACE_HINT):
+        with durable.name_write_errors(path, FULL_DISK_HINT):
             durable.write(path, data)
     feedback.on_message(
         f"leave-one-out pairs: {', '.join(NAMES_1M)}; the {NEGATIVES_1M} negatives per user are our"

@@ -150,8 +150,8 @@ def parse_table(
         table = None
     if table is not None and table.shape[1] == width and is_finite(table[:, columns]):
         return table[:, columns]
-    # NumPy does not name the bad line. There may be none: it also fails on words in the columns that
-    # are not returned.
+    # NumPy does not name the bad line. There may be none: it also fails on words in the columns
+    # that are not returned.
     return parse_lines(lines, path, columns, width, skip, delimiter)
 
 

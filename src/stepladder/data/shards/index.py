@@ -33,7 +33,7 @@ class StoredColumn:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard in the index. A checksum has 16 hexadecimal digits; those of a column are one text."""
+    """A shard in the index. The checksums of a column are one text, 16 hexadecimal digits each."""
 
     file: str
     rows: int
