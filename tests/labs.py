@@ -18,7 +18,7 @@ import pytest
 from processes import COMMAND, SECONDS, run, wait_until
 
 SBIN = ":/usr/sbin:/sbin"
-A_LOOK = 0.25  # seconds between two questions to Slurm, each of which is a process
+LAB_POLL_INTERVAL_S = 0.25  # seconds between two questions to Slurm, each of which is a process
 
 
 class TestLab:
@@ -67,11 +67,11 @@ class TestLab:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def await_job(self, job_id: str, *states: str) -> dict[str, str]:
-        """Until the job is in one of these states."""
+        """Wait until the job is in one of these states."""
         wait_until(
             lambda: self.job(job_id)["JobState"] in states,
             lambda: f"job {job_id} is {self.job(job_id)}, not {states}",
-            every=A_LOOK,
+            every=LAB_POLL_INTERVAL_S,
         )
         return self.job(job_id)
 
@@ -81,8 +81,12 @@ class TestLab:
         return dict(line.split() for line in shown.splitlines())
 
     def await_down(self, name: str) -> None:
-        """Until Slurm has noticed by itself that the node does not answer."""
-        wait_until(lambda: self.states()[name] == "down*", lambda: f"{self.states()}", every=A_LOOK)
+        """Wait until Slurm has noticed by itself that the node does not answer."""
+        wait_until(
+            lambda: self.states()[name] == "down*",
+            lambda: f"{self.states()}",
+            every=LAB_POLL_INTERVAL_S,
+        )
 
     def is_idle(self) -> bool:
         return set(self.states().values()) == {"idle"}
@@ -97,7 +101,9 @@ class TestLab:
             if node["cut"] or not node["processes"]:
                 self.lab("heal", name)
         wait_until(
-            self.is_idle, lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}", every=A_LOOK
+            self.is_idle,
+            lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}",
+            every=LAB_POLL_INTERVAL_S,
         )
 
 

@@ -132,7 +132,7 @@ def kill_before_act(number: int, function: Callable[..., Any], *args: Any) -> No
 
 
 def run_until_killed(function: Callable[..., Any], *args: Any) -> None:
-    """In a process that kills itself."""
+    """Run a function in a process that kills itself."""
     process = CONTEXT.Process(target=function, args=args)
     process.start()
     process.join(SECONDS)

@@ -61,9 +61,7 @@ DEBIAN += 'mount --bind $0.$(hostname) /etc/hosts; getent hosts $(hostname); exe
 def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(
     lab: TestLab, tmp_path: Path
 ) -> None:
-    """As Debian sets machines up: gloo by itself would tell the other nodes to connect to
-    127.0.1.1.
-    """
+    """Debian sets machines up so; gloo by itself would make other nodes connect to 127.0.1.1."""
     command = "stepladder", "train", "mlp", "--steps", 2, "--run-dir", "run"
     on_debian = "unshare", "--mount", "sh", "-c", DEBIAN, tmp_path / "hosts", *command
     message = lab.slurm("srun", "-N2", "--ntasks-per-node=1", *on_debian, cwd=tmp_path)
@@ -167,7 +165,7 @@ def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> N
 
 @needs_lab
 def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: Path) -> None:
-    """Beside the other tests' lab: several fit one machine."""
+    """The lab of the other tests is up too: a machine can have several."""
     with lab_up("--nodes", 2, "--gpus", 8) as lab:
         lab.slurm(
             "sbatch",

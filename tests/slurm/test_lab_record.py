@@ -83,7 +83,7 @@ def test_a_lab_that_is_coming_up_is_left_alone(lab: Lab, stranger: subprocess.Po
 
 
 def test_a_daemon_of_the_lab_is_killed(lab: Lab, tmp_path: Path) -> None:
-    """As what is left of one is, though its record were all that is known of it."""
+    """A daemon is killed even if nothing but the record of the lab is left."""
     (tmp_path / "munged").symlink_to("/bin/sleep")
     with subprocess.Popen(
         [tmp_path / "munged", "1000"], env={"SLURM_CONF": str(lab.layout.conf)}

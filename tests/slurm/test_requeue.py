@@ -176,9 +176,7 @@ def test_the_word_of_another_start_does_not_count(
 
 
 def test_starts_that_slurm_ended_are_read_from_the_log(tmp_path: Path) -> None:
-    """With what Slurm 22.05 prints; nothing of a start that ended otherwise, or on a node without
-    power.
-    """
+    """The log has what Slurm 22.05 prints, which is nothing if the node has lost power."""
     log = tmp_path / "slurm-5.out"
     ends = [
         "PREEMPTION ***",
@@ -198,7 +196,7 @@ def test_starts_that_slurm_ended_are_read_from_the_log(tmp_path: Path) -> None:
 
 
 def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
-    """With what Slurm 22.05 printed for a job, and the run directory of a run that has stopped."""
+    """Its input is what Slurm 22.05 printed for a job whose run has stopped."""
     job_dir = tmp_path / "run"
     (job_dir / "snapshots" / "step_00000040").mkdir(parents=True)
     (job_dir / "snapshots" / "step_00000050.damaged").mkdir()

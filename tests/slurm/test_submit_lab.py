@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from labs import A_LOOK, TestLab
+from labs import LAB_POLL_INTERVAL_S, TestLab
 from pages import documented_keys
 from processes import JOBS, audited, refused, run, started, train, wait_until
 
@@ -60,14 +60,16 @@ class Jobs:
         return status
 
     def is_held(self, job: str, gate: Path) -> None:
-        """Until the job's first rank stands at this gate."""
+        """Wait until the job's first rank waits at this gate."""
         wait_until(gate.exists, lambda: self.typed("logs", job))
 
     def is_requeued(self, job: str, restarts: int) -> None:
-        """Until Slurm has started it again; by itself it waits some ten seconds before it does."""
+        """Wait until Slurm has restarted the job, which takes it some ten seconds."""
         self.quiet_since = time.monotonic()
         wait_until(
-            lambda: self.has_restarted(job, restarts), lambda: f"{self.lab.job(job)}", every=A_LOOK
+            lambda: self.has_restarted(job, restarts),
+            lambda: f"{self.lab.job(job)}",
+            every=LAB_POLL_INTERVAL_S,
         )
 
     def has_restarted(self, job: str, restarts: int) -> bool:

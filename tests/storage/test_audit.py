@@ -243,9 +243,7 @@ def test_a_digest_stays_the_same_with_every_version() -> None:
 
 
 def test_a_rank_makes_the_run_directory_where_its_node_has_none(tmp_path: Path) -> None:
-    """Where nodes share no file system, only the first rank's has one. It may be there already,
-    too.
-    """
+    """Only the first rank's node has one if the nodes share no file system."""
     for rank in (0, 1):
         Ledger(tmp_path / "runs" / "run", LedgerHeader(1, rank, 2, 0, "")).close()
     assert len(list((tmp_path / "runs" / "run" / "ledger").iterdir())) == 2

@@ -48,7 +48,7 @@ def test_more_ranks_than_open_files(tmp_path: Path) -> None:
 def test_a_header_with_a_huge_number_is_a_problem_or_one_line(
     name: str, value: int, tmp_path: Path
 ) -> None:
-    """Also where its hash is right, so that nothing else is wrong with it."""
+    """The hash of the header is right, so that nothing else is wrong with it."""
     run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
     run.attempt(1, range(1, 4))
     header = {"attempt": 1, "rank": 0, "world_size": 1, "resumed_from_step": 0, "chain": ""} | {

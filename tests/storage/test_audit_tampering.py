@@ -207,7 +207,7 @@ def test_an_untouched_ledger_passes(run: FakeRun) -> None:
 def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too(
     run: FakeRun, make: Callable[[Path], object], result: str
 ) -> None:
-    """Of such an attempt headers may be missing, as a kill leaves it; this one is there."""
+    """Headers may be missing after a kill, but this rank has one."""
     third = run.attempt(2, range(10, 10), after=2)
     in_place_of(third, 1, make)(run)
     assert f"attempt 3 rank 1: attempt-0003.rank-1.jsonl {result}" in problems(run)

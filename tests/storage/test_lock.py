@@ -449,7 +449,7 @@ NOBODY = 2**31 - 1  # the number of no process
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the processes above, here."""
+    """Forbid flock in this process, as `forbid_flock` does in the other ones."""
 
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

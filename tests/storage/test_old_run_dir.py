@@ -1,8 +1,8 @@
-"""A run directory of an earlier version is gone on with, to the bits that the earlier version would
-have reached.
+"""A run directory of an earlier version resumes to the bits that the earlier version would reach.
 
-The fixture was written on two processes and killed after step 26 of 40, with snapshots of steps 10
-and 20."""
+The fixture was written by two processes and killed after step 26 of 40, with snapshots of steps 10
+and 20.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, nproc: int) -> None:
-    """On a processor of another kind the bits differ, and `train` would refuse to go on there.
-    There the stored processor is changed to the one at hand, and the end is close to that of an
-    unbroken run: losses and weights within 1e-4, where a step less or more of the 20 that are left
-    makes a difference of 1e-2."""
+    """The bits depend on the kind of processor, and `train` refuses to resume on another one.
+
+    On another one, the test changes the stored processor to this one, and compares losses and
+    weights to within 1e-4. One step more or less of the remaining 20 would change them by 1e-2.
+    """
     folder_now = describe_machine(torch.device("cpu"))
     same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == folder_now
     edit_config(copy, machine=folder_now)
@@ -70,7 +71,7 @@ def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, npr
 
 @pytest.mark.ranks
 def test_a_run_of_a_later_version_is_refused_by_every_command(copy: Path) -> None:
-    """In one sentence, and nothing of it is changed: only who holds it is noted in the lock."""
+    """The message is one sentence, and no file but the lock file is changed."""
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"schema": 2, "definition": "elsewhere"}))
     before = content(copy)

@@ -116,7 +116,7 @@ def test_a_run_that_was_refused_leaves_the_owner_untouched(path: Path) -> None:
 def test_a_closed_directory_is_free_though_a_forked_child_lives_on(
     path: Path, failed: bool
 ) -> None:
-    """As a DataLoader's workers do: they inherit the open lock file."""
+    """DataLoader workers inherit the open lock file."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     run_dir = RunDir(path, 0)
@@ -238,7 +238,7 @@ def test_a_run_directory_is_made_with_all_above_it(tmp_path: Path) -> None:
 
 
 def test_a_group_that_shares_its_runs_may_take_turns(path: Path) -> None:
-    """By the umask, as in every other file: the next writer is perhaps another one of the group."""
+    """The umask decides who may write, because the next writer may be another user."""
     before = os.umask(0o002)
     try:
         with opened(path) as run_dir:
@@ -389,7 +389,7 @@ def test_what_is_no_line_is_forgotten_with_all_after_it(path: Path, garbage: byt
 
 @pytest.mark.parametrize("torn", [1, 10, -2, -1])
 def test_a_torn_last_line_is_forgotten_wherever_it_was_torn(path: Path, torn: int) -> None:
-    """Also one torn just before its line end: the next line would be written on to it."""
+    """A line may be torn just before its end; the next line would be appended to it."""
     assert cut(path, "".join(FIVE_STEPS[:5]) + step_line(5)[:torn], step=5) == FIVE_STEPS[:5]
 
 

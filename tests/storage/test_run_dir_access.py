@@ -109,7 +109,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_made(
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Path) -> None:
-    """On the tree of before it trained, and failed at its end."""
+    """Earlier versions trained, and failed at the end."""
     for name in ("result.json", "log/attempt-0.rank-1.log"):
         folder = tmp_path / name.partition("/")[0]
         (folder / name).mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_ranks_that_are_refused_leave_no_log(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_log_that_takes_no_more_ends_no_script(tmp_path: Path) -> None:
-    """As on a full disk: the file has the size that the process may write."""
+    """The file already has the largest size that the process may write, as on a full disk."""
     log = tmp_path / "its" / "log" / "attempt-0.rank-0.log"
     log.parent.mkdir(parents=True)
     with log.open("wb") as file:

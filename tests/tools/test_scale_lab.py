@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labs import A_LOOK, TestLab
+from labs import LAB_POLL_INTERVAL_S, TestLab
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.tools.scaling.loss import PARTS
 
@@ -37,7 +37,8 @@ def test_ctrl_c_cancels_all_jobs(lab: TestLab, tmp_path: Path) -> None:
         "scale", "mlp", "--nodes", "1,2", "--steps", 10**6, cwd=tmp_path, env=lab.env
     ) as scale:
         wait_until(
-            lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"), every=A_LOOK
+            lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"),
+            every=LAB_POLL_INTERVAL_S,
         )
         scale.signal_group(signal.SIGINT)
         assert scale.end() == 130
