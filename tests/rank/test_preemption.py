@@ -16,8 +16,8 @@ from stepladder.rank import preemption
 from stepladder.rank.exit_record import END_FILE_VARIABLE
 from stepladder.rank.preemption import (
     END_TIME_VARIABLE,
-    STOP_SIGNALS,
     TIME_LIMIT_MARGIN_S,
+    TRAINING_STOP_SIGNALS,
     StopSignals,
     get_seconds_left,
 )
@@ -82,7 +82,7 @@ def test_a_stop_that_is_asked_for_twice_ends_no_rank_that_leaves(
     has_launcher: bool, times: bool, then: signal.Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preemption, "has_fd_store", lambda: has_launcher)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in TRAINING_STOP_SIGNALS}
     try:
         with StopSignals() as stop:
             if times:

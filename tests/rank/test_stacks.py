@@ -131,10 +131,10 @@ def test_py_spy_s_json_is_read_main_thread_first() -> None:
 
 
 def test_the_frame_that_counts_is_the_user_s() -> None:
-    library = Frame("wait", f"{stacks.LIBRARIES[0]}/threading.py", 300)
-    package_frame = Frame("step", f"{stacks.PACKAGE_FOLDER}/trainer.py", 20)
+    library = Frame("wait", f"{stacks.LIBRARY_PARTS[0]}/threading.py", 300)
+    package_frame = Frame("step", f"{stacks.PACKAGE_PREFIX}trainer.py", 20)
     users = Frame("loss", "/home/me/job.py", 3)
-    recipe = Frame("loss", f"{stacks.RECIPES_FOLDER}/mnist.py", 3)
+    recipe = Frame("loss", f"{stacks.RECIPES_PREFIX}mnist.py", 3)
     assert find_user_frame([library, users, package_frame]) == users
     assert find_user_frame([library, recipe, package_frame]) == recipe
     assert find_user_frame([library, package_frame]) == package_frame

@@ -31,8 +31,8 @@ LIMIT_TEXT = re.compile(
     r"|failed to init uv loop|error return without exception set",
     re.I,
 )
-NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
-NO_TENSOR = re.compile(
+NO_MEMORY_TEXT = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
+NO_TENSOR_MEMORY = re.compile(
     r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow"
 )
 TENSOR_BYTES = re.compile(r"tried to allocate (\d+) bytes")
@@ -94,8 +94,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = get_text(error)
     if isinstance(error, ImportError):
-        return bool(NO_MEMORY.search(text))
-    return isinstance(error, RuntimeError) and bool(NO_TENSOR.search(text))
+        return bool(NO_MEMORY_TEXT.search(text))
+    return isinstance(error, RuntimeError) and bool(NO_TENSOR_MEMORY.search(text))
 
 
 def is_limit_error(error: BaseException) -> bool:
@@ -107,7 +107,7 @@ def is_limit_error(error: BaseException) -> bool:
     text = get_text(error)
     if LIMIT_TEXT.search(text):
         return True
-    return isinstance(error, ImportError) and bool(NO_MEMORY.search(text))
+    return isinstance(error, ImportError) and bool(NO_MEMORY_TEXT.search(text))
 
 
 def describe_memory_need(error: Exception) -> str:

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from stepladder.core.errors import as_input_error
 
-PREFIX = "stepladder."
+FOLDER_PREFIX = "stepladder."
 UNLOCKED_PREFIX = "stepladder.new-"
-MKDTEMP_NAME = re.compile(re.escape(PREFIX) + "[a-z0-9_]{8}")
+MKDTEMP_NAME = re.compile(re.escape(FOLDER_PREFIX) + "[a-z0-9_]{8}")
 MARKER = ".stepladder-scratch"
 MARKER_TEXT = (
     b"A folder for temporary files of stepladder. It is removed once its process has ended.\n"
@@ -61,7 +61,9 @@ def _make_folder(pid: int, parent: str) -> Path:
     with suppress(OSError):  # a file system without locks: the folder keeps its first name
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
         (folder / MARKER).write_bytes(MARKER_TEXT)
-        folder = folder.rename(folder.with_name(folder.name.replace(UNLOCKED_PREFIX, PREFIX)))
+        folder = folder.rename(
+            folder.with_name(folder.name.replace(UNLOCKED_PREFIX, FOLDER_PREFIX))
+        )
     atexit.register(_remove_folder, folder, pid)
     return folder
 

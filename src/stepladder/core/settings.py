@@ -37,7 +37,7 @@ CHANGEABLE_ON_RESUME = frozenset(
 )
 MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
 # The smallest and the largest value of each number.
-LIMITS = {
+SETTING_RANGES = {
     "epochs": (1, MAX_INTEGER),
     "steps": (1, MAX_INTEGER),
     "global_batch": (1, MAX_INTEGER),
@@ -182,7 +182,7 @@ class Settings:
             )
 
     def _validate_limits(self) -> None:
-        for name, (minimum, maximum) in LIMITS.items():
+        for name, (minimum, maximum) in SETTING_RANGES.items():
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             if value is not None and value < minimum:

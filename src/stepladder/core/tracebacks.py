@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 
 SHOW_ALL_VARIABLE = "STEPLADDER_TRACEBACK"  # set by --traceback, and inherited by the ranks
-PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
-LAUNCHER_FOLDERS = (PACKAGE_FOLDER + "rank", PACKAGE_FOLDER + "launcher")
-RECIPES_FOLDER = str(Path(__file__).parents[1] / "recipes") + os.sep  # job files, as the user's are
+PACKAGE_PREFIX = str(Path(__file__).parents[1]) + os.sep
+LAUNCHER_FOLDERS = (PACKAGE_PREFIX + "rank", PACKAGE_PREFIX + "launcher")
+RECIPES_PREFIX = str(Path(__file__).parents[1] / "recipes") + os.sep  # job files, as the user's are
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 FROZEN_PREFIX = "<frozen "
 
@@ -84,7 +84,7 @@ def find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
     Frames of stepladder and torch are left out, and before the user's first frame also those of
     click and of the standard library.
     """
-    libraries = (PACKAGE_FOLDER, FROZEN_PREFIX, *find_package_folder("torch"))
+    libraries = (PACKAGE_PREFIX, FROZEN_PREFIX, *find_package_folder("torch"))
     callers = (*libraries, *find_package_folder("click"), STANDARD_LIBRARY)
     frames: list[TracebackType] = []
     for item in list_frames(trace):
@@ -92,7 +92,7 @@ def find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
         if not frames and is_command(file):
             continue
         left_out = libraries if frames else callers
-        if file.startswith(RECIPES_FOLDER) or not file.startswith(left_out):
+        if file.startswith(RECIPES_PREFIX) or not file.startswith(left_out):
             frames.append(item)
     return frames
 

@@ -24,7 +24,7 @@ from stepladder.launcher.nodes.own_node import as_node
 from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script, become
 from stepladder.launcher.topology import Topology
-from stepladder.rank.preemption import STOP_SIGNALS, get_seconds_left
+from stepladder.rank.preemption import TRAINING_STOP_SIGNALS, get_seconds_left
 
 # torch._dynamo: a script's first optimizer imports it, which takes as long as torch itself.
 OF_SCRIPTS = "torch", "torch._dynamo"
@@ -48,7 +48,7 @@ def script_group(
         preload_modules=OF_SCRIPTS if script.imports_torch else (),
         make_environment=lambda env: torchruns_variables(options, env) | (more or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
-        stop_signals=(*options.signals, *STOP_SIGNALS),
+        stop_signals=(*options.signals, *TRAINING_STOP_SIGNALS),
         stop_timeout=lambda: options.shutdown_timeout,
         is_script=True,
         report_failure=report_failure,

@@ -23,7 +23,7 @@ from stepladder.core.errors import (
     StorageFault,
     get_text,
 )
-from stepladder.core.machine_limits import NO_MEMORY, is_limit_error
+from stepladder.core.machine_limits import NO_MEMORY_TEXT, is_limit_error
 from stepladder.core.tracebacks import skip_launcher_frames
 from stepladder.rank.progress import append_line
 
@@ -53,7 +53,7 @@ PEER_CLOSED = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I
 )
 KIND_TEXTS = {
-    ErrorKind.OUT_OF_MEMORY: NO_MEMORY,
+    ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_MET: re.compile(
         r"environment variable (MASTER_|RANK|WORLD)|client socket has timed out"
@@ -83,7 +83,7 @@ def classify_error(error: BaseException) -> ErrorKind:
     if isinstance(error, PeerLost):
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
     if isinstance(error, ImportError):
-        return ErrorKind.OUT_OF_MEMORY if NO_MEMORY.search(text) else ErrorKind.IMPORT
+        return ErrorKind.OUT_OF_MEMORY if NO_MEMORY_TEXT.search(text) else ErrorKind.IMPORT
     if is_limit_error(error):
         return ErrorKind.LIMIT
     # torch raises RuntimeError in collectives that a script calls itself.

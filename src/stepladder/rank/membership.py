@@ -20,7 +20,7 @@ from stepladder.core.typed_file import convert
 
 # The number of a rank that joins a group which trains already.
 JOIN_VARIABLE = "STEPLADDER_JOINS"
-MAX_MESSAGE_BYTES = 1 << 16
+MAX_CONTROL_MESSAGE_BYTES = 1 << 16
 # What a rank sends: that its first group is formed, which it can leave from now on, or why it is in
 # no group.
 GROUP_JOINED = b"met"
@@ -93,7 +93,7 @@ class ControlChannel:
     def _read_messages(self) -> None:
         while True:
             try:
-                message = self._end.recv(MAX_MESSAGE_BYTES)
+                message = self._end.recv(MAX_CONTROL_MESSAGE_BYTES)
             except OSError:
                 message = b""
             if message == RANK_LOST:

@@ -19,7 +19,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.rank.fd_store import has_fd_store
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TRAINING_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The batch job's end in seconds since 1970; not set without a time limit.
 END_TIME_VARIABLE = "STEPLADDER_END_TIME"
 # After the last snapshot: to end all ranks and to ask for the next start.
@@ -74,7 +74,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._earlier_handlers = {
                 number: signal.signal(number, self._on_signal)
-                for number in drop_ignored_hangup(STOP_SIGNALS)
+                for number in drop_ignored_hangup(TRAINING_STOP_SIGNALS)
             }
         return self
 

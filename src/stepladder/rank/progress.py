@@ -24,9 +24,9 @@ PROGRESS_VARIABLE = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
 # The slots of a rank: see RankProgress. Its launcher writes REGROUP.
 STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)
 RING = 28  # a rank remembers the call site and the size of so many collectives
-SITES = 8  # the first slot of the call sites
-SIZES = SITES + RING  # the first slot of the sizes
-NUM_SLOTS = SIZES + RING
+SITE_SLOTS = 8  # the first slot of the call sites
+SIZE_SLOTS = SITE_SLOTS + RING  # the first slot of the sizes
+NUM_SLOTS = SIZE_SLOTS + RING
 BYTES_PER_RANK = 8 * NUM_SLOTS
 VARYING_SIZE = -1  # of a collective to which ranks may contribute different sizes
 
@@ -181,8 +181,8 @@ class Progress:
         slots = self.slots
         number = slots[COUNT] + 1
         index = number % RING
-        slots[SITES + index] = site
-        slots[SIZES + index] = size
+        slots[SITE_SLOTS + index] = site
+        slots[SIZE_SLOTS + index] = size
         slots[COUNT] = number
 
     def record_block_collective(self, name: str, block: str, size: int) -> None:
@@ -197,8 +197,8 @@ class Progress:
             self._add_site(_find_block_call(label))
             self._site_by_label[label] = self._num_sites
         number = self.slots[COUNT] + 1
-        self.slots[SITES + number % RING] = self._site_by_label[label]
-        self.slots[SIZES + number % RING] = size
+        self.slots[SITE_SLOTS + number % RING] = self._site_by_label[label]
+        self.slots[SIZE_SLOTS + number % RING] = size
         self.slots[COUNT] = number
 
     def _add_site(self, site: tuple[str, str, int, str]) -> None:
@@ -310,9 +310,9 @@ def _parse_slots(slots: memoryview, sites: list[CallSite]) -> RankProgress:
     step, phase, passes, count, waits, _, group = slots[: GROUP + 1].tolist()
     recent = []
     for number in range(max(1, count - RING + 1), count + 1):
-        site = slots[SITES + number % RING]
+        site = slots[SITE_SLOTS + number % RING]
         if 0 < site <= len(sites):
-            recent.append((number, (sites[site - 1], slots[SIZES + number % RING])))
+            recent.append((number, (sites[site - 1], slots[SIZE_SLOTS + number % RING])))
     return RankProgress(step, phase, passes, count, waits, tuple(recent), group)
 
 

@@ -22,14 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PACKAGE_FOLDER = str(Path(__file__).parent.parent)
-RECIPES_FOLDER = str(Path(PACKAGE_FOLDER) / "recipes")  # written as a user would
-LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen", "<string>")
+from stepladder.core.tracebacks import PACKAGE_PREFIX, RECIPES_PREFIX
+
+LIBRARY_PARTS = (
+    sysconfig.get_path("stdlib"),
+    "site-packages",
+    "dist-packages",
+    "<frozen",
+    "<string>",
+)
 STACK_TIMEOUT_S = 5.0
 STACK_POLL_S = 0.02
 STACK_QUIET_S = 0.3  # a process without a core may pause within its answer
 PY_SPY_TIMEOUT_S = 10
-FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
+FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
 ABORT_TEXT = "Fatal Python error: Aborted\n"
 
 
@@ -54,13 +60,13 @@ class Frame:
     @property
     def is_own(self) -> bool:
         """Whether the file belongs to this package, and not to its recipes."""
-        in_package = self.file.startswith(PACKAGE_FOLDER + os.sep)
-        return in_package and not self.file.startswith(RECIPES_FOLDER)
+        in_package = self.file.startswith(PACKAGE_PREFIX)
+        return in_package and not self.file.startswith(RECIPES_PREFIX)
 
     @property
     def is_library(self) -> bool:
         """Whether the file belongs to Python or to an installed package."""
-        return any(part in self.file for part in LIBRARIES)
+        return any(part in self.file for part in LIBRARY_PARTS)
 
     def __str__(self) -> str:
         return f"{self.function}(), {Path(self.file).name}:{self.line}"
@@ -155,7 +161,7 @@ def parse_traceback(trace: str) -> list[Stack]:
     """Return the stack in the text of a traceback, or nothing."""
     frames = []
     for line in trace.splitlines():
-        match = FRAME.match(line)
+        match = FRAME_LINE.match(line)
         if match and match["line"].isdigit():
             frames.append(Frame(match["function"], match["file"], int(match["line"])))
     return [frames[::-1]] if frames else []
@@ -168,7 +174,7 @@ def parse_faulthandler(text: str) -> list[Stack]:
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
             continue
-        match = FRAME.match(line)
+        match = FRAME_LINE.match(line)
         if match and threads:
             line_number = int(match["line"]) if match["line"].isdigit() else 0
             threads[-1].append(Frame(match["function"], match["file"], line_number))

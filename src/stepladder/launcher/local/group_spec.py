@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
-from stepladder.rank.preemption import STOP_SIGNALS, TIME_LIMIT_MARGIN_S, get_seconds_left
+from stepladder.rank.preemption import TIME_LIMIT_MARGIN_S, TRAINING_STOP_SIGNALS, get_seconds_left
 
 DEFAULT_STOP_TIMEOUT_S = 30.0  # for a job, where no time limit is near
 
@@ -48,7 +48,7 @@ class GroupSpec:
     preload_modules: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
     make_environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
-    stop_signals: tuple[int, ...] = STOP_SIGNALS
+    stop_signals: tuple[int, ...] = TRAINING_STOP_SIGNALS
     stop_timeout: Callable[[], float] = read_stop_timeout
     is_script: bool = False
     recovers_in_place: bool = False
