@@ -41,12 +41,12 @@ def take_step(model: nn.Module, statistics: RunningStatistics, batches: list[tor
 
 def statistics_of(model: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Mean and unbiased variance that each batch norm sees for `x`."""
-    seen, layers = [], [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
-    hooks = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for m in layers]
+    calls, layers = [], [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    hooks = [m.register_forward_pre_hook(lambda _, args: calls.append(args[0])) for m in layers]
     model(x)
     for hook in hooks:
         hook.remove()
-    flat = [h.transpose(0, 1).reshape(h.shape[1], -1) for h in seen]
+    flat = [h.transpose(0, 1).reshape(h.shape[1], -1) for h in calls]
     return [(h.mean(1), h.var(1)) for h in flat]
 
 
@@ -103,15 +103,15 @@ def test_a_step_counts_as_one_batch(cut: list[int]) -> None:
 
 
 def test_a_rank_without_microbatches_moves_by_what_the_others_saw() -> None:
-    model, other = model_of(), model_of()
-    statistics, of_other = RunningStatistics(model), RunningStatistics(other)
+    model, peer = model_of(), model_of()
+    statistics, of_other = RunningStatistics(model), RunningStatistics(peer)
     statistics.begin()
     of_other.begin()
     model(data_of(0))
     mean = statistics.capture()
     statistics.finish(mean)
     of_other.finish(mean)
-    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(peer.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_each_layers_momentum_comes_back() -> None:

@@ -45,29 +45,29 @@ def test_data_that_are_read_while_training_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "found"),
+    ("options", "results"),
     [
         ({"shard": "full"}, "--capture with --shard full, whose weights come and go"),
         ({"checkpoint_blocks": True}, "--capture with --checkpoint-blocks"),
     ],
 )
-def test_what_does_not_go_with_it(others: dict[str, Any], found: str) -> None:
-    with pytest.raises(InputError, match=found):
-        Settings(Path("run"), capture=True, **others)
+def test_what_does_not_go_with_it(options: dict[str, Any], results: str) -> None:
+    with pytest.raises(InputError, match=results):
+        Settings(Path("run"), capture=True, **options)
 
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:
-    found = train("mlp", "--steps", 1, cwd=tmp_path)
+    results = train("mlp", "--steps", 1, cwd=tmp_path)
     assert (
         "capture"
-        not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+        not in json.loads((tmp_path / results["run_dir"] / "config.json").read_text())["definition"]
     )
 
 
 def test_passes_of_full_length_are_recorded_and_no_others() -> None:
     plan = Plan(num_samples=46, global_batch=16, microbatch=4)
-    found = make_loss_programs(summed, Settings(Path("run"), capture=True), plan.microbatches(0))
-    assert list(found) == [4] and isinstance(found[4], CapturedLoss)
+    results = make_loss_programs(summed, Settings(Path("run"), capture=True), plan.microbatches(0))
+    assert list(results) == [4] and isinstance(results[4], CapturedLoss)
     assert make_loss_programs(summed, Settings(Path("run"), capture=True), []) == {}, (
         "a rank without work"
     )
@@ -82,31 +82,31 @@ def replayed(
     (batch,) = sample
     params = list(module.parameters())
     for _ in range(4):
-        kept = module(batch)
-    gradients = torch.autograd.grad(kept[0], params, allow_unused=allow_unused_input)
-    results = tuple(one.detach().clone() for one in kept)
+        saved = module(batch)
+    gradients = torch.autograd.grad(saved[0], params, allow_unused=allow_unused_input)
+    results = tuple(item.detach().clone() for item in saved)
 
     class Graphed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
-                for own, given in zip(batch, inputs, strict=False):
-                    own.copy_(given)
+                for tensor, given in zip(batch, inputs, strict=False):
+                    tensor.copy_(given)
             with torch.enable_grad():
                 ctx.found = module(batch)
-            for own, result in zip(results, ctx.found, strict=True):
-                own.copy_(result.detach())
-            return tuple(one.detach() for one in results)
+            for tensor, result in zip(results, ctx.found, strict=True):
+                tensor.copy_(result.detach())
+            return tuple(item.detach() for item in results)
 
         @staticmethod
         def backward(ctx: Any, *incoming: Any) -> Any:
-            found = torch.autograd.grad(ctx.found[0], params, incoming[0], allow_unused=True)
-            for own, gradient in zip(gradients, found, strict=True):
-                if own is not None:
-                    own.copy_(gradient)
+            outcome = torch.autograd.grad(ctx.found[0], params, incoming[0], allow_unused=True)
+            for tensor, gradient in zip(gradients, outcome, strict=True):
+                if tensor is not None:
+                    tensor.copy_(gradient)
             return (
                 *[None] * len(batch),
-                *[None if one is None else one.detach() for one in gradients],
+                *[None if item is None else item.detach() for item in gradients],
             )
 
     return lambda batch: Graphed.apply(*batch, *params)
@@ -146,7 +146,7 @@ def plain(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(
     loss: Any, steps: int
 ) -> None:
-    found = []
+    outcome = []
     for way in (loss, CapturedLoss(loss)):
         model, batches = model_and_batches()
         for _ in range(steps):
@@ -161,12 +161,13 @@ def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(
         grads = [
             None if param.grad is None else param.grad.tolist() for param in model.parameters()
         ]
-        losses = [[float(torch.as_tensor(one).detach()) for one in result] for result in results]
-        found.append((losses, grads, model.state_dict()))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == found[1][1] and None in found[0][1], "nobody uses one of them"
+        losses = [[float(torch.as_tensor(item).detach()) for item in result] for result in results]
+        outcome.append((losses, grads, model.state_dict()))
+    assert outcome[0][0] == outcome[1][0]
+    assert outcome[0][1] == outcome[1][1] and None in outcome[0][1], "nobody uses one of them"
     assert all(
-        torch.equal(a, b) for a, b in zip(found[0][2].values(), found[1][2].values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(outcome[0][2].values(), outcome[1][2].values(), strict=True)
     )
 
 

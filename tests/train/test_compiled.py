@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_job(seen: list[int]) -> Job:
+def make_job(calls: list[int]) -> Job:
     """With dropout, batch norm and noise. seen: lengths of the passes whose loss runs as it is
     written.
     """
@@ -43,7 +43,7 @@ def make_job(seen: list[int]) -> Job:
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         if not torch.compiler.is_compiling():
-            seen.append(len(batch[0]))
+            calls.append(len(batch[0]))
         noise = 0.01 * torch.randn(len(batch[0]), 1)
         return (model(batch[0]) + noise - batch[1]).square().sum(), len(batch[0])
 
@@ -51,26 +51,26 @@ def make_job(seen: list[int]) -> Job:
 
 
 def fit(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> tuple[str, float, set[int]]:
-    seen: list[int] = []
-    result = Trainer(make_job(seen), Settings(run_dir, **SETTINGS | settings), comm=comm).fit()
-    return result.weights_sha256, result.train_loss or 0.0, set(seen)
+    calls: list[int] = []
+    result = Trainer(make_job(calls), Settings(run_dir, **SETTINGS | settings), comm=comm).fit()
+    return result.weights_sha256, result.train_loss or 0.0, set(calls)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_it_has_the_bits_of_one_process_on_many_and_through_a_resume(tmp_path: Path) -> None:
     settings = {"sync": "exact", "compile": True}
-    whole = run_ranks(fit, 1, tmp_path / "whole", settings)[0]
-    assert not whole[2], "the rest of an epoch's last batch has the length of a microbatch"
+    complete = run_ranks(fit, 1, tmp_path / "whole", settings)[0]
+    assert not complete[2], "the rest of an epoch's last batch has the length of a microbatch"
     for ranks, steps in (2, 2), (3, 6):
         last = run_ranks(fit, ranks, tmp_path / "parts", settings | {"steps": steps})
-    assert last[0][0] == whole[0]
+    assert last[0][0] == complete[0]
     plain = run_ranks(fit, 1, tmp_path / "plain", {"sync": "exact"})[0]
-    assert plain[1] == pytest.approx(whole[1], rel=1e-5) and plain[2] == {2}, (
+    assert plain[1] == pytest.approx(complete[1], rel=1e-5) and plain[2] == {2}, (
         "random numbers are drawn as without it"
     )
-    about = json.loads((tmp_path / "whole" / "config.json").read_text())["definition"]
-    assert about["compile"] is True and "compiled by" in about["machine"]
+    definition = json.loads((tmp_path / "whole" / "config.json").read_text())["definition"]
+    assert definition["compile"] is True and "compiled by" in definition["machine"]
 
 
 def call_with_two_shapes(_comm: Comm) -> str:
@@ -98,8 +98,8 @@ def test_passes_of_another_length_are_not_compiled() -> None:
     def loss(_model: nn.Module, _batch: Any) -> torch.Tensor:
         return torch.ones(())
 
-    found = make_loss_programs(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
-    assert list(found) == [4] and found[4] is not loss
+    results = make_loss_programs(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
+    assert list(results) == [4] and results[4] is not loss
     assert make_loss_programs(loss, Settings(Path("run")), plan.microbatches(0)) == {}
     assert make_loss_programs(loss, Settings(Path("run"), compile=True), []) == {}, (
         "a rank without work"
@@ -107,10 +107,10 @@ def test_passes_of_another_length_are_not_compiled() -> None:
 
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:
-    found = train("mlp", "--steps", 1, cwd=tmp_path)
+    results = train("mlp", "--steps", 1, cwd=tmp_path)
     assert (
         "compile"
-        not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+        not in json.loads((tmp_path / results["run_dir"] / "config.json").read_text())["definition"]
     )
 
 

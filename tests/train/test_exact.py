@@ -42,28 +42,28 @@ def values_of(count: int) -> list[torch.Tensor]:
 @given(st.integers(1, 200))
 def test_the_tree_adds_as_its_definition_says(count: int) -> None:
     values = values_of(count)
-    tree, held, freed = Tree(), 0, []
+    tree, held_count, freed = Tree(), 0, []
     for number, value in enumerate(values):
         freed += tree.push(Block(number, 1, value.clone()))
-        held = max(held, len(tree.blocks))
+        held_count = max(held_count, len(tree.blocks))
     assert len(freed) + len(tree.blocks) == count, "each tensor is either held or free again"
     assert torch.equal(tree.root(), recursive(values))
-    assert held <= math.log2(count) + 1
+    assert held_count <= math.log2(count) + 1
 
 
 @given(st.integers(1, 100), st.lists(st.integers(0, 100), max_size=8))
 def test_shares_of_any_size_finish_the_same_tree(count: int, cuts: list[int]) -> None:
-    values, whole = values_of(count), Tree()
+    values, complete = values_of(count), Tree()
     edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
     for lo, hi in pairwise(edges):
-        mine = Tree()
+        own_part = Tree()
         for number in range(lo, hi):
-            mine.push(Block(number, 1, values[number].clone()))
-        assert [(block.lo, block.size) for block in mine.blocks] == blocks_of(lo, hi)
-        assert [block.size for block in mine.blocks] == split_into_blocks(lo, hi)
-        for block in mine.blocks:
-            whole.push(block)
-    assert torch.equal(whole.root(), recursive(values))
+            own_part.push(Block(number, 1, values[number].clone()))
+        assert [(block.lo, block.size) for block in own_part.blocks] == blocks_of(lo, hi)
+        assert [block.size for block in own_part.blocks] == split_into_blocks(lo, hi)
+        for block in own_part.blocks:
+            complete.push(block)
+    assert torch.equal(complete.root(), recursive(values))
 
 
 def blocks_of(lo: int, hi: int) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
-    sync, rank, found = ExactSync(model, comm, 3), comm.world.rank, []
+    sync, rank, results = ExactSync(model, comm, 3), comm.world.rank, []
     for step, total in enumerate(totals):
         first, end = split_evenly(total, rank, comm.world.world_size)
         sync.begin(first, end - first, total)
@@ -113,28 +113,28 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
             for name, p in model.named_parameters()
             if p.grad is not None
         }
-        found.append((result.total_count, result.votes, result.extra.numpy().tobytes(), grads))
+        results.append((result.total_count, result.votes, result.extra.numpy().tobytes(), grads))
         model.zero_grad()
-    held = max(len(bucket.views_by_leaf) for bucket in sync.buckets)
+    held_count = max(len(bucket.views_by_leaf) for bucket in sync.buckets)
     sync.close()
     model[0](
         torch.ones(1, 5)
     ).sum().backward()  # with the hooks gone, nobody waits for this gradient
-    return [*found, held]
+    return [*results, held_count]
 
 
 @pytest.mark.ranks
 def test_a_steps_gradient_has_the_bits_of_one_process_on_any_number() -> None:
-    *expected, held = gradients(alone(), TOTALS)
+    *expected, held_count = gradients(alone(), TOTALS)
     assert [set(grads) for *_, grads in expected] == [set(NAMES)] * len(TOTALS)
     assert [(counted, votes) for counted, votes, *_ in expected] == [
         (sum(range(total + 1)), [step == 1]) for step, total in enumerate(TOTALS)
     ]
-    assert held <= math.log2(max(TOTALS)) + 2, "a leaf besides the tree's blocks"
+    assert held_count <= math.log2(max(TOTALS)) + 2, "a leaf besides the tree's blocks"
     for ranks in (2, 3):
-        for rank, (*found, held) in enumerate(run_ranks(gradients, ranks, TOTALS)):
-            assert found == expected, f"rank {rank} of {ranks}"
-            assert held <= 4, f"rank {rank} of {ranks} keeps leaves that it does not need"
+        for rank, (*results, held_count) in enumerate(run_ranks(gradients, ranks, TOTALS)):
+            assert results == expected, f"rank {rank} of {ranks}"
+            assert held_count <= 4, f"rank {rank} of {ranks} keeps leaves that it does not need"
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> Non
         sync.backward(model(batch).square().sum(), len(batch), torch.ones(1))
     result = sync.finish(sum(map(len, batches)), [])
     assert (result.total_count, result.extra) == (15, torch.tensor([5.0]))
-    found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    results = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     sync.close()
     model.zero_grad()
     (model(torch.cat(batches)).square().sum() / sum(map(len, batches))).backward()
-    torch.testing.assert_close(found, [param.grad for param in model.parameters()])
+    torch.testing.assert_close(results, [param.grad for param in model.parameters()])
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -286,17 +286,17 @@ def test_steps_without_a_share_take_no_memory() -> None:
 def test_a_run_that_changes_size_at_every_stop_gives_the_bits_of_the_unbroken_one(
     tmp_path: Path,
 ) -> None:
-    whole = train(alone(), tmp_path / "whole", {})
+    complete = train(alone(), tmp_path / "whole", {})
     for steps, ranks in [(1, 2), (2, 4), (4, 3), (5, 8)]:
         run_ranks(train_exact_job, ranks, tmp_path / "parts", {}, {"steps": steps})
     last = train(alone(), tmp_path / "parts", {})
-    assert last["weights_sha256"] == whole["weights_sha256"]
-    assert last["train_loss"] == whole["train_loss"]
+    assert last["weights_sha256"] == complete["weights_sha256"]
+    assert last["train_loss"] == complete["train_loss"]
     assert (tmp_path / "parts" / "metrics.jsonl").read_bytes() == (
         tmp_path / "whole" / "metrics.jsonl"
     ).read_bytes()
-    found = audit(tmp_path / "parts")
-    assert found.ok and found.attempts == 5, found.problems
+    results = audit(tmp_path / "parts")
+    assert results.ok and results.attempts == 5, results.problems
 
 
 class Counting(nn.Linear):

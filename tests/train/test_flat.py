@@ -67,27 +67,27 @@ def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     ("kind", "options"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_it_has_the_bits_and_the_state_of_single_steps(kind: str, options: dict[str, Any]) -> None:
-    (net, optimizer), (other, of_other) = made(kind, **options), made(kind, **options)
+    (net, optimizer), (peer, of_other) = made(kind, **options), made(kind, **options)
     flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None
     for number in range(3):
         step(net, optimizer, flat, number)
-        step(other, of_other, None, number)
-        assert held(net, optimizer) == held(other, of_other), number
+        step(peer, of_other, None, number)
+        assert held(net, optimizer) == held(peer, of_other), number
     assert flat.is_flat
 
     resumed, of_resumed = made(kind, **options)
-    again = make_flat_optimizer(of_resumed, CPU)
-    assert again is not None
+    rerun = make_flat_optimizer(of_resumed, CPU)
+    assert rerun is not None
     resumed.load_state_dict(net.state_dict())
     of_resumed.load_state_dict(deepcopy(optimizer.state_dict()))
-    again.adopt_state()
-    assert again.is_flat
+    rerun.adopt_state()
+    assert rerun.is_flat
     for number in range(3, 7):  # on the way it gives up
-        step(resumed, of_resumed, again, number)
-        step(other, of_other, None, number)
-        assert held(resumed, of_resumed) == held(other, of_other), number
-        assert again.is_flat == (number < 4)
+        step(resumed, of_resumed, rerun, number)
+        step(peer, of_other, None, number)
+        assert held(resumed, of_resumed) == held(peer, of_other), number
+        assert rerun.is_flat == (number < 4)
 
 
 def test_steps_that_count_differently_are_not_taken_as_one() -> None:
@@ -97,10 +97,10 @@ def test_steps_that_count_differently_are_not_taken_as_one() -> None:
     flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None and not flat.is_flat
     before = held(net, optimizer)
-    other, of_other = deepcopy((net, optimizer))
+    peer, of_other = deepcopy((net, optimizer))
     step(net, optimizer, flat, 5)
-    step(other, of_other, None, 5)
-    assert before != held(net, optimizer) == held(other, of_other)
+    step(peer, of_other, None, 5)
+    assert before != held(net, optimizer) == held(peer, of_other)
 
 
 def watched(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
@@ -125,17 +125,17 @@ def grown(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
 def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(
     change: Callable[..., None],
 ) -> None:
-    (net, optimizer), (other, of_other) = made("Adam"), made("Adam")
+    (net, optimizer), (peer, of_other) = made("Adam"), made("Adam")
     flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None
     for number in range(3):
         if number == 1:
             change(optimizer, net)
-            change(of_other, other)
+            change(of_other, peer)
         step(net, optimizer, flat, number)
-        step(other, of_other, None, number)
+        step(peer, of_other, None, number)
     assert not flat.is_flat
-    assert held(net, optimizer) == held(other, of_other)
+    assert held(net, optimizer) == held(peer, of_other)
 
 
 def test_a_schedule_that_counts_steps_is_no_reason() -> None:

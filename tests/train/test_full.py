@@ -49,10 +49,10 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.tokens(x)
+        results = self.tokens(x)
         for block in self.blocks:
-            found = found + block(found)
-        return self.head(found * self.scale + self.narrow(found))
+            results = results + block(results)
+        return self.head(results * self.scale + self.narrow(results))
 
 
 def make_job() -> Job:
@@ -111,7 +111,7 @@ def curve(run_dir: Path) -> list[float]:
 def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_the_unbroken_one(
     tmp_path: Path,
 ) -> None:
-    whole = fit(alone(), tmp_path / "whole", {})
+    complete = fit(alone(), tmp_path / "whole", {})
     parts = tmp_path / "parts"
     run_ranks(fit, 3, parts, {"steps": 2, "shard": "full"})
     sliced = parts / "snapshots" / "step_00000002"
@@ -120,7 +120,7 @@ def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_
     run_ranks(fit, 2, parts, {"steps": 5, "shard": "full"})  # from a snapshot that is whole
     last = fit(alone(), parts, {})
     assert curve(parts) == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
-    assert last["metrics"]["nats"] == pytest.approx(whole["metrics"]["nats"], rel=1e-5)
+    assert last["metrics"]["nats"] == pytest.approx(complete["metrics"]["nats"], rel=1e-5)
 
     state, whole_state = (
         read_newest_snapshot(path).state()["optimizer"]["state"]
@@ -137,7 +137,7 @@ def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_
 def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_curve_of_the_unbroken_run(
     tmp_path: Path, sync: str
 ) -> None:
-    words = (
+    args = (
         "train",
         "digits",
         "--sync",
@@ -150,8 +150,8 @@ def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_
         3,
         "--json",
     )
-    assert run(*words, "--run-dir", "whole", cwd=tmp_path).returncode == 0
-    parts = *words, "--run-dir", "parts"
+    assert run(*args, "--run-dir", "whole", cwd=tmp_path).returncode == 0
+    parts = *args, "--run-dir", "parts"
     full = "--nproc", 4, "--shard", "full", "--fail-at", "2:8", "--max-restarts", 0
     killed = run(*parts, *full, cwd=tmp_path)
     assert killed.returncode not in (0, 2, 75), killed.stderr
@@ -178,12 +178,12 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
     """A snapshot of slices can be read whole, and says which part is damaged."""
     nets = []
     for ranks in (2, 3):
-        found = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
+        results = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
         snapshot, net = read_newest_snapshot(tmp_path / str(ranks)), Net()
         snapshot.restore_model(net)
         assert (
             net.head.weight is net.tokens.weight
-            and len({one["weights_sha256"] for one in found}) == 1
+            and len({item["weights_sha256"] for item in results}) == 1
         )
         nets.append(net.state_dict())
         assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
@@ -192,8 +192,8 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
             FullShards.snapshot_prefix,
             OptimizerShards.snapshot_prefix,
         ):  # in rows: it is not read whole before
-            left = snapshot.state(taken)["optimizer"]["state"].values()
-            assert {value.numel() for values in left for value in values.values()} == {1}
+            remaining = snapshot.state(taken)["optimizer"]["state"].values()
+            assert {value.numel() for values in remaining for value in values.values()} == {1}
     for name, value in nets[0].items():
         torch.testing.assert_close(nets[1][name], value, rtol=1e-5, atol=1e-7)
     folder = tmp_path / "3" / "snapshots" / "step_00000002"
@@ -210,11 +210,11 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -> None:
-    whole = torch.arange(21.0).view(7, 3)
+    complete = torch.arange(21.0).view(7, 3)
     cuts = [(4, 18), (0, 4), (18, 21), (21, 21)] if flat else [(0, 3), (3, 6), (6, 7), (7, 7)]
-    held = whole.flatten() if flat else whole
+    held_count = complete.flatten() if flat else complete
     parts = [
-        write_part(tmp_path, n, {"model/w": TensorSlice(held[lo:hi], lo, [7, 3], flat)})
+        write_part(tmp_path, n, {"model/w": TensorSlice(held_count[lo:hi], lo, [7, 3], flat)})
         for n, (lo, hi) in enumerate(cuts)
     ]
     files, slices = merge_parts(parts)
@@ -222,14 +222,16 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -
     reader = SliceReader(tmp_path, slices)
     for lo in range(8):
         for hi in range(lo, 8):
-            assert torch.equal(reader.read_rows("model/w", lo, hi), whole[lo:hi]), (lo, hi)
+            assert torch.equal(reader.read_rows("model/w", lo, hi), complete[lo:hi]), (lo, hi)
     for lo in range(22):
         for hi in range(lo, 22):
-            assert torch.equal(reader.read_elements("model/w", lo, hi), whole.flatten()[lo:hi]), (
+            assert torch.equal(
+                reader.read_elements("model/w", lo, hi), complete.flatten()[lo:hi]
+            ), (
                 lo,
                 hi,
             )
-    assert torch.equal(reader.read_tensor("model/w"), whole)
+    assert torch.equal(reader.read_tensor("model/w"), complete)
 
 
 @pytest.mark.parametrize(
@@ -286,16 +288,16 @@ def test_all_ranks_make_as_many_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"precision": "fp16"}, "--shard full with --precision fp16"),
         ({"guard_every": 3}, "--guard-every with --shard full"),
     ],
 )
 def test_what_full_does_not_do_is_refused(
-    tmp_path: Path, settings: dict[str, Any], said: str
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         Settings(tmp_path, shard="full", **settings)
 
 

@@ -47,10 +47,10 @@ class Net(nn.Module):
         self.norm, self.narrow = nn.BatchNorm1d(37), nn.Linear(37, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.tokens(x)
+        results = self.tokens(x)
         for block in [*self.blocks[self.unused :], self.blocks[1]]:
-            found = found + block(found)
-        return self.head(self.norm(found.flatten(0, 1)) + self.narrow(found).flatten(0, 1))
+            results = results + block(results)
+        return self.head(self.norm(results.flatten(0, 1)) + self.narrow(results).flatten(0, 1))
 
 
 def make_job(kind: str, unused: bool = False) -> Job:
@@ -109,24 +109,24 @@ def alone() -> Comm:
     return Comm(World(), torch.device("cpu"))
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
+def assert_same_run(results: Path, expected: Path) -> None:
     """To the byte what was recorded, to the bit what was saved; and no sample lost."""
-    assert (found / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
-    one, other = read_newest_snapshot(found), read_newest_snapshot(expected)
-    states, whole = one.state(), other.state()
-    for number, values in whole["optimizer"]["state"].items():
+    assert (results / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
+    item, peer = read_newest_snapshot(results), read_newest_snapshot(expected)
+    states, complete = item.state(), peer.state()
+    for number, values in complete["optimizer"]["state"].items():
         for name, value in values.items():
             assert torch.equal(states["optimizer"]["state"][number][name], value), (number, name)
-    for name, value in whole["average"].items():
+    for name, value in complete["average"].items():
         assert torch.equal(states["average"][name], value), name
-    assert audit(found).ok
+    assert audit(results).ok
 
 
 @pytest.mark.ranks
 def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
-    whole = fit(alone(), tmp_path / "whole", "SGD", {})
+    complete = fit(alone(), tmp_path / "whole", "SGD", {})
     spread = run_ranks(fit, 2, tmp_path / "spread", "SGD", {"shard": "full"})
-    hashes = {one["weights_sha256"] for one in [whole, *spread]}
+    hashes = {item["weights_sha256"] for item in [complete, *spread]}
     assert len(hashes) == 1
     assert len(list((tmp_path / "spread" / "snapshots" / "step_00000006").glob("part-*"))) == 2
     assert_same_run(tmp_path / "spread", tmp_path / "whole")
@@ -138,14 +138,17 @@ def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
 def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:
-    whole, parts = fit(alone(), tmp_path / "whole", kind, {}), tmp_path / "parts"
-    again = {"checkpoint_blocks": True}
-    run_ranks(fit, 4, parts, kind, {"steps": 1, "shard": "full", **again})
+    complete, parts = fit(alone(), tmp_path / "whole", kind, {}), tmp_path / "parts"
+    rerun = {"checkpoint_blocks": True}
+    run_ranks(fit, 4, parts, kind, {"steps": 1, "shard": "full", **rerun})
     run_ranks(fit, 2, parts, kind, {"steps": 2, "shard": "optimizer"})
     run_ranks(fit, 3, parts, kind, {"steps": 3, "shard": "full"})
     fit(alone(), parts, kind, {"steps": 4})
     last = run_ranks(fit, 3, parts, kind, {"shard": "full"})[0]
-    assert last["weights_sha256"] == whole["weights_sha256"] and last["metrics"] == whole["metrics"]
+    assert (
+        last["weights_sha256"] == complete["weights_sha256"]
+        and last["metrics"] == complete["metrics"]
+    )
     assert_same_run(parts, tmp_path / "whole")
 
 
@@ -168,26 +171,28 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
         assert [span.number % ranks for spans in shares for span in spans] == [
             rank for rank, spans in enumerate(shares) for _ in spans
         ]
-        whole = sorted((span for spans in shares for span in spans), key=lambda span: span.number)
-        assert whole == plan.microbatches(step)
+        complete = sorted(
+            (span for spans in shares for span in spans), key=lambda span: span.number
+        )
+        assert complete == plan.microbatches(step)
         planned = compute_planned_steps(plan, 0, 3, ranks, in_rounds=True)
         for rank, spans in enumerate(shares):
-            mine = np.concatenate(
+            own_part = np.concatenate(
                 [np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)]
             )
-            assert planned.counts[step, rank] == len(mine)
-            assert planned.digests[step, rank] == compute_digests(mine, [len(mine)])[0]
+            assert planned.counts[step, rank] == len(own_part)
+            assert planned.digests[step, rank] == compute_digests(own_part, [len(own_part)])[0]
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"sync": "manual"}, "--shard full with --sync manual"),
         ({"sync": "exact", "replay_every": 2}, "--replay-every with --shard full"),
     ],
 )
 def test_what_it_does_not_do_is_refused(
-    tmp_path: Path, settings: dict[str, Any], said: str
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         Settings(tmp_path, shard="full", **settings)

@@ -51,7 +51,7 @@ A, B, C = b"a", b"b", b"c"
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "ranks", "right"),
+    ("first", "rerun", "ranks", "right"),
     [
         ([(1, B), (2, A)], [A, A, A], [1], A),  # a fault that has passed, of the one that trained
         ([(1, A), (2, B)], [A, A, A], [2], A),  # of the one that replayed
@@ -70,9 +70,9 @@ A, B, C = b"a", b"b", b"c"
     ],
 )
 def test_the_majority_is_right(
-    first: Any, again: list[bytes], ranks: list[int], right: bytes
+    first: Any, rerun: list[bytes], ranks: list[int], right: bytes
 ) -> None:
-    assert find_wrong_ranks(first, again) == (ranks, right)
+    assert find_wrong_ranks(first, rerun) == (ranks, right)
 
 
 def test_it_takes_the_mode_in_which_bits_are_equal(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_it_takes_the_mode_in_which_bits_are_equal(tmp_path: Path) -> None:
 
 
 @contextmanager
-def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[TrainingLoop]:
+def loop_of(comm: Comm, job: Job, folder: Path, **options: Any) -> Iterator[TrainingLoop]:
     """A run's loop whose rank may fail, and leave the group as it is."""
     settings = Settings(
         folder / "run",
@@ -96,7 +96,7 @@ def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[Traini
         threads=1,
         progress=False,
         lock_wait=0,
-        **{"global_batch": 24, "microbatch": 2} | asked,
+        **{"global_batch": 24, "microbatch": 2} | options,
     )
     with ExitStack() as stack:
         session = stack.enter_context(
@@ -128,13 +128,13 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
 def all_struck(
     comm: Comm, folder: Path, odd: int, plants: list[tuple[str, str]]
 ) -> dict[tuple[str, str], tuple[str, str, int, str]]:
-    found = {}
+    results = {}
     for kind, mode in [("none", "never"), *plants]:
         if comm.world.is_first:
             (folder / f"{kind}-{mode}").mkdir()
         comm.gather_bytes(b".")
-        found[kind, mode] = struck(comm, folder / f"{kind}-{mode}", (kind, mode, odd))
-    return found
+        results[kind, mode] = struck(comm, folder / f"{kind}-{mode}", (kind, mode, odd))
+    return results
 
 
 @pytest.mark.ranks
@@ -151,11 +151,11 @@ def all_struck(
 def test_whatever_is_planted_is_found_and_named(
     world_size: int, odd: int, plants: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    found = run_ranks(all_struck, world_size, tmp_path, odd, plants)
-    before = found[0].pop(("none", "never"))
+    results = run_ranks(all_struck, world_size, tmp_path, odd, plants)
+    before = results[0].pop(("none", "never"))
     assert before[:3] == ("", "", 12)
-    for plant in found[0]:
-        ends = [one[plant] for one in found]
+    for plant in results[0]:
+        ends = [item[plant] for item in results]
         kinds, texts = [end[0] for end in ends], [end[1] for end in ends]
         assert "" not in kinds and len({end[2] for end in ends}) == 1, f"{plant}: {ends}"
         if "Corrupt" in kinds:
@@ -170,7 +170,7 @@ def test_whatever_is_planted_is_found_and_named(
         else:
             assert world_size == 2 and kinds == ["RanksDiffer", "PeerLost"], f"{plant}: {ends}"
             assert "cannot tell which is wrong" in texts[0] or "no majority" in texts[0]
-    text = {plant: "".join(one[plant][1] for one in found) for plant in SOME}
+    text = {plant: "".join(item[plant][1] for item in results) for plant in SOME}
     assert "first.weight differs too" in text["weight", "once"]
     assert "the gradient of last.bias" in text["gradient", "once"]
     assert "is right: a transient fault" in text["product", "once"]
@@ -273,16 +273,16 @@ def weights_of_sound_jobs(
     ranks' shares.
     """
     np.random.seed(comm.world.rank)  # else each process may draw a seed of its own from the system
-    found = {}
+    results = {}
     for name, job in sound_jobs(shards).items():
         if name not in names:
             continue
-        asked: Any = {"global_batch": 16, "epochs": 3, "replay_every": every}
-        with loop_of(comm, job, folder / name, **asked) as loop:
+        options: Any = {"global_batch": 16, "epochs": 3, "replay_every": every}
+        with loop_of(comm, job, folder / name, **options) as loop:
             while not loop.session.is_over:
                 loop.step()
-        found[name] = hash_weights(job.model), float(np.random.rand())
-    return found
+        results[name] = hash_weights(job.model), float(np.random.rand())
+    return results
 
 
 @pytest.mark.ranks
@@ -336,7 +336,7 @@ def test_the_bits_of_a_run_do_not_depend_on_it(nproc: int, tmp_path: Path) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "nproc", "flags", "said"),
+    ("plant", "nproc", "flags", "message"),
     [
         ("product once 1 6", 3, (), "stepladder: in-place recovery: continuing with 2 processes"),
         ("weight once 1 6", 2, (), "restarting all ranks from the last snapshot"),  # unknown who
@@ -349,12 +349,12 @@ def test_the_bits_of_a_run_do_not_depend_on_it(nproc: int, tmp_path: Path) -> No
     ],
 )
 def test_a_run_whose_wrong_rank_has_left_ends_with_the_right_weights(
-    plant: str, nproc: int, flags: tuple[str, ...], said: str, tmp_path: Path
+    plant: str, nproc: int, flags: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    words = "train", JOBS / "corrupts.py", *FLAGS
-    right = train(*words[1:], "--run-dir", "right", cwd=tmp_path)["weights_sha256"]
+    args = "train", JOBS / "corrupts.py", *FLAGS
+    right = train(*args[1:], "--run-dir", "right", cwd=tmp_path)["weights_sha256"]
     done = run(
-        *words,
+        *args,
         *flags,
         "--nproc",
         nproc,
@@ -364,7 +364,7 @@ def test_a_run_whose_wrong_rank_has_left_ends_with_the_right_weights(
         cwd=tmp_path,
         env={"PLANT": plant},
     )
-    assert done.returncode == 0 and said in done.stderr, done.stderr
+    assert done.returncode == 0 and message in done.stderr, done.stderr
     assert right in done.stdout and "Traceback" not in done.stderr
 
 
@@ -384,23 +384,23 @@ def test_a_defect_that_lasts_ends_the_run(tmp_path: Path) -> None:
         env=env,
     )
     assert done.returncode == 1
-    found = [
+    results = [
         line
         for line in done.stderr.splitlines()
         if "rank 1 on " in line and "a permanent fault" in line
     ]
-    assert len(found) == 2 and "Traceback" not in done.stderr, done.stderr
+    assert len(results) == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.endswith("stepladder: not restarted: the same step failed twice\n")
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_of_another_launcher_say_it_in_one_line(tmp_path: Path) -> None:
-    words = "train", JOBS / "corrupts.py", *FLAGS
-    with tasks(tmp_path, *words, PLANT="product once 0 6") as ranks:
+    args = "train", JOBS / "corrupts.py", *FLAGS
+    with tasks(tmp_path, *args, PLANT="product once 0 6") as ranks:
         assert [rank.end() for rank in ranks] == [1] * RANKS, said_by(ranks)
     assert said_by(ranks).count("rank 0 on ") == 1
-    done = run(*words, cwd=tmp_path, env={"PLANT": "product once 0 6", "PLANTED": "alone"})
+    done = run(*args, cwd=tmp_path, env={"PLANT": "product once 0 6", "PLANTED": "alone"})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: rank 0 on ")
     assert (

@@ -113,22 +113,22 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
     it has it.
     """
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for kind, state in expected.items():
         weights, shards = stepped(kind, comm)
-        again, _ = stepped(kind, comm, state)
-        place = folder / kind
-        place.mkdir(exist_ok=True)
-        told = json.dumps(write_part(place, comm.world.rank, shards.slices())).encode()
+        rerun, _ = stepped(kind, comm, state)
+        path = folder / kind
+        path.mkdir(exist_ok=True)
+        message = json.dumps(write_part(path, comm.world.rank, shards.slices())).encode()
         size = range(comm.world.world_size)
-        parts = [comm.broadcast_bytes(told if n == comm.world.rank else None, n) for n in size]
-        reader = SliceReader(place, merge_parts(map(json.loads, parts))[1])
-        whole = shards.state_dict()
-        reader.fill_state({"optimizer": whole})
+        parts = [comm.broadcast_bytes(message if n == comm.world.rank else None, n) for n in size]
+        reader = SliceReader(path, merge_parts(map(json.loads, parts))[1])
+        complete = shards.state_dict()
+        reader.fill_state({"optimizer": complete})
         _, optimizer = made(kind)
         reading = OptimizerShards(optimizer, comm)
         optimizer.load_state_dict(
-            {**whole, "state": {n: steps(one) for n, one in whole["state"].items()}}
+            {**complete, "state": {n: steps(item) for n, item in complete["state"].items()}}
         )
         reading.adopt_state()
         reading.load_slices(reader)
@@ -139,9 +139,9 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
                 assert (
                     value.shape != piece.values.shape or value.stride() == piece.values.stride()
                 ), kind
-        mine = sum(p.values.numel() for p in reading.pieces)
-        found[kind] = weights, plain(whole), again, mine
-    return found
+        own_part = sum(p.values.numel() for p in reading.pieces)
+        results[kind] = weights, plain(complete), rerun, own_part
+    return results
 
 
 def steps(state: dict[str, Any]) -> dict[str, Any]:
@@ -168,22 +168,22 @@ def test_each_optimizer_has_the_bits_and_the_state_of_one_process(
 ) -> None:
     kinds = [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS]
     once = {
-        kind: (weights, one.state_dict())
+        kind: (weights, item.state_dict())
         for kind in kinds
-        for weights, one in [stepped(kind, alone())]
+        for weights, item in [stepped(kind, alone())]
     }
     twice = {kind: stepped(kind, alone(), once[kind][1])[0] for kind in kinds}
     results = run_ranks(
         on_ranks, ranks, {kind: state for kind, (_, state) in once.items()}, tmp_path
     )
     for kind, (weights, state) in once.items():
-        for rank, found in enumerate(results):
-            assert found[kind][0] == weights, f"{kind}, rank {rank} of {ranks}"
-            assert found[kind][2] == twice[kind], (
+        for rank, result in enumerate(results):
+            assert result[kind][0] == weights, f"{kind}, rank {rank} of {ranks}"
+            assert result[kind][2] == twice[kind], (
                 f"{kind} from a whole state, rank {rank} of {ranks}"
             )
-            assert found[kind][1] == plain(state), kind
-        sizes = [found[kind][3] for found in results]
+            assert result[kind][1] == plain(state), kind
+        sizes = [result[kind][3] for result in results]
         assert sum(sizes) == sum(
             p.numel() for g in made(kind)[1].param_groups for p in g["params"] if p.requires_grad
         )
@@ -215,13 +215,13 @@ def test_parameters_that_come_later_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_each_slice_is_held_by_two_neighbours(ranks: int) -> None:
-    held = [slices_of_rank(rank, ranks, 2) for rank in range(ranks)]
+    held_count = [slices_of_rank(rank, ranks, 2) for rank in range(ranks)]
     assert [slices_of_rank(rank, ranks, 1) for rank in range(ranks)] == [
         [rank] for rank in range(ranks)
     ]
-    for one in range(ranks):
-        holders = {rank for rank in range(ranks) if one in held[rank]}
-        assert holders == {one, (one + 1) % ranks}
+    for item in range(ranks):
+        holders = {rank for rank in range(ranks) if item in held_count[rank]}
+        assert holders == {item, (item + 1) % ranks}
 
 
 def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> ShardReplicas:
@@ -238,48 +238,48 @@ def held_state(shards: OptimizerShards) -> list[dict[str, Any]]:
     return [{name: bits(value) for name, value in sorted(state.items())} for state in states]
 
 
-def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict[str, Any]:
+def go_on(comm: Comm, remaining: list[int], ranks: int, once: dict[str, Any]) -> dict[str, Any]:
     """Ranks held a stepped net in slices, and those in `left` are there: its weights and state,
     dealt anew.
     """
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for kind, (weights, state) in once.items():
         net, optimizer = made(kind)
         optimizer.load_state_dict(deepcopy(state))
-        copies = copies_of(optimizer, comm, left[comm.world.rank], ranks)
+        copies = copies_of(optimizer, comm, remaining[comm.world.rank], ranks)
         stale = [param.detach().clone() for param in net.parameters()]
         for param, raw in zip(net.parameters(), weights, strict=True):
             param.data.copy_(torch.frombuffer(bytearray(raw), dtype=param.dtype).view(param.shape))
         old = copies.shards_by_group[0]
-        kept = [piece.values.clone() for piece in old.pieces]
+        saved = [piece.values.clone() for piece in old.pieces]
         for param, before in zip(net.parameters(), stale, strict=True):
             param.data.copy_(before)  # what other ranks have stepped was not gathered
-        for piece, values in zip(old.pieces, kept, strict=True):
+        for piece, values in zip(old.pieces, saved, strict=True):
             piece.values.copy_(values)
-        lost = copies.find_holders()
-        assert lost is not None
-        new = copies.reshard(*lost)
+        holders = copies.find_holders()
+        assert holders is not None
+        new = copies.reshard(*holders)
         assert copies.finish_resharding() is False and list(copies.shards_by_group) == [1]
         expected = made(kind)[1]
         expected.load_state_dict(deepcopy(state))
-        states = [held_state(one) for one in (new, OptimizerShards(expected, comm, copies=2))]
-        found[kind] = [bits(param.detach()) for param in net.parameters()], states[0] == states[1]
-    return found
+        states = [held_state(item) for item in (new, OptimizerShards(expected, comm, copies=2))]
+        results[kind] = [bits(param.detach()) for param in net.parameters()], states[0] == states[1]
+    return results
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("left", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
-def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int) -> None:
+@pytest.mark.parametrize(("remaining", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
+def test_slices_are_dealt_anew_from_whoever_has_them(remaining: list[int], ranks: int) -> None:
     kinds = [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS]
     once = {
-        kind: (weights, one.state_dict())
+        kind: (weights, item.state_dict())
         for kind in kinds
-        for weights, one in [stepped(kind, alone())]
+        for weights, item in [stepped(kind, alone())]
     }
-    for rank, found in enumerate(run_ranks(go_on, len(left), left, ranks, once)):
+    for rank, results in enumerate(run_ranks(go_on, len(remaining), remaining, ranks, once)):
         for kind, (weights, _) in once.items():
-            assert found[kind] == (weights, True), f"{kind}, rank {rank}"
+            assert results[kind] == (weights, True), f"{kind}, rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         ({"shard_copies": 3, "shard": "optimizer"}, "--shard-copies 3 is too large"),
         ({"shard_copies": 0}, "--shard-copies 0 is too small"),
@@ -299,9 +299,11 @@ def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
         ({"shard_copies": 2, "shard": "full"}, "--shard-copies 2 with --shard full"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(tmp_path: Path, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        Settings(run_dir=tmp_path, **asked)
+def test_what_cannot_be_asked_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Settings(run_dir=tmp_path, **options)
 
 
 def test_more_copies_than_processes_are_refused(tmp_path: Path) -> None:
@@ -359,19 +361,19 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
 ) -> None:
     sizes = [(1, 2), (2, 3), (4, 4)] if "sync" not in settings else [(2, 2)]
     unbroken = tmp_path / "whole"
-    whole = (
+    complete = (
         fit(alone(), unbroken, **settings)
         if len(sizes) > 1
         else run_ranks(fit_on_ranks, 2, unbroken, settings)[0]
     )
     for steps, ranks in sizes:
-        asked = {"steps": steps, "shard": "optimizer", "shard_copies": 2 if ranks == 3 else 1}
-        run_ranks(fit_on_ranks, ranks, tmp_path / "parts", {**settings, **asked})
+        options = {"steps": steps, "shard": "optimizer", "shard_copies": 2 if ranks == 3 else 1}
+        run_ranks(fit_on_ranks, ranks, tmp_path / "parts", {**settings, **options})
     if len(sizes) > 1:
         last = fit(alone(), tmp_path / "parts", **settings)
     else:
         last = run_ranks(fit_on_ranks, 2, tmp_path / "parts", settings)[0]
-    assert last["weights_sha256"] == whole["weights_sha256"]
+    assert last["weights_sha256"] == complete["weights_sha256"]
     states = [
         read_newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")
     ]
@@ -404,8 +406,8 @@ def save_where_one_cannot(comm: Comm, folder: Path) -> str:
 
 @pytest.mark.ranks
 def test_all_ranks_end_where_one_cannot_write_its_part(tmp_path: Path) -> None:
-    said = "rank 1 could not write its part of a snapshot: No such file or directory"
-    assert all(said in found for found in run_ranks(save_where_one_cannot, 2, tmp_path))
+    message = "rank 1 could not write its part of a snapshot: No such file or directory"
+    assert all(message in results for results in run_ranks(save_where_one_cannot, 2, tmp_path))
 
 
 @pytest.mark.ranks
@@ -413,7 +415,7 @@ def test_a_lost_process_takes_its_slices_with_it_so_all_restart(tmp_path: Path) 
     flags = "--sync", "exact", "--microbatch", 4, "--global-batch", 32, "--epochs", 3, "--steps", 12
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = train(JOBS / "killed.py", *flags, cwd=tmp_path / "whole")
+    complete = train(JOBS / "killed.py", *flags, cwd=tmp_path / "whole")
     done = run(
         "train",
         JOBS / "killed.py",
@@ -433,4 +435,4 @@ def test_a_lost_process_takes_its_slices_with_it_so_all_restart(tmp_path: Path) 
     assert "restarting" in done.stderr and "in place" not in done.stderr, done.stderr
     run_dir = tmp_path / "killed" / "runs" / "killed"
     assert audited(run_dir)["ok"]
-    assert whole["weights_sha256"] in (run_dir / "result.json").read_text()
+    assert complete["weights_sha256"] in (run_dir / "result.json").read_text()

@@ -48,34 +48,34 @@ def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 60, (size,), generator=generator).to(dtype)
 
 
-def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
+def scattered(comm: Comm, complete: torch.Tensor) -> torch.Tensor:
     """This rank's slice of the sum; gloo's by an all-reduce."""
-    mine = whole.chunk(comm.world.world_size)[comm.world.rank].clone()
+    own_part = complete.chunk(comm.world.world_size)[comm.world.rank].clone()
     if comm.shared_memory is None:
-        comm.all_reduce(whole).wait()
-        return whole.chunk(comm.world.world_size)[comm.world.rank]
-    comm.reduce_scatter(mine, whole, "").wait()
-    return mine
+        comm.all_reduce(complete).wait()
+        return complete.chunk(comm.world.world_size)[comm.world.rank]
+    comm.reduce_scatter(own_part, complete, "").wait()
+    return own_part
 
 
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
     assert (comm.shared_memory is not None) == (get_mapped_segment() is not None)
     size, rank = comm.world.world_size, comm.world.rank
-    found: list[Any] = []
+    results: list[Any] = []
     for length in (0, 1, 17, LARGE):
         sums = [drawn(rank, length, dtype) for dtype in DTYPES]
         pendings = [comm.all_reduce(tensor) for tensor in sums]
         for pending in reversed(pendings):
             pending.wait()
-        told = drawn(rank, length, torch.float32)
-        comm.broadcast(told, size - 1)
+        message = drawn(rank, length, torch.float32)
+        comm.broadcast(message, size - 1)
         gathered = torch.empty(size * length)
         comm.all_gather(gathered, drawn(rank, length, torch.float32)).wait()
         sent, sizes = drawn(rank, size * length, torch.float32), [length] * size
         received = torch.empty_like(sent)
         comm.all_to_all(received, sent, sizes, sizes).wait()
-        found += [*sums, told, gathered, received, scattered(comm, sent)]
+        results += [*sums, message, gathered, received, scattered(comm, sent)]
     turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
@@ -88,15 +88,15 @@ def all_collectives(comm: Comm) -> list[Any]:
             tensor += drawn(rank, len(tensor) + step, tensor.dtype)[step:]
         for pending in [comm.all_reduce(tensor) for tensor in lasting]:
             pending.wait()
-    found += lasting
+    results += lasting
     adding, sums = comm.start_sum([rank, 0.5, True])
     adding.wait()
     assert sums() == [sum(range(size)), size / 2, size]
-    words = (
+    args = (
         comm.gather_bytes(bytes([rank]) * 100),
         comm.broadcast_bytes(b"word" if rank == 0 else None),
     )
-    return [[one.clone() for one in found], turned.contiguous(), words, comm.exact_mean(rank, 2)]
+    return [[item.clone() for item in results], turned.contiguous(), args, comm.exact_mean(rank, 2)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -115,7 +115,7 @@ def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
     sync = make_sync("exact", model, comm, 1)
     rank, size = comm.world.rank, comm.world.world_size
     first, last = passes * rank // size, passes * (rank + 1) // size
-    found = []
+    results = []
     for step in range(3):
         sync.begin(first, last - first, passes)
         for number in range(first, last):
@@ -128,10 +128,10 @@ def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
             [True],
             [sum(range(passes))],
         )
-        found += [p.grad.clone() for p in model]
+        results += [p.grad.clone() for p in model]
         for p in model:
             p.grad = None
-    return found
+    return results
 
 
 @pytest.mark.parametrize("passes", [5, 8])
@@ -223,29 +223,29 @@ def test_a_rank_that_does_not_come_in_time_is_named_and_nobody_computes_meanwhil
     assert time.thread_time() - before < 0.1
 
 
-def brought(rank: SharedMemory, other: str) -> Work:
+def brought(rank: SharedMemory, peer: str) -> Work:
     """What does not fit to an all-reduce of four floats."""
-    if other == "kind":
+    if peer == "kind":
         return rank.broadcast(torch.zeros(4), 0)
     size, dtype = (
-        (5 if other == "length" else 4),
-        (torch.int32 if other == "dtype" else torch.float32),
+        (5 if peer == "length" else 4),
+        (torch.int32 if peer == "dtype" else torch.float32),
     )
     return rank.all_reduce(torch.zeros(size, dtype=dtype))
 
 
-@pytest.mark.parametrize("other", ["length", "dtype", "kind", "more", "block"])
-def test_what_does_not_fit_between_ranks_fails_on_both(other: str) -> None:
+@pytest.mark.parametrize("peer", ["length", "dtype", "kind", "more", "block"])
+def test_what_does_not_fit_between_ranks_fails_on_both(peer: str) -> None:
     with memories([os.getpid()] * 2) as (first, second):
-        if other == "block":  # of one shape: its rows would become the other block's weights
+        if peer == "block":  # of one shape: its rows would become the other block's weights
             gathered = [torch.zeros(2), torch.zeros(2)]
             works = [
                 first.all_gather(gathered, gathered[0], "a"),
                 second.all_gather(gathered, gathered[1], "b"),
             ]
         else:
-            works = [first.all_reduce(torch.zeros(4)), brought(second, other)]
-        if other == "more":
+            works = [first.all_reduce(torch.zeros(4)), brought(second, peer)]
+        if peer == "more":
             second.all_reduce(torch.zeros(1))
         with ThreadPoolExecutor(2) as pool:
             for failed in [pool.submit(work.wait) for work in works]:

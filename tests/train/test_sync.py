@@ -123,14 +123,14 @@ def take_steps_of_all_cuts(comm: Comm, mode: str) -> list[list[Step]]:
     return [take_steps(comm, mode, cut) for cut in CUTS[comm.world.world_size]]
 
 
-def assert_same(found: Grads, expected: Grads, where: str) -> None:
+def assert_same(results: Grads, expected: Grads, where: str) -> None:
     for name, grad in expected.items():
-        mine = found[name]
-        if grad is None or mine is None:
-            assert mine is grad, f"{where}: {name} has grad {mine}, expected {grad}"
+        own_part = results[name]
+        if grad is None or own_part is None:
+            assert own_part is grad, f"{where}: {name} has grad {own_part}, expected {grad}"
         else:
             torch.testing.assert_close(
-                mine,
+                own_part,
                 grad,
                 rtol=1e-5,
                 atol=1e-6,
@@ -267,11 +267,11 @@ def is_given_to_gloo(_comm: Comm) -> bool:
     """Whether a collective that begins within backward would hold a Python object for gloo's
     threads to drop.
     """
-    seen = []
+    calls = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: seen.append(torch._C._is_key_in_tls("context")))
+    x.register_hook(lambda _: calls.append(torch._C._is_key_in_tls("context")))
     x.sum().backward()
-    return seen[0]
+    return calls[0]
 
 
 @pytest.mark.ranks

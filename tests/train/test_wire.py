@@ -61,7 +61,9 @@ class Evil:
 def rank(number: int, sent: bytes = b"") -> Any:
     """A rank that gets these bytes, or what it has sent itself."""
     world = World(rank=number, world_size=2)
-    return SimpleNamespace(alone=False, world=world, broadcast_bytes=lambda told: told or sent)
+    return SimpleNamespace(
+        alone=False, world=world, broadcast_bytes=lambda message: message or sent
+    )
 
 
 def test_what_the_first_rank_says_to_all_is_no_pickle(tmp_path: Path) -> None:

@@ -33,24 +33,11 @@ def fingerprint_source(source: Source | None) -> bytes:
     """Return 8 bytes that depend on a few samples of data in memory; zeros for other data."""
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
-    positions = torch.linspace(
-        0,
-        len(source) - 1,
-        MAX_SAMPLES_COMPARED,
-        dtype=torch.float64,
-    )
+    last = len(source) - 1
+    positions = torch.linspace(0, last, MAX_SAMPLES_COMPARED, dtype=torch.float64)
     indices = positions.long().to(source.device)
-    return fingerprint(
-        [
-            fingerprint(
-                tensor.index_select(
-                    0,
-                    indices,
-                )
-            )
-            for tensor in source.tensors
-        ]
-    )
+    samples = [tensor.index_select(0, indices) for tensor in source.tensors]
+    return fingerprint([fingerprint(tensor) for tensor in samples])
 
 
 @lru_cache(maxsize=1)

@@ -113,13 +113,8 @@ class FullShards:
         for name in self.names_by_number:
             param = self.params[name]
             for key, value in self.optimizer.state.get(param, {}).items():
-                is_elementwise = (
-                    isinstance(
-                        value,
-                        torch.Tensor,
-                    )
-                    and value.shape == param.shape
-                )
+                is_tensor = isinstance(value, torch.Tensor)
+                is_elementwise = is_tensor and value.shape == param.shape
                 if is_elementwise and not is_distributed(value):
                     own_rows = get_local_slice(param)
                     rows = value[own_rows.first : own_rows.first + len(own_rows.values)]

@@ -182,20 +182,18 @@ class RecomputeCheck:
         own_hashes = self._join_hashes()
         peer_hashes = self._recompute(step, (rank - 1) % world_size)
         digests = self._gather(digest(own_hashes) + digest(peer_hashes))
-        mismatches = []
+        mismatched_owners = []
         for owner in range(world_size):
             own_digest = digests[owner][:TOTAL_HASH_BYTES]
             checker_digest = digests[(owner + 1) % world_size][TOTAL_HASH_BYTES:]
             if own_digest != checker_digest:
-                mismatches.append(owner)
+                mismatched_owners.append(owner)
+        mismatches = [
+            self._recompute_on_all(step, owner, own_hashes, peer_hashes)
+            for owner in mismatched_owners
+        ]
         if mismatches:
-            self._raise_error(
-                step,
-                [
-                    self._recompute_on_all(step, owner, own_hashes, peer_hashes)
-                    for owner in mismatches
-                ],
-            )
+            self._raise_error(step, mismatches)
 
     def _recompute_on_all(
         self,
@@ -228,13 +226,7 @@ class RecomputeCheck:
         mismatches: list[Mismatch],
     ) -> None:
         """Raise this rank's error. Of several mismatches, one with a majority result counts."""
-        verdicts = [
-            find_wrong_ranks(
-                mismatch.first,
-                mismatch.recomputed,
-            )
-            for mismatch in mismatches
-        ]
+        verdicts = [find_wrong_ranks(case.first, case.recomputed) for case in mismatches]
         pairs = list(zip(mismatches, verdicts, strict=True))
         mismatch, wrong = next((pair for pair in pairs if pair[1].correct), pairs[0])
         report = MismatchReport(
