@@ -18,12 +18,12 @@ from stepladder.tools.doctor.link import Link, Speed, bus_bandwidth
 
 def test_this_machine_is_looked_at_kept_and_judged_again(tmp_path: Path) -> None:
     done = run("doctor", "--save", "bundle.json", "--json", cwd=tmp_path)
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == int(not said["ok"]), done.stderr
-    assert said.keys() == documented_keys("doctor")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == int(not report["ok"]), done.stderr
+    assert report.keys() == documented_keys("doctor")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle.json"]
-    again = run("doctor", "--load", "bundle.json", "--json", cwd=tmp_path)
-    assert json.loads(again.stdout) == said
+    second = run("doctor", "--load", "bundle.json", "--json", cwd=tmp_path)
+    assert json.loads(second.stdout) == report
 
 
 def test_a_bundle_from_elsewhere_is_judged_here(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text("import slow\nopen('run', 'w')\n")
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.3)\n")
     done = run("doctor", "train.py", cwd=tmp_path)
-    found = re.search(
+    match = re.search(
         r"^train.py imports for \d+\.\d s; slowest: slow (\d+\.\d) s", done.stdout, re.MULTILINE
     )
-    assert found is not None and float(found[1]) >= 0.3, done.stdout
+    assert match is not None and float(match[1]) >= 0.3, done.stdout
     assert not (tmp_path / "run").exists()
 
 

@@ -139,12 +139,12 @@ def test_check_all_skips_what_this_machine_cannot_run(learn: Learn, tmp_path: Pa
 def test_check_all_shows_what_a_broken_one_said(learn: Learn, tmp_path: Path) -> None:
     broken = tmp_path / "checkout/lessons/01-first/lesson.py"
     broken.write_text("print('so far, so good')\n1 / 0\n")
-    said = learn("check", "--all", code=1).stdout
+    output = learn("check", "--all", code=1).stdout
     assert (
         "lesson 1                 NOT YET: it ended with exit code 1, see its output\n    so far, so good\n"
-        in said
+        in output
     )
-    assert "    ZeroDivisionError: division by zero\nadd " in said
+    assert "    ZeroDivisionError: division by zero\nadd " in output
 
 
 def test_a_solution_is_shown_to_who_wants_to_see_it(learn: Learn) -> None:
@@ -154,12 +154,12 @@ def test_a_solution_is_shown_to_who_wants_to_see_it(learn: Learn) -> None:
 
 
 def test_start_copies_and_check_uses_the_copies(learn: Learn, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    assert f"{mine}: 2 exercises copied, 0 kept" in learn("start", mine).stdout
-    file = mine / "add" / "exercise.py"
+    copy = tmp_path / "mine"
+    assert f"{copy}: 2 exercises copied, 0 kept" in learn("start", copy).stdout
+    file = copy / "add" / "exercise.py"
     file.write_text(file.read_text().replace("return a\n", "return a + b\n"))
     assert "passed: it adds" in learn("check", "add").stdout
-    assert f"{mine}: 0 exercises copied, 2 kept" in learn("start", mine).stdout
+    assert f"{copy}: 0 exercises copied, 2 kept" in learn("start", copy).stdout
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from labs import TestLab
 from processes import refused
 from stepladder.cli import main
-from stepladder.slurm.client import SYSTEM_CONF
+from stepladder.slurm.submitted_jobs import SYSTEM_CONF
 
 Typed = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -34,11 +34,11 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
     """A command, in this process: a new one takes its time."""
 
-    def run_here(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         with pytest.raises(SystemExit) as ended:
-            main(list(words))
+            main(list(arguments))
         shown = capsys.readouterr()
-        return subprocess.CompletedProcess(words, ended.value.code, shown.out, shown.err)  # type: ignore[arg-type]
+        return subprocess.CompletedProcess(arguments, ended.value.code, shown.out, shown.err)  # type: ignore[arg-type]
 
     return run_here
 
@@ -56,7 +56,7 @@ def test_help_answers_on_a_login_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("submit", "--", "train", "mlp"),
         ("status",),
@@ -66,13 +66,13 @@ def test_help_answers_on_a_login_node(tmp_path: Path) -> None:
     ],
 )
 def test_no_slurm_here(
-    words: tuple[str, ...], no_slurm: None, typed: Typed, tmp_path: Path
+    arguments: tuple[str, ...], no_slurm: None, typed: Typed, tmp_path: Path
 ) -> None:
-    refused(typed(*words), "there is no Slurm on this machine", "stepladder lab up")
+    refused(typed(*arguments), "there is no Slurm on this machine", "stepladder lab up")
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("arguments", "parts"),
     [
         ([], ["there is nothing to run"]),
         (["--", "missing.py"], ["script 'missing.py' does not exist"]),
@@ -125,9 +125,9 @@ def test_no_slurm_here(
     ],
 )
 def test_what_cannot_be_is_one_line(
-    words: list[str], parts: list[str], no_slurm: None, typed: Typed, tmp_path: Path
+    arguments: list[str], parts: list[str], no_slurm: None, typed: Typed, tmp_path: Path
 ) -> None:
-    refused(typed("submit", *words), *parts)
+    refused(typed("submit", *arguments), *parts)
     assert not list(tmp_path.glob("runs*"))
 
 
@@ -161,8 +161,8 @@ def test_flags_count_more_than_the_site_and_the_nearest_file_counts(
     below.mkdir(parents=True)
     monkeypatch.chdir(below)
 
-    def dry(*words: str) -> str:
-        return typed("submit", *words, "--dry-run", "--", "train", "mlp").stdout
+    def dry(*arguments: str) -> str:
+        return typed("submit", *arguments, "--dry-run", "--", "train", "mlp").stdout
 
     assert "#SBATCH --qos=own" in dry()
     (tmp_path / "project" / "stepladder.toml").write_text(
@@ -266,7 +266,7 @@ def test_what_the_cluster_does_not_have_is_one_line(
     monkeypatch.chdir(tmp_path)
     for name, value in lab.env.items():
         monkeypatch.setenv(name, value)
-    asked = {
+    expected = {
         "--partition=gpux": ("partition gpux is unknown; there are",),
         "--nodes=5": ("--nodes 5, but partition", "at most 4", "--nodes 4"),
         "--gpus-per-node=3": ("--gpus-per-node 3 on 1 nodes", "gpu:2"),
@@ -275,7 +275,7 @@ def test_what_the_cluster_does_not_have_is_one_line(
         "--sbatch-arg=--nodelist=n[3-": ("'n[3-' is not a node list",),
         "--sbatch-arg=--no-such-option": ("no-such-option",),
     }
-    for flag, parts in asked.items():
+    for flag, parts in expected.items():
         refused(typed("submit", flag, "--", "train", "mlp"), *parts)
     for command in ("status", "logs", "cancel"):
         refused(typed(command, "99999"), "there is no job 99999", "stepladder status")

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] =
     "RANK without WORLD_SIZE": (("mlp",), {"RANK": "0"}, ("WORLD_SIZE",)),
     "RANK beyond WORLD_SIZE": (("mlp",), {**RANK_OF_2, "RANK": "2"}, ("RANK=2", "WORLD_SIZE=2")),
     "WORLD_SIZE no number": (("mlp",), {**RANK_OF_2, "WORLD_SIZE": "two"}, ("WORLD_SIZE", "'two'")),
-    "a job's flag before its name": (("--net", "classic", "mnist"), {}, ("--net stands before the job's name",)),
+    "a job's flag before its name": (("--net", "classic", "mnist"), {}, ("--net is before the job's name",)),
     "another nproc inside torchrun": (("mlp", "--nproc", 3), RANK_OF_2, ("--nproc 3",)),
     "no processes": (("mlp", "--nproc", 0), {}, ("--nproc '0'",)),
     "more processes than a machine holds": (("mlp", "--nproc", 10**6), {}, ("--nproc 1000000 on a machine",)),
@@ -117,7 +117,7 @@ def test_cuda_without_a_gpu_says_which_torch_this_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, content, found",
+    "name, content, message",
     [
         (
             "train-images-idx3-ubyte.gz",
@@ -130,7 +130,7 @@ def test_cuda_without_a_gpu_says_which_torch_this_is(tmp_path: Path) -> None:
     ids=["truncated gzip", "wrong magic", "labels for images"],
 )
 def test_a_damaged_data_file_is_named(
-    name: str, content: bytes, found: str, tmp_path: Path
+    name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -140,7 +140,7 @@ def test_a_damaged_data_file_is_named(
     (folder / name).write_bytes(content)
     refused(
         run("train", "mnist", "--data-dir", "data", cwd=tmp_path),
-        found,
+        message,
         "stepladder data get mnist",
     )
     assert not (tmp_path / "runs").exists()
@@ -237,20 +237,22 @@ def test_a_full_disk_is_said_and_leaves_no_half_snapshot(tmp_path: Path) -> None
 def test_a_disk_that_fills_up_while_steps_are_noted_is_one_line(tmp_path: Path) -> None:
     """No file may pass 4 kB: the ledger or the metrics do, in the first epochs."""
     command = ("bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, "-m", "stepladder")
-    asked = (*MLP[:3], "--global-batch", 4, "--snapshot-every", 1000)
-    whole = {"PYTHONDONTWRITEBYTECODE": "1"}  # or Python caches half a module
-    done = run("train", *asked, cwd=tmp_path, command=command, env=whole)
+    arguments = (*MLP[:3], "--global-batch", 4, "--snapshot-every", 1000)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1"}  # or Python caches half a module
+    done = run("train", *arguments, cwd=tmp_path, command=command, env=variables)
     assert ".jsonl cannot be written: File too large" in refused(done, "error: runs/mlp/")
     assert not (tmp_path / "runs/mlp/result.json").exists()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_loss_that_is_not_a_number_stops_the_run_at_its_step(nproc: int, tmp_path: Path) -> None:
-    asked = ("train", TROUBLE, "--nproc", nproc, "--snapshot-every", 2)
+    arguments = ("train", TROUBLE, "--nproc", nproc, "--snapshot-every", 2)
     refused(
-        run(*asked, cwd=tmp_path, env={"TROUBLE": "nan 0 7"}), "the loss of step 7 is nan", "--lr"
+        run(*arguments, cwd=tmp_path, env={"TROUBLE": "nan 0 7"}),
+        "the loss of step 7 is nan",
+        "--lr",
     )
-    assert train(*asked[1:], cwd=tmp_path)["resumed_from_step"] == 6
+    assert train(*arguments[1:], cwd=tmp_path)["resumed_from_step"] == 6
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

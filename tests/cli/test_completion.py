@@ -13,7 +13,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("line", "offered"),
     [
         ("stepladder tr", ["plain,train"]),
         ("stepladder train m", ["plain,mlp", "plain,mnist", "plain,movielens"]),
@@ -26,11 +26,11 @@ import pytest
         ("stepladder sample --te", ["plain,--temperature"]),
     ],
 )
-def test_the_tab_key_offers(words: str, offered: list[str], tmp_path: Path) -> None:
+def test_the_tab_key_offers(line: str, offered: list[str], tmp_path: Path) -> None:
     asked = {
         "_STEPLADDER_COMPLETE": "bash_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(line.count(" ")),
     }
     command = Path(sys.executable).with_name("stepladder")
     done = subprocess.run(

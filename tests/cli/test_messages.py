@@ -56,9 +56,9 @@ def typed(
     """The line that refuses a command, in this process, which takes no time to start."""
     monkeypatch.chdir(tmp_path)
 
-    def refusal(*words: str) -> str:
+    def refusal(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            main(list(words))
+            main(list(arguments))
         shown = capsys.readouterr()
         assert (ended.value.code, shown.out) == (2, "")
         assert (
@@ -92,10 +92,10 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", TYPED)
 def test_a_mistyped_command_is_answered_with_what_was_meant(case: str, typed: Typed) -> None:
-    words, parts = TYPED[case]
-    if words[:2] == ("run", "--hosts"):
+    arguments, parts = TYPED[case]
+    if arguments[:2] == ("run", "--hosts"):
         Path("x").write_text("")
-    line = typed(*words)
+    line = typed(*arguments)
     assert all(part in line for part in parts), line
     assert "\\n" not in line
 
@@ -332,9 +332,9 @@ SETUPS: dict[str, tuple[GpuSetup, str, str]] = {
 @pytest.mark.parametrize("case", SETUPS)
 def test_why_there_is_no_gpu_is_told_by_the_build_the_driver_and_the_variable(case: str) -> None:
     setup, cause, hint = SETUPS[case]
-    found = setup.explain_absence()
-    assert cause in found[0] and hint in found[1]
-    assert ("a CUDA build" in found[1]) == (setup.cuda is None)
+    absence = setup.absence()
+    assert cause in absence[0] and hint in absence[1]
+    assert ("a CUDA build" in absence[1]) == (setup.cuda is None)
 
 
 @NO_GPU

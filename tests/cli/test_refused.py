@@ -126,13 +126,13 @@ def odd(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "case"),
+    ("arguments", "case"),
     [((*SCRIPT, "true"), case) for case in ENVIRONMENT]
     + [(TRAIN, case) for case in ENVIRONMENT | OF_RANKS],
 )
-def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    env, found = (ENVIRONMENT | OF_RANKS)[case]
-    refused(run(*words, cwd=tmp_path, env=env), found)
+def test_an_odd_variable_is_one_line(case: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    env, message = (ENVIRONMENT | OF_RANKS)[case]
+    refused(run(*arguments, cwd=tmp_path, env=env), message)
     assert not list(tmp_path.iterdir())
 
 
@@ -146,27 +146,29 @@ def test_a_network_interface_that_is_not_here_is_said_before_a_run_directory_is_
 
 @pytest.mark.parametrize("case", FLAGS)
 def test_an_odd_flag_is_one_line(case: str, odd: Path) -> None:
-    words, found = FLAGS[case]
-    done = run(*words, cwd=odd)
-    line = refused(done, found)
+    arguments, message = FLAGS[case]
+    done = run(*arguments, cwd=odd)
+    line = refused(done, message)
     assert done.stderr == f"{line}\n" and line.isprintable() and len(line) < 1000
     assert sorted(path.name for path in odd.iterdir()) == ["loop", "pipe", "text"]
 
 
 @needs_slurm
-@pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
+@pytest.mark.parametrize("arguments", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
 def test_a_slurm_configuration_of_300_characters_is_one_line(
-    words: tuple[str, ...], tmp_path: Path
+    arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": "x" * 300}), "SLURM_CONF xxx")
+    refused(run(*arguments, cwd=tmp_path, env=JOB | {"SLURM_CONF": "x" * 300}), "SLURM_CONF xxx")
     assert not list(tmp_path.iterdir())
 
 
 @needs_slurm
-@pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
-def test_a_slurm_job_that_nobody_knows_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
+def test_a_slurm_job_that_nobody_knows_is_one_line(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     refused(
-        run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}),
+        run(*arguments, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}),
         "SLURM_JOB_ID=7: ",
     )
     assert not list(tmp_path.iterdir())
@@ -216,15 +218,15 @@ JOBS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(
-    "words", [("train", "job.py"), ("doctor", "job.py"), ("submit", "--", "train", "job.py")]
+    "arguments", [("train", "job.py"), ("doctor", "job.py"), ("submit", "--", "train", "job.py")]
 )
 @pytest.mark.parametrize("case", JOBS)
 def test_a_file_that_is_no_python_is_one_line(
-    case: str, words: tuple[str, ...], tmp_path: Path
+    case: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    content, found = JOBS[case]
+    content, message = JOBS[case]
     (tmp_path / "job.py").write_bytes(content)
-    refused(run(*words, cwd=tmp_path), found)
+    refused(run(*arguments, cwd=tmp_path), message)
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
 
 
@@ -232,13 +234,13 @@ def test_a_terabyte_is_no_job(tmp_path: Path) -> None:
     with (tmp_path / "job.py").open("wb") as file:
         file.truncate(1 << 40)
     of_run = ("run", "--nproc", "2", "job.py"), ("run", "-m", "job")
-    for words in (
+    for arguments in (
         ("train", "job.py"),
         ("doctor", "job.py"),
         ("submit", "--lint", "job.py"),
         *of_run,
     ):
-        refused(run(*words, cwd=tmp_path), "it is larger than 16 MiB")
+        refused(run(*arguments, cwd=tmp_path), "it is larger than 16 MiB")
 
 
 def test_a_line_of_megabytes_is_linted_in_no_time(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ import threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from stepladder.cli import refuse
-from stepladder.launcher.nodes.own_node import WATCH
+from stepladder.launcher.nodes.local_node import WATCH
 
 class Slow:
     def __del__(self):

@@ -16,7 +16,7 @@ JOB = JOBS / "secret.py"
 TYPED = (JOB, "--hf-token", TOKEN, "--data-url", URL)
 
 
-def told(folder: Path) -> list[str]:
+def read_all(folder: Path) -> list[str]:
     """Files in which a secret stands."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "given.json"]
     assert files
@@ -46,7 +46,7 @@ def test_a_run_keeps_no_secret_and_goes_on_with_it(tmp_path: Path) -> None:
     assert config["config"]["pad_token"] == "<pad>"
     assert run("report", "run", cwd=tmp_path).returncode == 0
     assert "***" in (tmp_path / "report.html").read_text()
-    assert not told(tmp_path)
+    assert not read_all(tmp_path)
     refused(
         run(*typed, "--pad-token", "x", "--steps", 4, cwd=tmp_path),
         "was started with pad_token=<pad>",
@@ -60,15 +60,15 @@ def test_a_service_for_curves_gets_no_secret(tmp_path: Path) -> None:
     env = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
     done = run("train", *TYPED, "--log-to", "mlflow", "--run-dir", "run", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    (kept,) = (tmp_path / "store").rglob("params/hf_token")
-    assert kept.read_text() == "***"
-    assert not told(tmp_path)
+    (stored,) = (tmp_path / "store").rglob("params/hf_token")
+    assert stored.read_text() == "***"
+    assert not read_all(tmp_path)
 
 
 def test_verify_of_a_run_asks_for_no_mask(tmp_path: Path) -> None:
     """What is not kept is the file's default again, or what is typed; *** would be another value."""
     run("train", *TYPED, "--max-tokens", 9, "--run-dir", "run", cwd=tmp_path)
-    found = (
+    train_arguments = (
         "verify",
         "run",
         "--nproc",
@@ -79,13 +79,13 @@ def test_verify_of_a_run_asks_for_no_mask(tmp_path: Path) -> None:
         "given.json",
         "--trust-job-file",
     )
-    assert run(*found, cwd=tmp_path).returncode == 0
+    assert run(*train_arguments, cwd=tmp_path).returncode == 0
     assert (
         given(tmp_path)["hf_token"],
         given(tmp_path)["data_url"],
         given(tmp_path)["max_tokens"],
     ) == ("", "", 9)
-    assert run(*found, "--hf-token", TOKEN, cwd=tmp_path).returncode == 0
+    assert run(*train_arguments, "--hf-token", TOKEN, cwd=tmp_path).returncode == 0
     assert given(tmp_path)["hf_token"] == TOKEN
 
 
@@ -102,22 +102,22 @@ def test_a_script_s_launches_keep_no_secret(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import sys; open('given.json', 'w').write(str(sys.argv[1:]))"
     )
-    words = ["--api-key", TOKEN, f"DB_PASSWORD={TOKEN}", URL]
-    assert run("run", "--run-dir", "its", "script.py", *words, cwd=tmp_path).returncode == 0
-    assert (tmp_path / "given.json").read_text() == str(words)
+    arguments = ["--api-key", TOKEN, f"DB_PASSWORD={TOKEN}", URL]
+    assert run("run", "--run-dir", "its", "script.py", *arguments, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "given.json").read_text() == str(arguments)
     assert run("report", "its", cwd=tmp_path).returncode == 0
     launch = (tmp_path / "its" / "launches.jsonl").read_text()
     assert "--api-key '***' 'DB_PASSWORD=***' 'https://me:***@host/data'" in launch
-    assert not told(tmp_path)
+    assert not read_all(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [("train", *TYPED), ("run", "script.py", "--hf-token", TOKEN, f"DB_PASSWORD={TOKEN}", URL)],
 )
-def test_a_batch_script_holds_no_secret(tmp_path: Path, words: tuple[object, ...]) -> None:
+def test_a_batch_script_holds_no_secret(tmp_path: Path, arguments: tuple[object, ...]) -> None:
     (tmp_path / "script.py").write_text("import sys\n")
-    shown = run("submit", "--dry-run", "--", *words, cwd=tmp_path)
+    shown = run("submit", "--dry-run", "--", *arguments, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert not [text for text in SECRETS if text in shown.stdout]
     assert "_HF_TOKEN:?is not set}" in shown.stdout and "--hf-token '***'" in shown.stdout

@@ -23,11 +23,17 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def under(*words: str, cwd: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
+def under(*arguments: str, cwd: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
     """A command of these words in a new process. A variable that is None is not set."""
-    whole = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+    variables = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
     return subprocess.run(
-        words, cwd=cwd, env=whole, capture_output=True, text=True, timeout=SECONDS, check=False
+        arguments,
+        cwd=cwd,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
 
 
@@ -38,7 +44,7 @@ def needs(*programs: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("train", "mlp"),
         ("run", "s.py"),
@@ -49,12 +55,12 @@ def needs(*programs: str) -> None:
     ],
 )
 def test_a_working_folder_that_was_removed_is_one_line(
-    words: tuple[str, ...], tmp_path: Path
+    arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "bash", *COMMAND, *words]
-    refused(under(*command, cwd=gone), "the current folder cannot be used")
+    missing = tmp_path / "gone"
+    missing.mkdir()
+    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "bash", *COMMAND, *arguments]
+    refused(under(*command, cwd=missing), "the current folder cannot be used")
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -145,15 +151,19 @@ def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) 
 @pytest.mark.ranks
 def test_64_open_files_are_enough(tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *COMMAND]
-    for words in ((*SHORT, "--nproc", "3"), ("audit", "run"), ("report", "run")):
-        done = under(*limited, *words, cwd=tmp_path)
+    for arguments in ((*SHORT, "--nproc", "3"), ("audit", "run"), ("report", "run")):
+        done = under(*limited, *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help")], ids=" ".join)
-def test_help_that_stdout_does_not_take_is_no_error(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("--version",), ("train", "--help")], ids=" ".join
+)
+def test_help_that_stdout_does_not_take_is_no_error(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     full = ["bash", "-c", '"$@" > /dev/full', "bash", *COMMAND]
-    done = under(*full, *words, cwd=tmp_path)
+    done = under(*full, *arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -253,8 +263,8 @@ def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> Non
     needs("unshare")
     (tmp_path / "place").mkdir()
     mounted = 'mount -t tmpfs none place && mount -o remount,ro place || exit 77; exec "$@"'
-    words = "train", "mlp", "--steps", "3", "--run-dir", "place/run"
-    done = under("unshare", "-m", "bash", "-c", mounted, "bash", *COMMAND, *words, cwd=tmp_path)
+    arguments = "train", "mlp", "--steps", "3", "--run-dir", "place/run"
+    done = under("unshare", "-m", "bash", "-c", mounted, "bash", *COMMAND, *arguments, cwd=tmp_path)
     if done.returncode == 77:
         pytest.skip("this machine mounts no tmpfs")
     refused(done, "place/run cannot be written: Read-only file system")
@@ -315,8 +325,8 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs("gcc")
     folder = tmp_path_factory.mktemp("clock")
     (folder / "clock.c").write_text(CLOCK)
-    words = ["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
-    if subprocess.run(words, cwd=folder, check=False).returncode:
+    arguments = ["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
+    if subprocess.run(arguments, cwd=folder, check=False).returncode:
         pytest.skip("gcc compiles no library here")
     return folder / "clock.so"
 
@@ -351,9 +361,9 @@ def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(
 
 
 def clock_of(env: dict[str, str]) -> float:
-    words = [sys.executable, "-c", "import time; print(time.time())"]
+    arguments = [sys.executable, "-c", "import time; print(time.time())"]
     return float(
-        subprocess.run(words, env={**os.environ, **env}, capture_output=True, check=True).stdout
+        subprocess.run(arguments, env={**os.environ, **env}, capture_output=True, check=True).stdout
     )
 
 

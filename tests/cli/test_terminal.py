@@ -83,10 +83,10 @@ def test_a_ledger_s_texts_are_only_shown(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("train", f"{EVIL}.py"), ("report", EVIL), ("doctor", "--load", EVIL), (EVIL,)]
+    "arguments", [("train", f"{EVIL}.py"), ("report", EVIL), ("doctor", "--load", EVIL), (EVIL,)]
 )
-def test_a_name_in_an_error_is_only_shown(tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = run(*words, cwd=tmp_path)
+def test_a_name_in_an_error_is_only_shown(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, cwd=tmp_path)
     assert harmless(refused(done))
     assert SHOWN in done.stderr and done.stderr.count("\n") == 1
 

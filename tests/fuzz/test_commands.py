@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from odd import prepare, values
 
 from fuzzing import Fuzz
-from stepladder.cli import COMMANDS, HIDDEN, cli
-from stepladder.cli.options import JobCommand, option
+from stepladder.cli import COMMAND_SUMMARIES, HIDDEN_COMMANDS, cli
+from stepladder.cli.options import JobCommand, make_config_option
 from stepladder.train.job_file import find_job
 from stepladder.train.job_source import read_config_fields
 
 pytestmark = pytest.mark.ranks
 
 CHECKOUT = Path(__file__).parents[2]
-NAMES = [*COMMANDS, *HIDDEN]
+NAMES = [*COMMAND_SUMMARIES, *HIDDEN_COMMANDS]
 QUICK = ("--warmup", "1", "--steps", "5", "--rounds", "1", "--nproc", "1", "--sync", "ddp")
 # Words that a command needs in order to do little; what is drawn comes behind them, and counts.
 NEEDED: dict[str, list[tuple[str, ...]]] = {
@@ -85,7 +85,7 @@ def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.
 
 def params_of(command: click.Command) -> list[click.Parameter]:
     own = (
-        [option(field) for field in read_config_fields(find_job("mlp"))]
+        [make_config_option(field) for field in read_config_fields(find_job("mlp"))]
         if isinstance(command, JobCommand)
         else []
     )

@@ -29,9 +29,13 @@ def port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def srun(env: dict[str, str], topology: Topology, *arguments: str) -> list[str] | None:
-    found = Allocation.detect(env)
-    nodes = found.wanted(topology) if found else None
-    return found.command(arguments, topology, nodes, "10.0.0.7") if found and nodes else None
+    detected = Allocation.detect(env)
+    nodes = detected.nodes_to_start(topology) if detected else None
+    return (
+        detected.srun_command(arguments, topology, nodes, "10.0.0.7")
+        if detected and nodes
+        else None
+    )
 
 
 def test_on_several_nodes_one_agent_each_meets_at_the_first() -> None:
@@ -56,16 +60,18 @@ def test_a_range_of_nodes_outlives_the_loss_of_one() -> None:
 
 
 def test_one_node_is_reached_from_where_salloc_was_typed_and_only_from_there() -> None:
-    one = {**SALLOC, "SLURM_JOB_NUM_NODES": "1"}
-    command = srun(one, Topology("", "2"), "run", "--nproc", "2", "x.py")
+    single_node = {**SALLOC, "SLURM_JOB_NUM_NODES": "1"}
+    command = srun(single_node, Topology("", "2"), "run", "--nproc", "2", "x.py")
     assert command is not None and command[-6:] == ["run", "--nodes", "1", "--nproc", "2", "x.py"]
-    assert srun({**one, "SLURMD_NODENAME": "gpu7"}, Topology(), "run", "x.py") is None
+    assert srun({**single_node, "SLURMD_NODENAME": "gpu7"}, Topology(), "run", "x.py") is None
     assert srun(ON_A_NODE, Topology("1"), "run", "--nodes", "1", "x.py") is None
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:
-    found = Allocation(3, 2, "n[1-2]")
-    assert "[fd00::1]:24711" in found.command(["run", "x.py"], Topology(), (2, 2), "fd00::1")
+    detected = Allocation(3, 2, "n[1-2]")
+    assert "[fd00::1]:24711" in detected.srun_command(
+        ["run", "x.py"], Topology(), (2, 2), "fd00::1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,8 +105,8 @@ def test_a_step_within_an_interactive_step_shares_its_cores() -> None:
     ],
 )
 def test_processes_per_node_follow_the_gpus(changed: dict[str, str], gpus: int) -> None:
-    found = Allocation.detect({**SALLOC, **changed})
-    assert found is not None and found.gpus == gpus
+    detected = Allocation.detect({**SALLOC, **changed})
+    assert detected is not None and detected.gpus == gpus
 
 
 def test_more_nodes_than_the_job_has_is_one_line() -> None:
@@ -117,17 +123,17 @@ RUNPOD: dict[str, Any] = {
 
 
 def test_a_rented_cluster_s_variables_are_taken_where_no_flag_names_nodes() -> None:
-    topology = Topology().completed(RUNPOD)
+    topology = Topology().with_cluster_variables(RUNPOD)
     assert (topology.nodes, topology.nproc, topology.endpoint) == ("2", "8", "10.65.0.2:29400")
     assert topology.local_addr == "10.65.0.3" and "--nodes 1" in topology.note
-    assert Topology("1").completed(RUNPOD) == Topology("1")
-    assert Topology("", "4").completed(RUNPOD).nproc == "4"
+    assert Topology("1").with_cluster_variables(RUNPOD) == Topology("1")
+    assert Topology("", "4").with_cluster_variables(RUNPOD).nproc == "4"
     for single in (
         {},
         {"RUNPOD_POD_ID": "x"},
         {**RUNPOD, "NUM_NODES": "1"},
         {**RUNPOD, "RANK": "0"},
     ):
-        assert Topology().completed(single) == Topology()
+        assert Topology().with_cluster_variables(single) == Topology()
     with pytest.raises(InputError, match="PRIMARY_PORT is not a number"):
-        Topology().completed({**RUNPOD, "PRIMARY_PORT": "auto"})
+        Topology().with_cluster_variables({**RUNPOD, "PRIMARY_PORT": "auto"})

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.slow
 def test_a_plain_script_runs_on_all_nodes_of_the_allocation(lab: TestLab, tmp_path: Path) -> None:
     command = "stepladder", "run", "--nproc", 2, JOBS / "tutorial.py", 1, 1, "--batch-size", 128
-    said = lab.slurm("salloc", "-N2", *command, cwd=tmp_path)
-    assert sorted(said.splitlines()) == [
+    output = lab.slurm("salloc", "-N2", *command, cwd=tmp_path)
+    assert sorted(output.splitlines()) == [
         f"[rank {rank}] [GPU{rank}] Epoch 0 | Batchsize: 128 | Steps: 4" for rank in range(4)
     ]
 
@@ -30,7 +30,7 @@ def test_one_node_is_not_where_salloc_was_typed(lab: TestLab, tmp_path: Path) ->
 
 
 def test_a_task_per_rank_gives_a_script_torchrun_s_variables(lab: TestLab, tmp_path: Path) -> None:
-    said = lab.slurm(
+    output = lab.slurm(
         "srun",
         "-N2",
         "--ntasks-per-node=1",
@@ -40,11 +40,11 @@ def test_a_task_per_rank_gives_a_script_torchrun_s_variables(lab: TestLab, tmp_p
         "about",
         cwd=tmp_path,
     )
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert [(one["WORLD_SIZE"], one["LOCAL_RANK"], one["known"]) for one in found] == [
-        ("2", "0", True)
-    ] * 2
-    assert {one["MASTER_ADDR"] for one in found} == {lab.nodes()["n1"]["address"]}
+    records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert [
+        (record["WORLD_SIZE"], record["LOCAL_RANK"], record["known"]) for record in records
+    ] == [("2", "0", True)] * 2
+    assert {record["MASTER_ADDR"] for record in records} == {lab.nodes()["n1"]["address"]}
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_a_bug_is_exit_code_1_whatever_srun_ended_then(lab: TestLab, tmp_path: P
     """srun gives the largest code of its tasks: an agent that it ends with the one that failed must
     not say 75.
     """
-    words = "salloc", "-N2", "stepladder", "train", JOBS / "gates.py"
-    done = run(*words, cwd=tmp_path, env={**lab.env, "RAISES": "any 3"}, command=())
+    arguments = "salloc", "-N2", "stepladder", "train", JOBS / "gates.py"
+    done = run(*arguments, cwd=tmp_path, env={**lab.env, "RAISES": "any 3"}, command=())
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: raised at step 3" in done.stderr
 

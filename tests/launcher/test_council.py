@@ -11,14 +11,14 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
-from stepladder.launcher.nodes.council import NodeCouncil
-from stepladder.launcher.nodes.lifelines import Lifelines
-from stepladder.launcher.nodes.newcomer import announce, join
-from stepladder.launcher.nodes.own_node import Introduction
-from stepladder.launcher.nodes.peers import BROKEN, ENDED, Peers
+from stepladder.launcher.nodes.joining import announce_start, join_running_start
+from stepladder.launcher.nodes.liveness import LivenessConnections
+from stepladder.launcher.nodes.local_node import NodeInfo
+from stepladder.launcher.nodes.peers import BROKEN_KEY, ENDED_KEY, Peers
+from stepladder.launcher.nodes.store_consensus import StoreConsensus
 from stepladder.rank.membership import Membership
 
-Assemble = Callable[..., list[NodeCouncil]]
+Assemble = Callable[..., list[StoreConsensus]]
 
 
 def word(
@@ -36,21 +36,23 @@ def word(
 
 
 @pytest.fixture
-def assembled() -> Iterator[Callable[..., list[NodeCouncil]]]:
+def assembled() -> Iterator[Callable[..., list[StoreConsensus]]]:
     """The councils of a launch on as many nodes as it is given numbers of ranks."""
     with ExitStack() as stack:
 
-        def assemble(*nprocs: int, least: int = 1) -> list[NodeCouncil]:
+        def assemble(*nprocs: int, least: int = 1) -> list[StoreConsensus]:
             store = HashStore()
-            lines = [stack.enter_context(closing(Lifelines("127.0.0.1"))) for _ in nprocs]
+            lines = [stack.enter_context(closing(LivenessConnections("127.0.0.1"))) for _ in nprocs]
             peers = [Peers(store, number, len(nprocs), "secret") for number in range(len(nprocs))]
             words = [
-                Introduction(n, lifeline=line.address, seat=7 + n)
+                NodeInfo(n, liveness_address=line.address, node_id=7 + n)
                 for n, line in zip(nprocs, lines, strict=True)
             ]
             with ThreadPoolExecutor(len(nprocs)) as threads:
                 list(threads.map(Peers.introduce, peers, words))
-            return [NodeCouncil(one, least, line) for one, line in zip(peers, lines, strict=True)]
+            return [
+                StoreConsensus(one, least, line) for one, line in zip(peers, lines, strict=True)
+            ]
 
         yield assemble
 
@@ -95,9 +97,9 @@ def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None
     assert second.loss_reported
     assert first.vote(word(1, lost=1)) is None
     assert second.vote(word(2)) is None  # the first one says what all agree on
-    found = first.vote(word(1, lost=1))
+    result = first.vote(word(1, lost=1))
     assert (
-        found
+        result
         == second.vote(word(2))
         == Quorum(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
     )
@@ -116,19 +118,19 @@ def test_the_others_go_on_without_a_node_that_has_ended(
     assembled: Assemble, lost: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     councils = assembled(1, 1, 1)
-    there = [council for council in councils if council.node != lost]
-    for council in there:
+    remaining = [council for council in councils if council.node != lost]
+    for council in remaining:
         council.poll()
         assert not council.loss_reported
-    councils[lost].lifelines.close()
-    for council in there:
+    councils[lost].liveness.close()
+    for council in remaining:
         council.poll()
-    assert there[0].loss_reported
-    words = {council.node: word(council.node) for council in there}
-    for council in there:
+    assert remaining[0].loss_reported
+    words = {council.node: word(council.node) for council in remaining}
+    for council in remaining:
         council.vote(words[council.node])
-    members = [council.node for council in there]
-    answers = [council.vote(words[council.node]) for council in there]
+    members = [council.node for council in remaining]
+    answers = [council.vote(words[council.node]) for council in remaining]
     expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1", ["1 node was lost"])
     assert answers == [Quorum(expected, 1)] * 2
     assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
@@ -138,7 +140,7 @@ def test_the_others_go_on_without_a_node_that_has_ended(
 
 def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
     first, _ = assembled(1, 1, least=2)
-    first.lose(1)
+    first.mark_lost(1)
     answer = first.vote(word(0))
     assert answer is not None
     assert answer.membership is None
@@ -146,28 +148,31 @@ def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
 
 def test_a_node_whose_ranks_have_failed_lets_nobody_wait(assembled: Assemble) -> None:
     first, second = assembled(1, 1)
-    second.leave(well=False)
+    second.report_ended(well=False)
     assert first.vote(word(0)) == Quorum(None)
 
 
 @pytest.mark.parametrize("done", [0, 1])
 def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done: int) -> None:
     councils = assembled(2, 2)
-    councils[done].leave(well=True)
-    other = councils[1 - done]
-    answer = other.vote(word(2 * other.node, lost=1))
+    councils[done].report_ended(well=True)
+    survivor = councils[1 - done]
+    answer = survivor.vote(word(2 * survivor.node, lost=1))
     assert answer is not None
     assert answer.membership is not None
-    assert answer.membership.members == [2 * other.node]
+    assert answer.membership.members == [2 * survivor.node]
 
 
 def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> None:
     """Its rank joins, then the first node is lost, and another one comes."""
     first, second = assembled(1, 1)
-    store, known = first.peers.common, Introduction(1, attempt=0)
-    announce(first.peers, known)
-    assert join(store, "secret", known) is None, "it was in this start"
-    with closing(Lifelines("127.0.0.1")) as line, closing(Lifelines("127.0.0.1")) as last_line:
+    store, known = first.peers.shared_store, NodeInfo(1, attempt=0)
+    announce_start(first.peers, known)
+    assert join_running_start(store, "secret", known) is None, "it was in this start"
+    with (
+        closing(LivenessConnections("127.0.0.1")) as line,
+        closing(LivenessConnections("127.0.0.1")) as last_line,
+    ):
         third, ranks = newcomer(store, line)
         assert (third.node, third.group_number, ranks) == (2, 1, [2])
         third.request_join()
@@ -177,33 +182,33 @@ def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> N
         joining = word(2, trained=0, reasons="left")
         assert third.vote(joining) is None
         assert second.vote(word(1, reasons="left")) is None
-        found = first.vote(word(0, reasons="left"))
-        assert found == Quorum(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
-        assert found == second.vote(word(1, reasons="left")) == third.vote(joining)
-        first.lifelines.close()
+        result = first.vote(word(0, reasons="left"))
+        assert result == Quorum(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
+        assert result == second.vote(word(1, reasons="left")) == third.vote(joining)
+        first.liveness.close()
         second.poll()
         third.poll()
         assert second.loss_reported
         fourth, ranks = newcomer(store, last_line)
         assert (fourth.node, fourth.group_number, ranks) == (3, 2, [3])
-        assert fourth.peers.living == [1, 2, 3]
+        assert fourth.peers.living_nodes == [1, 2, 3]
 
 
-@pytest.mark.parametrize("key", [BROKEN, ENDED])
+@pytest.mark.parametrize("key", [BROKEN_KEY, ENDED_KEY])
 def test_nobody_comes_to_a_start_that_is_over(assembled: Assemble, key: str) -> None:
     (first,) = assembled(1)
-    assert join(first.peers.common, "secret", Introduction(1)) is None
-    announce(first.peers, Introduction(1, attempt=0))
-    first.board.write(key)
-    assert join(first.peers.common, "secret", Introduction(1)) is None
+    assert join_running_start(first.peers.shared_store, "secret", NodeInfo(1)) is None
+    announce_start(first.peers, NodeInfo(1, attempt=0))
+    first.board.tell(key)
+    assert join_running_start(first.peers.shared_store, "secret", NodeInfo(1)) is None
 
 
-def newcomer(store: Store, line: Lifelines) -> tuple[NodeCouncil, list[int]]:
+def newcomer(store: Store, line: LivenessConnections) -> tuple[StoreConsensus, list[int]]:
     """As one node of the start, and its ranks."""
-    found = join(store, "secret", Introduction(1, lifeline=line.address))
-    assert found is not None
-    peers, _ = found
-    return NodeCouncil(peers, 1, line), list(peers.ranks_of(1))
+    result = join_running_start(store, "secret", NodeInfo(1, liveness_address=line.address))
+    assert result is not None
+    peers, _ = result
+    return StoreConsensus(peers, 1, line), list(peers.assign_ranks(1))
 
 
 def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:
@@ -223,7 +228,7 @@ def test_a_port_is_chosen_when_ranks_are_to_meet_there(
 ) -> None:
     """One that was free days before may be another program's by then."""
     chosen = iter(range(20_000, 20_010))
-    monkeypatch.setattr("stepladder.launcher.nodes.council.free_port", lambda: next(chosen))
+    monkeypatch.setattr("stepladder.launcher.nodes.store_consensus.free_port", lambda: next(chosen))
     (council,) = assembled(1)
     assert next(chosen) == 20_000, "none was taken before"
     assert council.address.endswith(":20001")

@@ -291,7 +291,7 @@ def test_a_node_that_joins_costs_no_step(
             for process in silent:
                 process.resume()
             wait_until(
-                lambda: "gone on without it: joining them again" in second.err.read_text(),
+                lambda: "continued without it: it joins them again" in second.err.read_text(),
                 cluster.said,
             )
         cluster.open(14, 17)
@@ -350,7 +350,7 @@ def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
         second = "train", GATES, *EXACT, "--nodes", 2, "--local-addr", "127.0.0.1", "--timeout", 4
         refused(
             run(*second, "--seed", 1, "--fresh", cwd=tmp_path),
-            "a launch whose job or settings are others",
+            "a launch with another job or settings",
         )
         refused(run(*second, cwd=tmp_path), "in use by a launch that has its 2 nodes")
         cluster.open(7, 14)
@@ -398,11 +398,11 @@ BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "env", "found"), BAD, ids=[found for *_, found in BAD])
+@pytest.mark.parametrize(("flags", "env", "message"), BAD, ids=[message for *_, message in BAD])
 def test_bad_input_is_one_line(
-    flags: tuple[object, ...], env: dict[str, str], found: str, tmp_path: Path
+    flags: tuple[object, ...], env: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    refused(run("train", GATES, *EXACT, *flags, cwd=tmp_path, env=env), found)
+    refused(run("train", GATES, *EXACT, *flags, cwd=tmp_path, env=env), message)
     assert not (tmp_path / "runs").exists()
 
 

@@ -16,8 +16,8 @@ from sshds import Server, private_sshd
 from stepladder.core.address import find_free_port
 from stepladder.core.errors import InputError
 from stepladder.launcher.host import Host
-from stepladder.launcher.probe import own_address
-from stepladder.launcher.ssh import Agents, without
+from stepladder.launcher.probe import find_private_address
+from stepladder.launcher.ssh import RemoteAgents, remove_flag
 
 SCRIPT = JOBS / "script.py"
 PLAIN = JOBS / "plain.py"
@@ -153,18 +153,18 @@ def test_a_host_that_is_named_twice_is_refused(text: str) -> None:
     with pytest.raises(
         InputError, match=r"--hosts names a(:22)? twice\. HINT: --hosts .*--nproc N"
     ):
-        Host.read_all(text, "ssh")
+        Host.parse_list(text, "ssh")
 
 
 def test_what_a_probe_found_is_said() -> None:
     host = Host("me@far", "2222")
-    assert "has no folder" in str(host.refused(41, ""))
-    assert "has no stepladder" in str(host.refused(42, ""))
-    changed = host.refused(
+    assert "has no folder" in str(host.explain_failure(41, ""))
+    assert "has no stepladder" in str(host.explain_failure(42, ""))
+    changed = host.explain_failure(
         255, "@ REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
     )
     assert "its SSH host key has changed" in str(changed)
-    silent = host.refused(255, "ssh: connect to host far port 2222: Connection timed out")
+    silent = host.explain_failure(255, "ssh: connect to host far port 2222: Connection timed out")
     assert str(silent).endswith("Connection timed out). HINT: ssh -p 2222 me@far true")
 
 
@@ -180,29 +180,29 @@ def test_what_a_probe_found_is_said() -> None:
     ],
 )
 def test_hosts_are_read(text: str, hosts: list[tuple[str, str]]) -> None:
-    assert [(host.target, host.port) for host in Host.read_all(text, "ssh")] == hosts
+    assert [(host.target, host.port) for host in Host.parse_list(text, "ssh")] == hosts
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "-oProxyCommand=x", "a b", "a;b", "a:port", "a@"])
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is not a host"):
-        Host.read_all(text, "ssh")
+        Host.parse_list(text, "ssh")
 
 
 def test_other_hosts_get_the_same_arguments() -> None:
-    assert without(["run", "--hosts", "a,b", "x.py", "--hosts", "c"], "--hosts") == [
+    assert remove_flag(["run", "--hosts", "a,b", "x.py", "--hosts", "c"], "--hosts") == [
         "run",
         "x.py",
         "--hosts",
         "c",
     ]
-    assert without(["run", "--hosts=a,b", "x.py"], "--hosts") == ["run", "x.py"]
+    assert remove_flag(["run", "--hosts=a,b", "x.py"], "--hosts") == ["run", "x.py"]
 
 
 def test_a_rented_machine_has_an_address_among_its_own() -> None:
-    assert own_address({"NODE_ADDR": "10.65.0.2", "RUNPOD_POD_ID": "x"}) == "10.65.0.2"
-    assert own_address({"RUNPOD_POD_ID": "x1y2"}) == "x1y2.runpod.internal"
-    assert own_address({"PORT": "1"}) == ""
+    assert find_private_address({"NODE_ADDR": "10.65.0.2", "RUNPOD_POD_ID": "x"}) == "10.65.0.2"
+    assert find_private_address({"RUNPOD_POD_ID": "x1y2"}) == "x1y2.runpod.internal"
+    assert find_private_address({"PORT": "1"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_rented_machine_has_an_address_among_its_own() -> None:
 def test_hosts_that_were_lost_decide_nothing_where_the_others_go_on(
     codes: tuple[int, int], fixed: bool, code: int
 ) -> None:
-    agents = Agents([], fixed, raw_stdout=False)
+    agents = RemoteAgents([], fixed, raw_stdout=False)
     agents.processes = {
         f"host {n}": subprocess.Popen(["sh", "-c", f"exit {c}"]) for n, c in enumerate(codes)
     }

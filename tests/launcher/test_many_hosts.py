@@ -21,9 +21,9 @@ from sshds import SSHD, Server, own_address
 from stepladder.core.errors import InputError
 from stepladder.core.signing import make_secret
 from stepladder.launcher import probe
-from stepladder.launcher.host import Host, environment
+from stepladder.launcher.host import Host, make_environment_script
 from stepladder.launcher.local.output import poll_readable
-from stepladder.launcher.ssh import Agents, allow_open_files
+from stepladder.launcher.ssh import RemoteAgents, raise_file_limit
 
 MANY = 400
 # What `--ssh` may be as well: a program that runs the command, here on this machine.
@@ -53,7 +53,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: None) -> list[
 
 
 def test_any_number_of_streams_is_read(limit: None) -> None:
-    allow_open_files(2500)
+    raise_file_limit(2500)
     pipes = [os.pipe() for _ in range(1100)]
     try:
         assert poll_readable([reader for reader, _ in pipes], 0.0) == []
@@ -72,8 +72,10 @@ def test_a_hundred_are_asked(hosts: list[Host]) -> None:
 
 
 def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
-    allow_open_files(3 * MANY)
-    assert Agents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
+    raise_file_limit(3 * MANY)
+    assert (
+        RemoteAgents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -83,7 +85,7 @@ def test_the_secret_of_a_launch_stands_on_no_command_line(
     (tmp_path / "local").write_text(
         f'#!/bin/sh\necho "$@" > {tmp_path}/typed\nhead -n 1 > {tmp_path}/given\n'
     )
-    assert Agents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
+    assert RemoteAgents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
     given = (tmp_path / "given").read_text().strip()
     assert len(given) == len(make_secret())
     assert given not in (tmp_path / "typed").read_text() and given not in "".join(
@@ -96,7 +98,7 @@ def test_hosts_get_no_secret_of_the_environment_on_a_command_line(
 ) -> None:
     for name in ("NCCL_DEBUG", "TORCH_HUB_PAT", "NCCL_API_KEY"):
         monkeypatch.setenv(name, "value")
-    sent = environment()
+    sent = make_environment_script()
     assert "NCCL_DEBUG=value" in sent and "HUB_PAT" not in sent and "API_KEY" not in sent
 
 
@@ -105,8 +107,8 @@ def test_hosts_get_no_secret_of_the_environment_on_a_command_line(
 )
 def test_a_limit_that_is_too_low_is_said_before(tmp_path: Path) -> None:
     names = ",".join(f"h{number}" for number in range(MANY))
-    words = "bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", sys.executable, "-m", "stepladder"
-    done = run("run", "--hosts", names, JOBS / "script.py", cwd=tmp_path, command=words)
+    command = "bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", sys.executable, "-m", "stepladder"
+    done = run("run", "--hosts", names, JOBS / "script.py", cwd=tmp_path, command=command)
     refused(done, "--hosts needs 1300 open files, and the limit is 1024", "ulimit -n 1300")
 
 
@@ -126,29 +128,29 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def clients(server: Server) -> list[psutil.Process]:
     """Processes of ssh that are connected there."""
-    found = []
+    open_files = []
     ports = {*map(str, server.ports)}
     for process in psutil.process_iter(["name", "cmdline"]):
         if process.info["name"] == "ssh" and ports & {*(process.info["cmdline"] or ())}:
-            found.append(process)
-    return found
+            open_files.append(process)
+    return open_files
 
 
 def commands(server: Server) -> list[str]:
     """Names of what runs below the server."""
-    found = []
+    open_files = []
     for process in server.sessions():
         with suppress(psutil.NoSuchProcess):
-            found.append(process.name())
-    return found
+            open_files.append(process.name())
+    return open_files
 
 
 @pytest.mark.filterwarnings("error")  # of pipes that outlive their loop
 def test_a_host_that_never_answers_is_one_line(
     hanging: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "SECONDS_TO_ANSWER", 3.0)
-    hosts = Host.read_all(",".join(hanging.hosts), hanging.ssh)
+    monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 3.0)
+    hosts = Host.parse_list(",".join(hanging.hosts), hanging.ssh)
     with pytest.raises(
         InputError, match=f"host {hanging.address}:\\d+ has not answered within 3 s"
     ):

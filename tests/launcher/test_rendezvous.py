@@ -22,10 +22,10 @@ import pytest
 from processes import SECONDS
 from stepladder.core.address import find_free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
-from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
+from stepladder.launcher.nodes.generation import Generation, NodeExcluded, RendezvousMoved
+from stepladder.launcher.nodes.node_ids import NodeIds
 from stepladder.launcher.nodes.policy import End
-from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Rendezvous
-from stepladder.launcher.nodes.seats import Seats
+from stepladder.launcher.nodes.run_dir_rendezvous import STORE_NODE_SILENCE_S, RunDirRendezvous
 from stepladder.storage.lock import RunDirLock, read_owner
 from stepladder.storage.run_dir import move_run_dir_aside
 
@@ -49,7 +49,7 @@ class Stores:
         self.sockets.append(socket.create_server(("127.0.0.1", port)))
         return self.sockets[-1].getsockname()[1]
 
-    def lose(self, seconds: float = SECONDS_OF_SILENCE + 1) -> None:
+    def lose(self, seconds: float = STORE_NODE_SILENCE_S + 1) -> None:
         """Their node is gone; so many seconds ago it touched the file for the last time."""
         self.cut()
         self.touch(self.published)
@@ -69,13 +69,28 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., Rendezvous]]:
+def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., RunDirRendezvous]]:
     """Makes agents' rendezvous in tmp_path/run; all have left at the end."""
-    made: list[Rendezvous] = []
+    made: list[RunDirRendezvous] = []
 
-    def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Rendezvous:
+    def make(
+        endpoint: str = "",
+        fresh: bool = False,
+        timeout: float = 2.0,
+        asked: str = "",
+        max_nodes: int = 0,
+    ) -> RunDirRendezvous:
         made.append(
-            Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout, stores.touch)
+            RunDirRendezvous(
+                tmp_path / "run",
+                "127.0.0.1",
+                endpoint,
+                fresh,
+                timeout,
+                stores.touch,
+                asked,
+                max_nodes,
+            )
         )
         return made[-1]
 
@@ -85,7 +100,7 @@ def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., Rendezvous]]
 
 
 def test_the_first_agent_serves_and_the_others_find_it(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     first = agent().join(stores.serve)
     assert first == Generation(1, "127.0.0.1", stores.sockets[0].getsockname()[1])
@@ -93,22 +108,25 @@ def test_the_first_agent_serves_and_the_others_find_it(
     assert len(stores.sockets) == 1
 
 
-def test_many_at_once_agree_on_one_store(agent: Callable[..., Rendezvous], stores: Stores) -> None:
-    found: list[Generation] = []
+def test_many_at_once_agree_on_one_store(
+    agent: Callable[..., RunDirRendezvous], stores: Stores
+) -> None:
+    generations: list[Generation] = []
     rendezvous = [agent(timeout=SECONDS) for _ in range(8)]
     threads = [
-        threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in rendezvous
+        threading.Thread(target=lambda m=m: generations.append(m.join(stores.serve)))
+        for m in rendezvous
     ]  # type: ignore[misc]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    assert len(generations) == 8
+    assert len(set(generations)) == 1
 
 
 def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     member, newcomer = agent(), agent(timeout=0.2)
     member.join(stores.serve)
@@ -120,22 +138,22 @@ def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
 
 
 def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     cut_off, server = agent(timeout=0.2), agent()
     server.join(stores.serve)
     cut_off.join(stores.serve)
     stores.lose()
-    assert server.look() is None  # touches the file
+    assert server.poll() is None  # touches the file
     with pytest.raises(InputError, match="no rendezvous answered"):
         cut_off.join(stores.serve)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "number"), [(SECONDS_OF_SILENCE, 1), (SECONDS_OF_SILENCE + 0.5, 2)]
+    ("seconds", "number"), [(STORE_NODE_SILENCE_S, 1), (STORE_NODE_SILENCE_S + 0.5, 2)]
 )
 def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
-    seconds: float, number: int, agent: Callable[..., Rendezvous], stores: Stores
+    seconds: float, number: int, agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     server, member = agent(), agent(timeout=0.2)
     server.join(stores.serve)
@@ -148,18 +166,18 @@ def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
 
 
 def test_a_newcomer_takes_the_place_of_a_lost_node_when_no_member_has_in_time(
-    agent: Callable[..., Rendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
+    agent: Callable[..., RunDirRendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, newcomer = agent(), agent()
     member.join(stores.serve)
     stores.lose()
-    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.SECONDS_FOR_MEMBERS", 0.5)
+    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.MEMBERS_FIRST_S", 0.5)
     assert newcomer.join(stores.serve).number == 2
     assert member.join(stores.serve).number == 2
 
 
 def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     cut_off, member = agent(timeout=0.2), agent()
     cut_off.join(stores.serve)
@@ -173,7 +191,7 @@ def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
 
 
 def test_a_newcomer_who_is_left_alone_begins_anew(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     member, newcomer = agent(), agent(timeout=0.2)
     member.join(stores.serve)
@@ -185,43 +203,45 @@ def test_a_newcomer_who_is_left_alone_begins_anew(
 
 
 def test_the_end_is_told_to_all_and_the_first_word_counts(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    one, other, late = agent(), agent(), agent()
-    one.join(stores.serve)
-    other.join(stores.serve)
-    assert other.look() is None
-    assert one.end(0, "well") == 0
-    assert other.end(1, "too late") == 0
-    assert other.read_end() == End(0, "well")
-    assert other.look() is None  # it looks once a second at most
-    other.looked = 0.0
-    assert other.look() == End(0, "well")
-    assert late.join(stores.serve).end == late.look() == End(0, "well")
+    first, second, late = agent(), agent(), agent()
+    first.join(stores.serve)
+    second.join(stores.serve)
+    assert second.poll() is None
+    assert first.end(0, "well") == 0
+    assert second.end(1, "too late") == 0
+    assert second.read_end() == End(0, "well")
+    assert second.poll() is None  # it looks once a second at most
+    second._polled_at = 0.0
+    assert second.poll() == End(0, "well")
+    assert late.join(stores.serve).end == late.poll() == End(0, "well")
 
 
 def test_who_was_left_behind_moves_on_and_can_be_called_away_meanwhile(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     behind, member = agent(), agent()
     behind.join(stores.serve)
     member.join(stores.serve)
     stores.lose()
     member.join(stores.serve)
-    with pytest.raises(Moved):
-        behind.look()
+    with pytest.raises(RendezvousMoved):
+        behind.poll()
     stores.lose(seconds=0)
 
     def check() -> None:
         """Called while it joins, when to look says nothing new."""
-        assert behind.look() is None
+        assert behind.poll() is None
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
         behind.join(stores.serve, check)
 
 
-def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_a_new_launch_counts_from_one(
+    agent: Callable[..., RunDirRendezvous], stores: Stores
+) -> None:
     old = agent()
     old.join(stores.serve)
     old.end(1, "failed")
@@ -234,7 +254,7 @@ def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: 
 
 
 def test_fresh_moves_the_run_aside_once_per_launch(
-    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path
+    agent: Callable[..., RunDirRendezvous], stores: Stores, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
@@ -246,7 +266,7 @@ def test_fresh_moves_the_run_aside_once_per_launch(
 
 
 def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
-    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path
+    agent: Callable[..., RunDirRendezvous], stores: Stores, tmp_path: Path
 ) -> None:
     """Also while no rank of the launch has the lock: before its first start, and when its first
     node is lost.
@@ -254,7 +274,7 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     run = tmp_path / "run"
     run.mkdir()
     alone = RunDirLock(run, 0)
-    alone.write_owner({})
+    alone.write({})
     refused = agent(timeout=0.2)
     with pytest.raises(InputError, match=f"is in use by process {os.getpid()} "):
         refused.join(stores.serve)
@@ -273,7 +293,7 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
 
 
 def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
-    agent: Callable[..., Rendezvous],
+    agent: Callable[..., RunDirRendezvous],
     stores: Stores,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,7 +313,7 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
         path.mkdir()
         (path / "config.json").write_text("another's")
 
-    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.move_run_dir_aside", slip_in)
+    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.move_aside", slip_in)
     with pytest.raises(InputError, match="is in use"):
         agent(fresh=True).join(stores.serve)
     assert (run / "config.json").read_text() == "another's"
@@ -301,67 +321,66 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
 
 
 def test_a_launch_of_other_settings_is_refused_at_once(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    one, other = agent(), agent(timeout=SECONDS)
-    one.asked, other.asked = "one", "other"
-    one.join(stores.serve)
-    with pytest.raises(InputError, match="a launch whose job or settings are others"):
-        other.join(stores.serve)
+    first, second = agent(asked="one"), agent(timeout=SECONDS, asked="other")
+    first.join(stores.serve)
+    with pytest.raises(InputError, match="a launch with another job or settings"):
+        second.join(stores.serve)
 
 
-SIT = """
+CLAIM = """
 import sys
 from pathlib import Path
-from stepladder.launcher.nodes.seats import Seats
-seats = Seats(Path(sys.argv[1]))
-seats.most = 2
-print(seats.take([]), flush=True)
+from stepladder.launcher.nodes.node_ids import NodeIds
+node_ids = NodeIds(Path(sys.argv[1]), max_nodes=2)
+print(node_ids.claim([]), flush=True)
 sys.stdin.read()
 """
 
 
 def test_there_are_as_many_seats_as_nodes_beside_those_that_are_given_up(tmp_path: Path) -> None:
     """The others are processes, as locks of a process do not keep itself out."""
-    place, own = tmp_path / "seats", Seats(tmp_path / "seats")
-    own.most = 2
+    path = tmp_path / "ids"
+    node_ids = NodeIds(path, max_nodes=2)
     with ExitStack() as stack:
-        for found in ("True", "True", "False"):
-            words = sys.executable, "-c", SIT, str(place)
-            other = stack.enter_context(subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True))
-            stack.callback(other.communicate)
-            assert other.stdout is not None and other.stdout.readline() == f"{found}\n"
-        assert not own.take([])
-        assert own.take([0]) and own.number == 2
-        assert own.take([0]) and own.number == 2
-        assert own.take([0, 2]) and own.number == 3  # cut off, and back
-    own.leave()
-    assert own.take([]) and own.number == 4  # the others have ended
+        for claimed in ("True", "True", "False"):
+            command = sys.executable, "-c", CLAIM, str(path)
+            holder = stack.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+            )
+            stack.callback(holder.communicate)
+            assert holder.stdout is not None and holder.stdout.readline() == f"{claimed}\n"
+        assert not node_ids.claim([])
+        assert node_ids.claim([0]) and node_ids.own_id == 2
+        assert node_ids.claim([0]) and node_ids.own_id == 2
+        assert node_ids.claim([0, 2]) and node_ids.own_id == 3  # cut off, and back
+    node_ids.release()
+    assert node_ids.claim([]) and node_ids.own_id == 4  # the others have ended
 
 
 def test_a_node_that_the_others_go_on_without_loses_its_seat_and_its_word(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    survivor, cut_off = agent(), agent()
-    for one in (survivor, cut_off):
-        one.seats.most = 2
-        one.join(stores.serve)
-    assert cut_off.look() is None
-    survivor.look([1])
+    survivor, cut_off = agent(max_nodes=2), agent(max_nodes=2)
+    for rendezvous in (survivor, cut_off):
+        rendezvous.join(stores.serve)
+    assert cut_off.poll() is None
+    survivor.poll([1])
     assert survivor.read() == replace(cast(Generation, survivor.current), given_up=(1,))
-    cut_off.looked = 0.0
-    with pytest.raises(Excluded):
-        cut_off.look()
+    cut_off._polled_at = 0.0
+    with pytest.raises(NodeExcluded):
+        cut_off.poll()
     cut_off.end(1, "failed")
     assert survivor.read_end() is None
     assert cut_off.join(stores.serve).number == 1
-    assert cut_off.seats.number == 2
+    assert cut_off.node_ids.own_id == 2
     stores.lose()
     assert survivor.join(stores.serve).given_up == (1,)
 
 
 def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(
-    agent: Callable[..., Rendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
+    agent: Callable[..., RunDirRendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -374,7 +393,7 @@ def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(
 
 
 def test_the_endpoint_is_served_where_it_is_local(
-    agent: Callable[..., Rendezvous], stores: Stores
+    agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     port = find_free_port()  # none that Linux gives away meanwhile
     far, near = (

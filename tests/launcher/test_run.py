@@ -97,13 +97,13 @@ def test_the_script_is_main_and_knows_who_it_is(
     name = "asked" if "-m" in how else "asked.py"
     done = run("run", *NPROC, *how, name, "about", cwd=tmp_path, env=env | {"OMP_NUM_THREADS": ""})
     assert done.returncode == 0, done.stderr
-    said = lines_of(done.stdout, 1)
-    found = json.loads(said[0])
-    assert said[1:] == ["at exit"]
+    lines = lines_of(done.stdout, 1)
+    message = json.loads(lines[0])
+    assert lines[1:] == ["at exit"]
     assert lines_of(done.stderr, 1) == ["to stderr"]
-    assert found.pop("known") and found.pop("argv")[1:] == ["about"]
-    assert (found.pop("path"), found.pop("process")) == (str(tmp_path), "MainProcess")
-    assert found == {
+    assert message.pop("known") and message.pop("argv")[1:] == ["about"]
+    assert (message.pop("path"), message.pop("process")) == (str(tmp_path), "MainProcess")
+    assert message == {
         "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "ROLE_NAME": "default",
         "OMP_NUM_THREADS": "", "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -162,11 +162,11 @@ def test_a_model_is_freed_while_gloo_still_works(tmp_path: Path) -> None:
 
 
 def test_threads_are_the_cores_shared_out(tmp_path: Path) -> None:
-    here = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     command = (
         "env",
         "-i",
-        *(f"{key}={value}" for key, value in here.items()),
+        *(f"{key}={value}" for key, value in environment.items()),
         sys.executable,
         "-m",
         "stepladder",
@@ -229,16 +229,18 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize(("args", "found", "cause"), CAUSES, ids=[found for _, found, _ in CAUSES])
+@pytest.mark.parametrize(
+    ("args", "message", "cause"), CAUSES, ids=[message for _, message, _ in CAUSES]
+)
 def test_the_first_failure_is_shown_once_with_its_rank_and_cause(
-    args: tuple[object, ...], found: str, cause: str, tmp_path: Path, env: dict[str, str]
+    args: tuple[object, ...], message: str, cause: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
     word = tmp_path / "ended.json"
     of_job = {END_FILE_VARIABLE: f"7:{word}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
     done = run("run", *NPROC, SCRIPT, *args, cwd=tmp_path, env=env | of_job)
     assert done.returncode == 1
     assert json.loads(word.read_text())["code"] == (137 if args[0] == "kill" else 1)
-    assert f"stepladder: {found}" in done.stderr
+    assert f"stepladder: {message}" in done.stderr
     assert cause in done.stderr
     assert done.stderr.count("Traceback") == (args[0] == "raise")
     assert "site-packages" not in done.stderr and "runpy" not in done.stderr
@@ -362,7 +364,7 @@ def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(
 def test_a_signal_while_nodes_are_missing_ends_the_wait(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
-    place = (
+    node_flags = (
         "--nodes",
         2,
         "--rdzv-endpoint",
@@ -370,7 +372,7 @@ def test_a_signal_while_nodes_are_missing_ends_the_wait(
         "--local-addr",
         "127.0.0.1",
     )
-    with started("run", *place, SCRIPT, "about", cwd=tmp_path, env=env) as running:
+    with started("run", *node_flags, SCRIPT, "about", cwd=tmp_path, env=env) as running:
         wait_until(
             lambda: any(
                 c.status == psutil.CONN_LISTEN for c in running.process.net_connections("tcp")
@@ -394,7 +396,7 @@ BAD: list[tuple[tuple[object, ...], str]] = [
     (("-m", "--no-python", "json"), "-m and --no-python"),
     (("--nproc", "two", SCRIPT), "--nproc 'two'"),
     (("--nproc", "1:2", "--nodes", 2, SCRIPT), "only one of them can be a range"),
-    (("--nodes", 2, SCRIPT), "--nodes 2 without a place to meet"),
+    (("--nodes", 2, SCRIPT), "--nodes 2 without an address to meet at"),
     (
         ("--nodes", 2, "--rdzv-endpoint", "localhost:29500", SCRIPT),
         "localhost is this machine's loopback address",
@@ -424,11 +426,11 @@ BAD: list[tuple[tuple[object, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("args", "found"), BAD, ids=[found for _, found in BAD])
+@pytest.mark.parametrize(("args", "message"), BAD, ids=[message for _, message in BAD])
 def test_bad_input_is_one_line(
-    args: tuple[object, ...], found: str, tmp_path: Path, env: dict[str, str]
+    args: tuple[object, ...], message: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    refused(run("run", *args, cwd=tmp_path, env=env), found)
+    refused(run("run", *args, cwd=tmp_path, env=env), message)
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, env: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from processes import JOBS, started, wait_until
 from stepladder.core.address import find_free_port
 from stepladder.core.world import World
-from stepladder.launcher.nodes.self_watch import SelfWatch, StoreBoard
+from stepladder.launcher.nodes.self_monitor import SelfMonitor, StoreBoard
 from tasks import RANKS, said_by, tasks
 
 pytestmark = pytest.mark.ranks
@@ -43,11 +43,11 @@ def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(
 def test_a_rank_that_goes_on_says_no_more_that_it_has_waited(
     goes_on: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = SelfWatch(World(rank=0, world_size=2), 2.0, -1)
-    watch.rest.look(watch.pid)
-    asked = watch._own()
-    watch.rest.switches = (-2, -2) if goes_on else watch.told_of
-    watch._say(StoreBoard(HashStore()), [*asked])
+    watch = SelfMonitor(World(rank=0, world_size=2), 2.0, -1)
+    watch.meter.look(watch.pid)
+    ranks_here = watch._inspect_ranks()
+    watch.meter.switches = (-2, -2) if goes_on else watch._reported_switches
+    watch._print_explanation(StoreBoard(HashStore()), [*ranks_here])
     assert ("other ranks have waited" in capsys.readouterr().err) == (not goes_on)
 
 
@@ -58,8 +58,8 @@ def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Pa
             rank.end() for rank in ranks
         ]  # -6 where gloo's threads abort a process that ends by an error
         assert codes.count(0) == 1 and set(codes) <= {0, 1, -signal.SIGABRT}, said_by(ranks)
-    left = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
-    assert len(re.findall(left, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
+    message = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
+    assert len(re.findall(message, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
     assert "Traceback" not in said_by(ranks)
 
 
@@ -78,18 +78,19 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_one_rank_of_a_job_says_it_for_all(tmp_path: Path) -> None:
     named = r"^stepladder: other ranks have waited for \d+ s: rank 1 .* it is in validate\(\), hangs.py:\d+"
-    place = {
+    variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
         "WORLD_SIZE": str(RANKS),
     }
-    words = "train", JOBS / "hangs.py", "--explain-after", 2
+    arguments = "train", JOBS / "hangs.py", "--explain-after", 2
     with ExitStack() as stack:
         torchruns = (
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "HANG": "sleep 3"} for rank in range(RANKS)
         )
         ranks = [
-            stack.enter_context(started(*words, cwd=tmp_path, env=place | one)) for one in torchruns
+            stack.enter_context(started(*arguments, cwd=tmp_path, env=variables | rank_variables))
+            for rank_variables in torchruns
         ]
         wait_until(lambda: re.search(named, said_by(ranks), re.MULTILINE), lambda: said_by(ranks))
         assert said_by(ranks).count("have waited for") == 1

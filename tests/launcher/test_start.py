@@ -8,7 +8,7 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.launcher.entry import SPINS, Launch, start
+from stepladder.launcher.entry import GOMP_SPIN_COUNT, Launch, start
 
 JOB = """
 import os
@@ -28,7 +28,7 @@ def build(config):
 
 @pytest.mark.parametrize(
     "given, spins",
-    [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, GOMP_SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
     ids=["nothing", "a count", "a policy"],
 )
 def test_threads_wait_briefly_unless_told_otherwise(
@@ -39,9 +39,9 @@ def test_threads_wait_briefly_unless_told_otherwise(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    recorded = tmp_path / "seen"
+    marker = tmp_path / "seen"
     job = tmp_path / "job.py"
-    job.write_text(JOB.format(file=str(recorded)))
+    job.write_text(JOB.format(file=str(marker)))
     with pytest.raises(InputError, match="that is all"):
         start(TrainRequest(job, {}, Settings(tmp_path / "run", progress=False)), Launch())
-    assert recorded.read_text() == str(spins)
+    assert marker.read_text() == str(spins)

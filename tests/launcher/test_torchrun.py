@@ -30,17 +30,20 @@ def test_it_is_one_of_torchruns_ranks_and_rank_0_alone_speaks(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     direct = run("train", TROUBLE, "--json", "--nproc", 2, "--run-dir", "direct", cwd=tmp_path)
-    same, other = ("world_size", "weights_sha256", "metrics", "steps"), json.loads(direct.stdout)
-    assert [result[name] for name in same] == [other[name] for name in same]
+    same, direct_result = (
+        ("world_size", "weights_sha256", "metrics", "steps"),
+        json.loads(direct.stdout),
+    )
+    assert [result[name] for name in same] == [direct_result[name] for name in same]
     whose = "rank and world size from RANK, WORLD_SIZE, LOCAL_RANK"
     assert whose in done.stderr and "rank and " not in direct.stderr  # ours need not be told
 
 
 @pytest.mark.parametrize(
-    "words", [("nowhere.py",), pytest.param(("mlp", "--no-such-flag"), marks=pytest.mark.slow)]
+    "arguments", [("nowhere.py",), pytest.param(("mlp", "--no-such-flag"), marks=pytest.mark.slow)]
 )
-def test_bad_input_is_one_line_of_all_ranks(words: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("train", *words, cwd=tmp_path, command=TORCHRUN)
+def test_bad_input_is_one_line_of_all_ranks(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("train", *arguments, cwd=tmp_path, command=TORCHRUN)
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: ") == 1 and ". HINT: " in done.stderr, done.stderr
 

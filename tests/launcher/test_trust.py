@@ -26,9 +26,9 @@ from stepladder.core.address import find_free_port
 from stepladder.core.signing import SECRET_VARIABLE, ForgedError, load_or_make_secret, sign
 from stepladder.launcher.nodes import launch
 from stepladder.launcher.nodes.generation import Generation
-from stepladder.launcher.nodes.own_node import Introduction
+from stepladder.launcher.nodes.local_node import NodeInfo
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.trust import SignedBackend
+from stepladder.launcher.nodes.signed_backend import SignedBackend
 
 
 class Evil:
@@ -86,7 +86,7 @@ def test_nobody_else_can_introduce_a_node(key: str, said: str) -> None:
     store.set("stepladder/drawn-1", b64encode(sign("secret", "stepladder/drawn-1", b"1")).decode())
     store.set(key, said)
     with pytest.raises(ForgedError):
-        Peers(store, 0, 2, "secret").introduce(Introduction(1, master=("127.0.0.1", 1)))
+        Peers(store, 0, 2, "secret").introduce(NodeInfo(1, master=("127.0.0.1", 1)))
 
 
 MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -126,11 +126,11 @@ def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shar
 # -- somebody who reads the store, and writes signed words of the launch's own back ----------------
 
 
-def started(store: HashStore, *own: Introduction) -> list[Peers]:
+def started(store: HashStore, *infos: NodeInfo) -> list[Peers]:
     """The nodes of one start."""
-    nodes = [Peers(store, number, len(own), "secret") for number in range(len(own))]
-    with ThreadPoolExecutor(len(own)) as threads:
-        list(threads.map(Peers.introduce, nodes, own))
+    nodes = [Peers(store, number, len(infos), "secret") for number in range(len(infos))]
+    with ThreadPoolExecutor(len(infos)) as threads:
+        list(threads.map(Peers.introduce, nodes, infos))
     return nodes
 
 
@@ -139,20 +139,20 @@ def test_the_word_of_a_node_under_another_key_is_forged() -> None:
     silent.
     """
     store = HashStore()
-    first, _ = started(store, Introduction(1, seat=0), Introduction(1, seat=1))
+    first, _ = started(store, NodeInfo(1, node_id=0), NodeInfo(1, node_id=1))
     store.set("stepladder/start-0/node-2", store.get("stepladder/start-0/node-1"))
     with pytest.raises(ForgedError):
-        first.look_for_newcomers()
-    assert first.seats == {0: 0, 1: 1}
+        first.add_joined_nodes()
+    assert first.node_ids == {0: 0, 1: 1}
 
 
 def test_a_word_of_an_earlier_start_is_waited_out_not_believed() -> None:
     store = HashStore()
-    started(store, Introduction(1, seat=0), Introduction(1, seat=1, lifeline=("old", 1)))
+    started(store, NodeInfo(1, node_id=0), NodeInfo(1, node_id=1, liveness_address=("old", 1)))
     old = {key: store.get(f"stepladder/{key}") for key in ("node-1", "drawn-1")}
     new = (
-        Introduction(1, attempt=0, seat=0),
-        Introduction(1, attempt=0, seat=5, lifeline=("new", 2)),
+        NodeInfo(1, attempt=0, node_id=0),
+        NodeInfo(1, attempt=0, node_id=5, liveness_address=("new", 2)),
     )
     first, second = (Peers(store, number, 2, "secret") for number in range(2))
     for key, value in old.items():
@@ -162,15 +162,15 @@ def test_a_word_of_an_earlier_start_is_waited_out_not_believed() -> None:
         wait_until(lambda: store.get("stepladder/drawn-0") and not earlier.done())
         threads.submit(second.introduce, new[1]).result()
         earlier.result()
-    assert (first.seats[1], first.lifelines[1]) == (5, ("new", 2))
+    assert (first.node_ids[1], first.liveness_addresses[1]) == (5, ("new", 2))
 
 
 def test_a_start_whose_old_words_are_put_back_for_ever_ends() -> None:
     store = HashStore()
-    started(store, Introduction(1), Introduction(1))
+    started(store, NodeInfo(1), NodeInfo(1))
     late = iter([0.0, 0.0, 1e9, 1e9])  # the store's patience is over at the second look
     with pytest.raises(DistError):
-        Peers(store, 0, 2, "secret", clock=lambda: next(late)).introduce(Introduction(1, attempt=0))
+        Peers(store, 0, 2, "secret", clock=lambda: next(late)).introduce(NodeInfo(1, attempt=0))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_a_start_whose_old_words_are_put_back_for_ever_ends() -> None:
 @pytest.mark.parametrize("value", ["", "1", "of another key"])
 def test_an_unsigned_flag_or_counter_restarts_and_ends_nothing(key: str, value: str) -> None:
     store = HashStore()
-    first, _ = started(store, Introduction(1), Introduction(1))
-    first.board.write("left-0")
+    first, _ = started(store, NodeInfo(1), NodeInfo(1))
+    first.board.tell("left-0")
     copied = store.get("stepladder/start-0/left-0").decode()
     store.set(f"stepladder/start-0/{key}", copied if value == "of another key" else value)
     with pytest.raises(ForgedError):
@@ -190,41 +190,43 @@ def test_an_unsigned_flag_or_counter_restarts_and_ends_nothing(key: str, value: 
 def test_nothing_that_nodes_read_is_a_bare_counter() -> None:
     """`add` on any key that a launch uses leaves what it does not take for its own."""
     store = HashStore()
-    first, second = started(store, Introduction(1), Introduction(1))
-    second.silent()
+    first, second = started(store, NodeInfo(1), NodeInfo(1))
+    second.find_silent_node()
     store.add("stepladder/start-0/alive-2", 1)
     for node in (first, second):
-        assert node.silent(limit=1e9) is None  # nobody listens to a node that is not there
+        assert (
+            node.find_silent_node(limit=1e9) is None
+        )  # nobody listens to a node that is not there
     store.set("stepladder/start-0/alive-1", "7")
-    first.beaten -= 2
+    first._last_beat_at -= 2
     with pytest.raises(ForgedError):
-        first.silent()
+        first.find_silent_node()
 
 
 def test_a_beat_that_is_put_back_is_noticed_by_the_listener_and_by_its_node() -> None:
     store, now = HashStore(), [100.0]
     nodes = [Peers(store, number, 2, "secret", clock=lambda: now[0]) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Peers.introduce, nodes, [Introduction(1)] * 2))
+        list(threads.map(Peers.introduce, nodes, [NodeInfo(1)] * 2))
     first, second = nodes
-    second.silent()
+    second.find_silent_node()
     old = store.get("stepladder/start-0/alive-1")
     now[0] += 2
-    second.silent()
-    first.silent()
+    second.find_silent_node()
+    first.find_silent_node()
     store.set("stepladder/start-0/alive-1", old)
     now[0] += 2
     for node in (first, second):
         with pytest.raises(ForgedError):
-            node.silent()
+            node.find_silent_node()
 
 
 def test_a_new_rank_has_a_number_of_its_own_whatever_is_counted_in_the_store() -> None:
     store = HashStore()
-    first, second = started(store, Introduction(2), Introduction(1))
-    numbers = [first.next_rank(), second.next_rank()]
+    first, second = started(store, NodeInfo(2), NodeInfo(1))
+    numbers = [first.claim_rank(), second.claim_rank()]
     store.add("stepladder/start-0/ranks", -5)
-    assert [*numbers, first.next_rank(), second.next_rank()] == [3, 4, 5, 6]
+    assert [*numbers, first.claim_rank(), second.claim_rank()] == [3, 4, 5, 6]
 
 
 def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
@@ -278,8 +280,8 @@ def test_a_script_of_an_allocation_gets_a_secret_that_is_new_each_time(tmp_path:
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     (tmp_path / "x.py").touch()
     secrets, ports = [], []
-    for words in (("run", "x.py"), ("run", "x.py"), ("train", "mlp")):
-        done = run(*words, cwd=tmp_path, env=env)
+    for arguments in (("run", "x.py"), ("run", "x.py"), ("train", "mlp")):
+        done = run(*arguments, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         secrets.append(done.stdout.split()[1])
         ports.append(int(done.stdout.partition("10.0.0.7:")[2].split()[0]))
@@ -292,8 +294,20 @@ def test_a_script_of_an_allocation_gets_a_secret_that_is_new_each_time(tmp_path:
 def test_the_batch_script_of_a_script_draws_a_secret_for_each_start(tmp_path: Path) -> None:
     """In the environment of its srun: no file keeps it, and no later job has the same."""
     (tmp_path / "x.py").write_text("import torch.distributed\n")
-    words = "submit", "--dry-run", "--nodes", 2, "--nproc", 1, "--mem", "1G", "--", "run", "x.py"
-    script = run(*words, cwd=tmp_path)
+    arguments = (
+        "submit",
+        "--dry-run",
+        "--nodes",
+        2,
+        "--nproc",
+        1,
+        "--mem",
+        "1G",
+        "--",
+        "run",
+        "x.py",
+    )
+    script = run(*arguments, cwd=tmp_path)
     (line,) = [line for line in script.stdout.splitlines() if "STEPLADDER_SECRET" in line]
     shell = f"{line}\nenv | grep ^STEPLADDER_SECRET="
     drawn = [
@@ -310,7 +324,7 @@ def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(
     def join(serve: Callable[[int], int], _check: object) -> Generation:
         return Generation(1, "127.0.0.1", serve(0))
 
-    monkeypatch.setattr(launch, "meeting_over", lambda *meant: meant[-1])
+    monkeypatch.setattr(launch, "make_rendezvous", lambda *meant: meant[-1])
     at: Any = SimpleNamespace(join=join, run_dir=tmp_path, address="127.0.0.1", timeout=5.0)
     assert launch.open_generation(at, (2, 2), lambda: None) == load_or_make_secret(
         tmp_path / "rendezvous.secret"

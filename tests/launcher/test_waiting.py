@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.launcher.nodes.launch import find_store
-from stepladder.launcher.nodes.own_node import end_process_if_waiting, interruptible
+from stepladder.launcher.nodes.launch import open_or_find_store
+from stepladder.launcher.nodes.local_node import exit_if_threads_wait, wait_interruptibly
 from stepladder.launcher.options import RendezvousSpec
 
 
@@ -30,10 +30,10 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_what_was_waited_for_comes_back(gate: threading.Event) -> None:
-    assert interruptible(lambda: 3, nothing) == 3
-    assert interruptible(gate.wait, gate.set)  # the check is called meanwhile
+    assert wait_interruptibly(lambda: 3, nothing) == 3
+    assert wait_interruptibly(gate.wait, gate.set)  # the check is called meanwhile
     with pytest.raises(KeyError, match="inside"):
-        interruptible(lambda: {}["inside"], nothing)
+        wait_interruptibly(lambda: {}["inside"], nothing)
 
 
 def test_the_check_ends_the_wait(gate: threading.Event) -> None:
@@ -41,11 +41,11 @@ def test_the_check_ends_the_wait(gate: threading.Event) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        interruptible(gate.wait, check)
+        wait_interruptibly(gate.wait, check)
 
 
 def test_a_process_with_nothing_to_wait_for_goes_on() -> None:
-    assert end_process_if_waiting(75) == 75
+    assert exit_if_threads_wait(75) == 75
 
 
 def test_a_process_that_has_left_a_wait_ends_with_its_code_and_in_order(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_process_that_has_left_a_wait_ends_with_its_code_and_in_order(tmp_path
     program = f"""
 import atexit, sys, time
 from pathlib import Path
-from stepladder.launcher.nodes.own_node import end_process_if_waiting, interruptible
+from stepladder.launcher.nodes.local_node import end_process_if_waiting, interruptible
 
 def check():
     raise InterruptedError
@@ -72,14 +72,14 @@ sys.exit("not reached")
 @pytest.mark.slow
 def test_a_port_where_something_else_answers_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would wait for its words, here for 1 s."""
-    monkeypatch.setattr("stepladder.launcher.nodes.launch.SECONDS_TO_ANSWER", 1)
+    monkeypatch.setattr("stepladder.launcher.nodes.launch.STORE_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         spec = RendezvousSpec("c10d", "127.0.0.1", port, "job", (2, 2), "127.0.0.1", 10.0, 0, {})
         with pytest.raises(
             InputError, match=f"port {port} of 127.0.0.1 is in use by something else"
         ):
-            find_store(spec)
+            open_or_find_store(spec)
 
 
 def test_where_nobody_answers_is_bad_input() -> None:
@@ -87,4 +87,4 @@ def test_where_nobody_answers_is_bad_input() -> None:
         "c10d", "127.0.0.1", 9, "job", (2, 2), "127.0.0.1", 0.2, 0, {"is_host": "0"}
     )
     with pytest.raises(InputError, match=r"no rendezvous answered at 127\.0\.0\.1:9 within 0\.2 s"):
-        find_store(spec)
+        open_or_find_store(spec)

@@ -16,7 +16,7 @@ from jobs.faults import FAULT, install
 from processes import JOBS, audited, run, train
 from stepladder.core.errors import InputError, StorageFault
 from stepladder.launcher.nodes.generation import Generation
-from stepladder.launcher.nodes.rendezvous import Rendezvous
+from stepladder.launcher.nodes.run_dir_rendezvous import RunDirRendezvous
 from stepladder.storage import lock as locks
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.run_dir import RunDir
@@ -63,7 +63,7 @@ def cut_metrics(run_dir: RunDir) -> None:
 
 
 def publish(run_dir: RunDir) -> None:
-    rendezvous = Rendezvous(run_dir.path, "", "", False, 1.0)
+    rendezvous = RunDirRendezvous(run_dir.path, "", "", False, 1.0)
     rendezvous._publish(Generation(1, "127.0.0.1", 1, ""))
 
 

@@ -263,7 +263,7 @@ def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_p
     )
     done = run(*verify, cwd=run_dir.parent)  # their own run, from wherever
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[0] == f"stepladder: runs {job}, as run/config.json has it"
+    assert done.stderr.splitlines()[0] == f"stepladder: runs {job}, which run/config.json names"
     for mark in tmp_path.rglob("ran"):
         mark.unlink()
     config = json.loads((run_dir / "config.json").read_text())

@@ -1,6 +1,6 @@
-"""The only door. A command's file is imported when that command is called.
+"""The command line. A command's file is imported when that command is called.
 
-The summaries stand here so that `stepladder --help` imports nothing else (under 0.2 s).
+The summaries are here so that `stepladder --help` imports nothing else (under 0.2 s).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import sys
 import threading
 from pathlib import Path
 from traceback import extract_tb
+from types import ModuleType
 from typing import Any, NoReturn
 
 import click
 
-from stepladder.cli.suggest import SuggestingGroup, refusal_of
+from stepladder.cli.suggest import SuggestingGroup, format_click_error
 from stepladder.core.console import echo, prepare_streams, print_message
 from stepladder.core.errors import (
     BAD_INPUT,
@@ -30,7 +31,7 @@ from stepladder.core.errors import (
 from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.tracebacks import fold_traceback
 
-COMMANDS = {
+COMMAND_SUMMARIES = {
     "train": "Train a recipe or your own job file, on any number of processes.",
     "run": "Run any script on several processes or machines: torchrun's flags, and more.",
     "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
@@ -50,32 +51,35 @@ COMMANDS = {
     "explain": "Say what an error message means, and what to type.",
     "recipe": "Use a model that a recipe has trained: recommend movies, write text.",
     "export": "Write a run's weights for Hugging Face's libraries or torch.distributed.checkpoint.",
-    "import": "Begin a run with weights that they have written.",
+    "import": "Start a run from weights in safetensors or DCP format.",
     "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
     "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
 }
-HIDDEN = ("after", "note")  # for batch scripts
+HIDDEN_COMMANDS = ("after", "note")  # for batch scripts
 # Old spellings that work for one release, with the spelling that replaces them.
 OLD_SPELLINGS = {"recommend": "recipe recommend", "sample": "recipe sample"}
-# files of several short commands, each under its name; any other command's file has its name
-TOGETHER = {
+# Files with several short commands; the file of any other command has the command's name.
+SHARED_FILES = {
     "run_dirs": ("audit", "diff", "watch", "report"),
     "exchange": ("export", "import"),
-    "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
+    "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN_COMMANDS),
 }
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands live in `stepladder.cli.<name>`, each as `command`, or in a file of
-    TOGETHER.
+    """A group that imports the file of a command when the command is called.
+
+    The file is `stepladder.cli.<name>`, with the object `command`, or one of SHARED_FILES.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        """Return the names of the commands that --help lists."""
+        return list(COMMAND_SUMMARIES)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first argument, also under its old spelling."""
         successor = OLD_SPELLINGS.get(args[0])
         if successor is not None:
             if not ctx.resilient_parsing:
@@ -86,72 +90,87 @@ class LazyGroup(SuggestingGroup):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS and cmd_name not in HIDDEN:
+        """Import a command, or return None if there is none of this name."""
+        if cmd_name not in COMMAND_SUMMARIES and cmd_name not in HIDDEN_COMMANDS:
             return None
-        file = next((file for file, names in TOGETHER.items() if cmd_name in names), cmd_name)
-        module = importlib.import_module(f"stepladder.cli.{file}")
-        if file == cmd_name:
-            return module.command  # type: ignore[no-any-return]
-        commands = [one for one in vars(module).values() if isinstance(one, click.Command)]
-        return next(one for one in commands if one.name == cmd_name)
+        for file, names in SHARED_FILES.items():
+            if cmd_name in names:
+                module = importlib.import_module(f"stepladder.cli.{file}")
+                return find_command(module, cmd_name)
+        module = importlib.import_module(f"stepladder.cli.{cmd_name}")
+        return module.command  # type: ignore[no-any-return]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(COMMAND_SUMMARIES.items()))
+
+
+def find_command(module: ModuleType, name: str) -> click.Command:
+    """Return the command of this name in a module with several commands."""
+    commands = [value for value in vars(module).values() if isinstance(value, click.Command)]
+    return next(command for command in commands if command.name == name)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stepladder")
 def cli() -> None:
-    """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
-    with as_input_error(
-        "the current folder cannot be used", "cd to another one"
-    ):  # it may have been removed
-        Path.cwd()
+    """One PyTorch training job, from one device to a cluster, with the same bits on every step."""
+    with as_input_error("the current folder cannot be used", "cd to another one"):
+        Path.cwd()  # raises where the folder was removed
 
 
-def refuse(error: str, speaks: bool | None = None) -> NoReturn:
-    """One line, of all ranks that srun or torchrun has started."""
-    from stepladder.launcher.nodes.refused import speaks_for_all
+def exit_with_error(error: str, reports: bool | None = None) -> NoReturn:
+    """Print an error as one line, and end with exit code 2.
 
-    if speaks_for_all(error) if speaks is None else speaks:
+    Args:
+        error: The text.
+        reports: Whether this process prints it; None to let the ranks that srun or torchrun started
+            agree on one of them.
+    """
+    from stepladder.launcher.nodes.report_once import should_report
+
+    if reports is None:
+        reports = should_report(error)
+    if reports:
         echo(f"error: {error}", err=True)
-    if (
-        threading.active_count() > 1
-    ):  # one that asks torch's store would abort at the interpreter's end
-        from stepladder.launcher.nodes.own_node import end_process_if_waiting
+    if threading.active_count() > 1:
+        # A thread that waits for torch's store would abort the interpreter at its end.
+        from stepladder.launcher.nodes.local_node import exit_if_threads_wait
 
-        end_process_if_waiting(BAD_INPUT)
+        exit_if_threads_wait(BAD_INPUT)
     sys.exit(BAD_INPUT)
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line. Bad input becomes one line on stderr and exit code 2.
+    """Run a command line. Bad input becomes one line on stderr and exit code 2.
 
-    args: by default those of this process, which then ends with the command.
+    Args:
+        args: The arguments, by default those of this process, which then ends with the command.
     """
     try:
         run_command(sys.argv[1:] if args is None else args)
     finally:
         lifecycle = sys.modules.get("stepladder.rank.lifecycle")
         if args is None and lifecycle is not None:
-            lifecycle.limit_exit_time()
+            lifecycle.limit_end()
 
 
 def run_command(args: list[str]) -> NoReturn:
-    """Run one command, and raise SystemExit with its exit code."""
+    """Run one command, and end with its exit code."""
     prepare_streams()
     try:
         with name_machine_errors():
-            # obj: other nodes, or tasks of Slurm, get the same arguments.
+            # obj: commands pass the same arguments to other nodes, or to tasks of Slurm.
             code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
-        refuse(str(error), error.is_reporter)
+        exit_with_error(str(error), error.speaks)
     except (RanksDiffer, StorageFault) as error:
         echo(f"error: {make_readable(str(error))}", err=True)
         sys.exit(FAILED)
     except click.Abort as error:
-        if isinstance(error.__cause__, EOFError):  # click takes any for the end of what is typed
+        if isinstance(error.__cause__, EOFError):
+            # click takes any EOFError for the end of what is typed, also the command's own.
             raise error.__cause__ from None
         echo("stopped", err=True)
         sys.exit(INTERRUPTED)
@@ -159,19 +178,19 @@ def run_command(args: list[str]) -> NoReturn:
         echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
-        refuse(make_readable(refusal_of(error)))
+        exit_with_error(make_readable(format_click_error(error)))
     except Exception as error:
-        if (
-            isinstance(error, OSError)
-            and extract_tb(error.__traceback__)[-1].filename == click.utils.__file__
-        ):
-            echo(
-                ""
-                # --help and --version, which click prints: a stdout that takes no more is treated as
-                # ours is
-            )
+        if is_closed_stdout_of_click(error):
+            echo("")  # handles a closed stdout as for all our output
             sys.exit(DONE)
         fold_traceback(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(FAILED)
     sys.exit(code if isinstance(code, int) else DONE)
+
+
+def is_closed_stdout_of_click(error: Exception) -> bool:
+    """Return whether click could not print --help or --version."""
+    if not isinstance(error, OSError):
+        return False
+    return extract_tb(error.__traceback__)[-1].filename == click.utils.__file__

@@ -1,31 +1,34 @@
-"""Commands about batch jobs: submit, status, logs and cancel; after and note are for batch scripts."""
+"""Commands for batch jobs: submit, status, logs, cancel; and after and note, for batch scripts."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from stepladder.cli.rehearsal import Rehearsal
-from stepladder.cli.types import COUNT, PATH, Seconds, Whole
+from stepladder.cli.submitted_command import SubmittedCommand, parse_submitted_command
+from stepladder.cli.types import COUNT, PATH, Seconds, WholeNumber
 from stepladder.core.console import echo, make_log_printable
 from stepladder.core.errors import InputError
 from stepladder.core.masking import mask_command
 from stepladder.core.output_file import validate_writable
-from stepladder.core.paths import parse_path
 from stepladder.core.process_count import parse_range
 from stepladder.rank.exit_record import write_end
-from stepladder.slurm import client, requeue, submitted_jobs
-from stepladder.slurm.batch_job import MAX_REQUEUES, make_batch_job, measure_margin
-from stepladder.slurm.batch_script import render_batch_script
+from stepladder.slurm import requeue, submitted_jobs
+from stepladder.slurm.batch_job import (
+    MAX_REQUEUES,
+    BatchJob,
+    find_site,
+    make_batch_job,
+    measure_margin,
+    render,
+)
 from stepladder.slurm.partitions import (
     describe_cluster_defaults,
     find_job_warnings,
@@ -34,14 +37,6 @@ from stepladder.slurm.partitions import (
     validate_joinable,
     validate_node_names,
 )
-from stepladder.slurm.site_defaults import find_site_defaults
-from stepladder.train.job_source import validate_not_job
-
-OURS = (
-    "--nodes",
-    "--nproc",
-    "--rdzv-endpoint",
-)  # flags of `train` and `run` that follow from submit's own
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -53,7 +48,9 @@ OURS = (
     help="Number of nodes. A:B starts with B, and continues with as few as A.  [default: 1]",
 )
 @click.option(
-    "--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]"
+    "--nproc",
+    metavar="N|gpu|cpu|auto",
+    help="Processes per node.  [default: the GPUs of a node, or 1]",
 )
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="For example 4, or a100:4.")
 @click.option("--cpus-per-task", type=COUNT, metavar="N", help="CPUs per node.  [default: --nproc]")
@@ -64,7 +61,7 @@ OURS = (
 @click.option(
     "--partition",
     metavar="P",
-    help="Slurm partition.  [default: stepladder.toml's, or the cluster's]",
+    help="Slurm partition.  [default: from stepladder.toml, or the cluster's]",
 )
 @click.option("--account", metavar="A", help="Slurm account that pays for the job.")
 @click.option("--qos", metavar="Q", help="Slurm quality of service.")
@@ -75,7 +72,9 @@ OURS = (
     metavar="CMD",
     help='Command that starts the container, for example "apptainer exec --nv stepladder.sif".',
 )
-@click.option("--name", metavar="S", help="Name of the job.  [default: of the recipe or script]")
+@click.option(
+    "--name", metavar="S", help="Name of the job.  [default: name of the recipe or script]"
+)
 @click.option(
     "--output",
     default="slurm-%j.out",
@@ -90,16 +89,17 @@ OURS = (
     "--task-per-rank",
     "per_rank",
     is_flag=True,
-    help="Start one Slurm task per process, without our agent on each node.",
+    help="Start one Slurm task per process, without an agent on each node.",
 )
 @click.option(
     "--join",
     metavar="JOB",
-    help="Submit one node that takes the place of a node which JOB has lost. The rest is JOB's own command.",
+    help="Submit one node that replaces a node which JOB has lost."
+    " Type JOB's own command after it.",
 )
 @click.option(
     "--max-requeues",
-    type=Whole(),
+    type=WholeNumber(),
     default=MAX_REQUEUES,
     show_default=True,
     help="How often to requeue the job.",
@@ -107,8 +107,9 @@ OURS = (
 @click.option(
     "--rehearse",
     is_flag=True,
-    help="Run SCRIPT here first through `stepladder check`: 2 ranks, 3 steps an epoch, pretended GPUs if the job "
-    "asks for some. On an error, a warning or a failure nothing is submitted: exit code 1.",
+    help="First run SCRIPT here through `stepladder check`: 2 ranks, 3 steps per epoch,"
+    " simulated GPUs if the job asks for GPUs. On an error, a warning or a failure nothing is"
+    " submitted: exit code 1.",
 )
 @click.option(
     "--writes",
@@ -136,54 +137,35 @@ def submit(
     as_json: bool,
     **flags: Any,
 ) -> int:
-    """Submit a training job, or any script, to Slurm: it is started on each node, warned before its
-    time limit, requeued from its snapshot, and not requeued for a bug.
+    """Submit a training job, or any script, to Slurm.
 
-    Checks before that the cluster has a place for it. Defaults for partition, account and set-up
-    lines are read from stepladder.toml, in this folder or above."""
+    The job is started on each node, stopped with a snapshot before its time limit, and requeued to
+    continue from it, but not after a bug. First it is checked that the cluster can run it. Defaults
+    for partition, account and set-up lines come from stepladder.toml in this folder or above.
+    """
     if lint is not None:
         return show_findings(lint, as_json)
-    kind, rest, job_dir, name = what_to_run(words)
+    command = parse_submitted_command(words)
+    rehearsal = make_rehearsal(command, flags, writes) if rehearse else None
     if writes and not rehearse:
         raise InputError(
             "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
         )
-    rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"]), writes) if rehearse else None
-    nodes = parse_range("--nodes", flags.pop("nodes"))
-    job = make_batch_job(
-        flags,
-        find_site_defaults(),
-        command=(kind, *rest),
-        job_dir=str(job_dir),
-        nodes=nodes,
-        name=name,
-        margin=measure_margin(job_dir, flags["time"]),
-        made_by=mask_command(["stepladder", *sys.argv[1:]]),
-    )
-    output = Path(job.output)
-    if not output.is_absolute() and "%" not in str(
-        output.parent
-    ):  # without a log Slurm ends the job, in silence
-        validate_writable(output, "--output")
+    job = make_job(command, flags)
+    validate_output(Path(job.output))
     if dry_run:
-        echo(render_batch_script(job), end="")
+        echo(render(job), end="")
         return 0
     cluster = list_partitions()
     validate_job_fits(job, cluster)
     validate_node_names(job)
     validate_joinable(job)
-    if rehearsal and not rehearsal.passes(as_json):
+    if rehearsal and not rehearsal.passes_check(as_json):
         return 1
-    others = submitted_jobs.find_jobs_in(job_dir) if kind == "train" and not job.join else []
-    taken = (
-        [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"]
-        if others
-        else []
-    )
-    asked = [name for name, value in flags.items() if value is not None]
-    for sentence in describe_cluster_defaults(job, cluster, asked):
+    typed_flags = [name for name, value in flags.items() if value is not None and name != "nodes"]
+    for sentence in describe_cluster_defaults(job, cluster, typed_flags):
         echo(f"stepladder: {sentence}", err=True)
-    for doubt in [*find_job_warnings(job), *taken]:
+    for doubt in [*find_job_warnings(job), *find_shared_run_dir(command, job)]:
         echo(f"warning: {doubt}", err=True)
     number = submitted_jobs.submit(job)
     if as_json:
@@ -193,50 +175,57 @@ def submit(
     return 0
 
 
-def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
-    """`train` or `run`, its words, the folder of the job's state, and its name."""
-    if not words:
-        raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
-    if words[0] not in ("train", "run"):
-        if not parse_path("script", words[0]).is_file() or words[0].startswith("-"):
-            raise InputError(
-                f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
-            )
-        words = ("run", *words)
-    kind, *rest = words
-    # Read as it will be read, so that a mistake is found before the job waits.
-    command = importlib.import_module(f"stepladder.cli.{kind}").command
-    context = command.make_context(f"stepladder {kind}", list(rest))
-    refuse_ours(context)
-    given = context.params
-    what: Path = command.job if kind == "train" else Path(given["script"])
-    if kind == "run" and not what.is_file() and not given["module"] and not given["no_python"]:
-        raise InputError(f"script {given['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
-    if kind == "run" and what.is_file() and not given["no_python"]:
-        validate_not_job(what, "stepladder submit -- train")
-    return kind, rest, given["run_dir"] or Path("runs") / what.stem, what.stem
+def make_rehearsal(
+    command: SubmittedCommand, flags: dict[str, Any], writes: tuple[Path, ...]
+) -> Rehearsal:
+    """Return the rehearsal of the job's script on this machine."""
+    has_gpus = bool(flags["gpus_per_node"])
+    return Rehearsal.from_command(command.kind, command.arguments, has_gpus, writes)
 
 
-def refuse_ours(context: click.Context) -> None:
-    for parameter in context.command.params:
-        flag = next((name for name in parameter.opts if name in OURS), None)
-        if (
-            flag
-            and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE
-        ):
-            own = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
-            hint = "the port follows from the job's number" if flag == "--rdzv-endpoint" else own
-            raise InputError(f"{flag} stands after `--`, and is a flag of submit", hint)
+def make_job(command: SubmittedCommand, flags: dict[str, Any]) -> BatchJob:
+    """Return the batch job that runs the command."""
+    job_flags = {name: value for name, value in flags.items() if name != "nodes"}
+    return make_batch_job(
+        job_flags,
+        find_site(),
+        command=(command.kind, *command.arguments),
+        job_dir=str(command.job_dir),
+        nodes=parse_range("--nodes", flags["nodes"]),
+        name=command.name,
+        margin=measure_margin(command.job_dir, flags["time"]),
+        made_by=mask_command(["stepladder", *sys.argv[1:]]),
+    )
+
+
+def validate_output(output: Path) -> None:
+    """Raise InputError where the log cannot be written: Slurm would end the job without a message.
+
+    A path that is relative to the job's folder is checked, too, but not one with Slurm's patterns.
+    """
+    if not output.is_absolute() and "%" not in str(output.parent):
+        validate_writable(output, "--output")
+
+
+def find_shared_run_dir(command: SubmittedCommand, job: BatchJob) -> list[str]:
+    """Return a warning if other jobs train in the same run directory."""
+    if command.kind != "train" or job.join:
+        return []
+    jobs = submitted_jobs.find_jobs_in(command.job_dir)
+    if not jobs:
+        return []
+    run_dir = command.job_dir
+    return [f"{run_dir} is also the run directory of job {', '.join(jobs)}: they take turns"]
 
 
 def show_findings(path: Path, as_json: bool) -> int:
-    """Exit code 1 where there is any."""
+    """Print the mistakes in a batch script, and return exit code 1 if there are any."""
     from stepladder.slurm.lint import lint_script
 
     findings = lint_script(path)
     if as_json:
-        found = [{"file": str(path), **asdict(finding)} for finding in findings]
-        echo(json.dumps({"schema": 1, "findings": found}))
+        records = [{"file": str(path), **asdict(finding)} for finding in findings]
+        echo(json.dumps({"schema": 1, "findings": records}))
     else:
         for finding in findings:
             echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
@@ -248,35 +237,50 @@ def show_findings(path: Path, as_json: bool) -> int:
 @click.argument("job", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(job: str | None, as_json: bool) -> None:
-    """Show your jobs that wait or run, or one job with its story: where and why it stopped or was
-    requeued.
+    """Show your jobs that wait or run, or the history of one job.
+
+    The history says where and why the job stopped or was requeued.
     """
     if job is None:
-        jobs = submitted_jobs.list_user_jobs()
-        if as_json:
-            echo(json.dumps({"schema": 1, "jobs": [known.as_json() for known in jobs]}))
-        for known in jobs if not as_json else []:
-            echo(known.describe())
-        if not jobs and not as_json:
-            echo("no job waits or runs. HINT: stepladder submit -- train mnist")
+        show_own_jobs(as_json)
         return
     known = submitted_jobs.find_job(job)
-    told = known.as_json() | requeue.describe_history(known)
+    history = known.as_json() | requeue.describe_history(known)
     if as_json:
-        echo(json.dumps({"schema": 1, **told}))
+        echo(json.dumps({"schema": 1, **history}))
         return
     echo(known.describe())
-    for end in told["ends"]:
-        at = f" at step {end['step']}" if end["step"] is not None else ""
-        when = datetime.fromtimestamp(end["time"]).strftime(" %H:%M:%S") if end["time"] else ""
-        by = ", requeued" if end["code"] is not None else ", requeued by Slurm"
-        echo(
-            f"  start {end['restart'] + 1} ended{when}{at}: {end['reason']}" + by * end["requeued"]
-        )
-    if told["step"] is not None:
-        echo(f"  newest snapshot: step {told['step']}, in {known.job_dir}")
+    for end in history["ends"]:
+        echo(format_end(end))
+    if history["step"] is not None:
+        echo(f"  newest snapshot: step {history['step']}, in {known.job_dir}")
     if known.output:
         echo(f"  output: {known.output}")
+
+
+def show_own_jobs(as_json: bool) -> None:
+    """Print the user's jobs that wait or run."""
+    jobs = submitted_jobs.list_user_jobs()
+    if as_json:
+        echo(json.dumps({"schema": 1, "jobs": [job.as_json() for job in jobs]}))
+        return
+    for job in jobs:
+        echo(job.describe())
+    if not jobs:
+        echo("no job waits or runs. HINT: stepladder submit -- train mnist")
+
+
+def format_end(end: dict[str, Any]) -> str:
+    """Return a line about the end of one start of a job."""
+    line = f"  start {end['restart'] + 1} ended"
+    if end["time"]:
+        line += datetime.fromtimestamp(end["time"]).strftime(" %H:%M:%S")
+    if end["step"] is not None:
+        line += f" at step {end['step']}"
+    line += f": {end['reason']}"
+    if end["requeued"]:
+        line += ", requeued" if end["code"] is not None else ", requeued by Slurm"
+    return line
 
 
 @click.command()
@@ -289,9 +293,11 @@ def logs(job: str, follow: bool) -> None:
         raise InputError(
             f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed"
         )
-    for piece in submitted_jobs.read_output(
-        Path(known.output), (lambda: submitted_jobs.find_job(job).is_over) if follow else None
-    ):
+
+    def is_over() -> bool:
+        return submitted_jobs.find_job(job).is_over
+
+    for piece in submitted_jobs.read_output(Path(known.output), is_over if follow else None):
         sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 
@@ -299,36 +305,35 @@ def logs(job: str, follow: bool) -> None:
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
 def cancel(jobs: tuple[str, ...]) -> None:
-    """Cancel batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not
-    requeued.
+    """Cancel batch jobs.
+
+    Slurm first sends SIGTERM, on which a training saves a snapshot. The job is not requeued.
     """
-    found = [submitted_jobs.find_job(job) for job in jobs]
-    for known in found:
+    known_jobs = [submitted_jobs.find_job(job) for job in jobs]
+    for known in known_jobs:
         if known.is_over:
             raise InputError(
                 f"job {known.job} has ended already ({known.state or 'forgotten'})",
                 "stepladder status",
             )
-    for known in found:
-        client.run_slurm("scancel", known.job)
-        go_on = (
-            f"; submitted again, it goes on from its snapshot in {known.job_dir}"
-            if known.job_dir
-            else ""
-        )
-        echo(f"job {known.job}: cancelled{go_on}")
+    for known in known_jobs:
+        submitted_jobs.ask("scancel", known.job)
+        line = f"job {known.job}: cancelled"
+        if known.job_dir:
+            line += f"; submitted again, it continues from its snapshot in {known.job_dir}"
+        echo(line)
 
 
 @click.command()
-@click.argument("code", type=Whole(most=255))
+@click.argument("code", type=WholeNumber(largest=255))
 @click.option("--job-dir", type=PATH, required=True)
 @click.option("--margin", type=Seconds(0), default=120.0)
-@click.option("--max-requeues", type=Whole(), required=True)
+@click.option("--max-requeues", type=WholeNumber(), required=True)
 def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
-    """Say what the end of a batch job's ranks means: exit code 75 to be requeued, 0 finished, else
-    CODE or 1.
+    """Decide what the end of a batch job's ranks means.
 
-    CODE is srun's exit code; on stdin, what `scontrol show job` and `scontrol show node` say.
+    Exit code 75: requeue the job; 0: it has finished; else CODE or 1. CODE is srun's exit code.
+    stdin is the output of `scontrol show job` and `scontrol show node`.
     """
     decision = requeue.handle_end(job_dir, code, margin, sys.stdin.read(), max_requeues)
     echo(f"stepladder: {decision.text}", err=True)
@@ -336,7 +341,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
 
 
 @click.command()
-@click.argument("code", type=Whole(most=255))
+@click.argument("code", type=WholeNumber(largest=255))
 def note(code: int) -> None:
-    """Leave a script's own CODE for the batch script, unless another rank has ended before."""
+    """Record the exit CODE of a script for the batch script, unless another rank ended earlier."""
     write_end(code)

@@ -1,4 +1,4 @@
-"""stepladder check SCRIPT: silent mistakes of distributed training, found in anybody's script."""
+"""`stepladder check SCRIPT`: find silent mistakes of distributed training in any script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from stepladder.cli.doctor import COLOURS
+from stepladder.cli.doctor import SEVERITY_COLOURS
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, Seconds
 from stepladder.core.console import echo
@@ -27,20 +27,22 @@ from stepladder.train.job_source import validate_not_job
     type=COUNT,
     default=2,
     show_default=True,
-    help="Ranks. Half of them play a second node.",
+    help="Ranks. Half of them simulate a second node.",
 )
 @click.option(
     "--epochs",
     type=COUNT,
-    help="Training passes to watch.  [default: 2, and more while within 20 s]",
+    help="Training passes to watch.  [default: 2, and more within 20 s]",
 )
 @click.option(
     "--steps",
     type=COUNT,
-    help="Optimizer steps per epoch; the epoch is then cut short.  [default: all]",
+    help="Optimizer steps per epoch; the epoch ends after them.  [default: all]",
 )
 @click.option(
-    "--resume", is_flag=True, help="End it after its first snapshot, start it again, and compare."
+    "--resume",
+    is_flag=True,
+    help="End SCRIPT after its first snapshot, start it again, and compare.",
 )
 @click.option("--static", is_flag=True, help="Read the source only, and run nothing.")
 @click.option(
@@ -55,7 +57,7 @@ from stepladder.train.job_source import validate_not_job
     type=Seconds(),
     default=25.0,
     show_default=True,
-    help="Seconds in which nothing moves: a hang.",
+    help="Seconds without progress that count as a hang.",
 )
 @click.option(
     "--sarif", type=PATH, metavar="FILE", help="Write the findings to FILE too, for code hosts."
@@ -84,13 +86,14 @@ def command(
     writes: tuple[Path, ...],
     as_json: bool,
 ) -> int:
-    """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to
-    type.
+    """Run SCRIPT with ARGS, unmodified, and find its silent mistakes.
 
-    It runs on CPU ranks, also a script for CUDA and NCCL, in a copy of the working folder; no file
-    outside the copy changes. Exit code 1 on an error or a warning; else 3 if the script failed by
-    itself, if this check cannot run it, or if no training was seen; else 0. A comment takes a
-    finding back: # stepladder: ignore[rule] reason"""
+    Each finding has its evidence, its line and what to type. SCRIPT runs on CPU ranks, even if it
+    is for CUDA and NCCL, in a copy of the working folder; no file outside the copy changes. Exit
+    code 1 on an error or a warning; else 3 if SCRIPT failed by itself, if this check cannot run it,
+    or if it did not train; else 0. A comment suppresses a finding: # stepladder: ignore[rule]
+    reason
+    """
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
     validate_not_job(script)
@@ -100,19 +103,21 @@ def command(
         script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience
     )
     request = replace(request, writes=writable_folders(writes))
-    report = check(request, (lambda _: None) if as_json else show)
+    report = check(request, (lambda _: None) if as_json else show_fault)
     if sarif:
         write_output(sarif, as_sarif(report, version("stepladder")), "--sarif")
     if as_json:
         echo(json_text(report))
     else:
-        summarise(report)
+        show_summary(report)
     return report.code
 
 
 def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Return the real paths of --writes. Raises InputError where one is no folder, or is
-    everything.
+    """Return the real paths of the folders of --writes.
+
+    Raises:
+        InputError: One is not a folder, or is the root of the file system.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -122,14 +127,16 @@ def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(folder.resolve() for folder in folders)
 
 
-def show(fault: Fault) -> None:
-    head, below = lines_of(fault)
-    click.secho(fault.severity, fg=COLOURS[fault.severity], nl=False)
+def show_fault(fault: Fault) -> None:
+    """Print a finding."""
+    head, details = lines_of(fault)
+    click.secho(fault.severity, fg=SEVERITY_COLOURS[fault.severity], nl=False)
     echo(head)
-    echo(below)
+    echo(details)
 
 
-def summarise(report: Report) -> None:
+def show_summary(report: Report) -> None:
+    """Print what was not checked, where SCRIPT could write, and the number of findings."""
     if report.not_checked:
         echo(report.not_checked.output)
         echo(report.not_checked.line)
@@ -137,7 +144,9 @@ def summarise(report: Report) -> None:
         echo(note)
     for line in report.isolation.lines() if report.isolation else []:
         echo(line)
-    counts = ", ".join(
-        f"{sum(f.severity == kind for f in report.faults)} {kind}s" for kind in COLOURS
-    )
-    echo(f"{counts}; {len(texts())} rules" + f"; {report.ran}" * bool(report.ran))
+    severities = [fault.severity for fault in report.faults]
+    counts = ", ".join(f"{severities.count(kind)} {kind}s" for kind in SEVERITY_COLOURS)
+    line = f"{counts}; {len(texts())} rules"
+    if report.ran:
+        line += f"; {report.ran}"
+    echo(line)

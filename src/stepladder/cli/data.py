@@ -1,4 +1,4 @@
-"""`stepladder data`: fetch data sets with checksums, bring them into shards, and look at them."""
+"""`stepladder data`: fetch data sets with checksums, write them as shards, and inspect them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def command() -> None:
     "--from",
     "source",
     type=PATH,
-    help="Take the files from this folder, zip or tar archive, or file, not from the network.",
+    help="Read the files from this folder, zip or tar archive, or file, not from the network.",
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) -> None:
-    """Fetch the data set NAME (mnist, movielens-small, movielens-1m, shakespeare) and check its
-    sha256 sums.
+    """Fetch the data set NAME and check its SHA-256 sums.
+
+    NAME is mnist, movielens-small, movielens-1m or shakespeare.
     """
     from stepladder.data.fetch import download
     from stepladder.data.fetch.catalog import find_dataset
@@ -65,11 +66,12 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def info(path_or_name: str, check: bool, as_json: bool) -> None:
-    """Show what a data folder or file holds: shapes, label counts, pixel statistics, ratings,
-    chunks.
+    """Show what a data folder or file contains.
 
-    PATH_OR_NAME is a folder of MNIST files, one IDX file, a folder or zip of movielens-small, a
-    folder of shards or an HDF5 file, or the name of a data set that is in data/NAME."""
+    It prints shapes, label counts, pixel statistics, ratings or chunks. PATH_OR_NAME is a folder of
+    MNIST files, one IDX file, a folder or zip of movielens-small, a folder of shards or an HDF5
+    file, or the name of a data set that is in data/NAME.
+    """
     from stepladder.data.describe import describe_data
 
     facts = describe_data(locate(path_or_name), check)
@@ -102,11 +104,12 @@ def shard(
     as_json: bool,
     **sizes: Any,
 ) -> None:
-    """Write INPUT as chunked HDF5 shards with an index and checksums, for training that streams.
+    """Write INPUT as chunked HDF5 shards with an index and checksums, for streaming.
 
     INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four
-    MNIST files, which becomes train and test. Stopped, killed or out of disk, it goes on where it
-    was when typed again."""
+    MNIST files, which becomes train and test. After a stop, a kill or a full disk, the same command
+    continues where it was.
+    """
     from stepladder.data.describe import describe_shards
     from stepladder.data.formats.inputs import open_tables
     from stepladder.data.shards.writer import write_table
@@ -115,12 +118,13 @@ def shard(
         if "=" not in text:
             raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
     types = dict(text.rsplit("=", 1) for text in dtypes)
-    named = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
-    if columns is not None and not named:
+    all_names = [name.strip() for name in (columns or "").split(",")]
+    column_names = tuple(name for name in all_names if name)
+    if columns is not None and not column_names:
         raise InputError(
             f"--columns {columns!r} names no column", "--columns NAME,NAME, or leave it out for all"
         )
-    for part, table in open_tables(source, named, types).items():
+    for part, table in open_tables(source, column_names, types).items():
         with on_stderr() as feedback:
             write_table(table, out / part, feedback=feedback, **sizes)
     facts = describe_shards(out)
@@ -132,7 +136,7 @@ def shard(
 
 @contextmanager
 def on_stderr() -> Iterator[Feedback]:
-    """How a person sees what is being done: bars on a terminal, plain lines elsewhere."""
+    """Show progress on stderr: bars on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield Feedback(on_message=partial(echo, err=True))
         return
@@ -158,11 +162,16 @@ def on_stderr() -> Iterator[Feedback]:
 
 
 def echo_json(facts: dict[str, Any]) -> None:
+    """Print facts as one JSON object."""
     echo(json.dumps({"schema": 1, **facts}))
 
 
 def locate(path_or_name: str) -> Path:
-    """The path given, or the default folder of the data set of that name. InputError for neither."""
+    """Return the path, or the default folder of the data set of that name.
+
+    Raises:
+        InputError: There is neither.
+    """
     from stepladder.data.fetch.catalog import CATALOG
 
     path = Path(path_or_name)
@@ -181,6 +190,7 @@ def locate(path_or_name: str) -> Path:
 
 
 def show(facts: dict[str, Any]) -> None:
+    """Print facts about data."""
     echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
     for file in facts.get("files", []):
         echo(file_line(file))
@@ -192,7 +202,11 @@ def show(facts: dict[str, Any]) -> None:
 
 
 def file_line(file: dict[str, Any]) -> str:
-    text = f"{file['name']}: {' x '.join(map(str, file['shape']))} {file['dtype']}, {file['bytes']:,} bytes"
+    """Return the lines about one file."""
+    text = (
+        f"{file['name']}: {' x '.join(map(str, file['shape']))} {file['dtype']},"
+        f" {file['bytes']:,} bytes"
+    )
     if "labels" in file:
         return text + "\n  labels " + ", ".join(f"{k}: {n}" for k, n in enumerate(file["labels"]))
     if file["mean"] is None:
@@ -201,19 +215,20 @@ def file_line(file: dict[str, Any]) -> str:
 
 
 def shard_lines(facts: dict[str, Any]) -> list[str]:
-    """What `describe_shards` says, for a person."""
+    """Return the lines about shards."""
     text = []
     for part in facts["parts"]:
         columns = ", ".join(f"{name} ({column})" for name, column in part["columns"].items())
         text.append(f"{part['name']}: {part['rows']:,} rows of {columns}")
         text.append(
-            f"  {part['bytes']:,} bytes; files: {part['shards']:,}; chunks: {part['chunks']:,}, each of"
-            f" {part['chunk_rows']:,} rows and {part['chunk_bytes']:,} bytes"
+            f"  {part['bytes']:,} bytes; files: {part['shards']:,}; chunks: {part['chunks']:,},"
+            f" each of {part['chunk_rows']:,} rows and {part['chunk_bytes']:,} bytes"
         )
         advised = part["advised_chunk_rows"]
         if not advised / 4 <= part["chunk_rows"] <= advised * 4:
             text.append(
-                f"  better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows {advised}"
+                "  better: chunks of about 0.4 MB, stepladder data shard ..."
+                f" --chunk-rows {advised}"
             )
         else:
             text.append("  a good chunk size: about 0.4 MB is advised")

@@ -1,4 +1,4 @@
-"""stepladder doctor: what is wrong with this machine, why, and what to type."""
+"""`stepladder doctor`: find what is wrong with this machine, why, and what to type."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from stepladder.cli.types import COUNT, PATH, PORT
 from stepladder.core.address import validate_host_name
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import MAX_PORT
 from stepladder.core.output_file import validate_writable
 from stepladder.core.process_count import parse_process_count
 from stepladder.core.python_file import parse_source
 from stepladder.core.world import World
-from stepladder.launcher.allocation import become_step
+from stepladder.launcher.allocation import exec_srun_step
 from stepladder.tools.doctor.facts import Facts, gather
 from stepladder.tools.doctor.finding import Finding
 from stepladder.tools.doctor.rules import RULES, judge
@@ -26,7 +27,7 @@ from stepladder.tools.doctor.rules import RULES, judge
 if TYPE_CHECKING:
     from stepladder.tools.doctor.link import Link, Speed
 
-COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 @click.command()
@@ -52,10 +53,10 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
     "--save",
     type=PATH,
     metavar="FILE",
-    help="Save what was found to this file, to look at it on another machine.",
+    help="Save the measurements to this file, to inspect them on another machine.",
 )
 @click.option(
-    "--load", type=PATH, metavar="FILE", help="Look at a file of --save, instead of this machine."
+    "--load", type=PATH, metavar="FILE", help="Inspect a file of --save, instead of this machine."
 )
 @json_flag
 @click.pass_context
@@ -72,20 +73,18 @@ def command(
     load: Path | None,
     as_json: bool,
 ) -> int:
-    """Find what is wrong with this machine: each finding with its cause and what to type.
+    """Find what is wrong with this machine, with the cause and what to type.
 
-    Needs neither torch nor a GPU. SCRIPT.py: also how long its imports take (it is not run). Exit
-    code 1 if there is an error."""
+    Neither torch nor a GPU is needed. With SCRIPT.py, it also measures how long the imports of the
+    script take; the script is not run. Exit code 1 if there is an error.
+    """
     if load and (save or comm or script):
-        raise InputError(
-            "--load judges a stored bundle, and nothing else can be looked at with it",
-            "--load alone",
-        )
+        raise InputError("--load inspects a saved file, and nothing else", "--load alone")
     validate_host_name("--peer", peer)
-    refuse_bad_places(save, script, port)  # before what takes seconds
+    validate_files_and_port(save, script, port)  # before anything that takes seconds
     ranks = parse_process_count(nproc) if nproc else 0
     if comm:
-        become_step(ctx.obj, ranks)
+        exec_srun_step(ctx.obj, ranks)
         if ranks == 1 and World.detect().world_size == 1:
             raise InputError(
                 "--comm measures between processes, and --nproc is 1", "--comm --nproc 2"
@@ -93,25 +92,29 @@ def command(
     facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
-    link, of_link = measured(facts, ranks) if comm else (None, [])
-    if comm and not World.detect().is_first:
-        for finding in of_link:
-            show_finding(finding)
-        return int(bool(of_link))
-    return show(facts, of_link + judge(facts), link, as_json)
+    link: Link | None = None
+    link_findings: list[Finding] = []
+    if comm:
+        link, link_findings = measure_link(facts, ranks)
+        if not World.detect().is_first:
+            for finding in link_findings:
+                show_finding(finding)
+            return int(bool(link_findings))
+    return show_report(facts, link_findings + judge(facts), link, as_json)
 
 
-def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) -> None:
+def validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
+    """Raise InputError where a file or the port cannot be used."""
     if save:
         validate_writable(save, "--save")
-    if port is not None and not 0 < port < 65536:
+    if port is not None and not 0 < port <= MAX_PORT:
         raise InputError(f"--port {port} is not a port", "--port 29500")
     if script:
         parse_source(script)
 
 
-def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
-    """What the first rank has measured, and what is wrong with it."""
+def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
+    """Return the first rank's measurements between processes, and what is wrong with them."""
     if not facts.torch.version:
         raise InputError(
             "--comm needs torch, which is not installed here",
@@ -122,65 +125,81 @@ def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     return measure(ranks or max(2, facts.torch.devices))
 
 
-def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
-    """The exit code: 1 where there is an error."""
-    failed = any(finding.severity == "error" for finding in findings)
+def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
+    """Print the findings, and return exit code 1 if one is an error."""
+    severities: list[str] = [finding.severity for finding in findings]
+    failed = "error" in severities
     if as_json:
-        shown = {"schema": 1, "ok": not failed, "host": facts.host, "rules": len(RULES)}
-        speeds = asdict(link) if link else None
-        echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
+        report = {
+            "schema": 1,
+            "ok": not failed,
+            "host": facts.host,
+            "rules": len(RULES),
+            "findings": [asdict(finding) for finding in findings],
+            "comm": asdict(link) if link else None,
+        }
+        echo(json.dumps(report))
         return int(failed)
-    echo(summary(facts))
+    echo(format_summary(facts))
     for finding in findings:
         show_finding(finding)
     if link is not None:
         show_link(link)
-    counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
+    counts = ", ".join(f"{severities.count(kind)} {kind}s" for kind in SEVERITY_COLOURS)
     echo(
-        f"{', '.join(counts)}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs"
+        f"{counts}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs"
     )
     return int(failed)
 
 
 def show_finding(finding: Finding) -> None:
-    click.secho(finding.severity, fg=COLOURS[finding.severity], nl=False)
+    """Print a finding."""
+    click.secho(finding.severity, fg=SEVERITY_COLOURS[finding.severity], nl=False)
     echo(f" {finding.rule}: {finding.found}")
     echo(f"    why: {finding.cause}")
     echo(f"    fix: {finding.fix}")
 
 
-def summary(facts: Facts) -> str:
-    """What there is: the machine in a line, the script's imports in another."""
-    torch = f"torch {facts.torch.version}" if facts.torch.version else "no torch"
-    cuda = f" (CUDA {facts.torch.cuda})" if facts.torch.cuda else ""
-    gpus = (
-        f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}"
-        if facts.gpus.found
-        else "no GPU"
-    )
-    speed = f", imported in {facts.torch.seconds:.1f} s" if facts.torch.version else ""
-    said = f"{facts.host}: Python {facts.python}, {torch}{cuda}{speed}, {gpus}, {facts.cores} cores"
-    if facts.script.name and not facts.script.error:
-        slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.script.slowest)
-        said += (
-            f"\n{facts.script.name} imports for {facts.script.seconds:.1f} s; slowest: {slowest}"
-        )
-    return said
+def format_summary(facts: Facts) -> str:
+    """Return a line about the machine, and one about the script's imports."""
+    torch = "no torch"
+    if facts.torch.version:
+        cuda = f" (CUDA {facts.torch.cuda})" if facts.torch.cuda else ""
+        torch = f"torch {facts.torch.version}{cuda}, imported in {facts.torch.seconds:.1f} s"
+    gpus = "no GPU"
+    if facts.gpus.found:
+        gpus = f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}"
+    text = f"{facts.host}: Python {facts.python}, {torch}, {gpus}, {facts.cores} cores"
+    script = facts.script
+    if script.name and not script.error:
+        slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in script.slowest)
+        text += f"\n{script.name} imports for {script.seconds:.1f} s; slowest: {slowest}"
+    return text
 
 
 def show_link(link: Link) -> None:
-    where = f"over {link.nodes} nodes" if link.nodes > 1 else "on one node"
-    says = [f"the link has {link.limit:.2f} GB/s by its driver"] if link.limit else []
-    says += [f"one plain TCP connection carries {link.stream:.2f}"] if link.stream else []
-    limit = ", ".join(says) or "the link's limit is not known"
-    echo(f"all_reduce {where}, {link.ranks} ranks, {link.backend}; {limit}")
+    """Print the speed of all-reduce."""
+    limits = []
+    if link.limit:
+        limits.append(f"the link has {link.limit:.2f} GB/s by its driver")
+    if link.stream:
+        limits.append(f"one plain TCP connection carries {link.stream:.2f}")
+    limit = ", ".join(limits) or "the link's limit is not known"
+    nodes = f"over {link.nodes} nodes" if link.nodes > 1 else "on one node"
+    echo(f"all_reduce {nodes}, {link.ranks} ranks, {link.backend}; {limit}")
     show_speeds(link.speeds, link.bound)
     if link.within:
-        echo(f"all_reduce on one node, its own ranks alone, {link.backend}")
+        echo(f"all_reduce between the ranks of one node, {link.backend}")
         show_speeds(link.within, None)
 
 
 def show_speeds(speeds: tuple[Speed, ...], bound: float | None) -> None:
+    """Print a table of speeds.
+
+    Args:
+        speeds: Its rows.
+        bound: The speed of the link in GB/s, or None.
+    """
     echo(f"{'bytes':>12}{'us':>12}{'bus GB/s':>12}{'of the link' if bound else '':>14}".rstrip())
     for speed in speeds:
         share = f"{100 * speed.bus / bound:.0f} %" if bound else ""

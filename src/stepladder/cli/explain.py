@@ -1,4 +1,4 @@
-"""stepladder explain TEXT|FILE: what an error message means."""
+"""`stepladder explain TEXT|FILE`: what an error message means."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
 
-LONGEST_LINE = 1 << 16  # bytes, of a log that may be anything
-MOST_GIB = 64  # of a log; a hole in a file may be any size, and reads as zeros
-MORE = "stepladder explain --list prints all that are known; of a log, look at the earliest error of all ranks"
+MAX_LOG_LINE_BYTES = 1 << 16  # a log may hold anything
+MAX_LOG_GIB = 64  # a hole in a file may be of any size, and reads as zeros
+SHOWN_LINE_LENGTH = 200
+EXPLAIN_HINT = (
+    "stepladder explain --list prints all known messages;"
+    " in a log, look at the earliest error of all ranks"
+)
 
 
 @click.command()
 @click.argument("text", metavar="TEXT|FILE", required=False)
-@click.option("--list", "as_list", is_flag=True, help="Print all messages that are known.")
+@click.option("--list", "as_list", is_flag=True, help="Print all known messages.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(text: str | None, as_list: bool, as_json: bool) -> int:
-    """Say what an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH means, and what to type.
+    """Explain an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, and what to type.
 
-    TEXT: the message, a part of it, or some of its words. FILE: a log, in which all known messages
-    are looked for. Without either, a log on standard input. Exit code 1 where nothing in it is
-    known."""
+    TEXT is the message, a part of it, or some of its words. FILE is a log, which is searched for
+    all known messages. Without either, a log is read from standard input. Exit code 1 if there is
+    no known message in it.
+    """
     from stepladder.tools.explain.explain import explain, known_errors, nearest
 
     if as_list:
@@ -37,57 +42,61 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
             for message in error.texts:
                 echo(f"{error.source}: {message}")
         return 0
-    found = list(explain(lines_of(text)))
-    if not found and text is not None and not is_file(text):
-        found = list(nearest(text))
+    matches = list(explain(read_lines(text)))
+    if not matches and text is not None and not is_file(text):
+        matches = list(nearest(text))
     if as_json:
-        about = [
-            {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do}
-            for one in found
+        records = [
+            {
+                "line": match.number,
+                "text": match.line,
+                "cause": match.error.cause,
+                "do": match.error.do,
+            }
+            for match in matches
         ]
-        echo(json.dumps({"schema": 1, "found": about}))
-        return int(not found)
-    for one in found:
-        echo(
-            f"line {one.number}: {click.unstyle(one.line)[:200]}"
-            if one.is_literal
-            else f"perhaps: {one.line}"
-        )
-        echo(f"  cause: {one.error.cause}")
-        echo(f"  do:    {one.error.do}")
-    if not found:
-        echo(f"stepladder: no known error message is in it. HINT: {MORE}", err=True)
-    return int(not found)
+        echo(json.dumps({"schema": 1, "found": records}))
+        return int(not matches)
+    for match in matches:
+        line = click.unstyle(match.line)[:SHOWN_LINE_LENGTH]
+        echo(f"line {match.number}: {line}" if match.is_literal else f"perhaps: {match.line}")
+        echo(f"  cause: {match.error.cause}")
+        echo(f"  do:    {match.error.do}")
+    if not matches:
+        echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
+    return int(not matches)
 
 
 def is_file(text: str) -> bool:
+    """Return whether the text is the path of something that exists."""
     try:
         return Path(text).exists()
     except (OSError, ValueError):  # longer than a name may be
         return False
 
 
-def lines_of(text: str | None) -> Iterator[str]:
-    """Of the argument, the file that it names, or standard input."""
+def read_lines(text: str | None) -> Iterator[str]:
+    """Yield the lines of the argument, of the file that it names, or of standard input."""
     if text == "" or (text is None and (sys.stdin is None or sys.stdin.isatty())):
         raise InputError(
             "no text to explain", "stepladder explain 'Address already in use', or a log file"
         )
     if text is None:
-        yield from decoded(sys.stdin.buffer)
+        yield from decode_lines(sys.stdin.buffer)
     elif is_file(text):
-        hint = f"a text file of at most {MOST_GIB} GiB"
+        hint = f"a text file of at most {MAX_LOG_GIB} GiB"
         with (
             as_input_error(f"{text} cannot be read", hint, (OSError, ValueError)),
             open_to_read(Path(text)) as file,
         ):
-            if os.fstat(file.fileno()).st_size > MOST_GIB << 30:
+            if os.fstat(file.fileno()).st_size > MAX_LOG_GIB << 30:
                 raise ValueError("it is larger than any log")
-            yield from decoded(file)
+            yield from decode_lines(file)
     else:
         yield from text.splitlines()
 
 
-def decoded(file: BinaryIO) -> Iterator[str]:
-    for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+def decode_lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of a file, the very long ones in parts."""
+    for line in iter(lambda: file.readline(MAX_LOG_LINE_BYTES), b""):
         yield line.decode(errors="replace")

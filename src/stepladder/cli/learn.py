@@ -1,4 +1,4 @@
-"""`stepladder learn`: the lessons and exercises of a checkout, shown, run, hinted at and checked."""
+"""`stepladder learn`: show, run and check the lessons and exercises of a checkout."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from stepladder.tools.learn.course import (
     load_progress,
 )
 
-COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that write and test the pages
+COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # read by scripts that make and test pages
+SHOWN_LINES = 20
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Take the lessons, from one all_reduce to a cluster, and exercises that fail until you mend
-    them.
+    """Take the lessons, from one all_reduce to a cluster, and fix the exercises.
 
-    Without a command: lists them, with your progress.
+    Without a command, it lists them with your progress.
     """
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_)
@@ -63,6 +63,7 @@ def list_() -> None:
 
 
 def say_next(course: Course, progress: CourseProgress) -> None:
+    """Print the next lesson or exercise."""
     following = next_of(course, progress)
     if following is not None:
         name = following.number if isinstance(following, Lesson) else following.name
@@ -99,7 +100,7 @@ def show(name: str) -> None:
 @click.argument("name", metavar="N|NAME")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(name: str, args: tuple[str, ...]) -> int:
-    """Run a lesson, or your file of an exercise, with further arguments. The exit code is its own."""
+    """Run a lesson, or your file of an exercise, with ARGS, and end with its exit code."""
     course = load_course()
     item = course.find(name)
     if isinstance(item, Lesson):
@@ -114,12 +115,13 @@ def hint(name: str) -> None:
     """Show a hint for an exercise: one more each time."""
     course, progress = load_course(), load_progress()
     exercise = course.find_exercise(name)
-    given = min(progress.hints.get(name, 0) + 1, len(exercise.hints))
-    for number, text in enumerate(exercise.hints[:given], 1):
-        echo(f"{number} of {len(exercise.hints)}: {text}")
-    if given == len(exercise.hints):
+    total = len(exercise.hints)
+    shown = min(progress.hints.get(name, 0) + 1, total)
+    for number, text in enumerate(exercise.hints[:shown], 1):
+        echo(f"{number} of {total}: {text}")
+    if shown == total:
         echo(f"No more hints. To see it solved: stepladder learn solution {name} --yes")
-    progress.hints[name] = given
+    progress.hints[name] = shown
     progress.save()
 
 
@@ -129,11 +131,11 @@ def hint(name: str) -> None:
     "--all", "all_", is_flag=True, help="Check every lesson and exercise that this machine can run."
 )
 def check(name: str | None, all_: bool) -> int:
-    """Check a lesson or an exercise by running it; without a name, the next that you have not
-    passed.
+    """Check a lesson or an exercise by running it.
 
-    A lesson passes when its claim holds, an exercise when its check says so. Exit code 1 if one
-    does not."""
+    Without a name, it checks the next one that you have not passed. A lesson passes if its claim
+    holds, an exercise if its check does. Exit code 1 if not.
+    """
     course, progress = load_course(), load_progress()
     if name is not None and all_:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
@@ -155,19 +157,21 @@ def check(name: str | None, all_: bool) -> int:
 
 
 def check_all(course: Course) -> int:
+    """Check all lessons and exercises, and return exit code 1 if one does not pass."""
     failed = 0
     for item in course:
-        label = f"{f'lesson {item.number}' if isinstance(item, Lesson) else item.name:24}"
+        name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
+        label = f"{name:24}"
         missing = what_is_missing(item)
         if missing is not None:
             echo(f"{label} skipped: needs {missing}")
             continue
-        said: deque[str] = deque(maxlen=20)
-        verdict = check_item(course, item, said.append)
+        output: deque[str] = deque(maxlen=SHOWN_LINES)
+        verdict = check_item(course, item, output.append)
         failed += not verdict.passed
         echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
-        if not verdict.passed and not any(line.startswith(NOT_YET) for line in said):
-            echo("".join(f"    {line}\n" for line in said), end="")
+        if not verdict.passed and not any(line.startswith(NOT_YET) for line in output):
+            echo("".join(f"    {line}\n" for line in output), end="")
     return int(failed > 0)
 
 
@@ -186,12 +190,12 @@ def solution(name: str, yes: bool) -> None:
 @command.command()
 @click.argument("folder", type=PATH, default="my-exercises")
 def start(folder: Path) -> None:
-    """Copy the exercises to FOLDER [my-exercises], and work on them there from now on.
+    """Copy the exercises to FOLDER [my-exercises], to work on them there from now on.
 
-    What is there stays as it is. To begin one again, remove its exercise.py and repeat this.
-    Without `start`, exercises are edited in place in the checkout.
+    Files that exist are not changed. To begin an exercise again, remove its exercise.py and repeat
+    this. Without `start`, exercises are edited in the checkout.
     """
     course, progress = load_course(), load_progress()
-    copied, kept = progress.copy_exercises(course, folder)
-    echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
+    copied, unchanged = progress.copy_exercises(course, folder)
+    echo(f"{progress.folder}: {copied} exercises copied, {unchanged} kept as they are")
     say_next(course, progress)

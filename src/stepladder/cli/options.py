@@ -1,6 +1,4 @@
-"""What several commands read alike: a job's name and the flags of its Config, numbers of processes,
---json.
-"""
+"""Flags and arguments that several commands share: a job and its Config's flags, --json, ..."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.types import ANY, NAME, Real
+from stepladder.cli.types import ANY_INTEGER, NAME, RealNumber
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 from stepladder.core.masking import mask
@@ -29,51 +27,43 @@ from stepladder.train.job_source import ConfigField, has_build, read_config_fiel
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHARED = (
-    "epochs",
-    "global_batch",
-    "lr",
-    "seed",
-    "data_dir",
-)  # flags of train that set a field of that name
-OF_JOBS = (
-    "global_batch",
-    "microbatch",
-    "sync",
-    "device",
-    "precision",
-    "data_dir",
-)  # a script has its own
-# Flags of train that commands have too which run a job in order to look at it: their type, or
+# Flags of train that also set the Config's field of the same name.
+SHARED_FIELDS = ("epochs", "global_batch", "lr", "seed", "data_dir")
+# Flags for jobs only: a script may have flags of the same names.
+JOB_ONLY_FLAGS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")
+# Flags of train that other commands have too, where these run a job to inspect it: their type, or
 # choices, and help.
 TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
-    "epochs": (ANY, "Passes over the training data."),
-    "global-batch": (ANY, "Samples per optimizer step, whatever the number of processes."),
+    "epochs": (ANY_INTEGER, "Passes over the training data."),
+    "global-batch": (ANY_INTEGER, "Samples per optimizer step, whatever the number of processes."),
     "microbatch": (
-        ANY,
+        ANY_INTEGER,
         "Samples per forward pass. With it, results agree on any number of processes.",
     ),
-    "lr": (Real(), "Learning rate."),
-    "warmup-steps": (ANY, "Optimizer steps over which the learning rate grows linearly from 0."),
-    "seed": (ANY, "Seed of everything random."),
+    "lr": (RealNumber(), "Learning rate."),
+    "warmup-steps": (
+        ANY_INTEGER,
+        "Optimizer steps over which the learning rate grows linearly from 0.",
+    ),
+    "seed": (ANY_INTEGER, "Seed of everything random."),
     "sync": (
         ["manual", "ddp", "exact"],
-        "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.  [default: ddp]",
+        "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums."
+        "  [default: ddp]",
     ),
     "shard": (
         ["none", "optimizer", "full"],
-        "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, the same bits."
-        " full: also weights and gradients (torch's fully_shard)."
-        "  [default: none]",
+        "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, same bits."
+        " full: also weights and gradients (torch's fully_shard).  [default: none]",
     ),
     "shard-copies": (
-        ANY,
-        "With --shard optimizer: 2 has two processes hold each slice; when one is lost, the others go on in place."
-        "  [default: 1]",
+        ANY_INTEGER,
+        "With --shard optimizer: processes that hold each slice; with 2, the others continue in"
+        " place when one is lost.  [default: 1]",
     ),
     "checkpoint-blocks": (
         bool,
-        "Compute the activations within a block of the model again in backward: less memory, the same bits.",
+        "Recompute the activations in a block of the model in backward: less memory, same bits.",
     ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
     "precision": (
@@ -82,13 +72,16 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
     ),
     "compile": (
         bool,
-        "Compile the model and its loss with torch.compile, for the passes that have the full length.",
+        "Compile the model and its loss with torch.compile, for passes with a full microbatch.",
     ),
     "capture": (
         bool,
-        "On a GPU: record forward and backward passes of the full length as CUDA graphs, and replay them.",
+        "On a GPU: record the passes with a full microbatch as CUDA graphs, and replay them.",
     ),
-    "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),
+    "threads": (
+        ANY_INTEGER,
+        "Intra-op threads of torch per process.  [default: the cores divided by the processes]",
+    ),
     "data-dir": (NAME, "Folder with the job's data."),
 }
 
@@ -100,8 +93,9 @@ json_flag = click.option(
 )
 
 
-def show_all_frames(_ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def show_all_frames(_ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
+    """Show all frames of tracebacks, if --traceback is set."""
+    if is_set:
         os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
 
 
@@ -110,109 +104,146 @@ traceback_flag = click.option(
     is_flag=True,
     expose_value=False,
     callback=show_all_frames,
-    help="Where the job raises an error, also show the frames of torch and stepladder.",
+    help="For an error of the job, also show the frames of torch and stepladder.",
 )
 
 
 trust_flag = click.option(
     "--trust-job-file",
     is_flag=True,
-    help="Run the job file that RUN_DIR names, also one that you have not trained. It is code: read it first.",
+    help="Run the job file that RUN_DIR names even if you have never trained it."
+    " It is code: read it first.",
 )
 
 
 class JobCommand(click.Command):
-    """A command with the flags of the job that its arguments name."""
+    """A command with the flags of the job that its arguments name.
+
+    Attributes:
+        job: The job file, once the arguments are parsed.
+        job_fields: The fields of its Config.
+        arguments_before_job: The number of arguments before the job's name.
+    """
 
     job: Path
     job_fields: tuple[ConfigField, ...] = ()
-    before = 0  # arguments that stand before the job's name
+    arguments_before_job = 0
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Add the flags of the job, and parse the arguments."""
         self.job_fields = ()
-        name = self._job_name(ctx, args)
+        name = self._find_job_name(ctx, args)
         if name is not None:
             parse_path("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(read_config_fields(self.job))
-            refuse_clashes(self.job, self.job_fields, self.params)
+            validate_config_flags(self.job, self.job_fields, self.params)
         return super().parse_args(ctx, args)
 
     def find(self, name: str) -> Path:
+        """Return the path of a job."""
         return find_job(name)
 
-    def _job_name(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The first argument that is neither a flag nor a flag's value. Raises InputError for a
-        flag of a job.
+    def _find_job_name(self, ctx: click.Context, args: list[str]) -> str | None:
+        """Return the job's name: an argument that is neither a flag nor a flag's value.
+
+        Raises:
+            InputError: A flag of the job is before its name.
         """
-        options = [p for p in self.params if isinstance(p, click.Option)]
-        takes_value = {o for p in options if not p.is_flag for o in p.opts}
-        alone = {o for p in options for o in (*p.opts, *p.secondary_opts)} - takes_value
-        waiting, before = iter(args), self.before
-        for arg in waiting:
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        with_value = {name for option in options if not option.is_flag for name in option.opts}
+        all_names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        without_value = (all_names - with_value) | set(ctx.help_option_names)
+        remaining = iter(args)
+        arguments_to_skip = self.arguments_before_job
+        for arg in remaining:
             if not arg.startswith("-") or arg == "-":
-                if not before:
+                if not arguments_to_skip:
                     return arg
-                before -= 1
+                arguments_to_skip -= 1
             elif arg == "--":
-                return next(waiting, None)
-            elif arg in takes_value:
-                next(waiting, None)
-            elif arg not in {*alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
-                found = f"{arg} stands before the job's name, and is not a flag of {ctx.info_name}'s own"
-                raise InputError(found, f"stepladder {ctx.info_name} JOB {arg} ...")
+                return next(remaining, None)
+            elif arg in with_value:
+                next(remaining, None)
+            elif arg not in without_value and "=" not in arg and any(remaining):
+                command = ctx.info_name
+                raise InputError(
+                    f"{arg} is before the job's name, and is not one of {command}'s own flags",
+                    f"stepladder {command} JOB {arg} ...",
+                )
         return None
 
-    def sort(self, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The flags that were given: those that set fields of the job's Config, and the settings."""
-        names = {field.name for field in self.job_fields}
-        given = {name: value for name, value in flags.items() if value is not None}
+    def sort_flags(self, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the flags that were typed, for the job's Config and for the settings.
+
+        Raises:
+            InputError: The job has no such field, or two flags contradict each other.
+        """
+        config_names = {field.name for field in self.job_fields}
+        setting_names = {field.name for field in fields(Settings)}
+        typed = {name: value for name, value in flags.items() if value is not None}
         for name in ("lr", "data_dir"):
-            if name in given and name not in names:
+            if name in typed and name not in config_names:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag}, but the job's Config has no field {name}", f"add {name}")
-        if not 0 <= given.get("lr", 0) < math.inf:
-            raise InputError(f"--lr {given['lr']:g} is not a learning rate", "--lr 0.1")
-        if "global_batch" in given and "batch_per_rank" in given:
+        if not 0 <= typed.get("lr", 0) < math.inf:
+            raise InputError(f"--lr {typed['lr']:g} is not a learning rate", "--lr 0.1")
+        if "global_batch" in typed and "batch_per_rank" in typed:
             raise InputError(
                 "--global-batch and --batch-per-rank: one follows from the other", "leave one out"
             )
-        own = {field.name for field in fields(Settings)}
-        config = {name: value for name, value in given.items() if name in names}
-        return config, {name: value for name, value in given.items() if name in own}
+        config = {name: value for name, value in typed.items() if name in config_names}
+        settings = {name: value for name, value in typed.items() if name in setting_names}
+        return config, settings
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the command's parameters and the job's flags."""
         return super().get_params(ctx) + [
-            option(f) for f in self.job_fields if f.name not in SHARED
+            make_config_option(f) for f in self.job_fields if f.name not in SHARED_FIELDS
         ]
 
 
 class JobOrScript(JobCommand):
-    """A command with the flags of the job; of a script, which builds no job, it knows none and
-    takes all.
+    """A command for jobs and scripts. It takes all flags of a script, whose names it cannot know.
+
+    Attributes:
+        is_script: Whether the arguments name a script, which has no function `build`.
     """
 
     is_script = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        self.is_script, name = False, self._job_name(ctx, args)
-        if name is None or has_build(found := self.find(str(parse_path("job", name)))):
+        """Find out whether the arguments name a job or a script, and parse them."""
+        self.is_script = False
+        name = self._find_job_name(ctx, args)
+        if name is None:
             return super().parse_args(ctx, args)
-        self.is_script, self.job, self.job_fields = True, found, ()
+        path = self.find(str(parse_path("job", name)))
+        if has_build(path):
+            return super().parse_args(ctx, args)
+        self.is_script = True
+        self.job = path
+        self.job_fields = ()
         ctx.ignore_unknown_options = True
         return click.Command.parse_args(self, ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [
-            param
-            for param in super().get_params(ctx)
-            if not self.is_script or param.name not in OF_JOBS
-        ]
+        """Return the command's parameters, for a script without those for jobs only."""
+        params = super().get_params(ctx)
+        if not self.is_script:
+            return params
+        return [param for param in params if param.name not in JOB_ONLY_FLAGS]
 
     def script(self, args: tuple[str, ...]) -> Script | None:
-        """With its arguments; None for a job, for which InputError is raised if there are any."""
+        """Return the script with its arguments, or None for a job.
+
+        Raises:
+            InputError: A job has arguments.
+        """
         if self.is_script:
-            return Script.find(str(self.job), args, module=False, no_python=False, fresh=False)
+            return Script.from_arguments(
+                str(self.job), args, module=False, no_python=False, fresh=False
+            )
         if args:
             hint = f"stepladder {click.get_current_context().info_name} JOB --help"
             raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", hint)
@@ -220,81 +251,109 @@ class JobOrScript(JobCommand):
 
 
 def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that adds these flags of train to a command."""
+
+    def add_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         for name in reversed(names):
             kind, text = TRAIN_FLAGS[name]
-            kind = click.Choice(kind) if isinstance(kind, list) else kind
-            shape = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
-            command = click.option(f"--{name}", help=text, **shape)(command)
+            if kind is bool:
+                decorator = click.option(f"--{name}", help=text, is_flag=True, default=None)
+            elif isinstance(kind, list):
+                decorator = click.option(f"--{name}", help=text, type=click.Choice(kind))
+            else:
+                decorator = click.option(f"--{name}", help=text, type=kind)
+            command = decorator(command)
         return command
 
-    return with_flags
+    return add_flags
 
 
-def option(field: ConfigField) -> click.Option:
-    """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
-    kinds: dict[type, Any] = {int: ANY, float: Real()}
-    kind = click.Choice(field.choices) if field.choices else kinds.get(field.type, field.type)
-    default = "" if field.default in (None, "") else f"[default: {mask(field.default, field.name)}]"
-    text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
+def make_config_option(field: ConfigField) -> click.Option:
+    """Return the flag of a Config field.
+
+    Its value is None where it is not typed, so that the job file's own default counts.
+    """
+    types: dict[type, Any] = {int: ANY_INTEGER, float: RealNumber()}
+    kind = types.get(field.type, field.type)
+    if field.choices:
+        kind = click.Choice(field.choices)
+    text = field.help or "A setting of the job."
+    if field.default not in (None, ""):
+        text += f" [default: {mask(field.default, field.name)}]"
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
 
 
-def refuse_clashes(
+def validate_config_flags(
     path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]
 ) -> None:
-    own = [p for p in params if p.name not in SHARED]
-    taken = {o for p in own for o in p.opts} | {p.name for p in own}
+    """Raise InputError where a Config field has the flag of a command's parameter."""
+    reserved = [param for param in params if param.name not in SHARED_FIELDS]
+    names = {name for param in reserved for name in (*param.opts, param.name)}
     for field in job_fields:
-        if field.flag in taken or field.name in taken:
+        if field.flag in names or field.name in names:
             raise InputError(
                 f"{path.name}: Config.{field.name} clashes with train's own flag {field.flag}",
                 "rename the field",
             )
 
 
-def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
-    """Several numbers of processes or nodes, each once."""
+def parse_counts(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
+    """Return the numbers of processes or nodes in a list such as 1,2,3.
+
+    Raises:
+        InputError: An entry is not a positive number, or is there twice.
+    """
     if text is None:
         return None
-    flag, parts = param.opts[0], text.split(",")
-    what = "nodes" if flag == "--nodes" else "processes"
+    flag = param.opts[0]
+    parts = text.split(",")
     if not all(parse_whole_number(part, 1) for part in parts):
-        raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
-    sizes = list(map(int, parts))
-    if twice := [size for size in sizes if sizes.count(size) > 1]:
-        once = ",".join(map(str, dict.fromkeys(sizes)))
-        raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
-    return sizes
+        unit = "nodes" if flag == "--nodes" else "processes"
+        raise InputError(f"{flag} {text} is not a list of numbers of {unit}", f"{flag} 1,2,3")
+    counts = list(map(int, parts))
+    repeated = [count for count in counts if counts.count(count) > 1]
+    if repeated:
+        once = ",".join(map(str, dict.fromkeys(counts)))
+        raise InputError(f"{flag} {text} names {repeated[0]} twice", f"{flag} {once}")
+    return counts
 
 
-def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
-    """Say which job file is run. Raises InputError for one that this user has not trained as it is
-    now.
+def announce_job_file(path: Path, run_dir: Path, trusted: bool, command: str) -> None:
+    """Print which job file is run.
 
-    words: of the command that would run it.
+    Args:
+        path: The job file.
+        run_dir: The run directory that names it.
+        trusted: The user has typed --trust-job-file.
+        command: The command that runs it, without `stepladder`.
+
+    Raises:
+        InputError: This user has not trained the job file as it is now.
     """
-    from stepladder.storage.run_files import (
-        CONFIG_FILE,  # late: psutil, for which `--help` need not wait
-    )
+    from stepladder.storage.run_dir import CONFIG  # late: psutil, which `--help` does not need
     from stepladder.storage.trained_jobs import was_trained_before
 
-    if trusted and not (run_dir / CONFIG_FILE).exists():
+    if trusted and not (run_dir / CONFIG).exists():
         raise InputError(
-            f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}"
+            f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {command}"
         )
     if not (trusted or path.parent == RECIPES_FOLDER or was_trained_before(path)):
-        found = f"{run_dir} names a job file that you have not trained as it is now"
         raise InputError(
-            f"{found}, and {words.split()[0]} would run it: {path}",
-            f"read it; then stepladder {words} --trust-job-file",
+            f"{run_dir} names a job file that you have not trained as it is now,"
+            f" and {command.split()[0]} would run it: {path}",
+            f"read it; then stepladder {command} --trust-job-file",
         )
-    print_message(f"runs {path}, as {run_dir / CONFIG_FILE} has it")
+    print_message(f"runs {path}, which {run_dir / CONFIG} names")
 
 
 def print_tables(tables: Iterable[Table], width: int) -> None:
-    """width: where there is no terminal, which has its own."""
+    """Print tables.
+
+    Args:
+        tables: What to print.
+        width: The number of columns where the output is not a terminal.
+    """
     console = make_console(width=None if make_console().is_terminal else width)
     for table in tables:
         console.print(table)

@@ -1,4 +1,4 @@
-"""stepladder profile JOB|SCRIPT.py: where the time of a step goes."""
+"""`stepladder profile JOB|SCRIPT.py`: where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from stepladder.rank.lifecycle import run_and_exit
 
 if TYPE_CHECKING:
     from stepladder.tools.profiler.profile import Found
+
+PROFILE_TABLE_WIDTH = 150
 
 
 @click.command(cls=JobOrScript)
@@ -42,41 +44,47 @@ if TYPE_CHECKING:
 def command(
     args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any
 ) -> int:
-    """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes
-    and what is worth doing.
+    """Record optimizer steps on all ranks with torch.profiler, and print where their time goes.
 
-    A script is run as it is, and ended when the steps are recorded; flags that are not listed here
-    are its own, and all that stand after `--`. DIR gets a trace per rank, and one of all ranks on
-    one time axis."""
-    script, as_json = command.script(args), flags["as_json"]
-    config, own = command.sort(flags)
-    settings = Settings(run_dir=Path("runs"), **own)
+    It also prints what is worth doing. A script is run unmodified, and ended when the steps are
+    recorded; flags that are not listed here, and all after `--`, are the script's. DIR gets a trace
+    per rank, and one of all ranks on one time axis.
+    """
+    script = command.script(args)
+    as_json = flags["as_json"]
+    config, job_settings = command.sort_flags(flags)
+    settings = Settings(run_dir=Path("runs"), **job_settings)
     from stepladder.tools.profiler.profile import record
     from stepladder.tools.profiler.subjects import profile_job, profile_script
 
     name = command.job.stem
-    out, world = out or Path("profiles") / name, World.detect()
+    out = out or Path("profiles") / name
+    world = World.detect()
     if script:
         run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
     else:
-        run = partial(
-            profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc
-        )
+        request = TrainRequest(command.job, config, settings)
+        run = partial(profile_job, request, warmup, steps, nproc)
     if world.world_size > 1:
         run_and_exit(lambda: show_profile(record(name, run, out, world), as_json))
     return show_profile(record(name, run, out, world), as_json)
 
 
-def show_profile(found: Found | int, as_json: bool) -> int:
-    """The exit code; found is one already for ranks that failed, or are not the first."""
-    if isinstance(found, int):
-        return found
+def show_profile(result: Found | int, as_json: bool) -> int:
+    """Print a profile, and return the exit code.
+
+    Args:
+        result: The profile, or the exit code of ranks that failed or are not the first.
+        as_json: Print one JSON object.
+    """
+    if isinstance(result, int):
+        return result
     if as_json:
-        echo(json.dumps(found.as_json()))
+        echo(json.dumps(result.as_json()))
         return 0
     from stepladder.tools.profiler.profile import as_tables, sentences
 
-    print_tables(as_tables(found), 150)
-    for line in sentences(found):
+    print_tables(as_tables(result), PROFILE_TABLE_WIDTH)
+    for line in sentences(result):
         echo(line)
     return 0

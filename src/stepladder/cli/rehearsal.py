@@ -1,4 +1,4 @@
-"""submit --rehearse: a script is tried here before it waits in a queue."""
+"""`submit --rehearse`: run a script here before it waits in a queue."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from pathlib import Path
 from stepladder.core.console import echo, print_message
 from stepladder.core.errors import InputError
 
-RANKS, STEPS, EPOCHS = 2, 3, 2
+REHEARSAL_NPROC = 2
+REHEARSAL_STEPS = 3
+REHEARSAL_EPOCHS = 2
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Of a script with its arguments. gpus: whether the job asks for some.  writes: folders written
-    for real.
+    """A rehearsal of a script.
+
+    Attributes:
+        script: The script.
+        args: Its arguments.
+        gpus: The job asks for GPUs.
+        writes: Folders that the script writes for real.
     """
 
     script: Path
@@ -25,8 +32,20 @@ class Rehearsal:
     writes: tuple[Path, ...] = ()
 
     @staticmethod
-    def of(kind: str, words: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()) -> Rehearsal:
-        """words: what comes after `run`. Raises InputError where that is no Python script."""
+    def from_command(
+        kind: str, arguments: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()
+    ) -> Rehearsal:
+        """Return the rehearsal of a submitted command.
+
+        Args:
+            kind: "train" or "run".
+            arguments: The arguments after it.
+            gpus: The job asks for GPUs.
+            writes: Folders that the script writes for real.
+
+        Raises:
+            InputError: It is not a Python script.
+        """
         from stepladder.cli.check import writable_folders
 
         if kind == "train":
@@ -35,35 +54,43 @@ class Rehearsal:
                 "leave --rehearse out; or submit -- SCRIPT.py",
             )
         command = importlib.import_module("stepladder.cli.run").command
-        given = command.make_context("stepladder run", list(words)).params
-        if given["module"] or given["no_python"]:
+        params = command.make_context("stepladder run", list(arguments)).params
+        if params["module"] or params["no_python"]:
             raise InputError(
                 "--rehearse with -m or --no-python: a rehearsal is for scripts", "-- SCRIPT.py"
             )
-        return Rehearsal(
-            Path(given["script"]), tuple(given["args"]), gpus, writable_folders(writes)
-        )
+        script = Path(params["script"])
+        return Rehearsal(script, tuple(params["args"]), gpus, writable_folders(writes))
 
-    def passes(self, as_json: bool) -> bool:
-        """Whether the check of it has neither an error nor a warning, and the script ran. Shows
-        what it finds.
+    def passes_check(self, as_json: bool) -> bool:
+        """Check the script, and print the findings.
+
+        Returns:
+            Whether the script ran, without an error or a warning.
         """
-        from stepladder.cli.check import show, summarise
+        from stepladder.cli.check import show_fault, show_summary
         from stepladder.tools.check.check import Request, check
         from stepladder.tools.check.output import as_json as json_text
 
         request = Request(
-            self.script, self.args, RANKS, STEPS, EPOCHS, gpus=self.gpus, writes=self.writes
+            self.script,
+            self.args,
+            REHEARSAL_NPROC,
+            REHEARSAL_STEPS,
+            REHEARSAL_EPOCHS,
+            gpus=self.gpus,
+            writes=self.writes,
         )
-        report = check(request, (lambda _: None) if as_json else show)
+        report = check(request, (lambda _: None) if as_json else show_fault)
         if as_json and report.code:
             echo(json_text(report))
         elif not as_json:
-            summarise(report)
+            show_summary(report)
         if report.not_checked and report.code != 1:
             print_message(
-                "the rehearsal proves nothing, as above: nothing is submitted; without --rehearse it is"
+                "the rehearsal could not check the script, see above: nothing is submitted;"
+                " without --rehearse it is submitted"
             )
         elif report.code:
-            print_message("the rehearsal has found what stands above: nothing is submitted")
+            print_message("the rehearsal has found the problems above: nothing is submitted")
         return report.code == 0

@@ -1,6 +1,4 @@
-"""stepladder run SCRIPT: any script, unmodified, on one node or several; every flag of torchrun is
-understood.
-"""
+"""`stepladder run SCRIPT`: an unmodified script on one node or several, with torchrun's flags."""
 
 from __future__ import annotations
 
@@ -12,19 +10,19 @@ from typing import Any
 
 import click
 
-from stepladder.cli.types import NAME, PATH, PORT, Seconds, Whole
+from stepladder.cli.types import NAME, PATH, PORT, Seconds, WholeNumber
 from stepladder.core.console import print_message
 from stepladder.core.settings import validate_run_dir
-from stepladder.launcher.allocation import dispatch
-from stepladder.launcher.nodes.own_node import end_process_if_waiting
-from stepladder.launcher.options import SIGNALS, Options
-from stepladder.launcher.run import prepared
+from stepladder.launcher.allocation import start_elsewhere
+from stepladder.launcher.nodes.local_node import exit_if_threads_wait
+from stepladder.launcher.options import DEFAULT_SIGNALS, Options
+from stepladder.launcher.run import prepare_run
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import EndWriter
 from stepladder.train.job_source import validate_not_job
 
-NO_EFFECT = (
+FLAGS_WITHOUT_EFFECT = (
     "event-log-handler",
     "logs-specs",
     "numa-binding",
@@ -34,16 +32,20 @@ NO_EFFECT = (
 )
 
 
-def flag(*names: str, **about: Any) -> Callable[..., Any]:
-    """A flag that torchrun has too, with its environment variable PET_NAME. The last name is
-    torchrun's.
+def flag(*names: str, **attributes: Any) -> Callable[..., Any]:
+    """Return the decorator of a flag that torchrun has too, with its environment variable PET_NAME.
+
+    Args:
+        *names: Its spellings, torchrun's last.
+        **attributes: Those of `click.option`.
     """
-    last = names[-1].lstrip("-").replace("-", "_")
-    return click.option(*names, last, envvar=f"PET_{last.upper()}", **about)
+    parameter = names[-1].lstrip("-").replace("-", "_")
+    return click.option(*names, parameter, envvar=f"PET_{parameter.upper()}", **attributes)
 
 
-def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name in NO_EFFECT:
+def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add torchrun's flags that have no effect here."""
+    for name in FLAGS_WITHOUT_EFFECT:
         command = flag(f"--{name}", hidden=True)(command)
     return command
 
@@ -82,31 +84,33 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     "--rdzv-endpoint",
     default="",
     metavar="HOST:PORT",
-    help="Address at which the machines meet: one of them, and a free port.",
+    help="Address at which the machines meet: the host is one of them, the port is free.",
 )
 @flag(
     "--local-addr",
     default="",
-    help="Address under which other machines reach this one.  [default: the address that leads there]",
+    help="Address under which other machines reach this one."
+    "  [default: of the interface that leads to them]",
 )
 @flag("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @flag("--no-python", is_flag=True, help="SCRIPT is a command, not Python.")
 @flag(
     "--max-restarts",
-    type=Whole(),
+    type=WholeNumber(),
     help="How often to restart all ranks after a failure.  [default: 0; 3 where a range is given]",
 )
 @click.option(
     "--run-dir",
     type=PATH,
-    help="Folder for the times of its optimizer steps, which report and watch read, and for its logs.",
+    help="Folder for logs and for the times of optimizer steps, which `report` and `watch` read.",
 )
 @flag("--log-dir", type=PATH, help="Folder for a copy of each rank's output.")
 @flag(
     "--start-method",
     type=click.Choice(["forkserver", "fork", "spawn"]),
     default="forkserver",
-    help="How ranks start. With spawn each is a new interpreter and imports torch itself.  [default: forkserver]",
+    help="How ranks start. With spawn each is a new interpreter and imports torch itself."
+    "  [default: forkserver]",
 )
 @flag(
     "-r",
@@ -135,15 +139,17 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Further rendezvous settings, as for torchrun.",
 )
 @flag(
-    "--node-rank", type=Whole(), help="Number of this machine, from 0; use it with --master-addr."
+    "--node-rank",
+    type=WholeNumber(),
+    help="Number of this machine, from 0; use it with --master-addr.",
 )
 @flag("--master-addr", default="", help="Address of machine 0; use it with --node-rank.")
 @flag("--master-port", type=PORT, help="[default: a free one; 29500 with --master-addr]")
 @flag("--role", default="default", help="Value of ROLE_NAME for the ranks.")
 @flag(
     "--signals-to-handle",
-    default=",".join(SIGNALS),
-    help=f"Signals on which the ranks are asked to end.  [default: {','.join(SIGNALS)}]",
+    default=",".join(DEFAULT_SIGNALS),
+    help=f"Signals on which the ranks are asked to end.  [default: {','.join(DEFAULT_SIGNALS)}]",
 )
 @flag(
     "--shutdown-timeout",
@@ -163,72 +169,84 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--explain-after",
     type=Seconds(),
-    help="Seconds without progress after which the reason is printed.  [default: 60, at most half of --timeout]",
+    help="Seconds without progress after which the reason is printed."
+    "  [default: 60, at most half of --timeout]",
 )
 @click.option(
     "--end-after",
     type=Seconds(),
-    help="Seconds without progress after which the ranks are ended, or restarted.  [default: never]",
+    help="Seconds without progress after which the ranks are ended, or restarted."
+    "  [default: never]",
 )
 @click.option(
+    "--simulate-gpus",
     "--pretend-gpus",
-    type=Whole(1),
+    "pretend_gpus",
+    type=WholeNumber(1),
     metavar="N",
-    help="Run a script for CUDA and NCCL on N CPU ranks: a rehearsal, without a GPU.",
+    help="Run a script for CUDA and NCCL on N CPU ranks, without a GPU.",
 )
 @flag("--run-path", is_flag=True, hidden=True)
-@without_effect
+@add_flags_without_effect
 @click.argument("script", type=NAME)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> int:
     """Run SCRIPT, unmodified, with ARGS on every process.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each. All flags of
-    torchrun are understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each process. All flags of
+    torchrun are accepted, in both spellings. In a Slurm allocation the command starts itself on all
+    nodes.
     """
-    found = Script.find(
+    to_run = Script.from_arguments(
         script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn"
     )
-    if found.kind == "file":
-        validate_not_job(Path(found.name))
-    topology = Topology(
-        flags["nnodes"] or "",
-        flags["nproc_per_node"] or "",
-        flags["rdzv_endpoint"],
-        flags["local_addr"],
-    )
+    if to_run.kind == "file":
+        validate_not_job(Path(to_run.name))
     if flags["pretend_gpus"]:
-        topology = Topology("1", flags["nproc_per_node"] or str(flags["pretend_gpus"]))
-        pretend(flags["pretend_gpus"])
-    topology = Topology("1", topology.nproc) if flags["standalone"] else topology.completed()
-    options = Options.read(flags, elastic=":" in topology.nodes + topology.nproc)
-    for name in NO_EFFECT:
+        simulate_gpus(flags["pretend_gpus"])
+    topology = make_topology(flags)
+    options = Options.from_flags(flags, elastic=":" in topology.nodes + topology.nproc)
+    for name in FLAGS_WITHOUT_EFFECT:
         if flags[name.replace("-", "_")]:
             print_message(f"--{name} has no effect here")
-    code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
+    code = start_elsewhere(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     if topology.note:
         print_message(topology.note)
     if flags["run_dir"] is None:
-        work = prepared(found, options, topology)
+        work = prepare_run(to_run, options, topology)
     else:
         from stepladder.tools.report.launches import launched, refuse_place
 
         validate_run_dir(flags["run_dir"])
         refuse_place(flags["run_dir"])
-        work = partial(launched, flags["run_dir"], found.name, prepared(found, options, topology))
+        run_ranks = prepare_run(to_run, options, topology)
+        work = partial(launched, flags["run_dir"], to_run.name, run_ranks)
     with EndWriter() as end:
         end.code = work()
-    return end_process_if_waiting(end.code)
+    return exit_if_threads_wait(end.code)
 
 
-def pretend(gpus: int) -> None:
-    """Say so, and let every interpreter from here on take CUDA for the CPU."""
+def make_topology(flags: dict[str, Any]) -> Topology:
+    """Return the nodes and processes that flags or a rented cluster's variables describe."""
+    nproc = flags["nproc_per_node"] or ""
+    if flags["pretend_gpus"]:
+        nproc = nproc or str(flags["pretend_gpus"])
+    if flags["standalone"] or flags["pretend_gpus"]:
+        return Topology("1", nproc)
+    nodes = flags["nnodes"] or ""
+    topology = Topology(nodes, nproc, flags["rdzv_endpoint"], flags["local_addr"])
+    return topology.with_cluster_variables()
+
+
+def simulate_gpus(gpus: int) -> None:
+    """Print it, and let every Python process started from here simulate CUDA on the CPU."""
     from stepladder.tools.check.environment import pretending
 
     os.environ.update(pretending(gpus))
     print_message(
-        f"{gpus} GPUs are pretended: CUDA is the CPU, and nccl is gloo; times and memory mean nothing"
+        f"{gpus} GPUs are simulated: CUDA is the CPU, and nccl is gloo;"
+        " times and memory mean nothing"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from stepladder.cli.options import (
+    announce_job_file,
     json_flag,
-    name_job_file,
     print_tables,
     traceback_flag,
     trust_flag,
@@ -18,7 +18,8 @@ from stepladder.cli.types import NAME, PATH
 from stepladder.core.console import echo, print_message
 from stepladder.core.terminal import make_console
 
-MOST_SHOWN = 20  # changes of processes, of which a run on a bad machine may have thousands
+MAX_CHANGES_SHOWN = 20  # a run on a bad machine may have lost processes thousands of times
+DIFF_TABLE_WIDTH = 115
 
 
 @click.command()
@@ -31,28 +32,31 @@ def audit(run_dir: Path, as_json: bool) -> int:
     """
     from stepladder.storage import audit as audits
 
-    found = audits.audit(run_dir)
+    result = audits.audit(run_dir)
     if as_json:
-        echo(json.dumps(found.as_json()))
-        return int(not found.ok)
-    for epoch in found.epochs:
+        echo(json.dumps(result.as_json()))
+        return int(not result.ok)
+    for epoch in result.epochs:
         echo(
-            f"epoch {epoch.epoch + 1}: lost {epoch.lost}, repeated {epoch.repeated}, never seen {epoch.never_seen}"
+            f"epoch {epoch.epoch + 1}: lost {epoch.lost}, repeated {epoch.repeated},"
+            f" never seen {epoch.never_seen}"
         )
-    for problem in found.problems:
+    for problem in result.problems:
         echo(f"problem: {problem}")
-    for change in found.history[:MOST_SHOWN]:
+    for change in result.history[:MAX_CHANGES_SHOWN]:
         echo(f"attempt {change.attempt}, {change.sentence}")
-    changes = (
-        f", {found.changes} change{'s' * (found.changes != 1)} of processes"
-        if found.changes
-        else ""
-    )
-    echo(
-        f"{'ok' if found.ok else 'NOT ok'}: lost {found.lost}, repeated {found.repeated}"
-        f" ({found.attempts} attempt{'s' * (found.attempts != 1)}{changes}, {found.superseded} steps superseded)"
-    )
-    return int(not found.ok)
+    counts = [count_of(result.attempts, "attempt")]
+    if result.changes:
+        counts.append(f"{count_of(result.changes, 'change')} of processes")
+    counts.append(f"{result.superseded} steps superseded")
+    verdict = "ok" if result.ok else "NOT ok"
+    echo(f"{verdict}: lost {result.lost}, repeated {result.repeated} ({', '.join(counts)})")
+    return int(not result.ok)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if need be."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @click.command()
@@ -64,37 +68,38 @@ def audit(run_dir: Path, as_json: bool) -> int:
 def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
     """Find the first step at which two runs differ, and why.
 
-    Compares settings, versions, losses, learning rates, samples and snapshots. Where these do not
-    say why, it trains both runs again up to that step, on one process, and names what differs
-    first: data, an operation, a gradient, the optimizer. Of runs with --sync exact every bit
-    counts, of others losses to 1e-5. Exit code 1 if something differs."""
+    It compares settings, versions, losses, learning rates, samples and snapshots. If these do not
+    explain the difference, it retrains both runs up to that step on one process, and prints what
+    differs first: data, an operation, a gradient or the optimizer. Runs with --sync exact are
+    compared bit by bit, losses of others to 1e-5. Exit code 1 if something differs.
+    """
     from stepladder.tools.diff.compare import compare
     from stepladder.tools.diff.verdict import table_of
     from stepladder.train.job_file import load_stored_job
 
     def may_run(run_dir: Path) -> None:
-        name_job_file(
+        announce_job_file(
             load_stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}"
         )
 
-    found = compare(first, second, may_run, print_message)
+    difference = compare(first, second, may_run, print_message)
     if as_json:
-        echo(json.dumps(found.as_json()))
+        echo(json.dumps(difference.as_json()))
     else:
-        if found.records:
-            print_tables([table_of(found)], 115)
-        echo(found.sentence)
-    return int(found.step is not None)
+        if difference.records:
+            print_tables([table_of(difference)], DIFF_TABLE_WIDTH)
+        echo(difference.sentence)
+    return int(difference.step is not None)
 
 
 @click.command()
 @click.argument("target", metavar="RUN_DIR|JOB", type=NAME)
 @click.option("--once", is_flag=True, help="Print once and end, instead of following the run.")
 def watch(target: str, once: bool) -> None:
-    """Show position, loss, throughput and slow ranks of the run of RUN_DIR until it has finished.
+    """Show position, loss, throughput and slow ranks of the run in RUN_DIR until it has finished.
 
-    JOB: the number of a batch job; also whether it waits, and until it is over. Of a
-    script the last line that it printed, and under `stepladder run --run-dir` its optimizer steps.
+    JOB is the number of a batch job; its state in the queue is shown, too. For a script it shows
+    the last line of the output and, with `stepladder run --run-dir`, the optimizer steps.
     """
     from stepladder.tools.report import live
 
@@ -105,10 +110,10 @@ def watch(target: str, once: bool) -> None:
 @click.argument("run_dir", type=PATH)
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
 def report(run_dir: Path, output: Path) -> None:
-    """Write one self-contained page about the run of RUN_DIR, finished or not: open it in any
-    browser.
+    """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 
-    A script has one under `stepladder run --run-dir`; its curves and samples are its own.
+    The run may still be training. RUN_DIR may also be a folder of `stepladder run --run-dir`; the
+    page of a script has no curves and no samples.
     """
     from stepladder.tools.report.report import write_report
 

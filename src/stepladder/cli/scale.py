@@ -1,4 +1,4 @@
-"""stepladder scale JOB|SCRIPT.py: how much faster on more processes."""
+"""`stepladder scale JOB|SCRIPT.py`: the speed-up on more processes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ import click
 from stepladder.cli.options import (
     JobOrScript,
     json_flag,
-    numbers,
+    parse_counts,
     print_tables,
     traceback_flag,
     train_flags,
 )
-from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
+from stepladder.cli.types import ANY_INTEGER, COUNT, JOB, PATH, WholeNumber
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.slurm.batch_job import BatchJob, make_batch_job
-from stepladder.slurm.site_defaults import find_site_defaults
+from stepladder.slurm.batch_job import BatchJob, find_site, make_batch_job
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
     from stepladder.tools.scaling.scale import Scaling
 
-OF_SLURM = {
-    "gpus_per_node": "--gpus-per-node", "partition": "--partition", "time": "--time", "sbatch_args": "--sbatch-arg"
-}  # fmt: skip
-OUTPUTS = ("csv", "html")
+SLURM_FLAGS = {
+    "gpus_per_node": "--gpus-per-node",
+    "partition": "--partition",
+    "time": "--time",
+    "sbatch_args": "--sbatch-arg",
+}
+OUTPUT_FORMATS = ("csv", "html")
+SCALING_TABLE_WIDTH = 165
+DEFAULT_NPROC = (1, 2)
 
 
 @click.command(cls=JobOrScript)
@@ -41,18 +45,22 @@ OUTPUTS = ("csv", "html")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option(
     "--nproc",
-    callback=numbers,
+    callback=parse_counts,
     metavar="N,N,...",
-    help="[default: 1,2; with --nodes one number, per node]",
+    help="Numbers of processes.  [default: 1,2; with --nodes one number, per node]",
 )
 @click.option(
     "--nodes",
-    callback=numbers,
+    callback=parse_counts,
     metavar="N,N,...",
     help="Submit Slurm jobs on these numbers of nodes.",
 )
 @click.option(
-    "--steps", type=Whole(5), default=60, show_default=True, help="Optimizer steps per measurement."
+    "--steps",
+    type=WholeNumber(5),
+    default=60,
+    show_default=True,
+    help="Optimizer steps per measurement.",
 )
 @click.option(
     "--warmup",
@@ -66,20 +74,23 @@ OUTPUTS = ("csv", "html")
     type=COUNT,
     default=3,
     show_default=True,
-    help="Measurements per number of processes, taken in turns.",
+    help="Measurements per number of processes, one of each number in turn.",
 )
 @click.option(
     "--weak/--strong",
     default=None,
-    help="Weak: the batch grows with the processes; strong: it stays.  [default: strong; weak for a script]",
+    help="Weak: the batch grows with the processes; strong: it does not."
+    "  [default: strong; weak for a script]",
 )
 @click.option(
-    "--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process."
+    "--global-batch",
+    type=ANY_INTEGER,
+    help="Samples per optimizer step; with --weak, on one process.",
 )
 @train_flags("microbatch", "device", "precision", "compile", "capture", "data-dir", "sync")
 @click.option(
     "--threads",
-    type=ANY,
+    type=ANY_INTEGER,
     default=1,
     show_default=True,
     help="Intra-op threads of torch per process.",
@@ -102,84 +113,92 @@ OUTPUTS = ("csv", "html")
 def command(
     args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any
 ) -> None:
-    """Time training steps on several numbers of processes, in turns, and say where the lost
-    efficiency went.
+    """Time training steps on several numbers of processes, and explain the lost efficiency.
 
-    Every process gets as many threads as one alone, so that N processes could be N times as fast. A
-    script is run as it is, and ended when its optimizer has made the steps; flags that are not
-    listed here are its own, and all that stand after `--`."""
-    refuse_contradictions(nproc, nodes, flags)
-    for kind in OUTPUTS:
-        if (file := flags[f"{kind}_file"]) is not None:
+    The numbers of processes are measured in turn. Every process gets as many threads as one alone,
+    so that N processes could be N times as fast. A script is run unmodified, and ended after its
+    optimizer's steps; flags that are not listed here, and all after `--`, are the script's.
+    """
+    validate_flags(nproc, nodes, flags)
+    for kind in OUTPUT_FORMATS:
+        file = flags[f"{kind}_file"]
+        if file is not None:
             validate_writable(file, f"--{kind}")
     from stepladder.tools.scaling.scale import Scaling
 
-    subject, rounds = subject_of(args, flags), flags["rounds"]
-    say = (lambda _: None) if flags["as_json"] else partial(echo, err=True)
+    subject = make_subject(args, flags)
+    rounds = flags["rounds"]
+    report = (lambda _: None) if flags["as_json"] else partial(echo, err=True)
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
-        like = job_like(nproc, flags)
-        sizes = measured_on_nodes(subject, like, sorted(nodes), rounds, say)
+        job = make_batch_job(nproc, flags)
+        sizes = measured_on_nodes(subject, job, sorted(nodes), rounds, report)
     else:
         from stepladder.tools.scaling.measure import measured_here
 
-        sizes = measured_here(subject, sorted(nproc or [1, 2]), rounds, say)
+        sizes = measured_here(subject, sorted(nproc or DEFAULT_NPROC), rounds, report)
     show_scaling(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
 
 
-def refuse_contradictions(
-    nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]
-) -> None:
+def validate_flags(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+    """Raise InputError where flags contradict each other."""
     if nodes and nproc and len(nproc) > 1:
         text = ",".join(map(str, nproc))
         raise InputError(
             f"--nproc {text} with --nodes: only one of them can be a list", "--nproc N, per node"
         )
-    given = next((flag for name, flag in OF_SLURM.items() if flags[name]), None)
-    if given and not nodes:
-        raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
+    typed = next((flag for name, flag in SLURM_FLAGS.items() if flags[name]), None)
+    if typed and not nodes:
+        raise InputError(f"{typed} without --nodes: it is for batch jobs", "--nodes 1,2")
 
 
-def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
-    """The job with its flags, or the script with its arguments."""
+def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
+    """Return what is timed: the job with its flags, or the script with its arguments."""
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
 
-    weak = command.is_script if flags["weak"] is None else flags["weak"]
-    if script := command.script(args):
+    weak = flags["weak"]
+    if weak is None:
+        weak = command.is_script
+    script = command.script(args)
+    if script:
         return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
-    config, own = command.sort(flags)
-    request = TrainRequest(command.job, config, Settings(run_dir=Path("runs"), **own))
+    config, job_settings = command.sort_flags(flags)
+    settings = Settings(run_dir=Path("runs"), **job_settings)
+    request = TrainRequest(command.job, config, settings)
     return TimedJob(request, flags["warmup"], weak)
 
 
-def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
-    """What all batch jobs of the measurements have in common."""
-    per_node = (
-        nproc[0] if nproc else parse_whole_number(flags["gpus_per_node"].rpartition(":")[2]) or 1
-    )
-    given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
-    cpus = per_node * flags["threads"]
+def make_batch_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+    """Return what all batch jobs of the measurements have in common."""
+    if nproc:
+        ranks_per_node = nproc[0]
+    else:
+        gpus = flags["gpus_per_node"].rpartition(":")[2]
+        ranks_per_node = parse_whole_number(gpus) or 1
+    job_flags = {name: flags[name] for name in SLURM_FLAGS}
     return make_batch_job(
-        given,
-        find_site_defaults(),
+        job_flags | {"nproc": str(ranks_per_node)},
+        find_site(),
         command=(),
         job_dir="",
         name="scale",
         max_requeues=0,
-        cpus_per_task=cpus,
+        cpus_per_task=ranks_per_node * flags["threads"],
     )
 
 
 def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
+    """Print the measurements, and write the files that the flags ask for."""
     from stepladder.tools.scaling.scale import as_csv, as_page, as_table
 
-    for kind, text in zip(OUTPUTS, (as_csv, as_page), strict=True):
-        if (file := flags[f"{kind}_file"]) is not None:
-            write_output(file, text(scaling), f"--{kind}")
+    for kind, make_text in zip(OUTPUT_FORMATS, (as_csv, as_page), strict=True):
+        file = flags[f"{kind}_file"]
+        if file is not None:
+            write_output(file, make_text(scaling), f"--{kind}")
     if flags["as_json"]:
         echo(json.dumps(scaling.as_json()))
         return
-    print_tables([as_table(scaling)], 165)
+    print_tables([as_table(scaling)], SCALING_TABLE_WIDTH)
     for line in scaling.verdicts():
         echo(line)

@@ -1,4 +1,4 @@
-"""stepladder train RECIPE|FILE.py: the job's Config fields become flags, read from its text."""
+"""`stepladder train RECIPE|FILE.py`: flags from the job's Config, read as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, traceback_flag, train_flags
-from stepladder.cli.types import ANY, JOB, NAME, PATH, MemorySize, Seconds, Whole
+from stepladder.cli.types import ANY_INTEGER, JOB, NAME, PATH, MemorySize, Seconds, WholeNumber
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
-from stepladder.launcher.allocation import dispatch
+from stepladder.launcher.allocation import start_elsewhere
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import parse_fail_at
@@ -30,7 +30,8 @@ from stepladder.rank.preemption import parse_fail_at
     "--nodes",
     default="",
     metavar="N|A:B",
-    help="Machines. Type the same command on each of them, with one shared run directory.  [default: 1]",
+    help="Machines. Type the same command on each of them, with one shared run directory."
+    "  [default: 1]",
 )
 @click.option(
     "--hosts",
@@ -68,12 +69,15 @@ from stepladder.rank.preemption import parse_fail_at
 )
 @train_flags("threads", "data-dir")
 @click.option(
-    "--steps", type=ANY, help="Stop after this many optimizer steps, if --epochs would be longer."
+    "--steps",
+    type=ANY_INTEGER,
+    help="Stop after this many optimizer steps, if --epochs would be longer.",
 )
 @click.option(
     "--batch-per-rank",
-    type=ANY,
-    help="Samples per process, instead of --global-batch; the global batch then grows with the processes.",
+    type=ANY_INTEGER,
+    help="Samples per process, instead of --global-batch;"
+    " the global batch then grows with the processes.",
 )
 @click.option(
     "--lr-scale",
@@ -81,7 +85,9 @@ from stepladder.rank.preemption import parse_fail_at
     help="With --batch-per-rank: multiply the learning rate by the processes, or by their root.",
 )
 @click.option(
-    "--run-dir", type=PATH, help="Folder for all that the run writes.  [default: runs/RECIPE]"
+    "--run-dir",
+    type=PATH,
+    help="Folder for everything that the run writes.  [default: runs/RECIPE]",
 )
 @click.option(
     "--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first."
@@ -90,31 +96,31 @@ from stepladder.rank.preemption import parse_fail_at
     "--init-from",
     type=NAME,
     metavar="RUN_DIR",
-    help="Begin with the weights of that run's newest snapshot.",
+    help="Start from the weights of that run's newest snapshot.",
 )
 @click.option(
     "--snapshot-every",
-    type=ANY,
+    type=ANY_INTEGER,
     metavar="STEPS",
     help="Steps between snapshots.  [default: each epoch's end and every 60 s]",
 )
 @click.option(
     "--keep",
-    type=ANY,
+    type=ANY_INTEGER,
     help="Number of newest snapshots to keep, besides the best one.  [default: 3]",
 )
 @click.option(
     "--guard-every",
-    type=ANY,
+    type=ANY_INTEGER,
     metavar="STEPS",
     help="Check every STEPS steps that all processes have the same weights.  [default: never]",
 )
 @click.option(
     "--replay-every",
-    type=ANY,
+    type=ANY_INTEGER,
     metavar="STEPS",
-    help="Compute a microbatch of each process again on another one every STEPS steps, and compare the bits."
-    "  [default: never]",
+    help="Recompute a microbatch of each process on another one every STEPS steps,"
+    " and compare the bits.  [default: never]",
 )
 @click.option(
     "--log-to",
@@ -124,18 +130,18 @@ from stepladder.rank.preemption import parse_fail_at
 )
 @click.option(
     "--max-restarts",
-    type=Whole(),
+    type=WholeNumber(),
     default=3,
     show_default=True,
-    help="How often all may restart from the last snapshot.",
+    help="How often all processes may restart from the last snapshot.",
 )
 @click.option(
     "--on-loss",
     type=click.Choice(["continue", "restart", "stop"]),
     default="continue",
     show_default=True,
-    help="When a process is lost: the others continue in place while another one is started (on a GPU,"
-    " all restart); or all restart from the last snapshot; or the run stops.",
+    help="When a process is lost: the others continue in place while a new one starts (on GPUs, all"
+    " restart); or all restart from the last snapshot; or the run stops.",
 )
 @click.option(
     "--timeout",
@@ -147,24 +153,26 @@ from stepladder.rank.preemption import parse_fail_at
     "--explain-after",
     type=Seconds(),
     metavar="SECONDS",
-    help="Seconds without progress after which the reason is printed.  [default: 60, at most half of --timeout]",
+    help="Seconds without progress after which the reason is printed."
+    "  [default: 60, at most half of --timeout]",
 )
 @click.option(
     "--fail-at",
     multiple=True,
     metavar="RANK:STEP",
-    help="Kill this rank at this step, once, to see a recovery.",
+    help="Kill this rank at this step, once, to watch a recovery.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Only show what the run is, and the memory that a process needs for each --shard. Trains nothing.",
+    help="Only show the run's plan, and the memory that a process needs with each --shard."
+    " Trains nothing.",
 )
 @click.option(
     "--device-memory",
     type=MemorySize(),
     metavar="SIZE",
-    help="With --dry-run: memory of a device, for example 80GB.  [default: that of the GPU here]",
+    help="With --dry-run: memory of a device, for example 80GB.  [default: memory of the GPU here]",
 )
 @click.option("--lock-wait", type=Seconds(0), hidden=True)
 @traceback_flag
@@ -173,26 +181,27 @@ from stepladder.rank.preemption import parse_fail_at
 def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     """Train a recipe or your own job file, on any number of processes.
 
-    Resumes from the run directory by itself. A job file has a dataclass Config, whose fields are
-    flags, and build(config) -> stepladder.Job."""
+    An interrupted run resumes from its run directory. A job file has a dataclass Config, whose
+    fields become flags, and a function build(config) -> stepladder.Job.
+    """
+    config, job_settings = command.sort_flags(flags)
+    job_settings["fail_at"] = tuple(map(parse_fail_at, flags["fail_at"]))
     path = command.job
-    config, own = command.sort(flags)
-    own["fail_at"] = tuple(map(parse_fail_at, flags["fail_at"]))
-    settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
+    settings = Settings(**{"run_dir": Path("runs") / path.stem, **job_settings})
+    request = TrainRequest(path, config, settings, flags["as_json"])
     topology = Topology(
         flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]
-    ).completed()
+    ).with_cluster_variables()
     if flags["device_memory"] is not None and not flags["dry_run"]:
         raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")
     if flags["dry_run"]:
-        from stepladder.tools.dry_run import dry_run  # torch: late
+        from stepladder.tools.dry_run import dry_run  # late: torch
 
-        request = TrainRequest(path, config, settings, flags["as_json"])
         return dry_run(request, topology, flags["device_memory"])
-    code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
+    code = start_elsewhere(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     if topology.note:
         print_message(topology.note)
     launch = Launch(topology, flags["max_restarts"], flags["explain_after"], flags["on_loss"])
-    return start(TrainRequest(path, config, settings, flags["as_json"]), launch)
+    return start(request, launch)

@@ -1,6 +1,4 @@
-"""What flags and arguments may be: numbers, times and paths, each read in one way, whatever the
-command.
-"""
+"""Types of flags and arguments: numbers, times and paths, parsed in one way by all commands."""
 
 from __future__ import annotations
 
@@ -15,115 +13,117 @@ from stepladder.core.numbers import MAX_INTEGER, MAX_PORT, MAX_WAIT_S, MIN_WAIT_
 from stepladder.core.paths import parse_path
 from stepladder.train.job_file import list_recipes
 
-POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+MEMORY_UNIT_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
-class _Plain:
-    """A number in ASCII, which is more than Python's own reading asks for, and no underscores."""
+class _PlainNumber:
+    """A number of ASCII characters without underscores; Python itself accepts more."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not (value.isascii() and set(value).isdisjoint("_ \t\n")):
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)  # type: ignore[attr-defined]
-        most = getattr(self, "max", None)
+        largest = getattr(self, "max", None)
         with suppress(ValueError, OverflowError):
-            if most is not None and float(value) > most:
-                self.fail(f"{value} is too large: {most:g} is the most.", param, ctx)  # type: ignore[attr-defined]
+            if largest is not None and float(value) > largest:
+                self.fail(f"{value} is too large: {largest:g} is the most.", param, ctx)  # type: ignore[attr-defined]
         number = super().convert(value, param, ctx)  # type: ignore[misc]
         if number != number:
             self.fail(f"{value!r} is not a number.", param, ctx)  # type: ignore[attr-defined]
         return number
 
     def _describe_range(self) -> str:
-        """For --help, and for what is out of the range. The largest number of all is no news."""
-        least, most = getattr(self, "min", None), getattr(self, "max", None)
-        if most in (MAX_INTEGER, MAX_WAIT_S):
-            return "" if least is None else f"x>={least:g}"
-        return "" if most is None else super()._describe_range()  # type: ignore[misc]
+        """Return the range for --help and for messages, without the largest number of all."""
+        smallest = getattr(self, "min", None)
+        largest = getattr(self, "max", None)
+        if largest is None:
+            return ""
+        if largest in (MAX_INTEGER, MAX_WAIT_S):
+            return "" if smallest is None else f"x>={smallest:g}"
+        return super()._describe_range()  # type: ignore[misc,no-any-return]
 
 
-class Whole(_Plain, click.IntRange):
+class WholeNumber(_PlainNumber, click.IntRange):
     """A whole number."""
 
     name = "integer"
 
-    def __init__(self, least: int | None = 0, most: int | None = MAX_INTEGER) -> None:
-        super().__init__(least, most)
+    def __init__(self, smallest: int | None = 0, largest: int | None = MAX_INTEGER) -> None:
+        super().__init__(smallest, largest)
 
 
-class Real(_Plain, click.types.FloatParamType):
+class RealNumber(_PlainNumber, click.types.FloatParamType):
     """Any number."""
 
 
-class Seconds(_Plain, click.FloatRange):
+class Seconds(_PlainNumber, click.FloatRange):
     """A time to wait."""
 
     name = "seconds"
 
-    def __init__(self, least: float = MIN_WAIT_S) -> None:
-        super().__init__(least, MAX_WAIT_S)
+    def __init__(self, smallest: float = MIN_WAIT_S) -> None:
+        super().__init__(smallest, MAX_WAIT_S)
 
 
 class MemorySize(click.ParamType[Any]):
-    """An amount of memory, in bytes."""
+    """An amount of memory, converted to bytes."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
-        amount = (
-            0
-            if found is None
-            else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]])
-        )
-        return amount or self.fail(
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
+        size_bytes = 0
+        if match is not None:
+            base = 1024 if match[3] else 1000
+            size_bytes = int(float(match[1]) * base ** MEMORY_UNIT_POWERS[match[2]])
+        return size_bytes or self.fail(
             f"{value!r} is not an amount of memory, such as 80GB or 24GiB.", param, ctx
         )
 
 
-class Place(click.ParamType[Any]):
+class FilePath(click.ParamType[Any]):
     """A path, whether or not something is there."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        what = (
-            param.human_readable_name
-            if isinstance(param, click.Argument)
-            else param.opts[0]
-            if param
-            else "path"
-        )
-        return parse_path(what, str(value))
+        label = "path"
+        if isinstance(param, click.Argument):
+            label = param.human_readable_name
+        elif param:
+            label = param.opts[0]
+        return parse_path(label, str(value))
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """Let the shell complete the path."""
         return [CompletionItem(incomplete, type="file")]
 
 
 class JobName(click.ParamType[Any]):
-    """A recipe's name, or a path, which `find_job` looks at."""
+    """The name of a recipe, or the path of a job file; `find_job` decides which."""
 
     name = "job"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """Complete the names of recipes, else paths."""
         names = [CompletionItem(name) for name in list_recipes() if name.startswith(incomplete)]
         return names or PATH.shell_complete(ctx, param, incomplete)
 
 
-class Name(Place):
-    """The same as a text: it may also be a recipe's name, or the number of a batch job."""
+class PathOrName(FilePath):
+    """A text that is a path, the name of a recipe, or the number of a batch job."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         super().convert(value, param, ctx)
         return value
 
 
-ANY, COUNT, PORT = (
-    Whole(None, None),
-    Whole(1),
-    Whole(1, MAX_PORT),
-)  # ANY: whose limits are Settings'
-PATH, NAME, JOB = Place(), Name(), JobName()
+ANY_INTEGER = WholeNumber(None, None)  # for values whose limits core/settings.py checks
+COUNT = WholeNumber(1)
+PORT = WholeNumber(1, MAX_PORT)
+PATH = FilePath()
+NAME = PathOrName()
+JOB = JobName()

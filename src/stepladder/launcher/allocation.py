@@ -1,7 +1,6 @@
-"""Whether a `run` or `train` is to work elsewhere: on the hosts it names, or on the nodes of its
-Slurm job.
+"""`run` and `train` on other machines: on the hosts they name, or on the nodes of their Slurm job.
 
-Inside a Slurm allocation but outside a step of several tasks they wrap themselves in `srun`.
+In a Slurm allocation, but outside a step of several tasks, the command becomes `srun` of itself.
 """
 
 from __future__ import annotations
@@ -26,127 +25,178 @@ from stepladder.core.world import find_first_node_address
 from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
-FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range
-NUMBER, REPEATED, TYPED = (
-    r"(\d+)",
-    r"(\d+)(?:\(x\d+\))?",
-    r"(?:.*\D)?(\d+)",
-)  # `2(x3)`; `gpu:a100:2`
-ALIVE = {"RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
-CPUS = "SLURM_JOB_CPUS_PER_NODE"
+FIRST_PORT = 20000  # the range of ports ends below Linux's ephemeral ports
+NUM_PORTS = 12000
+NUMBER_PATTERN = r"(\d+)"
+REPEATED_PATTERN = r"(\d+)(?:\(x\d+\))?"  # such as 2(x3)
+TYPED_PATTERN = r"(?:.*\D)?(\d+)"  # such as gpu:a100:2
+ALIVE_JOB_STATES = {
+    "RUNNING",
+    "CONFIGURING",
+    "SUSPENDED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+}
+CPUS_VARIABLE = "SLURM_JOB_CPUS_PER_NODE"
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a Slurm job, seen from outside its steps.
+    """The nodes of a Slurm job, as a process outside its steps sees them.
 
-    job: its id.  nodes: how many.  nodelist: as Slurm writes it.  cpus: that each node gives at
-    least, 0 unknown. gpus: per node, 0 unknown or none.  here: this process runs on one of the
-    nodes, not where `salloc` was typed. in_step: within a step (`srun --pty bash`), which holds
-    what a new one would need."""
+    Attributes:
+        job: The job's id.
+        nodes: The number of nodes.
+        nodelist: Their names, as Slurm writes them.
+        cpus: CPUs that each node has at least; 0 if unknown.
+        gpus: GPUs per node; 0 if unknown or none.
+        is_on_node: This process runs on one of the nodes, not where `salloc` was typed.
+        in_step: It is in a step (`srun --pty bash`), which holds the resources that a further step
+            needs.
+    """
 
     job: int
     nodes: int
     nodelist: str
     cpus: int = 0
     gpus: int = 0
-    here: bool = False
+    is_on_node: bool = False
     in_step: bool = False
 
     @staticmethod
     def detect(env: Mapping[str, str] | None = None) -> Allocation | None:
-        """None outside an allocation, and in a task of a step of several: srun has started us
-        already.
+        """Return the allocation of this process.
+
+        Args:
+            env: The environment, by default that of this process.
+
+        Returns:
+            None outside an allocation, and in a task of a step of several: srun has started that.
         """
         env = os.environ if env is None else env
         if not env.get("SLURM_JOB_ID") or "RANK" in env:
             return None
-        job = _read(env, "SLURM_JOB_ID", NUMBER)
-        if _read(env, "SLURM_STEP_NUM_TASKS", NUMBER) > 1:
+        job = _parse_variable(env, "SLURM_JOB_ID", NUMBER_PATTERN)
+        if _parse_variable(env, "SLURM_STEP_NUM_TASKS", NUMBER_PATTERN) > 1:
             return None
-        cpus = env.get(CPUS, "").split(",")
+        nodes = _parse_variable(env, "SLURM_JOB_NUM_NODES", NUMBER_PATTERN)
+        nodes = nodes or _parse_variable(env, "SLURM_NNODES", NUMBER_PATTERN)
+        gpus = _parse_variable(env, "SLURM_GPUS_ON_NODE", TYPED_PATTERN)
+        gpus = gpus or _parse_variable(env, "SLURM_GPUS_PER_NODE", TYPED_PATTERN)
         return Allocation(
             job=job,
-            nodes=_read(env, "SLURM_JOB_NUM_NODES", NUMBER)
-            or _read(env, "SLURM_NNODES", NUMBER)
-            or 1,
+            nodes=nodes or 1,
             nodelist=env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")),
-            cpus=min(_read({CPUS: part}, CPUS, REPEATED) for part in cpus),
-            gpus=_read(env, "SLURM_GPUS_ON_NODE", TYPED)
-            or _read(env, "SLURM_GPUS_PER_NODE", TYPED),
-            here="SLURMD_NODENAME" in env,
+            cpus=_parse_cpus(env),
+            gpus=gpus,
+            is_on_node="SLURMD_NODENAME" in env,
             in_step="SLURM_STEP_NUM_TASKS" in env,
         )
 
-    def wanted(self, topology: Topology) -> tuple[int, int] | None:
-        """The nodes to start on, least and most; None where this process is where the work is to be
-        done.
+    def nodes_to_start(self, topology: Topology) -> tuple[int, int] | None:
+        """Return the smallest and the largest number of nodes to start on.
 
-        Raises InputError where more are asked for than the job has.
+        Args:
+            topology: The flags that say where the ranks are.
+
+        Returns:
+            None if this process is to do the work itself.
+
+        Raises:
+            InputError: The job has fewer nodes.
         """
-        least, most = parse_range("--nodes", topology.nodes or str(self.nodes))
-        if least > self.nodes:
+        min_nodes, max_nodes = parse_range("--nodes", topology.nodes or str(self.nodes))
+        if min_nodes > self.nodes:
             raise InputError(
                 f"--nodes {topology.nodes} in Slurm job {self.job}, which has {self.nodes}",
-                f"--nodes {self.nodes}, or salloc --nodes={least}",
+                f"--nodes {self.nodes}, or salloc --nodes={min_nodes}",
             )
-        most = min(most, self.nodes)
-        return None if most == 1 and self.here else (least, most)
+        max_nodes = min(max_nodes, self.nodes)
+        if max_nodes == 1 and self.is_on_node:
+            return None
+        return min_nodes, max_nodes
 
-    def command(
+    def srun_command(
         self, arguments: Sequence[str], topology: Topology, nodes: tuple[int, int], address: str
     ) -> list[str]:
-        """`srun ... stepladder ARGUMENTS`, one agent per node. arguments: run or train, and what
-        follows.
+        """Return the srun command that starts one agent per node.
 
-        address: of the job's first node, where the agents meet.
+        Args:
+            arguments: `run` or `train`, and its arguments.
+            topology: The flags that say where the ranks are.
+            nodes: The smallest and the largest number of nodes.
+            address: The address of the job's first node, where the agents meet.
         """
-        least, most = nodes
-        loss = ["--kill-on-bad-exit=1"] if least == most else ["--no-kill", "--kill-on-bad-exit=0"]
+        min_nodes, max_nodes = nodes
         name, *rest = arguments
+        srun = [
+            "srun",
+            f"--nodes={max_nodes}",
+            f"--ntasks={max_nodes}",
+            "--ntasks-per-node=1",
+        ]
+        if min_nodes == max_nodes:
+            srun += ["--kill-on-bad-exit=1"]
+        else:
+            srun += ["--no-kill", "--kill-on-bad-exit=0"]
+        if self.cpus:
+            srun += [f"--cpus-per-task={self.cpus}"]
+        if self.in_step:
+            srun += ["--overlap"]
+        flags = self._make_agent_flags(topology, nodes, address)
+        return [*srun, sys.executable, "-m", "stepladder", name, *flags, *rest]
+
+    def _make_agent_flags(
+        self, topology: Topology, nodes: tuple[int, int], address: str
+    ) -> list[str]:
+        """Return the flags that the agents need in addition to what was typed."""
+        min_nodes, max_nodes = nodes
         flags = []
-        if most > 1:
+        if max_nodes > 1:
+            is_fixed = min_nodes == max_nodes
             port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
-            text = str(most) if least == most else f"{least}:{most}"
-            flags = [
-                "--nodes",
-                text,
-                "--rdzv-endpoint",
-                topology.endpoint or format_endpoint(address, port),
-            ]
+            flags += ["--nodes", str(max_nodes) if is_fixed else f"{min_nodes}:{max_nodes}"]
+            flags += ["--rdzv-endpoint", topology.endpoint or format_endpoint(address, port)]
         elif topology.nodes != "1":
-            flags = ["--nodes", "1"]
+            flags += ["--nodes", "1"]
         if not topology.nproc and self.gpus:
             flags += ["--nproc", str(self.gpus)]
-        return [
-            "srun",
-            f"--nodes={most}",
-            f"--ntasks={most}",
-            "--ntasks-per-node=1",
-            *loss,
-            *([f"--cpus-per-task={self.cpus}"] if self.cpus else []),
-            *(["--overlap"] if self.in_step else []),
-            sys.executable,
-            "-m",
-            "stepladder",
-            name,
-            *flags,
-            *rest,
-        ]
+        return flags
 
-    def step(self, arguments: Sequence[str], per_node: int) -> list[str]:
-        """`srun ... stepladder ARGUMENTS`, so many ranks on each node; 0: one for each GPU, or one."""
-        tasks = per_node or self.gpus or 1
-        flags = ["--overcommit"] * (tasks > self.cpus) + ["--overlap"] * self.in_step
-        srun = ["srun", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}", *flags]
+    def srun_step_command(self, arguments: Sequence[str], ranks_per_node: int) -> list[str]:
+        """Return the srun command that starts ranks on each node.
+
+        Args:
+            arguments: The command's name, and its arguments.
+            ranks_per_node: 0 for one on each GPU, or one.
+        """
+        tasks = ranks_per_node or self.gpus or 1
+        srun = ["srun", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}"]
+        if tasks > self.cpus:
+            srun += ["--overcommit"]
+        if self.in_step:
+            srun += ["--overlap"]
         return [*srun, sys.executable, "-m", "stepladder", *arguments]
 
 
-def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
-    """The number that the pattern finds in a variable, 0 where it is not set. Raises InputError."""
+def _parse_cpus(env: Mapping[str, str]) -> int:
+    """Return the smallest number of CPUs of a node."""
+    parts = env.get(CPUS_VARIABLE, "").split(",")
+    return min(
+        _parse_variable({CPUS_VARIABLE: part}, CPUS_VARIABLE, REPEATED_PATTERN) for part in parts
+    )
+
+
+def _parse_variable(env: Mapping[str, str], name: str, pattern: str) -> int:
+    """Return the number in a variable, 0 where it is not set.
+
+    Raises:
+        InputError: The variable does not match the pattern.
+    """
     text = env.get(name, "")
-    found = re.fullmatch(pattern, text)
-    number = parse_whole_number(found.group(1)) if found else None
+    match = re.fullmatch(pattern, text)
+    number = parse_whole_number(match.group(1)) if match else None
     if text and number is None:
         raise InputError(
             f"{name} is {text!r}, which is not Slurm's way to write it",
@@ -155,20 +205,29 @@ def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
     return number or 0
 
 
-def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int | None:
-    """The exit code of the same command on other machines; None if this one is to do the work.
+def start_elsewhere(
+    arguments: Sequence[str], hosts: str, ssh: str, topology: Topology
+) -> int | None:
+    """Run the same command on other machines, if the flags or a Slurm job ask for that.
 
-    arguments: the command's name, and what followed it.  In a Slurm job this process becomes
-    `srun`."""
+    In a Slurm job this process becomes `srun`.
+
+    Args:
+        arguments: The command's name, and its arguments.
+        hosts: The value of --hosts.
+        ssh: The value of --ssh.
+        topology: The flags that say where the ranks are.
+
+    Returns:
+        The exit code, or None if this process is to do the work itself.
+    """
     end_with_stdin()
     if hosts:
-        from stepladder.launcher.ssh import (
-            run_on_hosts,
-        )  # asyncio, for which other starts need not wait
+        from stepladder.launcher.ssh import run_on_hosts  # late: asyncio, for --hosts alone
 
         return run_on_hosts(arguments, hosts, ssh, topology)
     allocation = Allocation.detect()
-    nodes = allocation.wanted(topology) if allocation else None
+    nodes = allocation.nodes_to_start(topology) if allocation else None
     if allocation is None or nodes is None:
         take_secret_from_env()
         return None
@@ -176,41 +235,43 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
         raise InputError(
             f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID"
         )
-    refuse_ended(allocation.job)
+    validate_job_is_alive(allocation.job)
     address = find_first_node_address(allocation.nodelist) if nodes[1] > 1 else ""
     if arguments[0] == "run" and nodes[1] > 1:
-        # srun hands it on to the agents of all nodes. `train` has a secret in its run directory.
+        # srun passes it to the agents of all nodes. `train` has a secret in its run directory.
         os.environ.setdefault(SECRET_VARIABLE, make_secret())
-    _become(allocation.command(arguments, topology, nodes, address), allocation.job)
+    command = allocation.srun_command(arguments, topology, nodes, address)
+    _exec_srun(command, allocation.job)
 
 
-def refuse_ended(job: int) -> None:
-    """Raises InputError for a job that is over, or that Slurm does not know: srun would say so at
-    length.
-    """
-    from stepladder.slurm.client import parse_field, run_slurm  # late: most runs are in no job
+def validate_job_is_alive(job: int) -> None:
+    """Raise InputError for a job that has ended or is unknown, for which srun prints many lines."""
+    from stepladder.slurm.submitted_jobs import ask, field  # late: most runs are in no job
 
     try:
-        state = parse_field(run_slurm("scontrol", "show", "job", str(job)), "JobState")
+        state = field(ask("scontrol", "show", "job", str(job)), "JobState")
     except InputError as error:
-        raise InputError(f"SLURM_JOB_ID={job}: {error.problem}", "unset SLURM_JOB_ID") from error
-    if state and state not in ALIVE:
+        raise InputError(f"SLURM_JOB_ID={job}: {error.found}", "unset SLURM_JOB_ID") from error
+    if state and state not in ALIVE_JOB_STATES:
         raise InputError(
             f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one"
         )
 
 
-def become_step(arguments: Sequence[str], per_node: int) -> None:
-    """In a Slurm job of several nodes, outside its steps: `srun` of the same command, `per_node`
-    ranks on each.
+def exec_srun_step(arguments: Sequence[str], ranks_per_node: int) -> None:
+    """Become `srun` of the same command, in a Slurm job of several nodes outside its steps.
 
-    Returns elsewhere.
+    Elsewhere it does nothing.
+
+    Args:
+        arguments: The command's name, and its arguments.
+        ranks_per_node: 0 for one on each GPU, or one.
     """
     allocation = Allocation.detect()
     if allocation is not None and allocation.nodes > 1 and shutil.which("srun"):
-        _become(allocation.step(arguments, per_node), allocation.job)
+        _exec_srun(allocation.srun_step_command(arguments, ranks_per_node), allocation.job)
 
 
-def _become(command: list[str], job: int) -> NoReturn:
+def _exec_srun(command: list[str], job: int) -> NoReturn:
     print_message(f"in Slurm job {job}: {mask_command(command)}")
     os.execvp(command[0], command)

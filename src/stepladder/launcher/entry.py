@@ -1,4 +1,4 @@
-"""How a run's processes come about: this one, ranks on this machine, or agents on several nodes."""
+"""The start of a run: as this process, as ranks on this machine, or as agents on several nodes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,42 @@ from stepladder.core.machine_limits import validate_limits
 from stepladder.core.numbers import MAX_PORT, read_env_number, validate_wait_time
 from stepladder.core.process_count import choose_threads_per_rank, count_gpus
 from stepladder.core.scratch import get_scratch_folder
-from stepladder.core.settings import TrainRequest
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.supervisor import run_local
-from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
-from stepladder.launcher.nodes.self_watch import watch_itself
+from stepladder.launcher.nodes.local_node import exit_if_threads_wait, open_local_node
+from stepladder.launcher.nodes.self_monitor import start_self_monitor
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import EndWriter, identify_start
 from stepladder.rank.lifecycle import record_failure, run_and_exit
 from stepladder.rank.preemption import get_seconds_left
 from stepladder.storage.trained_jobs import record_trained_job
 
-SECONDS_FOR_FOREIGN_LOCK = 120.0
-# Of torch's threads, once it is loaded: so they wait for each other for microseconds only.
-# libgomp's own measure is hundreds of times that. Where others want the cores too, it is taken from
-# the very thread that is waited for: among twenty runnable processes on two cores, 0.6 steps a
+FOREIGN_LOCK_TIMEOUT_S = 120.0
+# Spins of torch's threads once torch is loaded, so that they wait for each other for microseconds
+# only. libgomp's default is hundreds of times that. On a busy machine a long spin takes the core
+# from the very thread that is waited for: with twenty runnable processes on two cores, 0.6 steps a
 # second became 8.
-SPINS = "3000"
+GOMP_SPIN_COUNT = "3000"
 
 
 @dataclass(frozen=True)
 class Launch:
     """How `train` starts its processes, and where.
 
-    explain_after: seconds without progress until it is said why; None: a minute, or half the
-    timeout. on_loss: what the others do when a rank is lost: continue in place, restart from the
-    last snapshot, or stop. With --shard, to continue is to restart, unless there are two copies of
-    each slice."""
+    Attributes:
+        topology: Nodes and processes.
+        max_restarts: How often all ranks may restart from the last snapshot.
+        explain_after: Seconds without progress until the reason is printed; None for a minute, or
+            half the timeout.
+        on_loss: What the other ranks do when one is lost: "continue" in place, "restart" from the
+            last snapshot, or "stop". With --shard they restart in place of "continue", unless there
+            are two copies of each slice.
+    """
 
     topology: Topology = field(default_factory=Topology)
     max_restarts: int = 3
@@ -60,7 +65,7 @@ class Launch:
 
     @property
     def restarts(self) -> int:
-        """How many there may be."""
+        """The number of restarts that are allowed."""
         return 0 if self.on_loss == "stop" else self.max_restarts
 
     def __post_init__(self) -> None:
@@ -73,120 +78,156 @@ class Launch:
 
 
 def start(request: TrainRequest, launch: Launch) -> int:
-    """Train in every rank: this may be one, the parent of ranks, or a node's agent. Returns the
-    exit code.
+    """Train in every rank, and return the exit code.
+
+    This process may be a rank, the parent of ranks, or a node's agent.
     """
-    if identify_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
+    if identify_start()["restart"]:  # of a batch job: --fresh was meant for its first start
         request = replace(request, settings=replace(request.settings, fresh=False))
-    get_seconds_left()  # refuses a time limit that is none
+    get_seconds_left()  # raises InputError for an invalid time limit
     with EndWriter() as end:
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-        nodes, (least, most) = launch.topology.ranges()
-        if (least < most or nodes[1] > 1) and request.settings.batch_per_rank is not None:
-            raise InputError(
-                "--batch-per-rank with a number of processes that may change:"
-                " the global batch would change with it",
-                "--global-batch N, or --nproc N",
-            )
-        world = World.detect() if nodes[1] == 1 else World()
-        if world.is_first:
-            record_trained_job(request.job)
-        nproc = launch.topology.nproc
-        if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
-            raise InputError(
-                f"--nproc {nproc} inside {world.describe()}",
-                "leave --nproc out: the launcher has decided",
-            )
-        refuse_no_rank(request.settings.fail_at, max(world.world_size, nodes[1] * most))
-        request.settings.validate_shard_copies(max(world.world_size, nodes[1] * most))
-        if nodes[1] > 1:
-            end.code = start_node(request, launch, nodes, most)
-        elif world.world_size > 1:
-            # Before torch is loaded: ranks that never come would be a page of C++ frames.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            validate_limits()
-            watch_itself(world, launch.explain_after)
-            run_and_exit(train_rank, request)
-        elif most > 1:
-            end.code = run_local(job_group(request, launch, most), most, launch.restarts, least)
-        else:
-            validate_limits()
-            get_scratch_folder()  # data loaders' sockets are there
-            from stepladder.train.job_runner import (
-                train_file,
-            )  # torch: not before this process is known to be a rank
-
-            with record_failure():
-                end.code = train_file(request)
-    return end_process_if_waiting(end.code)
+        end.code = _run(request, launch)
+    return exit_if_threads_wait(end.code)
 
 
-def refuse_no_rank(places: Iterable[tuple[int, int]], ranks: int) -> None:
+def _run(request: TrainRequest, launch: Launch) -> int:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPIN_COUNT)
+    nodes, (min_nproc, max_nproc) = launch.topology.parse_ranges()
+    is_on_nodes = nodes[1] > 1
+    may_change = min_nproc < max_nproc or is_on_nodes
+    if may_change and request.settings.batch_per_rank is not None:
+        raise InputError(
+            "--batch-per-rank with a number of processes that may change:"
+            " the global batch would change with it",
+            "--global-batch N, or --nproc N",
+        )
+    world = World() if is_on_nodes else World.detect()
+    if world.is_first:
+        record_trained_job(request.job)
+    validate_nproc(launch.topology.nproc, world)
+    max_ranks = max(world.world_size, nodes[1] * max_nproc)
+    validate_fail_at(request.settings.fail_at, max_ranks)
+    request.settings.validate_shard_copies(max_ranks)
+    if is_on_nodes:
+        return run_job_node(request, launch, nodes, max_nproc)
+    if world.world_size > 1:
+        # Set before torch is loaded: for ranks that do not come it prints a page of C++ frames.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        validate_limits()
+        start_self_monitor(world, launch.explain_after)
+        run_and_exit(train_rank, request)
+    if max_nproc > 1:
+        group = make_job_group(request, launch, max_nproc)
+        return run_local(group, max_nproc, launch.restarts, min_nproc)
+    validate_limits()
+    get_scratch_folder()  # sockets of data loaders are there
+    from stepladder.train.job_runner import train_file  # torch: only in a process that is a rank
+
+    with record_failure():
+        return train_file(request)
+
+
+def validate_nproc(nproc: str, world: World) -> None:
+    """Raise InputError where --nproc contradicts the launcher that started this process."""
+    if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
+        raise InputError(
+            f"--nproc {nproc} inside {world.describe()}",
+            "leave --nproc out: the launcher has decided",
+        )
+
+
+def validate_fail_at(places: Iterable[tuple[int, int]], rank_count: int) -> None:
+    """Raise InputError where --fail-at names a rank that does not exist."""
     for rank, step in places:
-        if rank >= ranks:
+        if rank >= rank_count:
             raise InputError(
-                f"--fail-at {rank}:{step}: there is no rank {rank}", f"--fail-at {ranks - 1}:{step}"
+                f"--fail-at {rank}:{step}: there is no rank {rank}",
+                f"--fail-at {rank_count - 1}:{step}",
             )
 
 
 def train_rank(request: TrainRequest) -> int:
-    """What a process does that was started as a rank. It imports torch; its parent does not."""
+    """Train as a rank. It imports torch; the parent of ranks does not."""
     from stepladder.train.job_runner import train_file
 
     return train_file(request)
 
 
-def job_group(
-    request: TrainRequest, launch: Launch, ranks: int, accepts_joining_nodes: bool = False
+def make_job_group(
+    request: TrainRequest, launch: Launch, nproc: int, may_join: bool = False
 ) -> LocalGroup:
-    """A group of so many ranks of a job."""
+    """Make a group of ranks of a job.
+
+    Args:
+        request: The job and its settings.
+        launch: How the ranks are started.
+        nproc: The number of ranks on this node.
+        may_join: Nodes may join the running ranks, if these recover in place.
+    """
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    others_have_all = settings.shard == "none" or settings.shard_copies > 1
-    goes_on = launch.on_loss == "continue" and others_have_all
+    survivors_have_all = settings.shard == "none" or settings.shard_copies > 1
+    recovers_in_place = launch.on_loss == "continue" and survivors_have_all
     spec = GroupSpec(
         output=LogFiles(settings.run_dir / "log"),
-        recovers_in_place=goes_on,
-        accepts_joining_nodes=goes_on and accepts_joining_nodes,
+        recovers_in_place=recovers_in_place,
+        accepts_joining_nodes=recovers_in_place and may_join,
     )
-    return LocalGroup(
-        partial(train_rank, request), choose_threads_per_rank(settings, ranks), limits, spec
-    )
+    threads = choose_threads_per_rank(settings, nproc)
+    return LocalGroup(partial(train_rank, request), threads, limits, spec)
 
 
-def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
-    """This machine's part of a run on several nodes."""
-    settings, topology = request.settings, launch.topology
-    endpoint, local_addr = topology.endpoint, topology.local_addr
+def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
+    """Run this machine's part of a job on several nodes, and return the exit code.
+
+    Args:
+        request: The job and its settings.
+        launch: How the ranks are started.
+        nodes: The smallest and the largest number of nodes.
+        nproc: The number of ranks on this node.
+    """
+    settings = request.settings
+    validate_node_environment(launch.topology, settings)
+    # Imported late for psutil, which `train --help` does not need.
+    from stepladder.launcher.nodes.run_dir_rendezvous import RunDirRendezvous
+
+    rendezvous = RunDirRendezvous(
+        settings.run_dir,
+        launch.topology.local_addr,
+        launch.topology.endpoint,
+        settings.fresh,
+        settings.timeout,
+        asked=request.asked,
+        max_nodes=nodes[1],
+    )
+    # The lock of a node without power stays for a while on a network file system.
+    lock_wait = max(settings.lock_wait, FOREIGN_LOCK_TIMEOUT_S)
+    node_settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=lock_wait)
+    is_on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all ranks restart
+    request = replace(request, settings=node_settings)
+    group = make_job_group(request, launch, nproc, may_join=is_on_cpu)
+    with open_local_node(group, nproc, launch.restarts) as node:
+        from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic imports torch
+
+        return train_on_nodes(node, rendezvous, nodes)
+
+
+def validate_node_environment(topology: Topology, settings: Settings) -> None:
+    """Raise InputError where this process cannot be the agent of one of several nodes."""
     if "RANK" in os.environ:
         raise InputError(
             f"--nodes {topology.nodes} inside a rank (RANK={os.environ['RANK']})",
-            "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
+            "leave --nodes out under torchrun, or start `stepladder train` once per node without"
+            " it",
         )
     read_env_number(os.environ, "MASTER_PORT", 0, MAX_PORT)  # torch reads it too
     validate_interface()
-    if endpoint:
-        host, port = parse_endpoint(endpoint)
-        wait_for_name("--rdzv-endpoint", host, settings.timeout)
-        validate_reachable("--rdzv-endpoint", host, local_addr)
-        if is_local(host) and not can_bind(host, port) and not is_listening(host, port):
-            raise InputError(f"--rdzv-endpoint: port {port} cannot be opened here", "another port")
-    from stepladder.launcher.nodes.rendezvous import (
-        Rendezvous,
-    )  # psutil, for which `train --help` need not wait
-
-    rendezvous = Rendezvous(
-        settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout
-    )
-    rendezvous.seats.most, rendezvous.asked = nodes[1], request.fingerprint
-    # The lock of a node without power stays for a while on a network file system.
-    wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
-    settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
-    on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all restart
-    request = replace(request, settings=settings)
-    group = job_group(request, launch, nproc, accepts_joining_nodes=on_cpu)
-    with as_node(group, nproc, launch.restarts) as node:
-        from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic is torch
-
-        return train_on_nodes(node, rendezvous, nodes)
+    if not topology.endpoint:
+        return
+    host, port = parse_endpoint(topology.endpoint)
+    wait_for_name("--rdzv-endpoint", host, settings.timeout)
+    validate_reachable("--rdzv-endpoint", host, topology.local_addr)
+    is_taken = is_local(host) and not can_bind(host, port)
+    if is_taken and not is_listening(host, port):
+        raise InputError(f"--rdzv-endpoint: port {port} cannot be opened here", "another port")

@@ -1,6 +1,4 @@
-"""What each of `--hosts` says of itself before anything starts there. Many are asked at a time,
-none for ever.
-"""
+"""Probes of all `--hosts` before anything starts there: several at a time, each with a timeout."""
 
 from __future__ import annotations
 
@@ -15,35 +13,39 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT, parse_whole_number
-from stepladder.launcher.host import NO_FOLDER, NO_PYTHON, Host, environment
+from stepladder.launcher.host import NO_FOLDER_CODE, NO_PYTHON_CODE, Host, make_environment_script
 from stepladder.rank.lifecycle import die_with_parent
 
-AT_ONCE = 32  # each is a process of ssh here, and a Python there
-SECONDS_TO_ANSWER = 60.0  # where Python comes over a busy network file system
-PORT = "PORT"
-FREE_PORT = (
-    f"from stepladder.core.address import find_free_port; print('{PORT}=%d' % find_free_port())"
+MAX_PARALLEL_PROBES = 32  # each one is an ssh process here, and a Python process there
+PROBE_TIMEOUT_S = 60.0  # Python may load from a busy network file system
+PORT_KEY = "PORT"
+FREE_PORT_CODE = (
+    f"from stepladder.core.address import free_port; print('{PORT_KEY}=%d' % free_port())"
 )
-# A rented machine's own address: sshd's sessions need not have the container's environment.
-OWN_ADDRESS = (
+# A rented machine's private address. Sessions of sshd may lack the container's environment.
+ADDRESS_COMMAND = (
     "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E '^(NODE_ADDR|RUNPOD_POD_ID)='"
 )
 
+Endpoint = tuple[str, int]
 
-def probe_all(hosts: list[Host]) -> list[tuple[str, int]]:
-    """Each host's address, and a free port there. Raises InputError for one that cannot run the
-    command.
 
-    Signals end it, and whatever happens leaves no ssh behind.
+def probe_all(hosts: list[Host]) -> list[Endpoint]:
+    """Return each host's address, and a free port there.
+
+    A signal ends the probes, and no ssh process remains in any case.
+
+    Raises:
+        InputError: A host cannot run the command.
     """
     return asyncio.run(_probe_all(hosts))
 
 
-async def _probe_all(hosts: list[Host]) -> list[tuple[str, int]]:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C cancels already
+async def _probe_all(hosts: list[Host]) -> list[Endpoint]:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # asyncio handles Ctrl-C itself
         asyncio.get_running_loop().add_signal_handler(number, sys.exit, 128 + number)
-    turns = asyncio.Semaphore(AT_ONCE)
-    probes = [asyncio.create_task(_probe(host, turns)) for host in hosts]
+    limit = asyncio.Semaphore(MAX_PARALLEL_PROBES)
+    probes = [asyncio.create_task(_probe(host, limit)) for host in hosts]
     try:
         return await asyncio.gather(*probes)
     finally:
@@ -52,32 +54,36 @@ async def _probe_all(hosts: list[Host]) -> list[tuple[str, int]]:
         await asyncio.gather(*probes, return_exceptions=True)
 
 
-async def _probe(host: Host, turns: asyncio.Semaphore) -> tuple[str, int]:
+async def _probe(host: Host, limit: asyncio.Semaphore) -> Endpoint:
+    python = shlex.quote(sys.executable)
     steps = [
-        f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || exit {NO_FOLDER}",
-        environment(),
-        f"{shlex.quote(sys.executable)} -c 'import stepladder' 2>/dev/null || exit {NO_PYTHON}",
-        f"{shlex.quote(sys.executable)} -c {shlex.quote(FREE_PORT)}",
-        f"{OWN_ADDRESS} || true",
+        f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || exit {NO_FOLDER_CODE}",
+        make_environment_script(),
+        f"{python} -c 'import stepladder' 2>/dev/null || exit {NO_PYTHON_CODE}",
+        f"{python} -c {shlex.quote(FREE_PORT_CODE)}",
+        f"{ADDRESS_COMMAND} || true",
     ]
-    async with turns:
-        code, text, error = await _run(
-            host, [*host.command(), f"sh -c {shlex.quote('; '.join(steps))}"]
-        )
+    async with limit:
+        script = shlex.quote("; ".join(steps))
+        code, output, error = await _run(host, [*host.command(), f"sh -c {script}"])
         if code:
-            raise host.refused(code, error)
-        told = dict(line.partition("=")[::2] for line in text.splitlines())
-        port = parse_whole_number(told.get(PORT, ""), 1, MAX_PORT)
+            raise host.explain_failure(code, error)
+        values = dict(line.partition("=")[::2] for line in output.splitlines())
+        port = parse_whole_number(values.get(PORT_KEY, ""), 1, MAX_PORT)
         if port is None:
             raise InputError(
                 f"host {host.name} has not printed a free port",
-                f"{host.tried}, which must print nothing",
+                f"{host.test_command}, which must print nothing",
             )
-        return own_address(told) or await _known_as(host), port
+        return find_private_address(values) or await _resolve_by_ssh(host), port
 
 
 async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
-    """Its exit code and what it printed. Raises InputError where it does not end."""
+    """Run a command, and return its exit code, stdout and stderr.
+
+    Raises:
+        InputError: It does not end in time.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -87,18 +93,18 @@ async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
         preexec_fn=die_with_parent,
     )
     try:
-        async with asyncio.timeout(SECONDS_TO_ANSWER):
-            said, error = await process.communicate()
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, error = await process.communicate()
     except TimeoutError:
-        found = f"host {host.name} has not answered within {SECONDS_TO_ANSWER:g} s"
-        raise InputError(found, host.tried) from None
+        message = f"host {host.name} has not answered within {PROBE_TIMEOUT_S:g} s"
+        raise InputError(message, host.test_command) from None
     finally:
-        await _ended(process)
-    return process.returncode or 0, said.decode(errors="replace"), error.decode(errors="replace")
+        await _end_process(process)
+    return process.returncode or 0, output.decode(errors="replace"), error.decode(errors="replace")
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Its end, and that of its pipes, also where this is cancelled once more."""
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and close its pipes, also where this task is cancelled once more."""
     while process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with the helpers of a ProxyCommand
@@ -107,16 +113,20 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     process._transport.close()  # type: ignore[attr-defined]  # else its pipes outlive the loop
 
 
-def own_address(told: dict[str, str]) -> str:
-    """A RunPod machine's address in its cluster, or its name in the account's private network; ""
-    elsewhere.
+def find_private_address(variables: dict[str, str]) -> str:
+    """Return a RunPod machine's address for other machines, or "" elsewhere.
+
+    It is the address in its cluster, or its name in the account's private network.
     """
-    pod = told.get("RUNPOD_POD_ID")
-    return told.get("NODE_ADDR", "") or (f"{pod}.runpod.internal" if pod else "")
+    address = variables.get("NODE_ADDR", "")
+    pod = variables.get("RUNPOD_POD_ID")
+    if not address and pod:
+        return f"{pod}.runpod.internal"
+    return address
 
 
-async def _known_as(host: Host) -> str:
-    """Its address, as ssh's configuration resolves the name."""
-    _, shown, _ = await _run(host, host.command("-G"))
-    found = re.search(r"^hostname (\S+)$", shown, re.MULTILINE)
-    return found.group(1) if found else host.target.rpartition("@")[2]
+async def _resolve_by_ssh(host: Host) -> str:
+    """Return the host's address, as ssh's configuration resolves its name."""
+    _, config, _ = await _run(host, host.command("-G"))
+    match = re.search(r"^hostname (\S+)$", config, re.MULTILINE)
+    return match.group(1) if match else host.target.rpartition("@")[2]

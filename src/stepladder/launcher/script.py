@@ -1,6 +1,4 @@
-"""What `stepladder run` runs: a script, a module or a command, unmodified; and how a rank becomes
-it.
-"""
+"""An unmodified script, module or command of `stepladder run`, and how a rank becomes it."""
 
 from __future__ import annotations
 
@@ -25,14 +23,22 @@ from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
 
+FIRST_LINE_BYTES = 200
+
 
 @dataclass(frozen=True)
 class Script:
-    """name: a path, a module's name or a command.  kind: "file", "module" or "command".
+    """A script, module or command with its arguments.
 
-    fresh: each rank is an interpreter of its own; else it is forked from one that has imported
-    torch. safe_path: whether the interpreter that started it has put no folder first in sys.path.
-    Ranks that are forked have that interpreter's sys.path, and flags of another one."""
+    Attributes:
+        name: A path, a module's name or a command.
+        args: The arguments.
+        kind: "file", "module" or "command".
+        fresh: Each rank is a new interpreter; otherwise it is forked from one that has imported
+            torch.
+        safe_path: The launcher's interpreter has put no folder first in sys.path. Forked ranks
+            inherit that sys.path, but have the flags of another interpreter.
+    """
 
     name: str
     args: tuple[str, ...] = ()
@@ -41,10 +47,23 @@ class Script:
     safe_path: bool = bool(sys.flags.safe_path)
 
     @staticmethod
-    def find(
+    def from_arguments(
         name: str, args: tuple[str, ...], module: bool, no_python: bool, fresh: bool
     ) -> Script:
-        """As torchrun has it; what is no Python file, but can be executed, is. Raises InputError."""
+        """Return what a command line names, as torchrun does.
+
+        An executable file that is not Python is a command.
+
+        Args:
+            name: The script.
+            args: Its arguments.
+            module: It is a module (-m).
+            no_python: It is a command (--no-python).
+            fresh: Each rank is a new interpreter.
+
+        Raises:
+            InputError: There is no such script, module or command.
+        """
         if module and no_python:
             raise InputError("-m and --no-python: a module is Python", "leave one of them out")
         if module:
@@ -53,17 +72,18 @@ class Script:
                     f"-m {name}: there is no such module", f"{sys.executable} -c 'import {name}'"
                 )
             return Script(name, args, "module", fresh)
-        if Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
+        path = Path(name)
+        if path.is_dir() and not (path / "__main__.py").is_file():
             raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
-        if Path(name).is_char_device() or Path(name).is_block_device():
+        if path.is_char_device() or path.is_block_device():
             raise InputError(f"script {name} is a device", "the path of a file")
-        if not no_python and Path(name).exists() and not _is_executable(Path(name)):
-            if not _is_packed(Path(name)):
-                read_source(Path(name))
+        if not no_python and path.exists() and not _is_executable(path):
+            if not _is_packed(path):
+                read_source(path)  # raises InputError where it is not Python
             return Script(name, args, "file", fresh)
         if shutil.which(name) is None:
-            what = "command" if no_python else "script"
-            raise InputError(f"{what} {name} does not exist", f"ls {Path(name).absolute().parent}")
+            kind = "command" if no_python else "script"
+            raise InputError(f"{kind} {name} does not exist", f"ls {path.absolute().parent}")
         return Script(name, args, "command", fresh)
 
     @property
@@ -73,22 +93,30 @@ class Script:
 
     @property
     def imports_torch(self) -> bool:
-        """Whether it pays to fork the ranks from a process that has; not for the standard library
-        alone.
+        """Whether to fork the ranks from a process that has imported torch.
+
+        It would be in vain for a script that imports the standard library alone.
         """
-        return self.is_forked and not (self.kind == "file" and _is_plain(Path(self.name)))
+        if not self.is_forked:
+            return False
+        return self.kind != "file" or not _imports_only_stdlib(Path(self.name))
 
     def command(self, explain_after: float | None = None) -> list[str]:
-        """How a new process runs it. explain_after: of a rank that no launcher watches."""
+        """Return the command with which a new process runs it.
+
+        Args:
+            explain_after: Seconds without progress until the reason is printed, for a rank that no
+                launcher of ours monitors.
+        """
         if self.kind == "command":
             return [self.name, *self.args]
-        words = [str(explain_after or 0), self.kind, self.name, *self.args]
-        return [sys.executable, "-u", "-m", "stepladder.launcher.be_rank", *words]
+        program = [sys.executable, "-u", "-m", "stepladder.launcher.rank_main"]
+        return [*program, str(explain_after or 0), self.kind, self.name, *self.args]
 
     def become_main(self) -> None:
-        """Make a forked process what a new interpreter would be."""
+        """Make a forked process look like a new interpreter."""
         EXIT_CALLBACKS.append(end_interpreter)
-        os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which hands it on, once
+        os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which forwards it once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
@@ -96,13 +124,15 @@ class Script:
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
 
     def work(self) -> int:
-        """Be the script, in a rank that has just been forked. Returns its exit code, or raises as
-        it does.
+        """Run the script in a rank that has just been forked.
+
+        Returns:
+            The exit code. It raises what the script raises.
         """
         if not self.is_forked:
             os.setsid()
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            become(self.command())
+            exec_program(self.command())
         self.become_main()
         if "torch.optim" in sys.modules:
             count_script_steps()
@@ -110,10 +140,12 @@ class Script:
         return 0
 
     def run_here(self) -> None:
-        """Be the script, in a process that has run nothing else."""
-        # The launcher's own folder stands first in sys.path, where Python puts that of a script.
-        folder = str(Path(self.name).absolute().parent) if self.kind == "file" else str(Path.cwd())
-        sys.path[: 0 if self.safe_path else 1] = [folder]
+        """Run the script in this process, which has run nothing else."""
+        # Python puts the folder of a script first in sys.path; the launcher's folder is there now.
+        is_file = self.kind == "file"
+        folder = Path(self.name).absolute().parent if is_file else Path.cwd()
+        replaced_entries = 0 if self.safe_path else 1
+        sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
         if self.kind == "module":
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -121,8 +153,12 @@ class Script:
             runpy.run_path(self.name, run_name="__main__")
 
 
-def become(command: list[str]) -> NoReturn:
-    """This process is that program from now on. Raises InputError where it is none."""
+def exec_program(command: list[str]) -> NoReturn:
+    """Replace this process by a program.
+
+    Raises:
+        InputError: The program cannot be started.
+    """
     with as_input_error(
         f"{command[0]} cannot be started",
         "a first line like #!/bin/sh, or its program before its name",
@@ -131,14 +167,14 @@ def become(command: list[str]) -> NoReturn:
 
 
 def end_interpreter() -> None:
-    """What Python does at its end, which a forked rank does not come to by itself."""
+    """Do what Python does at its end, which a forked rank does not reach by itself."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def _has_module(name: str) -> bool:
-    """Looks for the outermost package only: to look further would import it."""
+    """Return whether the outermost package of a module exists: to look further would import it."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
@@ -152,29 +188,29 @@ def _has_module(name: str) -> bool:
 
 
 def _is_packed(path: Path) -> bool:
-    """A folder or an archive, which Python looks into."""
+    """Return whether Python runs the __main__.py of this folder or archive."""
     return path.is_dir() or (path.is_file() and is_zipfile(path))
 
 
-def _is_plain(path: Path) -> bool:
+def _imports_only_stdlib(path: Path) -> bool:
     try:
         nodes = list(ast.walk(parse_source(path)))
-    except InputError:  # Python will say so itself
+    except InputError:  # Python will report it
         return False
-    imported = [
-        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
-    ]
-    imported += [
-        ("." * node.level) + (node.module or "")
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-    ]
-    return {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append("." * node.level + (node.module or ""))
+    return {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 def _is_executable(path: Path) -> bool:
-    """A program of its own: marked so, and no Python file by its name or first line."""
-    if not path.is_file() or not os.access(path, os.X_OK) or path.suffix in (".py", ".pyc", ".pyz"):
+    """Return whether a file is executable, and not Python by its name or its first line."""
+    if not path.is_file() or not os.access(path, os.X_OK):
         return False
-    first = path.open("rb").readline(200)
-    return not (first.startswith(b"#!") and b"python" in first)
+    if path.suffix in (".py", ".pyc", ".pyz"):
+        return False
+    first_line = path.open("rb").readline(FIRST_LINE_BYTES)
+    return not (first_line.startswith(b"#!") and b"python" in first_line)

@@ -1,7 +1,7 @@
-"""`--hosts a,b`: the same command on each host, over the OpenSSH client; the first host is where
-nodes meet.
+"""`--hosts a,b`: the same command on each host, over the OpenSSH client.
 
-Each agent ends when its stdin does: when this launcher, its connection or its machine is gone.
+Nodes meet on the first host. Each agent ends when its stdin does: when this launcher, its
+connection or its machine is gone.
 """
 
 from __future__ import annotations
@@ -22,161 +22,192 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
 from stepladder.core.process_count import parse_range
 from stepladder.core.signing import make_secret
-from stepladder.launcher.host import Host, environment
+from stepladder.launcher.host import Host, make_environment_script
 from stepladder.launcher.local.output import Output, Stream, poll_readable
 from stepladder.launcher.probe import probe_all
-from stepladder.launcher.stdin import AFTER_SECRET, ENDS_WITH_STDIN, SECONDS_TO_END
+from stepladder.launcher.stdin import AFTER_SECRET, END_WITH_STDIN_VARIABLE, STDIN_END_TIMEOUT_S
 from stepladder.launcher.topology import Topology
 
-SECONDS_FOR_OTHER_HOSTS = 15.0  # to end by themselves after one has failed
-SSH_FAILED = 255
-FILES_PER_HOST, FILES_OF_A_COMMAND = (
-    3,
-    100,
-)  # its three streams; Python's own, and those of the probes
+OTHER_HOSTS_GRACE_S = 15.0  # for the other hosts to end by themselves after one has failed
+KILL_MARGIN_S = 5.0
+OUTPUT_POLL_TIMEOUT_S = 0.2
+IDLE_POLL_INTERVAL_S = 0.05
+SSH_FAILED_CODE = 255
+FILES_PER_HOST = 3  # the streams of its ssh
+BASE_OPEN_FILES = 100  # of Python, and of the probes
 
 
 def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int:
-    """The command of `arguments` on each of `hosts`. Returns the exit code. Raises InputError
-    before all starts.
+    """Run the same command on each host.
 
-    arguments: run or train, and what followed it; --hosts is taken out of it here.
+    Args:
+        arguments: `run` or `train`, and its arguments, --hosts among them.
+        hosts: The value of --hosts.
+        ssh: The command of the SSH client.
+        topology: The nodes and processes that the flags name.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: A host cannot run the command; nothing has been started then.
     """
-    found = Host.read_all(hosts, ssh)
-    least, most = parse_range("--nodes", topology.nodes or str(len(found)))
-    if not least <= len(found) <= most:
+    all_hosts = Host.parse_list(hosts, ssh)
+    count = len(all_hosts)
+    min_nodes, max_nodes = parse_range("--nodes", topology.nodes or str(count))
+    if not min_nodes <= count <= max_nodes:
         raise InputError(
-            f"--nodes {topology.nodes} with {len(found)} hosts",
-            f"--nodes {len(found)}, or leave it out",
+            f"--nodes {topology.nodes} with {count} hosts", f"--nodes {count}, or leave it out"
         )
-    if shutil.which(found[0].ssh[0]) is None:
+    client = all_hosts[0].ssh[0]
+    if shutil.which(client) is None:
         raise InputError(
-            f"--hosts needs {found[0].ssh[0]}, which is not here", "apt-get install openssh-client"
+            f"--hosts needs {client}, which is not here", "apt-get install openssh-client"
         )
-    allow_open_files(FILES_PER_HOST * len(found))
-    answers = probe_all(found)
-    endpoint = topology.endpoint or format_endpoint(*answers[0])
-    name, *rest = without(arguments, "--hosts")
+    raise_file_limit(FILES_PER_HOST * count)
+    endpoints = probe_all(all_hosts)
+    rendezvous_endpoint = topology.endpoint or format_endpoint(*endpoints[0])
+    name, *rest = remove_flag(arguments, "--hosts")
     commands = []
-    for host, (address, _) in zip(found, answers, strict=True):
-        flags = [] if topology.nodes else ["--nodes", str(len(found))]
-        if len(found) > 1:
+    for host, (address, _) in zip(all_hosts, endpoints, strict=True):
+        flags = [] if topology.nodes else ["--nodes", str(count)]
+        if count > 1:
             validate_reachable("--hosts:", address, "")
-            flags += ["--rdzv-endpoint", endpoint, "--local-addr", topology.local_addr or address]
+            flags += ["--rdzv-endpoint", rendezvous_endpoint]
+            flags += ["--local-addr", topology.local_addr or address]
         commands.append((host, [name, *flags, *rest]))
-    return Agents(commands, fixed=least == most, raw_stdout=name == "train").run()
+    is_fixed = min_nodes == max_nodes
+    return RemoteAgents(commands, is_fixed, raw_stdout=name == "train").run()
 
 
-def allow_open_files(count: int) -> None:
-    """So many more than a command needs otherwise. Raises InputError where the limit does not let
-    us.
+def raise_file_limit(count: int) -> None:
+    """Let this process open so many files more than a command usually needs.
+
+    Raises:
+        InputError: The hard limit is too low.
     """
     import resource  # late: Windows has none
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + FILES_OF_A_COMMAND
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise InputError(
-                f"--hosts needs {wanted} open files, and the limit is {hard}", f"ulimit -n {wanted}"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needed = count + BASE_OPEN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(
+            f"--hosts needs {needed} open files, and the limit is {hard}", f"ulimit -n {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def without(arguments: Sequence[str], flag: str) -> list[str]:
-    """The arguments but for the first `flag VALUE` or `flag=VALUE`."""
-    kept = list(arguments)
-    for place, argument in enumerate(kept):
-        if argument == flag or argument.startswith(f"{flag}="):
-            del kept[place : place + (2 if argument == flag else 1)]
+def remove_flag(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return the arguments without the first `flag VALUE` or `flag=VALUE`."""
+    remaining = list(arguments)
+    for index, argument in enumerate(remaining):
+        if argument == flag:
+            del remaining[index : index + 2]
             break
-    return kept
+        if argument.startswith(f"{flag}="):
+            del remaining[index]
+            break
+    return remaining
 
 
-class Agents:
-    """The agents on all hosts, each at the other end of an ssh of ours.
+class RemoteAgents:
+    """The agents on all hosts, each behind an ssh process of this launcher.
 
-    fixed: when one fails, all end.  raw_stdout: stdout is shown as it is, for programs that read
-    it."""
+    Attributes:
+        commands: The hosts, and the command of each.
+        is_fixed: When one agent fails, all end.
+        raw_stdout: Show stdout without prefixes, for programs that read it.
+        output: Shows what the agents print.
+        secret: The launch's.
+        processes: The ssh processes, by the name of their host.
+        stop_signal: The signal that asked this launcher to stop, or 0.
+        deadline: When all agents are ended, or None.
+    """
 
     def __init__(
-        self, commands: list[tuple[Host, list[str]]], fixed: bool, raw_stdout: bool
+        self, commands: list[tuple[Host, list[str]]], is_fixed: bool, raw_stdout: bool
     ) -> None:
-        self.commands, self.fixed, self.raw_stdout = commands, fixed, raw_stdout
-        self.output, self.secret = Output(prefixed=True), make_secret()
+        self.commands = commands
+        self.is_fixed = is_fixed
+        self.raw_stdout = raw_stdout
+        self.output = Output(prefixed=True)
+        self.secret = make_secret()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.stop_asked = 0
+        self.stop_signal = 0
         self.deadline: float | None = None
 
     def run(self) -> int:
-        """All agents to their end. Returns the exit code."""
-        with ExitStack() as at_end:
-            at_end.callback(self._end)
+        """Run all agents until they have ended, and return the exit code."""
+        with ExitStack() as cleanup:
+            cleanup.callback(self._end_agents)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                at_end.callback(signal.signal, number, signal.signal(number, self._ask_to_stop))
+                previous = signal.signal(number, self._handle_stop_signal)
+                cleanup.callback(signal.signal, number, previous)
             for host, command in self.commands:
-                if not self.stop_asked:
-                    self._start(host, command)
+                if not self.stop_signal:
+                    self._start_agent(host, command)
             while any(process.poll() is None for process in self.processes.values()):
-                self._look()
-            return self._code()
+                self._poll()
+            return self._find_exit_code()
 
-    def _start(self, host: Host, command: list[str]) -> None:
+    def _start_agent(self, host: Host, command: list[str]) -> None:
         folder = shlex.quote(str(Path.cwd()))
-        words = shlex.join([sys.executable, "-m", "stepladder", *command])
-        script = f"cd {folder} && {environment()} {ENDS_WITH_STDIN}={AFTER_SECRET} && exec {words}"
+        program = shlex.join([sys.executable, "-m", "stepladder", *command])
+        variables = f"{make_environment_script()} {END_WITH_STDIN_VARIABLE}={AFTER_SECRET}"
+        script = f"cd {folder} && {variables} && exec {program}"
         pipes = {number: os.pipe() for number in (1, 2)}
-        name = f"{host.name} ({len(self.processes)})"
-        self.processes[name] = subprocess.Popen(
+        process = subprocess.Popen(
             [*host.command(), f"sh -c {shlex.quote(script)}"],
             stdin=subprocess.PIPE,
             stdout=pipes[1][1],
             stderr=pipes[2][1],
             start_new_session=True,
         )
-        stdin = self.processes[name].stdin
-        assert stdin is not None
+        self.processes[f"{host.name} ({len(self.processes)})"] = process
+        assert process.stdin is not None
         with suppress(BrokenPipeError):  # ssh has ended: its exit code says why
-            stdin.write(f"{self.secret}\n".encode())
-            stdin.flush()
+            process.stdin.write(f"{self.secret}\n".encode())
+            process.stdin.flush()
         for number, (reader, writer) in pipes.items():
             os.close(writer)
-            prefix = b"" if number == 1 and self.raw_stdout else f"[{host.name}] ".encode()
+            is_raw = number == 1 and self.raw_stdout
+            prefix = b"" if is_raw else f"[{host.name}] ".encode()
             self.output.streams[reader] = Stream(prefix, number, None)
 
-    def _ask_to_stop(self, number: int, *_: object) -> None:
-        if self.stop_asked:
+    def _handle_stop_signal(self, number: int, *_: object) -> None:
+        if self.stop_signal:  # the second signal ends the agents now
             self.deadline = 0.0
-        self.stop_asked = number
+        self.stop_signal = number
 
-    def _look(self) -> None:
-        """Show what has come; end the others where one has failed, or all where we are asked to."""
+    def _poll(self) -> None:
+        """Show what the agents have printed, and end them after a failure or a stop signal."""
         if self.output.streams:
-            self.output.read(poll_readable(self.output.streams, 0.2))
+            self.output.read(poll_readable(self.output.streams, OUTPUT_POLL_TIMEOUT_S))
         else:
-            time.sleep(0.05)
-        failed = [
-            process
-            for process in self.processes.values()
-            if process.poll() not in (None, DONE, STOPPED)
-        ]
-        if self.deadline is None and self.fixed and failed:
-            self.deadline = time.monotonic() + SECONDS_FOR_OTHER_HOSTS
-        if self.stop_asked or (self.deadline is not None and time.monotonic() > self.deadline):
+            time.sleep(IDLE_POLL_INTERVAL_S)
+        codes = [process.poll() for process in self.processes.values()]
+        has_failed = any(code not in (None, DONE, STOPPED) for code in codes)
+        if self.deadline is None and self.is_fixed and has_failed:
+            self.deadline = time.monotonic() + OTHER_HOSTS_GRACE_S
+        overtime = -1.0 if self.deadline is None else time.monotonic() - self.deadline
+        if self.stop_signal or overtime > 0:
             self._close_stdin()
-        if self.deadline is not None and time.monotonic() > self.deadline + SECONDS_TO_END + 5:
+        if overtime > STDIN_END_TIMEOUT_S + KILL_MARGIN_S:
             for process in self.processes.values():
                 process.kill()
 
     def _close_stdin(self) -> None:
+        """Let the agents end by themselves."""
         for process in self.processes.values():
             if process.stdin is not None and not process.stdin.closed:
                 with suppress(BrokenPipeError):
                     process.stdin.close()
 
-    def _end(self) -> None:
+    def _end_agents(self) -> None:
         self._close_stdin()
-        deadline = time.monotonic() + SECONDS_TO_END + 5
+        deadline = time.monotonic() + STDIN_END_TIMEOUT_S + KILL_MARGIN_S
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -185,17 +216,15 @@ class Agents:
         self.output.drain()
         self.output.close()
 
-    def _code(self) -> int:
-        codes = {name: process.returncode for name, process in self.processes.items()}
-        for name, code in codes.items():
-            if code == SSH_FAILED:
+    def _find_exit_code(self) -> int:
+        for name, process in self.processes.items():
+            if process.returncode == SSH_FAILED_CODE:
                 print_message(f"host {name.rpartition(' ')[0]}: the connection was lost")
-        found = set(codes.values())
-        if found <= {DONE, STOPPED}:
-            return max(found)
-        if not self.fixed and found & {
-            DONE,
-            STOPPED,
-        }:  # others have gone on without those that failed
-            return DONE if DONE in found else STOPPED
-        return BAD_INPUT if BAD_INPUT in found else FAILED
+        codes = {process.returncode for process in self.processes.values()}
+        if codes <= {DONE, STOPPED}:
+            return max(codes)
+        if not self.is_fixed:  # the others have continued without those that failed
+            for code in (DONE, STOPPED):
+                if code in codes:
+                    return code
+        return BAD_INPUT if BAD_INPUT in codes else FAILED

@@ -1,4 +1,4 @@
-"""A command that another one has started, on this machine or over SSH, ends when its stdin does."""
+"""The end of a command that another one has started, here or over SSH: it ends with its stdin."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from contextlib import suppress
 
 from stepladder.core.signing import SECRET_VARIABLE
 
-ENDS_WITH_STDIN, AFTER_SECRET = "STEPLADDER_ENDS_WITH_STDIN", "after-secret"
-SECONDS_TO_END = 45.0  # after stdin's end: ranks have 30 to stop well
+END_WITH_STDIN_VARIABLE = "STEPLADDER_ENDS_WITH_STDIN"
+AFTER_SECRET = "after-secret"  # its value where the first line of stdin is the launch's secret
+STDIN_END_TIMEOUT_S = 45.0  # after stdin's end: ranks have 30 s to stop well
 
 
 def end_with_stdin() -> None:
-    """On a host: when stdin ends, stop as on SIGTERM, and in the end without asking; ranks die with
-    us.
+    """Stop this process when its stdin ends, if its environment asks for it.
 
-    The secret of the launch is its first line: a command line would show it to everybody on the
-    machine."""
-    wanted = os.environ.pop(ENDS_WITH_STDIN, None)
-    if wanted is None:
+    It first stops as on SIGTERM, and exits after a while in any case; its ranks die with it. The
+    first line of stdin may be the launch's secret, which a command line would show to everybody on
+    the machine.
+    """
+    mode = os.environ.pop(END_WITH_STDIN_VARIABLE, None)
+    if mode is None:
         return
-    if wanted == AFTER_SECRET:
+    if mode == AFTER_SECRET:
         os.environ[SECRET_VARIABLE] = os.read(0, 1024).decode().strip()
 
-    def watch() -> None:
+    def watch_stdin() -> None:
         with suppress(OSError):
             while os.read(0, 1024):
                 pass
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(SECONDS_TO_END)
+        time.sleep(STDIN_END_TIMEOUT_S)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_stdin, daemon=True).start()

@@ -1,6 +1,4 @@
-"""Where the processes of `run` and `train` belong: flags first, then what a rented cluster says of
-itself.
-"""
+"""The nodes and processes of `run` and `train`: from flags, else from a rented cluster."""
 
 from __future__ import annotations
 
@@ -13,13 +11,19 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.process_count import parse_process_range, parse_range
 
+Range = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Topology:
-    """As text, "" where not given. nodes, nproc: N or A:B.  endpoint: HOST:PORT.  local_addr: this
-    node's.
+    """Nodes and processes as text, each "" where not given.
 
-    note: where values come from that no flag gave.
+    Attributes:
+        nodes: N or A:B.
+        nproc: Processes on each node: N or A:B.
+        endpoint: HOST:PORT where the nodes meet.
+        local_addr: The address of this node.
+        note: Where the values come from that no flag gave.
     """
 
     nodes: str = ""
@@ -28,14 +32,14 @@ class Topology:
     local_addr: str = ""
     note: str = ""
 
-    def ranges(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The least and the most nodes, and ranks on each; one of each where not given. Raises
-        InputError.
+    def parse_ranges(self) -> tuple[Range, Range]:
+        """Return the ranges of nodes and of processes on each; (1, 1) where not given.
+
+        Raises:
+            InputError: A range is invalid, or both vary.
         """
-        nodes, nproc = (
-            parse_range("--nodes", self.nodes or "1"),
-            parse_process_range(self.nproc or "1"),
-        )
+        nodes = parse_range("--nodes", self.nodes or "1")
+        nproc = parse_process_range(self.nproc or "1")
         if nodes[1] > 1 and nproc[0] < nproc[1]:
             raise InputError(
                 f"--nproc {self.nproc} with --nodes {self.nodes}: only one of them can be a range",
@@ -43,36 +47,38 @@ class Topology:
             )
         return nodes, nproc
 
-    def completed(self, env: Mapping[str, str] | None = None) -> Topology:
-        """With the variables of a RunPod cluster, which are the same on each of its nodes but for
-        NODE_ADDR.
+    def with_cluster_variables(self, env: Mapping[str, str] | None = None) -> Topology:
+        """Return the topology completed by the variables of a RunPod cluster.
 
-        Taken only where no flag names nodes. Raises InputError where they are half set.
+        They are the same on each of its nodes except for NODE_ADDR, and are used only where no flag
+        names nodes.
+
+        Args:
+            env: The environment, by default that of this process.
+
+        Raises:
+            InputError: Only some of the variables are set.
         """
         env = os.environ if env is None else env
-        if (
-            self.nodes
-            or "RANK" in env
-            or "PRIMARY_ADDR" not in env
-            or env.get("NUM_NODES", "1") == "1"
-        ):
+        if self.nodes or "RANK" in env:
             return self
-        missing = [
-            name
-            for name in ("NUM_NODES", "PRIMARY_PORT")
-            if parse_whole_number(env.get(name, "")) is None
-        ]
+        if "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
+            return self
+        numbers = ("NUM_NODES", "PRIMARY_PORT")
+        missing = [name for name in numbers if parse_whole_number(env.get(name, "")) is None]
         if missing:
             raise InputError(
-                f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set, but {' and '.join(missing)} is not a number",
+                f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set,"
+                f" but {' and '.join(missing)} is not a number",
                 "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOST:PORT",
             )
+        nodes = env["NUM_NODES"]
+        cluster_endpoint = format_endpoint(env["PRIMARY_ADDR"], int(env["PRIMARY_PORT"]))
         return replace(
             self,
-            nodes=env["NUM_NODES"],
+            nodes=nodes,
             nproc=self.nproc or env.get("NUM_TRAINERS", ""),
-            endpoint=self.endpoint
-            or format_endpoint(env["PRIMARY_ADDR"], int(env["PRIMARY_PORT"])),
+            endpoint=self.endpoint or cluster_endpoint,
             local_addr=self.local_addr or env.get("NODE_ADDR", ""),
-            note=f"{env['NUM_NODES']} nodes (NUM_NODES, PRIMARY_ADDR); --nodes 1 for this one alone",
+            note=f"{nodes} nodes (NUM_NODES, PRIMARY_ADDR); --nodes 1 for this one alone",
         )

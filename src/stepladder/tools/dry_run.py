@@ -52,7 +52,7 @@ class DryRun:
     """
 
     def __init__(self, request: TrainRequest, topology: Topology) -> None:
-        nodes, nproc = topology.ranges()
+        nodes, nproc = topology.parse_ranges()
         self.request, self.nodes, self.per_node = request, nodes[1], nproc[1]
         self.asked = self.nodes * self.per_node
         request.settings.validate_shard_copies(self.asked)

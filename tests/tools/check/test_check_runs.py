@@ -210,11 +210,11 @@ def test_the_silent_bugs_of_the_exercises_are_found(
 @pytest.mark.ranks
 def test_a_script_for_gpus_alone_runs_on_pretended_ones(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "cuda_only.py", tmp_path)
-    command = [sys.executable, "-m", "stepladder", "run", "--pretend-gpus", "2", "cuda_only.py"]
+    command = [sys.executable, "-m", "stepladder", "run", "--simulate-gpus", "2", "cuda_only.py"]
     ran = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
     assert ran.returncode == 0, ran.stderr
-    assert "2 GPUs are pretended" in ran.stderr
+    assert "2 GPUs are simulated" in ran.stderr
     assert ran.stdout.count("True pretended GPU False") == 2
     assert "moves to a pretended GPU on rank 0" in ran.stderr

@@ -1,12 +1,18 @@
-"""Several nodes: an agent on each looks (agent), decides (policy) and tells the others (peers,
-rendezvous).
+"""One agent per node: it starts and watches the node's ranks, together with the other agents.
 
-What is lost while ranks train is left out by all launchers together, and the others go on in place
-(council).
+The agent polls (agent), a pure function decides (policy), and the agents exchange signed values
+through the store of their rendezvous (peers, signed_board). When ranks are lost during training,
+the agents agree which ranks continue in place (store_consensus).
 
-Who notices what is lost. The ranks: a peer whose connection closes. torchelastic, within 3 s: a
-node that does not come to meet the others (launch.LIMITS). The kernel, at once: an agent that was
-killed (lifelines). The agents' beats: a node of which nothing is heard, after 6 s, or 15 s where
-the others cannot go on without it (peers). The kernel, after as long: the store's node
-(launch.limit_silence); it is replaced once it has been silent in the run directory too
-(rendezvous)."""
+A loss is noticed in five ways, the fastest first:
+
+- The kernel closes the connections of a killed agent at once (liveness).
+- The surviving ranks of the process group see a connection close.
+- torchelastic drops a node that does not reach the next rendezvous within 3 s
+  (launch.RENDEZVOUS_LIMITS).
+- Each agent writes a heartbeat. A node whose heartbeat stops counts as lost after 6 s if the others
+  can continue in place, else after 15 s (peers).
+- The kernel ends the connections to the node that serves the store after 15 s without an answer
+  (launch.set_connection_timeouts). A survivor then serves the next store, once that node has also
+  stopped touching the file in the run directory (run_dir_rendezvous).
+"""

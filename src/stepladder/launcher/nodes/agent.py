@@ -1,26 +1,23 @@
-"""One node of several: meets the others over torchelastic's rendezvous, starts its ranks with
-theirs, and again.
+"""The agent of one node, which starts the node's ranks together with those of the other nodes.
 
-The loop looks, lets the policy decide, and obeys. Imports torch, for the rendezvous is part of it;
-so it is itself imported only where there are several nodes."""
+Its loop polls, lets the policy decide and carries out the decision. It imports torch, because the
+rendezvous is torchelastic's; so this module is imported only where there are several nodes.
+"""
 
 from __future__ import annotations
 
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import TypeGuard
 
-from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from stepladder.core.address import find_free_port
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
-from stepladder.launcher.diagnose.inquiry import explain_answers
-from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.outcome import (
     BadInput,
     Failure,
@@ -31,311 +28,368 @@ from stepladder.launcher.local.outcome import (
     Unrecoverable,
 )
 from stepladder.launcher.local.supervisor import record_failed_end
-from stepladder.launcher.nodes import council
-from stepladder.launcher.nodes.council import NodeCouncil
-from stepladder.launcher.nodes.generation import Excluded
-from stepladder.launcher.nodes.lifelines import Lifelines
-from stepladder.launcher.nodes.meeting import Meeting, Unpublished
-from stepladder.launcher.nodes.newcomer import announce, join
-from stepladder.launcher.nodes.own_node import OwnNode, interruptible
+from stepladder.launcher.nodes.generation import NodeExcluded, WaitAbandoned
+from stepladder.launcher.nodes.hang_reporter import HangReporter
+from stepladder.launcher.nodes.introduction import join_running_ranks, meet_peers
+from stepladder.launcher.nodes.joining import announce_start
+from stepladder.launcher.nodes.liveness import LivenessConnections
+from stepladder.launcher.nodes.local_node import LocalNode
+from stepladder.launcher.nodes.open_rendezvous import OpenRendezvous, UnpublishedRendezvous
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import (
+    Continue,
     End,
-    Keep,
     Restart,
     Status,
     Stop,
     View,
     decide,
-    patience,
+    peers_end_timeout,
 )
-from stepladder.launcher.nodes.rendezvous import Rendezvous
+from stepladder.launcher.nodes.run_dir_rendezvous import RunDirRendezvous
+from stepladder.launcher.nodes.store_consensus import IN_PLACE_SILENCE_S, StoreConsensus
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import get_seconds_left
 from stepladder.rank.torch_fixes import stop_rendezvous_heartbeats
 
-SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
-SECONDS_TO_SAY = 15.0  # for what all nodes know of ranks that have gone
-SECONDS_TO_FINISH = 30.0  # for ranks here, when the launch has ended well
+AGENT_POLL_INTERVAL_S = 0.1  # where no ranks run; else their group waits for an event
+FINISH_TIMEOUT_S = 30.0  # for ranks here, when the launch has ended well
+
+RendezvousOpener = Callable[[Callable[[], None]], OpenRendezvous]
 
 
-class Left(Exception):
-    """A wait for other nodes has been given up: the launch ends, as its `End` says."""
+@dataclass(frozen=True)
+class NodeStart:
+    """One start of this node's ranks, together with those of the other nodes.
+
+    Attributes:
+        peers: The nodes of the start.
+        hang_reporter: Explains, together with the other agents, why ranks wait.
+        consensus: Present where ranks recover in place.
+    """
+
+    peers: Peers
+    hang_reporter: HangReporter
+    consensus: StoreConsensus | None
 
 
 class Agent:
-    """One node's ranks over one rendezvous.
+    """The agent of one node, for one rendezvous.
 
-    open_handler: opens it, which may take long: it calls what it is given meanwhile, which may
-    raise."""
-
-    meeting: Meeting
-    peers: Peers  # of the last start
+    Attributes:
+        node: This node.
+        group: Its ranks.
+        published: Where the launch's end is published.
+        can_resume: The ranks can stop with a snapshot and continue from it.
+        ranks: The state of the ranks.
+    """
 
     def __init__(
         self,
-        node: OwnNode,
-        published: Rendezvous | Unpublished,
-        open_handler: Callable[[Callable[[], None]], Meeting],
+        node: LocalNode,
+        published: RunDirRendezvous | UnpublishedRendezvous,
+        open_rendezvous: RendezvousOpener,
     ) -> None:
-        self.node, self.group, self.published = node, node.group, published
-        self.open_handler, self.resumes = open_handler, node.group.restart_policy.has_steps
-        self.lifelines = Lifelines("")
-        self._reset()
+        """Set up the agent.
 
-    def _reset(self) -> None:
-        self.ranks, self.stopping = Status.ABSENT, False
-        self.outcome: Outcome = Success()  # until the ranks have ended
-        self.failure, self.ended = "", 0.0
-        self.lifelines.close()
-        self.council: NodeCouncil | None = None  # where ranks go on in place
+        Args:
+            node: This node.
+            published: Where the launch's end is published.
+            open_rendezvous: Opens the rendezvous, which may take long. Meanwhile it calls its
+                argument, and an exception from that abandons the wait.
+        """
+        self.node = node
+        self.group = node.group
+        self.published = published
+        self.can_resume = node.group.restart_policy.has_steps
+        self.ranks = Status.ABSENT
+        self._open_rendezvous = open_rendezvous
+        self._rendezvous: OpenRendezvous | None = None
+        self._start: NodeStart | None = None
+        self._liveness = LivenessConnections("")
+        self._stopping = False  # for nodes that want to join
+        self._outcome: Outcome = Success()  # until the ranks have ended
+        self._failure_text = ""
+        self._ended_at = 0.0
+
+    @property
+    def rendezvous(self) -> OpenRendezvous:
+        """The rendezvous, once it is open."""
+        assert self._rendezvous is not None
+        return self._rendezvous
+
+    @property
+    def start(self) -> NodeStart:
+        """The last start, once there was one."""
+        assert self._start is not None
+        return self._start
+
+    @property
+    def _stop_asked(self) -> bool:
+        return bool(self.group.stop_signal)
 
     def run(self) -> int:
-        """The launch's exit code, when it has ended on all nodes.
+        """Run the ranks until the launch has ended on all nodes.
 
-        Raises RendezvousError or DistError where the rendezvous is lost, Moved where others have
-        gone on to another one, Excluded, InputError for what the ranks found wrong."""
+        Returns:
+            The exit code.
+
+        Raises:
+            RendezvousError: The rendezvous is lost.
+            DistError: The store is lost.
+            RendezvousMoved: Other agents use a newer rendezvous.
+            NodeExcluded: The other nodes continue without this one.
+            InputError: The ranks found bad input.
+        """
         try:
-            self.meeting = self.open_handler(self._refuse_end)
+            self._rendezvous = self._open_rendezvous(self._abandon_wait_at_end)
             try:
-                self._start()
-                while not isinstance(decision := decide(self._look()), End):
-                    self._obey(decision)
-                return self._end(decision)
+                self._start_ranks()
+                while True:
+                    decision = decide(self._poll())
+                    if isinstance(decision, End):
+                        return self._end(decision)
+                    self._carry_out(decision)
             finally:
                 self._leave()
-        except Left as left:
-            return self._end(left.args[0])
+        except WaitAbandoned as abandoned:
+            return self._end(abandoned.end)
 
-    def _refuse_end(self) -> None:
-        """Raises Left where it makes no sense to wait any longer."""
-        if isinstance(decision := decide(self._look()), End):
-            raise Left(decision)
+    def _abandon_wait_at_end(self) -> None:
+        """Raise WaitAbandoned if the launch ends while this agent waits for others."""
+        decision = decide(self._poll())
+        if isinstance(decision, End):
+            raise WaitAbandoned(decision)
 
-    def _start(self) -> None:
-        """The ranks of this node, when enough nodes have come."""
-        self._reset()
-        self.group.release_locks()  # the first rank may be on another node now
-        node, goes_on, number = self.node, self.group.spec.recovers_in_place, self.published.number
-        self.lifelines = Lifelines(self.meeting.address if goes_on else "")
-        node.known = replace(
-            node.known, lifeline=self.lifelines.address, seat=self.published.seats.number
+    def _start_ranks(self) -> None:
+        """Wait until enough nodes have come, and start the ranks of this node."""
+        self._prepare_start()
+        spec = self.group.spec
+        check = self._abandon_wait_at_end
+        peers = (
+            join_running_ranks(self.node, self.rendezvous, check)
+            if spec.recovers_in_place
+            else None
         )
-        joins = goes_on and self._join()
-        if not joins:
-            self._meet()
-        attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
-        if goes_on:
-            self.council = NodeCouncil(self.peers, self.meeting.least, self.lifelines)
-        self.group.restart_policy.note_failed_step(node.known.failed[1])
-        ranks = self.peers.ranks_of(node.known.nproc)
-        variables = self.meeting.variables_of_ranks(self.peers, node.known)
-        self.group.start(ranks, attempt, variables, joins, self.council)
+        joins = peers is not None
+        if peers is None:
+            peers = meet_peers(self.node, self.rendezvous, self.published.number, check)
+            if spec.accepts_joining_nodes:
+                announce_start(peers, self.node.info)
+        consensus = None
+        if spec.recovers_in_place:
+            consensus = StoreConsensus(peers, self.rendezvous.min_nodes, self._liveness)
+        self._start = NodeStart(peers, HangReporter(self.group, peers.inquiry), consensus)
+        known = self.node.info
+        generation = self.published.number
+        attempt = f"{generation}.{known.attempt}" if generation else str(known.attempt)
+        self.group.restart_policy.note_failed_step(known.failed[1])
+        self.group.start(
+            peers.assign_ranks(known.nproc),
+            attempt,
+            self.rendezvous.make_rank_variables(peers, known),
+            joins,
+            consensus,
+        )
         self.ranks = Status.RUNNING
 
-    def _join(self) -> bool:
-        """Whether ranks of others train, which those of this node can join."""
-        store, known = self.meeting.store, self.node.known
-        found = interruptible(
-            lambda: store and join(store, self.meeting.secret, known), self._refuse_end
+    def _prepare_start(self) -> None:
+        """Forget the last start, and listen for the other agents."""
+        self.ranks = Status.ABSENT
+        self._start = None
+        self._stopping = False
+        self._outcome = Success()
+        self._failure_text = ""
+        self._ended_at = 0.0
+        self._liveness.close()
+        self.group.release_locks()  # the first rank may be on another node now
+        recovers_in_place = self.group.spec.recovers_in_place
+        self._liveness = LivenessConnections(self.rendezvous.address if recovers_in_place else "")
+        self.node.update_info(
+            liveness_address=self._liveness.address,
+            node_id=self.published.node_ids.own_id,
         )
-        if found:
-            self.peers, self.node.known = found
-            self.node.known = replace(
-                self.node.known, master=(self.meeting.address, find_free_port())
-            )
-            print_message(
-                f"joining the ranks of {len(self.peers.living) - 1} other nodes, which train already"
-            )
-        return bool(found)
 
-    def _meet(self) -> None:
-        """The nodes of a new start."""
-        node, number, meeting = self.node, self.published.number, self.meeting
-        info = interruptible(meeting.handler.next_rendezvous, self._refuse_end)
-        self.peers = peers = Peers(
-            info.store, info.rank, info.world_size, meeting.secret, common=meeting.store
-        )
-        node.known = replace(node.known, master=meeting.own_master(info))
-        node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
-        if self.group.spec.accepts_joining_nodes:
-            announce(peers, node.known)
-        if info.rank == 0:
-            generation = f"generation {number}: " if number else ""
-            print_message(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
+    def _poll(self) -> View:
+        """Return what this agent sees now.
 
-    def _look(self) -> View:
-        """What there is to see. The store is asked only while its node must be there."""
-        published = self.published.look(self.council.given_up if self.council else ())
+        The store is read only while its node must be there.
+        """
+        published_end = self.published.poll(self._find_given_up())
         if self.ranks is Status.RUNNING and self.group.poll():
-            self._note(self.group.end())
-        if self.ranks is Status.RUNNING:
-            self._inquire()
-        stop_asked, running = bool(self.group.stop_signal), self.ranks is Status.RUNNING
-        stopped = self.ranks is Status.STOPPED and self.resumes
-        waiting = (
-            (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
-        )
+            self._handle_outcome(self.group.end())
+        is_running = self.ranks is Status.RUNNING
+        if is_running:
+            self.start.hang_reporter.poll()
+        has_stopped = self.ranks is Status.STOPPED and self.can_resume
+        nodes_waiting = False
+        if (is_running or has_stopped) and not self._stop_asked:
+            nodes_waiting = self.rendezvous.handler.num_nodes_waiting() > 0
+        peers_failed = False
+        if is_running and (nodes_waiting or self._stopping):
+            peers_failed = self.start.peers.is_broken
         return View(
             ranks=self.ranks,
-            resumes=self.resumes,
-            published=published,
-            stop_asked=stop_asked,
-            stopping=self.stopping,
-            waiting=waiting,
-            late=stopped and bool((read_end() or {}).get("late")),
-            broken=running and (waiting or self.stopping) and self.peers.is_broken,
-            silent=self._silent() if running and self.resumes else None,
-            seconds_ended=time.monotonic() - self.ended,
+            can_resume=self.can_resume,
+            published_end=published_end,
+            stop_asked=self._stop_asked,
+            stopping=self._stopping,
+            nodes_waiting=nodes_waiting,
+            at_time_limit=has_stopped and bool((read_end() or {}).get("late")),
+            peers_failed=peers_failed,
+            silent_node=self._find_silent_node() if is_running and self.can_resume else None,
+            seconds_ended=time.monotonic() - self._ended_at,
             restarts_left=self.node.restarts_left,
         )
 
-    def _silent(self) -> int | None:
-        """A node that is lost, and without which the others cannot go on in place."""
-        if self.council is None or not self.council.spares:
-            return self.peers.silent()
-        if (node := self.peers.silent(council.SECONDS_OF_SILENCE)) is not None:
-            self.council.lose(node)
+    def _find_given_up(self) -> Collection[int]:
+        """Return the ids of the nodes that all continue without."""
+        if self._start is None or self._start.consensus is None:
+            return ()
+        return self._start.consensus.given_up
+
+    def _find_silent_node(self) -> int | None:
+        """Return a node without a heartbeat if the others cannot continue without it in place."""
+        peers, consensus = self.start.peers, self.start.consensus
+        if consensus is None or not consensus.spare_nodes:
+            return peers.find_silent_node()
+        node = peers.find_silent_node(IN_PLACE_SILENCE_S)
+        if node is not None:
+            consensus.mark_lost(node)
         return None
 
-    def _inquire(self) -> None:
-        """Why ranks wait, here or elsewhere, is said by one node for all."""
-        monitor = self.group.monitor
-        with suppress(DistError):  # the store's node has left
-            answers = self.peers.inquiry.poll(monitor.has_unreported_hang(), self._own_ranks)
-            if answers:
-                print_message(monitor.report_for_all_nodes(explain_answers(answers)))
-
-    def _own_ranks(self) -> list[RankStatus]:
-        """For the other nodes. What is told once is not asked again, as long as the same ranks
-        sleep.
-        """
-        statuses = self.group.inspect_ranks()
-        self.group.monitor.mark_hang_reported()
-        return statuses
-
-    def _says_who_left(self) -> bool:
-        """Whether a rank of another node ended well while ranks here needed it: said here, or by a
-        third node.
-        """
-        inquiry, until, asks = self.peers.inquiry, time.monotonic() + SECONDS_TO_SAY, True
-        with suppress(DistError):
-            while time.monotonic() < until:
-                answers = inquiry.poll(asks, self._own_ranks)
-                asks = asks and not inquiry.answered
-                if answers and (found := explain_answers(answers)).left_early:
-                    print_message(found.with_cause)
-                if answers or 0 < inquiry.answered < inquiry.current:
-                    return not answers or found.left_early
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-        return False
-
-    def _note(self, outcome: Outcome) -> None:
-        """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
-        self.outcome, self.ended = outcome, time.monotonic()
-        if self.council is not None:
-            if self.council.excluded:
+    def _handle_outcome(self, outcome: Outcome) -> None:
+        """Set the state of the ranks, which have ended, and tell the other nodes of a failure."""
+        self._outcome = outcome
+        self._ended_at = time.monotonic()
+        consensus = self.start.consensus
+        if consensus is not None:
+            if consensus.excluded:
                 self.ranks = Status.PEER_LOST
-                raise Excluded
-            self.council.leave(well=isinstance(outcome, Success))
+                raise NodeExcluded
+            consensus.report_ended(well=isinstance(outcome, Success))
         if isinstance(outcome, Success):
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
-        elif self.stopping:
-            self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif isinstance(outcome, Unrecoverable) or (
-            isinstance(outcome, Raised) and outcome.error.is_consequence
-        ):
+        elif self._stopping:
+            self.ranks = Status.FAULT  # these ranks were to start again in any case
+        elif is_consequence(outcome):
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
-            self.failure = outcome.text
-            self.peers.tell_cause(self.failure)
-            self.ranks = Status.BAD_INPUT if isinstance(outcome, BadInput) else self._judge(outcome)
+            self._failure_text = outcome.text
+            self.start.peers.report_cause(outcome.text)
+            if isinstance(outcome, BadInput):
+                self.ranks = Status.BAD_INPUT
+            else:
+                self.ranks = self._classify_failure(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
-        if self.resumes:
-            lost = (
-                failure.text
-                if isinstance(failure, Unrecoverable)
-                else "a rank on another node was lost"
-            )
-            print_message(f"{lost}: restarting all from the last snapshot")
-        elif cause := self.peers.cause():
+        """Print why the ranks here failed, where ranks of another node caused it."""
+        if self.can_resume:
+            cause = "a rank on another node was lost"
+            if isinstance(failure, Unrecoverable):
+                cause = failure.text
+            print_message(f"{cause}: restarting all from the last snapshot")
+            return
+        cause = self.start.peers.wait_for_cause()
+        if cause:
             print_message(f"ended by {cause}")
-        elif not self._says_who_left():
+        elif not self.start.hang_reporter.report_early_exit():
             self.group.restart_policy.report(failure)
 
-    def _judge(self, failure: Failure) -> Status:
-        """What a failure of this node's own ranks is. A rank that failed before may have been on
-        another one.
-        """
-        ended_by = failure.signal_number if isinstance(failure, Killed) else 0
-        if self.resumes and self.group.stop_signal and ended_by == signal.SIGTERM:
+    def _classify_failure(self, failure: Failure) -> Status:
+        """Return whether a restart may help after a failure of this node's ranks."""
+        signal_number = failure.signal_number if isinstance(failure, Killed) else 0
+        if self.can_resume and self._stop_asked and signal_number == signal.SIGTERM:
             return Status.TERMINATED
-        node, judge = self.node, self.group.restart_policy
-        bug = judge.record_failure(failure)
+        is_permanent = self.group.restart_policy.record_failure(failure)
         if isinstance(failure, Raised) and failure.error.step is not None:
-            node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
-        return Status.BUG if bug else Status.FAULT
+            # The next failure in this step may be on another node.
+            attempt = self.node.info.attempt
+            self.node.update_info(failed=(attempt, failure.error.step))
+        return Status.BUG if is_permanent else Status.FAULT
 
-    def _obey(self, decision: Keep | Stop | Restart) -> None:
-        if not isinstance(decision, Keep) and decision.text:
+    def _carry_out(self, decision: Continue | Stop | Restart) -> None:
+        if not isinstance(decision, Continue) and decision.text:
             print_message(decision.text)
         match decision:
-            case Keep():
+            case Continue():
                 if self.ranks is not Status.RUNNING:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    time.sleep(AGENT_POLL_INTERVAL_S)
             case Stop():
-                self.stopping = True
+                self._stopping = True
                 self.group.request_stop()
             case Restart(counted=counted):
                 if counted:
-                    self.node.restarts_left -= 1
-                    self.peers.tell_broken()
+                    self.node.use_restart()
+                    self.start.peers.report_broken()
                 if self.ranks is Status.RUNNING:
                     self.group.end()
-                self._start()
+                self._start_ranks()
 
     def _end(self, end: End) -> int:
-        """Tell the other nodes. The first word about how the launch has ended counts, here too."""
+        """Tell the other nodes how the launch ends, and return the exit code.
+
+        The end that was published first holds for all nodes.
+        """
         if end.code == DONE:
-            self._await_others()  # only then it is true
-        elif is_failure(end.code) and self.ranks is not Status.ABSENT:
-            self.peers.tell_failed()
-        code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
+            self._wait_for_peers()  # the launch is done only when all nodes are
+        elif is_failure(end.code) and self._start is not None:
+            self._start.peers.report_failed()
+        text = end.text
+        if is_failure(end.code) and self._failure_text:
+            text = self._failure_text
+        code = self.published.end(end.code, text)
         if code == STOPPED:
-            self._await_others()
-        if end.code == BAD_INPUT and isinstance(self.outcome, BadInput):
-            raise self.outcome.input_error
+            self._wait_for_peers()
+        if end.code == BAD_INPUT and isinstance(self._outcome, BadInput):
+            raise self._outcome.input_error
         text = end.text if code == end.code else "ended, as on another node"
         if text:
             print_message(text)
         if code != FAILED:
             return code
-        failure = self.outcome if isinstance(self.outcome, Failure) else None
-        return record_failed_end(failure, 0 if self.resumes else self.group.stop_signal)
+        failure = self._outcome if isinstance(self._outcome, Failure) else None
+        return record_failed_end(failure, 0 if self.can_resume else self.group.stop_signal)
 
-    def _await_others(self) -> None:
-        if self.ranks in (Status.DONE, Status.STOPPED):
-            resumes, limited = self.resumes, math.isfinite(get_seconds_left())
-            self.peers.await_end(
-                lambda: patience(resumes, bool(self.group.stop_signal), limited), self._inquire
-            )
+    def _wait_for_peers(self) -> None:
+        """Wait until the ranks of all nodes have ended, if those of this node have ended well."""
+        if self.ranks not in (Status.DONE, Status.STOPPED):
+            return
+        time_limited = math.isfinite(get_seconds_left())
+        self.start.peers.wait_for_end(
+            lambda: peers_end_timeout(self.can_resume, self._stop_asked, time_limited),
+            self.start.hang_reporter.poll,
+        )
 
     def _leave(self) -> None:
-        """Ranks that still run end with the agent; where the launch has ended well, they may be
-        finishing.
+        """End the ranks that still run, and leave the rendezvous.
+
+        Where the launch has ended well, the ranks may finish first.
         """
         if self.ranks is Status.RUNNING:
-            published, deadline = self.published.read_end(), time.monotonic() + SECONDS_TO_FINISH
-            well = published is not None and published.code in (DONE, STOPPED)
-            while well and not self.group.poll() and time.monotonic() < deadline:
-                pass
+            self._let_ranks_finish()
             self.group.end()
-        self.lifelines.close()
-        if self.resumes:  # be no part of it any more, without closing it for the others
-            assert isinstance(self.meeting.handler, DynamicRendezvousHandler)
-            stop_rendezvous_heartbeats(self.meeting.handler)
+        self._liveness.close()
+        handler = self.rendezvous.handler
+        if self.can_resume:  # leave the rendezvous without closing it for the other nodes
+            assert isinstance(handler, DynamicRendezvousHandler)
+            stop_rendezvous_heartbeats(handler)
         elif not self.group.stop_signal:
-            with suppress(Exception):  # the store may have left already
-                self.meeting.handler.shutdown()
+            with suppress(Exception):  # the store may be gone
+                handler.shutdown()
+
+    def _let_ranks_finish(self) -> None:
+        published_end = self.published.read_end()
+        if published_end is None or published_end.code not in (DONE, STOPPED):
+            return
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        while not self.group.poll() and time.monotonic() < deadline:
+            pass
+
+
+def is_consequence(outcome: Outcome) -> TypeGuard[Unrecoverable | Raised]:
+    """Return whether ranks failed because a rank of another node did."""
+    if isinstance(outcome, Unrecoverable):
+        return True
+    return isinstance(outcome, Raised) and outcome.error.is_consequence

@@ -1,4 +1,4 @@
-"""What rendezvous.json holds, and what an agent may find there that makes it leave."""
+"""The contents of rendezvous.json, and the reasons for which an agent leaves its rendezvous."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from stepladder.launcher.nodes.policy import End
 
 @dataclass(frozen=True)
 class Generation:
-    """A store that agents meet at. asked: what the launch computes.  code, text: how it ended, once
-    it has.
+    """One store at which agents meet, from its start until its node is lost or the launch ends.
 
-    given_up: the seats of nodes that the others have gone on without.
+    The names of the fields are the keys of rendezvous.json.
+
+    Attributes:
+        number: Counted from 1.
+        host: Address of the node that serves the store.
+        port: Port of the store.
+        asked: A digest of what the launch computes.
+        code: Exit code of the launch, once it has ended.
+        text: Why the launch has ended.
+        given_up: Ids of the nodes that the other nodes continue without.
     """
 
     number: int
@@ -30,12 +38,25 @@ class Generation:
 
     @property
     def end(self) -> End | None:
+        """How the launch has ended, or None."""
         return None if self.code is None else End(self.code, self.text)
 
 
-class Moved(Exception):
-    """A newer generation is published: this one is lost, whatever it looks like from here."""
+class RendezvousMoved(Exception):
+    """A newer generation is published, so this agent's store counts as lost."""
 
 
-class Excluded(Exception):
-    """The other nodes have gone on without this one."""
+class NodeExcluded(Exception):
+    """The other nodes continue without this one."""
+
+
+class WaitAbandoned(Exception):
+    """A wait for other nodes was abandoned, because the launch ends.
+
+    Attributes:
+        end: How the launch ends.
+    """
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.end = end

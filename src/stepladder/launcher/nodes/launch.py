@@ -1,11 +1,12 @@
-"""One node's part of a launch on several: an agent over the rendezvous that is opened here.
+"""One node's part of a launch on several nodes: an agent, and the rendezvous that it needs.
 
-A script's agents meet as torchrun's do, a job's in a store that is published in the run directory.
-The loss of the node that serves it, which would end torchelastic, begins a generation of the
-rendezvous there.
+The agents of a script meet as torchrun's do. Those of a job meet in a store whose address is
+published in the run directory. torchelastic ends with the node that serves the store; here its loss
+begins a new generation of the rendezvous.
 
-torchelastic's own limits take 44 s to go on without a lost node, and some of its waits have no
-limit at all."""
+torchelastic's default limits take 44 s to continue without a lost node, and some of its waits have
+no limit at all.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +33,44 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, InputError
 from stepladder.core.signing import ForgedError, load_or_make_secret, take_secret_from_env
 from stepladder.launcher.nodes.agent import Agent
-from stepladder.launcher.nodes.generation import Excluded, Moved
-from stepladder.launcher.nodes.meeting import Meeting, Unpublished
-from stepladder.launcher.nodes.own_node import OwnNode, interruptible
-from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
-from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Rendezvous
-from stepladder.launcher.nodes.trust import SignedBackend
-from stepladder.launcher.options import NUMBERS, RendezvousSpec
+from stepladder.launcher.nodes.generation import NodeExcluded, RendezvousMoved
+from stepladder.launcher.nodes.local_node import LocalNode, wait_interruptibly
+from stepladder.launcher.nodes.open_rendezvous import OpenRendezvous, UnpublishedRendezvous
+from stepladder.launcher.nodes.policy import GIVEN_UP, NODE_SILENCE_S
+from stepladder.launcher.nodes.run_dir_rendezvous import SECRET_FILE, RunDirRendezvous
+from stepladder.launcher.nodes.signed_backend import SignedBackend
+from stepladder.launcher.options import CONF_NUMBERS, RendezvousSpec
 
-SECONDS_TO_ANSWER = 30
-# Clocks of nodes must agree to these 3 s.
-LIMITS = {"last_call_timeout": 3.0, "keep_alive_interval": 1.0, "keep_alive_max_attempt": 3.0}
+STORE_TIMEOUT_S = 30
+STORE_POLL_INTERVAL_S = 0.3
+KEEPALIVE_S = 5
+# torchelastic's limits. The clocks of the nodes must agree to these 3 s.
+RENDEZVOUS_LIMITS = {
+    "last_call_timeout": 3.0,
+    "keep_alive_interval": 1.0,
+    "keep_alive_max_attempt": 3.0,
+}
 
 
-def run_on_nodes(node: OwnNode, spec: RendezvousSpec) -> int:
-    """`node`'s part of a script. Returns the exit code when all nodes have ended. Raises
-    InputError.
+def run_on_nodes(node: LocalNode, spec: RendezvousSpec) -> int:
+    """Run this node's part of a script.
+
+    Returns:
+        The exit code, when all nodes have ended.
+
+    Raises:
+        InputError: The rendezvous cannot be opened, or something else writes to it.
     """
+
+    def open_rendezvous(check: Callable[[], None]) -> OpenRendezvous:
+        return wait_interruptibly(lambda: open_script_rendezvous(spec), check)
+
     try:
-        return Agent(
-            node, Unpublished(), lambda check: interruptible(lambda: open_handler(spec), check)
-        ).run()
+        return Agent(node, UnpublishedRendezvous(), open_rendezvous).run()
     except RendezvousTimeoutError:
         print_message(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
     except ForgedError as error:
-        raise _foreign(spec.endpoint, "another port") from error
+        raise _make_foreign_writer_error(spec.endpoint, "another port") from error
     except (RendezvousError, DistError) as error:
         print_message(
             f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})"
@@ -64,30 +78,38 @@ def run_on_nodes(node: OwnNode, spec: RendezvousSpec) -> int:
     return FAILED
 
 
-def _foreign(where: str, hint: str) -> InputError:
+def _make_foreign_writer_error(where: str, hint: str) -> InputError:
     return InputError(f"something else than this launch writes to the rendezvous at {where}", hint)
 
 
-def open_handler(spec: RendezvousSpec) -> Meeting:
-    """May wait for the node that serves the store. Raises InputError where it does not answer as
-    one.
+def open_script_rendezvous(spec: RendezvousSpec) -> OpenRendezvous:
+    """Open the rendezvous of a script's agents; may wait for the node that serves the store.
+
+    Raises:
+        InputError: No store answers at the endpoint.
     """
     if spec.backend != "c10d":
         config: dict[str, Any] = {"rank": spec.node_rank, "timeout": int(spec.timeout), **spec.conf}
         parameters = RendezvousParameters(
             spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
-        return Meeting(registry.get_rendezvous_handler(parameters), take_secret_from_env())
-    given = {name: float(value) for name, value in spec.conf.items() if name in NUMBERS}
-    limits = {"join_timeout": spec.timeout} | given
-    return meeting_over(
-        find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, take_secret_from_env()
+        return OpenRendezvous(registry.get_rendezvous_handler(parameters), take_secret_from_env())
+    conf = {name: float(value) for name, value in spec.conf.items() if name in CONF_NUMBERS}
+    limits = {"join_timeout": spec.timeout} | conf
+    store = open_or_find_store(spec)
+    return make_rendezvous(
+        store, spec.run_id, spec.nodes, spec.local_addr, limits, take_secret_from_env()
     )
 
 
-def find_store(spec: RendezvousSpec) -> TCPStore:
-    """Served here if the endpoint is this machine's and nobody else on it was first."""
-    if is_local(spec.host) and spec.conf.get("is_host", "true").lower() in ("true", "1"):
+def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
+    """Serve the store if the endpoint is on this machine and still free, else connect to it.
+
+    Raises:
+        InputError: No store answers at the endpoint.
+    """
+    may_serve = spec.conf.get("is_host", "true").lower() in ("true", "1")
+    if may_serve and is_local(spec.host):
         with suppress(DistError):
             return open_store(spec.host, spec.port, serves=True)
     deadline = time.monotonic() + spec.timeout
@@ -95,10 +117,11 @@ def find_store(spec: RendezvousSpec) -> TCPStore:
         if time.monotonic() > deadline:
             raise InputError(
                 f"no rendezvous answered at {spec.endpoint} within {spec.timeout:g} s",
-                f"the same --rdzv-endpoint on all nodes, one of which is {spec.host}; no firewall between",
+                f"the same --rdzv-endpoint on all nodes, one of which is {spec.host};"
+                " no firewall between",
             )
-        time.sleep(0.3)
-    deadline = time.monotonic() + SECONDS_TO_ANSWER
+        time.sleep(STORE_POLL_INTERVAL_S)
+    deadline = time.monotonic() + STORE_TIMEOUT_S
 
     def check() -> None:
         if time.monotonic() > deadline:
@@ -107,37 +130,49 @@ def find_store(spec: RendezvousSpec) -> TCPStore:
                 "another port",
             )
 
-    # torch would wait for ever for what speaks otherwise
-    return interruptible(lambda: open_store(spec.host, spec.port, serves=False), check)
+    # If another protocol answers at the port, torch waits for ever.
+    return wait_interruptibly(lambda: open_store(spec.host, spec.port, serves=False), check)
 
 
-def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]) -> int:
-    """`node`'s part of a job on nodes[0] to nodes[1] nodes. Returns the exit code. Raises
-    InputError.
+def train_on_nodes(node: LocalNode, rendezvous: RunDirRendezvous, nodes: tuple[int, int]) -> int:
+    """Run this node's part of a job.
+
+    Args:
+        node: This node.
+        rendezvous: The rendezvous in the run directory.
+        nodes: The smallest and the largest number of nodes.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: The rendezvous cannot be opened, or something else writes to it.
     """
+
+    def open_rendezvous(check: Callable[[], None]) -> OpenRendezvous:
+        return open_generation(rendezvous, nodes, check)
+
     text = GIVEN_UP
     try:
         while node.restarts_left >= 0:
-            allowed = node.restarts_left
+            restarts_allowed = node.restarts_left
             try:
-                return Agent(
-                    node, rendezvous, lambda check: open_generation(rendezvous, nodes, check)
-                ).run()
+                return Agent(node, rendezvous, open_rendezvous).run()
             except RendezvousTimeoutError:
                 text = f"fewer than {nodes[0]} nodes came within {rendezvous.timeout:g} s"
                 break
-            except Excluded:
+            except NodeExcluded:
                 print_message(
-                    "the others have heard nothing of this node and gone on without it: joining them again"
+                    "the other nodes have not heard from this one and continued without it:"
+                    " it joins them again"
                 )
-            except (Moved, RendezvousError, DistError):
+            except (RendezvousMoved, RendezvousError, DistError):
                 print_message(f"the rendezvous of generation {rendezvous.number} is lost")
-                node.restarts_left = min(allowed - 1, node.restarts_left)
+                node.limit_restarts(restarts_allowed - 1)
         rendezvous.end(FAILED, text)
     except ForgedError as error:
-        raise _foreign(
-            f"{rendezvous.current}", "train again: the rendezvous gets another port"
-        ) from error
+        hint = "train again: the rendezvous gets another port"
+        raise _make_foreign_writer_error(f"{rendezvous.current}", hint) from error
     finally:
         rendezvous.leave()
     print_message(text)
@@ -145,67 +180,83 @@ def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]
 
 
 def open_generation(
-    rendezvous: Rendezvous, nodes: tuple[int, int], check: Callable[[], None]
-) -> Meeting:
-    """The rendezvous of the generation to belong to; its store may be served here. check: may raise
-    meanwhile.
+    rendezvous: RunDirRendezvous, nodes: tuple[int, int], check: Callable[[], None]
+) -> OpenRendezvous:
+    """Open the rendezvous of the current generation; this process may serve its store.
+
+    Args:
+        rendezvous: The rendezvous in the run directory.
+        nodes: The smallest and the largest number of nodes.
+        check: Called while this waits; an exception from it abandons the wait.
     """
     served: list[TCPStore] = []
 
     def serve(port: int) -> int:
         try:
-            served.append(open_store(rendezvous.address, port, serves=True))
+            store = open_store(rendezvous.address, port, serves=True)
         except DistError as error:
             if not port:
                 raise
             raise InputError(
                 f"--rdzv-endpoint: port {port} cannot be opened here", "another port"
             ) from error
-        return served[0].port
+        served.append(store)
+        return store.port
 
     generation = rendezvous.join(serve, check)
-    check()  # for one whose launch has ended, nobody may answer
+    check()  # if the launch has ended, its store may be gone
     host, port = generation.host, generation.port
-    store = (
-        served[0] if served else interruptible(lambda: open_store(host, port, serves=False), check)
-    )
-    limit_silence(port)
-    name, limits = f"generation-{generation.number}", {"join_timeout": rendezvous.timeout}
-    return meeting_over(
+    if served:
+        store = served[0]
+    else:
+        store = wait_interruptibly(lambda: open_store(host, port, serves=False), check)
+    set_connection_timeouts(port)
+    return make_rendezvous(
         store,
-        name,
+        f"generation-{generation.number}",
         nodes,
         rendezvous.address,
-        limits,
+        {"join_timeout": rendezvous.timeout},
         load_or_make_secret(rendezvous.run_dir / SECRET_FILE),
     )
 
 
 def open_store(host: str, port: int, serves: bool) -> TCPStore:
-    """At host:port, where port 0 is any free one; one that does not serve waits for one that does."""
+    """Serve a store, or connect to one and wait until it is served.
+
+    Args:
+        host: The address of the node that serves it.
+        port: Its port; 0 for any free one.
+        serves: This process serves it.
+    """
     return TCPStore(
         host,
         port,
         is_master=serves,
         wait_for_workers=False,
-        timeout=timedelta(seconds=SECONDS_TO_ANSWER),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
     )
 
 
-def meeting_over(
+def make_rendezvous(
     store: TCPStore,
     name: str,
     nodes: tuple[int, int],
     address: str,
     limits: Mapping[str, float],
     secret: str,
-) -> Meeting:
-    """A rendezvous of at least nodes[0] and at most nodes[1] agents. address: how the others reach
-    this one.
+) -> OpenRendezvous:
+    """Make a rendezvous of agents over a store.
 
-    limits: torchelastic's, in seconds; join_timeout, for enough nodes to come, has to be among
-    them."""
-    limits = LIMITS | dict(limits)
+    Args:
+        store: Holds the state of the rendezvous.
+        name: Tells it from others in the same store.
+        nodes: The smallest and the largest number of agents.
+        address: How other nodes reach this one.
+        limits: torchelastic's, in seconds. `join_timeout`, for enough agents to come, is required.
+        secret: The launch's.
+    """
+    limits = RENDEZVOUS_LIMITS | dict(limits)
     timeout = RendezvousTimeout(
         join=timedelta(seconds=limits["join_timeout"]),
         last_call=timedelta(seconds=limits["last_call_timeout"]),
@@ -221,22 +272,21 @@ def meeting_over(
         keep_alive_interval=int(limits["keep_alive_interval"]),
         keep_alive_max_attempt=int(limits["keep_alive_max_attempt"]),
     )
-    return Meeting(handler, secret, address, nodes[0], store)
+    return OpenRendezvous(handler, secret, address, nodes[0], store)
 
 
-def limit_silence(port: int) -> None:
-    """Let the kernel end our connections to the store when its node falls silent: torch would wait
-    for ever.
+def set_connection_timeouts(port: int) -> None:
+    """Let the kernel end this process's connections to the store when its node falls silent.
+
+    Without this torch waits for ever.
     """
-    for found in psutil.Process().net_connections("tcp"):
-        if found.raddr and found.raddr.port == port:
-            with (
-                suppress(OSError),
-                socket.socket(fileno=os.dup(found.fd)) as connection,
-            ):  # closed meanwhile
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SECONDS_OF_SILENCE)
-                )
+    for info in psutil.Process().net_connections("tcp"):
+        if not info.raddr or info.raddr.port != port:
+            continue
+        # torch may close the connection meanwhile.
+        with suppress(OSError), socket.socket(fileno=os.dup(info.fd)) as connection:
+            timeout_ms = int(1000 * NODE_SILENCE_S)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

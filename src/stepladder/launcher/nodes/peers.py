@@ -1,11 +1,11 @@
-"""What the agents of one start tell each other, through the store of their rendezvous."""
+"""The nodes of one start, as the agents exchange values through the store of their rendezvous."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -14,249 +14,298 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from stepladder.core.signing import ForgedError
 from stepladder.launcher.diagnose.inquiry import Inquiry
-from stepladder.launcher.nodes.board import SignedBoard
-from stepladder.launcher.nodes.own_node import Introduction
-from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
+from stepladder.launcher.nodes.local_node import NodeInfo
+from stepladder.launcher.nodes.policy import NODE_SILENCE_S
+from stepladder.launcher.nodes.signed_board import SignedBoard
 
-SCOPE = "stepladder"  # of what is not told for one start alone
-SECONDS_BETWEEN_WORDS = 0.05
-SECONDS_BETWEEN_BEATS = 1.0
-SECONDS_FOR_THE_CAUSE = (
-    8.0  # after ranks failed here because others did: until that node has said why
-)
-BROKEN, CAUSE, ENDED, FAILED = "broken", "cause", "ended", "failed"
+LAUNCH_SCOPE = "stepladder"  # scope of keys that belong to no single start
+INTRODUCTION_POLL_INTERVAL_S = 0.05
+HEARTBEAT_INTERVAL_S = 1.0
+PEERS_POLL_INTERVAL_S = 0.1
+# After ranks here failed because others did: time for the other node to report why.
+CAUSE_TIMEOUT_S = 8.0
+BROKEN_KEY = "broken"
+CAUSE_KEY = "cause"
+ENDED_KEY = "ended"
+FAILED_KEY = "failed"
 
 
-def board_of_start(common: Store, attempt: int, secret: str) -> SignedBoard:
-    """Return what the nodes of one start tell each other."""
-    return SignedBoard(common, f"{SCOPE}/start-{attempt}", secret)
+def open_start_board(shared_store: Store, attempt: int, secret: str) -> SignedBoard:
+    """Return the board for the values of one start."""
+    return SignedBoard(shared_store, f"{LAUNCH_SCOPE}/start-{attempt}", secret)
 
 
 class Peers:
-    """The nodes of one start. number: of this one, below `count`.  secret: signs their words.
-    clock: in seconds.
+    """The nodes of one start.
 
-    common: of all starts, by default `store`.  first_rank, of this node's ranks (None where they
-    join others), world_size, board and inquiry, into why ranks wait, are there after `introduce`.
+    Attributes:
+        store: The store of this rendezvous round.
+        index: The index of this node, below `node_count`.
+        node_count: The number of nodes, lost ones included.
+        secret: Signs the values.
+        clock: Returns seconds.
+        shared_store: The store of all starts, by default `store`.
+        board: The values of this start.
+        inquiry: The inquiry of all agents into why ranks wait.
+        world_size: The number of ranks at the start.
+        first_rank: The first rank of this node; None if it joined running ranks.
+        liveness_addresses: Host and port where each agent listens, see liveness.py.
+        node_ids: The ids of the nodes, see node_ids.py.
+        lost_nodes: The nodes that the others continue without.
     """
-
-    first_rank: int | None = None
-    world_size: int
-    next_free: int  # the least number that a new rank may have
 
     def __init__(
         self,
         store: Store,
-        number: int,
-        count: int,
+        index: int,
+        node_count: int,
         secret: str,
         clock: Callable[[], float] = time.monotonic,
-        common: Store | None = None,
+        shared_store: Store | None = None,
     ) -> None:
-        self.store, self.number, self.count, self.secret, self.clock = (
-            store,
-            number,
-            count,
-            secret,
-            clock,
-        )
-        self.common = common or store
-        self.beaten = clock() - SECONDS_BETWEEN_BEATS
-        self.beats = 0  # of this node
-        self.heard: dict[
-            int, tuple[int, float]
-        ] = {}  # of others: their last beat, and when it was news
-        self.lifelines: dict[int, tuple[str, int]] = {}
-        self.seats: dict[int, int] = {}
-        self.gone: set[int] = set()  # nodes that the others go on without
+        self.store = store
+        self.index = index
+        self.node_count = node_count
+        self.secret = secret
+        self.clock = clock
+        self.shared_store = shared_store or store
+        self.board = open_start_board(self.shared_store, -1, secret)  # until `begin_start`
+        self.inquiry = Inquiry(self.board, index, node_count)
+        self.world_size = 0
+        self.first_rank: int | None = None
+        self.liveness_addresses: dict[int, tuple[str, int]] = {}
+        self.node_ids: dict[int, int] = {}
+        self.lost_nodes: set[int] = set()
+        self._next_free_rank = 0
+        self._own_beats = 0
+        self._last_beat_at = clock() - HEARTBEAT_INTERVAL_S
+        # By node: its heartbeat counter, and when that last changed.
+        self._heartbeats: dict[int, tuple[int, float]] = {}
 
-    def introduce(self, own: Introduction) -> Introduction:
-        """Waits for the word of all nodes, and gives what this one knows by it, this start's number
-        included.
+    def introduce(self, own: NodeInfo) -> NodeInfo:
+        """Exchange the infos of all nodes, and begin the start.
 
-        Raises Forged where one is not of this launch.
+        Args:
+            own: What this node tells the others.
+
+        Returns:
+            This node's info, with the number of the start and what the nodes agreed on.
+
+        Raises:
+            Forged: A value was not written by this launch.
+            DistError: A node does not introduce itself.
         """
-        told = self._exchange(json.dumps(asdict(own)))
-        ranks = [word["nproc"] for word in told]
-        self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
-        attempt, step = max(word["failed"] for word in told)
-        known = Introduction(
+        infos = self._exchange_infos(json.dumps(asdict(own)))
+        rank_counts = [info["nproc"] for info in infos]
+        self.first_rank = sum(rank_counts[: self.index])
+        attempt, step = max(info["failed"] for info in infos)
+        known = NodeInfo(
             own.nproc,
-            1 + max(word["attempt"] for word in told),
+            1 + max(info["attempt"] for info in infos),
             (attempt, step),
-            tuple(told[0]["master"]),
+            tuple(infos[0]["master"]),
         )
-        for node, word in enumerate(told):
-            self.meet(node, word)
-        self.enter(known.attempt)
-        self.board.write(f"node-{self.number}", json.dumps(asdict(own)))
+        for node, info in enumerate(infos):
+            self.register_peer(node, info)
+        self.begin_start(known.attempt, sum(rank_counts))
+        self.board.write(f"node-{self.index}", json.dumps(asdict(own)))
         return known
 
-    def _exchange(self, own: str) -> list[Any]:
-        """Return the introduction of each node of this start, and of no earlier one.
+    def _exchange_infos(self, own: str) -> list[Any]:
+        """Return the info of each node of this start, and of no earlier one.
 
-        A store may hold signed words of earlier starts, where the rendezvous has one store for all,
-        or where somebody puts them back. So each node draws a number, and its introduction repeats
-        the numbers of all: one that repeats this node's number was written after it was drawn.
-        Raises DistError where it does not come."""
+        A store may hold signed values of earlier starts: because the rendezvous has one store for
+        all, or because somebody puts them back. So each node draws a nonce, and repeats the nonces
+        of all nodes with its info. An info that repeats this node's nonce was written after this
+        node drew it.
+        """
         deadline = self.clock() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
-        board, nodes = SignedBoard(self.store, SCOPE, self.secret), range(self.count)
-        drawn = secrets.token_hex(16)
-        board.write(f"drawn-{self.number}", drawn)
-        sent: list[str] = []
+        board = SignedBoard(self.store, LAUNCH_SCOPE, self.secret)
+        nonce_keys = [f"drawn-{node}" for node in range(self.node_count)]
+        info_keys = [f"node-{node}" for node in range(self.node_count)]
+        nonce = secrets.token_hex(16)
+        board.write(nonce_keys[self.index], nonce)
+        repeated: list[str] = []
         while True:
-            numbers = board.read_all([f"drawn-{node}" for node in nodes])
-            if numbers != sent:
-                board.write(f"node-{self.number}", json.dumps({"drawn": numbers, "own": own}))
-                sent = numbers
-            words = [
-                json.loads(text) for text in board.read_all([f"node-{node}" for node in nodes])
-            ]
-            are_new = all(word["drawn"][self.number : self.number + 1] == [drawn] for word in words)
-            if are_new and board.read_all([f"drawn-{node}" for node in nodes]) == sent:
-                return [json.loads(word["own"]) for word in words]
+            nonces = board.read_all(nonce_keys)
+            if nonces != repeated:
+                board.write(info_keys[self.index], json.dumps({"drawn": nonces, "own": own}))
+                repeated = nonces
+            records = [json.loads(text) for text in board.read_all(info_keys)]
+            own_slot = slice(self.index, self.index + 1)
+            all_are_new = all(record["drawn"][own_slot] == [nonce] for record in records)
+            if all_are_new and board.read_all(nonce_keys) == repeated:
+                return [json.loads(record["own"]) for record in records]
             if self.clock() > deadline:
                 raise DistError("a node of this start does not introduce itself")
-            time.sleep(SECONDS_BETWEEN_WORDS)
+            time.sleep(INTRODUCTION_POLL_INTERVAL_S)
 
-    def meet(self, node: int, word: Mapping[str, Any]) -> None:
-        """Keep what is to be known of a node after the start, of its `Introduction`."""
-        self.lifelines[node], self.seats[node] = tuple(word["lifeline"]), word["seat"]
+    def register_peer(self, node: int, info: Mapping[str, Any]) -> None:
+        """Store what is needed of a node's `NodeInfo` after the start."""
+        self.liveness_addresses[node] = tuple(info["liveness_address"])
+        self.node_ids[node] = info["node_id"]
 
-    def enter(self, attempt: int) -> None:
-        """From now on the store is that of this start alone."""
-        self.board = board_of_start(self.common, attempt, self.secret)
-        self.next_free = self.world_size
-        self.inquiry = Inquiry(self.board, self.number, self.count)
+    def begin_start(self, attempt: int, world_size: int) -> None:
+        """Use the board of this start from now on."""
+        self.board = open_start_board(self.shared_store, attempt, self.secret)
+        self.inquiry = Inquiry(self.board, self.index, self.node_count)
+        self.world_size = world_size
+        self._next_free_rank = world_size
 
-    def ranks_of(self, nproc: int) -> Sequence[int]:
-        """The numbers of this node's."""
+    def assign_ranks(self, nproc: int) -> Sequence[int]:
+        """Return the numbers of this node's ranks."""
         if self.first_rank is None:
-            return [self.next_rank() for _ in range(nproc)]
+            return [self.claim_rank() for _ in range(nproc)]
         return range(self.first_rank, self.first_rank + nproc)
 
-    def next_rank(self) -> int:
-        """Return a number beyond those of the start, which no other node has."""
-        name = f"{self.number} {secrets.token_hex(8)}"
-        while self.board.write_if_absent(f"rank-{self.next_free}", name) != name:
-            self.next_free += 1
-        return self.next_free
+    def claim_rank(self) -> int:
+        """Return a rank number beyond those of the start, which no other node has."""
+        claim = f"{self.index} {secrets.token_hex(8)}"
+        while self.board.write_if_absent(f"rank-{self._next_free_rank}", claim) != claim:
+            self._next_free_rank += 1
+        return self._next_free_rank
 
-    def look_for_newcomers(self) -> None:
-        """Nodes that have come since the start: from now on they are as the others."""
-        while self.board.has(key := f"node-{self.count}"):
-            self.meet(self.count, json.loads(self.board.read(key)))
-            self.count += 1
-            self.inquiry.set_members(self.living)
+    def add_joined_nodes(self) -> None:
+        """Add the nodes that have joined since the last call."""
+        while self.board.has(key := f"node-{self.node_count}"):
+            self.register_peer(self.node_count, json.loads(self.board.read(key)))
+            self.node_count += 1
+            self.inquiry.set_members(self.living_nodes)
 
     @property
-    def living(self) -> list[int]:
-        return [node for node in range(self.count) if node not in self.gone]
+    def living_nodes(self) -> list[int]:
+        """The nodes that are not lost."""
+        return [node for node in range(self.node_count) if node not in self.lost_nodes]
 
-    def still_there(self) -> list[int]:
-        """The living, whichever node has noticed the loss of the others."""
-        self.gone |= {node for node in self.living if node != self.number and self.knows_lost(node)}
-        return self.living
+    def update_living_nodes(self) -> list[int]:
+        """Return the living nodes, without those that another node has marked as lost."""
+        others = [node for node in self.living_nodes if node != self.index]
+        self.lost_nodes |= {node for node in others if self.is_marked_lost(node)}
+        return self.living_nodes
 
-    def knows_lost(self, node: int) -> bool:
+    def is_marked_lost(self, node: int) -> bool:
+        """Return whether some node has marked this one as lost."""
         return self.board.has(f"lost-{node}")
 
-    def lose(self, node: int) -> None:
-        """From now on the others go on without it."""
-        self.gone.add(node)
+    def mark_lost(self, node: int) -> None:
+        """Tell all nodes that they continue without this one."""
+        self.lost_nodes.add(node)
         self.board.write(f"lost-{node}")
 
+    def exclude_nodes(self, nodes: Collection[int]) -> None:
+        """Continue without these nodes, as all have agreed."""
+        self.lost_nodes |= set(nodes)
+        self.inquiry.set_members(self.living_nodes)
+
     @property
-    def listened_to(self) -> list[int]:
-        """The first node that lives listens to all, the others to it."""
-        first, *others = self.living
-        return others if self.number == first else [first]
+    def monitored_nodes(self) -> list[int]:
+        """The nodes that this one monitors: the first living node monitors all, the others it."""
+        first, *others = self.living_nodes
+        return others if self.index == first else [first]
 
-    def silent(self, limit: float = SECONDS_OF_SILENCE) -> int | None:
-        """Return a node that is not heard of for so many seconds: not every loss closes
-        connections.
+    def find_silent_node(self, limit: float = NODE_SILENCE_S) -> int | None:
+        """Write a heartbeat, and return a node whose heartbeat has stopped, or None.
 
-        Raises Forged where somebody has put a beat of earlier back, of this node or another one.
+        Not every loss closes connections.
+
+        Args:
+            limit: Seconds without a heartbeat.
+
+        Raises:
+            Forged: Somebody has put an earlier heartbeat back, of this node or another one.
         """
         now = self.clock()
-        if now - self.beaten < SECONDS_BETWEEN_BEATS:
+        if now - self._last_beat_at < HEARTBEAT_INTERVAL_S:
             return None
-        self.beaten = now
-        self._beat()
-        for node, beats in self._beats_of(self.listened_to).items():
-            last, since = self.heard.get(node, (-1, now))
+        self._last_beat_at = now
+        self._write_heartbeat()
+        for node, beats in self._read_heartbeats(self.monitored_nodes).items():
+            last, changed_at = self._heartbeats.get(node, (-1, now))
             if beats < last:
                 raise ForgedError
             if beats > last:
-                self.heard[node] = beats, now
-            elif now - since > limit:
+                self._heartbeats[node] = (beats, now)
+            elif now - changed_at > limit:
                 return node
         return None
 
-    def _beat(self) -> None:
-        key = f"alive-{self.number}"
-        if self.beats and self.board.read(key) != str(self.beats):
+    def _write_heartbeat(self) -> None:
+        key = f"alive-{self.index}"
+        if self._own_beats and self.board.read(key) != str(self._own_beats):
             raise ForgedError
-        self.beats += 1
-        self.board.write(key, str(self.beats))
+        self._own_beats += 1
+        self.board.write(key, str(self._own_beats))
 
-    def _beats_of(self, nodes: Sequence[int]) -> dict[int, int]:
-        """Return how often each node has beaten; a node without a beat counts from now on."""
-        beating = [
-            n for n in nodes if self.heard.get(n, (0, 0.0))[0] > 0 or self.board.has(f"alive-{n}")
-        ]
-        texts = self.board.read_all([f"alive-{node}" for node in beating]) if beating else []
-        return {**dict.fromkeys(nodes, 0), **dict(zip(beating, map(int, texts), strict=True))}
+    def _read_heartbeats(self, nodes: Sequence[int]) -> dict[int, int]:
+        """Return the heartbeat counter of each node, 0 for one that has not written any."""
 
-    def tell_broken(self) -> None:
-        """Ranks here have failed, or are about to be started again."""
-        with suppress(DistError):  # the store's node has gone, as everybody will see
-            self.board.write(BROKEN)
+        def has_written(node: int) -> bool:
+            beats, _ = self._heartbeats.get(node, (0, 0.0))
+            return beats > 0 or self.board.has(f"alive-{node}")
+
+        counters = dict.fromkeys(nodes, 0)
+        beating = [node for node in nodes if has_written(node)]
+        if beating:
+            texts = self.board.read_all([f"alive-{node}" for node in beating])
+            counters.update(zip(beating, map(int, texts), strict=True))
+        return counters
+
+    def report_broken(self) -> None:
+        """Report that ranks here have failed, or are about to be restarted."""
+        with suppress(DistError):  # if the store's node is lost, all nodes notice that anyway
+            self.board.write(BROKEN_KEY)
 
     @property
     def is_broken(self) -> bool:
-        return self.board.has(BROKEN)
+        """Whether a node has reported that its ranks failed or restart."""
+        return self.board.has(BROKEN_KEY)
 
-    def tell_cause(self, text: str) -> None:
-        """Why ranks here have failed, where that is not another node's doing."""
+    def report_cause(self, text: str) -> None:
+        """Report why ranks here have failed, where no other node caused it."""
         with suppress(DistError):
-            self.board.write(CAUSE, f"node {self.number}: {text}")
+            self.board.write(CAUSE_KEY, f"node {self.index}: {text}")
 
-    def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
-        """What another node has told, within so many seconds; else ""."""
+    def wait_for_cause(self, seconds: float = CAUSE_TIMEOUT_S) -> str:
+        """Return the cause that another node reports within so many seconds, else ""."""
         with suppress(DistError, ForgedError):
-            if self._wait_for(lambda: self.board.has(CAUSE), lambda: seconds):
-                return self.board.read(CAUSE)
+            if self._wait_for(lambda: self.board.has(CAUSE_KEY), lambda: seconds):
+                return self.board.read(CAUSE_KEY)
         return ""
 
-    def tell_failed(self) -> None:
-        """The launch has ended badly here: nobody needs to wait for the ranks of this node."""
+    def report_failed(self) -> None:
+        """Report that the launch has failed here, so no node needs to wait for this one's ranks."""
         with suppress(DistError):
-            self.board.write(FAILED)
+            self.board.write(FAILED_KEY)
 
-    def await_end(
-        self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None
+    def wait_for_end(
+        self, timeout: Callable[[], float], meanwhile: Callable[[], object] = lambda: None
     ) -> bool:
-        """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience`
-        gives.
+        """Wait until the ranks of all nodes have ended, or one node has failed.
+
+        Args:
+            timeout: Returns the seconds to wait; called again and again, for they may change.
+            meanwhile: Called between two polls.
+
+        Returns:
+            False if the timeout has passed.
         """
 
         def have_ended() -> bool:
             meanwhile()
-            return self.board.has(FAILED) or self.board.has(
-                *(f"{ENDED}-{node}" for node in self.living)
-            )
+            if self.board.has(FAILED_KEY):
+                return True
+            return self.board.has(*(f"{ENDED_KEY}-{node}" for node in self.living_nodes))
 
-        with suppress(DistError):  # the store's node has left: so it has seen all end
-            self.board.write(ENDED)
-            self.board.write(f"{ENDED}-{self.number}")
-            return self._wait_for(have_ended, patience)
+        with suppress(DistError):  # the store's node exits once it has seen all end
+            self.board.write(ENDED_KEY)
+            self.board.write(f"{ENDED_KEY}-{self.index}")
+            return self._wait_for(have_ended, timeout)
         return True
 
-    def _wait_for(self, condition: Callable[[], bool], seconds: Callable[[], float]) -> bool:
-        started = self.clock()
+    def _wait_for(self, condition: Callable[[], bool], timeout: Callable[[], float]) -> bool:
+        started_at = self.clock()
         while not condition():
-            if self.clock() - started >= seconds():
+            if self.clock() - started_at >= timeout():
                 return False
-            time.sleep(0.1)
+            time.sleep(PEERS_POLL_INTERVAL_S)
         return True

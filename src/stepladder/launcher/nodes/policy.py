@@ -1,4 +1,4 @@
-"""What the agent of a node does next: a pure function of what it sees, so each case is a row of a table."""
+"""What an agent does next: a pure function of what it sees, so each case is a row of a table."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from enum import Enum, auto
 
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED
 
-SECONDS_OF_SILENCE = 15.0  # of another node's agent, before its ranks count as lost
-SECONDS_TO_LEARN_WHY = (
-    5.0  # after ranks were stopped from elsewhere: for a joining node, or the launch's end
-)
+NODE_SILENCE_S = 15.0  # without a heartbeat of a node's agent: its ranks count as lost
+# After ranks here were stopped from another node: time for a joining node, or the launch's end.
+STOP_REASON_TIMEOUT_S = 5.0
 GIVEN_UP = "given up: --max-restarts are used"
 
 
 class Status(Enum):
-    """How the ranks of this node are, or have ended, as a group."""
+    """The state of this node's ranks as a group."""
 
     ABSENT = auto()  # the agent waits for other nodes
     RUNNING = auto()
@@ -24,25 +23,34 @@ class Status(Enum):
     TERMINATED = auto()  # by the signal that asked them to stop, outside their steps
     BAD_INPUT = auto()
     PEER_LOST = auto()  # because a rank of another node has failed
-    FAULT = auto()
-    BUG = auto()  # a restart would be in vain
+    FAULT = auto()  # possibly transient: a restart may help
+    BUG = auto()  # permanent: a restart would fail as well
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Go on as before, and look again."""
+class Continue:
+    """Change nothing, and poll again."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask the ranks here to stop with a snapshot. text, as in the others: to show."""
+    """Ask the ranks of this node to stop with a snapshot.
+
+    Attributes:
+        text: What to print.
+    """
 
     text: str
 
 
 @dataclass(frozen=True)
 class Restart:
-    """End what still runs here, meet the other nodes anew, start again. counted: as one of --max-restarts."""
+    """End the ranks that still run, join the next rendezvous and start the ranks again.
+
+    Attributes:
+        text: What to print.
+        counted: Whether it uses up one of --max-restarts.
+    """
 
     text: str = ""
     counted: bool = False
@@ -50,7 +58,12 @@ class Restart:
 
 @dataclass(frozen=True)
 class End:
-    """The launch has ended, with an exit code."""
+    """The launch has ended.
+
+    Attributes:
+        code: The exit code.
+        text: What to print.
+    """
 
     code: int
     text: str = ""
@@ -60,107 +73,132 @@ class End:
 class View:
     """What one agent sees at one moment.
 
-    resumes: the ranks can stop with a snapshot and go on from it, as a script's cannot.
-    published: the launch's end, where another node has published it.  stop_asked: a signal came here.
-    waiting: other nodes want to join.  stopping: the ranks here were asked to stop for them.
-    late: the ranks have stopped by themselves, for a batch job's time limit.
-    broken: ranks of other nodes have failed.  silent: a node of which nothing is heard, or None.
-    seconds_ended: since the ranks here have ended.
+    Attributes:
+        ranks: The state of the ranks of this node.
+        can_resume: The ranks can stop with a snapshot and continue from it; a script's cannot.
+        published_end: The launch's end, where another node has published it.
+        stop_asked: This agent got a signal to stop.
+        nodes_waiting: Other nodes want to join.
+        stopping: The ranks here were asked to stop because other nodes want to join.
+        at_time_limit: The ranks have stopped by themselves, for a batch job's time limit.
+        peers_failed: Ranks of other nodes have failed.
+        silent_node: A node that sends no heartbeat, or None.
+        seconds_ended: Time since the ranks here have ended.
+        restarts_left: Restarts that --max-restarts still allows.
     """
 
     ranks: Status
-    resumes: bool = True
-    published: End | None = None
+    can_resume: bool = True
+    published_end: End | None = None
     stop_asked: bool = False
-    waiting: bool = False
+    nodes_waiting: bool = False
     stopping: bool = False
-    late: bool = False
-    broken: bool = False
-    silent: int | None = None
+    at_time_limit: bool = False
+    peers_failed: bool = False
+    silent_node: int | None = None
     seconds_ended: float = 0.0
     restarts_left: int = 0
 
 
-def decide(view: View) -> Keep | Stop | Restart | End:
-    """What comes next on this node."""
-    ranks, ended = view.ranks, view.published
-    if ranks is Status.BAD_INPUT:
+Decision = Continue | Stop | Restart | End
+
+
+def decide(view: View) -> Decision:
+    """Return the next action of this node's agent."""
+    if view.ranks is Status.BAD_INPUT:
         return End(BAD_INPUT)
-    if ended is not None and (
-        ended.code in (FAILED, BAD_INPUT)
-        or ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
-    ):
-        return replace(ended, text=ended.text or "the run has ended on the other nodes")
-    match ranks:
+    if view.published_end is not None and _ends_with_launch(view, view.published_end):
+        text = view.published_end.text or "the run has ended on the other nodes"
+        return replace(view.published_end, text=text)
+    match view.ranks:
         case Status.ABSENT:
-            return _end_unstarted(view) if view.stop_asked else Keep()
+            return _end_before_start(view) if view.stop_asked else Continue()
         case Status.RUNNING:
-            return _while_running(view)
+            return _decide_while_running(view)
         case Status.DONE:
             return End(DONE)
         case Status.STOPPED:
-            return _when_stopped(view)
+            return _decide_when_stopped(view)
         case Status.TERMINATED:
-            return End(STOPPED, "stopped by the signal itself")  # what was saved earlier is there
+            return End(STOPPED, "stopped by the signal itself")  # earlier snapshots remain
         case Status.PEER_LOST:
-            return _restart(view)
-    if ranks is Status.BUG or view.stop_asked:
+            return _restart_if_allowed(view)
+    if view.ranks is Status.BUG or view.stop_asked:
         return _end_failed(view, "ended on all nodes")
-    return _restart(view)
+    return _restart_if_allowed(view)
 
 
-def _while_running(view: View) -> Keep | Stop | Restart | End:
-    if view.silent is not None:
-        seconds = f"{SECONDS_OF_SILENCE:g} s"
-        return _restart(
-            view, f"node {view.silent} has been silent for {seconds}: restarting all without it"
+def _ends_with_launch(view: View, published_end: End) -> bool:
+    """Return whether this node ends at once because the launch has ended elsewhere."""
+    if published_end.code in (FAILED, BAD_INPUT):
+        return True
+    return view.ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
+
+
+def _decide_while_running(view: View) -> Decision:
+    if view.silent_node is not None:
+        return _restart_if_allowed(
+            view,
+            f"node {view.silent_node} has been silent for {NODE_SILENCE_S:g} s:"
+            " restarting all without it",
         )
-    if view.stop_asked or not (view.waiting or view.stopping):
-        return Keep()  # what a signal asks, their group tells the ranks
-    if not view.resumes:
+    if view.stop_asked:
+        return Continue()  # the group passes the signal on to the ranks
+    if not (view.nodes_waiting or view.stopping):
+        return Continue()
+    if not view.can_resume:
         return Restart("other nodes have come or gone: restarting all ranks")
-    if view.broken:
-        return Restart()  # ours would wait in vain for a common step's end
+    if view.peers_failed:
+        return Restart()  # the ranks here would wait in vain for the end of a common step
     if view.stopping:
-        return Keep()
+        return Continue()
     return Stop("other nodes are waiting: ranks stop with a snapshot, and all go on together")
 
 
-def _when_stopped(view: View) -> Keep | Restart | End:
-    """By a signal, for the time limit, or for a node that joins: another node may have decided it."""
-    if not view.resumes or view.stop_asked or view.late:
+def _decide_when_stopped(view: View) -> Decision:
+    """Decide after a stop by a signal, for the time limit or for a node that joins.
+
+    Another node may have asked for the stop.
+    """
+    if not view.can_resume or view.stop_asked or view.at_time_limit:
         return End(STOPPED)
-    if view.published is not None:
-        return replace(view.published, text="")
-    if view.stopping or view.waiting:
+    if view.published_end is not None:
+        return replace(view.published_end, text="")
+    if view.stopping or view.nodes_waiting:
         return Restart()
-    return (
-        Keep() if view.seconds_ended < SECONDS_TO_LEARN_WHY else _restart(view)
-    )  # the others have gone on
+    if view.seconds_ended < STOP_REASON_TIMEOUT_S:
+        return Continue()
+    return _restart_if_allowed(view)  # the other nodes train without these ranks
 
 
-def _restart(view: View, text: str = "") -> Restart | End:
-    """Where that is wanted, and allowed."""
+def _restart_if_allowed(view: View, text: str = "") -> Restart | End:
     if view.stop_asked:
-        return _end_unstarted(view)
+        return _end_before_start(view)
     if view.stopping:
-        return Restart(text)  # it was to come in any case
-    return Restart(text, counted=True) if view.restarts_left else _end_failed(view, GIVEN_UP)
+        return Restart(text)  # these ranks were to start again in any case
+    if view.restarts_left:
+        return Restart(text, counted=True)
+    return _end_failed(view, GIVEN_UP)
 
 
-def _end_unstarted(view: View) -> End:
-    return End(STOPPED, "stopped before its ranks had started") if view.resumes else End(FAILED)
+def _end_before_start(view: View) -> End:
+    return End(STOPPED, "stopped before its ranks had started") if view.can_resume else End(FAILED)
 
 
 def _end_failed(view: View, text: str) -> End:
-    """How a script has failed was shown, and that is all there is to say."""
-    return End(FAILED, text if view.resumes else "")
+    """End with exit code 1; a script's failure has been printed, so it gets no further text."""
+    return End(FAILED, text if view.can_resume else "")
 
 
-def patience(resumes: bool, stop_asked: bool, limited: bool) -> float:
-    """Seconds that ranks which have ended well wait for those of other nodes to do so too.
+def peers_end_timeout(can_resume: bool, stop_asked: bool, time_limited: bool) -> float:
+    """Return the seconds that ranks which ended well wait for those of other nodes to end.
 
-    limited: by a batch job's time limit: Slurm ends all agents with the first that leaves with 75, and a last
-    snapshot may take long. Scripts may end at different times.
+    Args:
+        can_resume: The ranks save snapshots. Scripts may end at very different times.
+        stop_asked: This agent got a signal to stop.
+        time_limited: A batch job has a time limit. Slurm ends all agents with the first one that
+            exits with 75, and the last snapshot of another node may take long.
     """
-    return 300.0 if limited or not (resumes or stop_asked) else 30.0
+    if time_limited:
+        return 300.0
+    return 30.0 if can_resume or stop_asked else 300.0

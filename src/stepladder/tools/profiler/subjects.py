@@ -20,7 +20,7 @@ from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
-from stepladder.launcher.run import prepared
+from stepladder.launcher.run import prepare_run
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.tools.profiler.capture import Capture, CapturedSteps
@@ -73,7 +73,7 @@ def profile_script(
         if world.world_size > 1:
             code, nproc = subprocess.call(script.command()), world.world_size
         else:
-            code = prepared(script, Options(), Topology(nproc=str(nproc)))()
+            code = prepare_run(script, Options(), Topology(nproc=str(nproc)))()
     if not code and world.is_first:  # a rank leaves when the others' traces are there too
         counts = [int(file.read_bytes()) for file in folder.glob("rank-*.steps")]
         refuse_short(script, min(counts) if len(counts) >= nproc else 0, warmup, steps, nproc)

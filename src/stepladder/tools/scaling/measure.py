@@ -28,7 +28,7 @@ from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import BadInput, Failure
 from stepladder.launcher.local.supervisor import handle_signals
 from stepladder.launcher.options import Options
-from stepladder.launcher.run import script_group
+from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
 from stepladder.tools.ranks import on_ranks
@@ -195,8 +195,8 @@ class TimedScript:
         began, env = time.time(), self._observer(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with environment(**env):
-            group = script_group(
-                self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]}
+            group = make_script_group(
+                self.script, options, ranks, alone=False, variables={OBSERVER: env[OBSERVER]}
             )
             with handle_signals(group):
                 group.start_single_node(ranks)

@@ -1,0 +1,85 @@
+"""The command after `--` of `stepladder submit`, parsed as the job will parse it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from stepladder.core.errors import InputError
+from stepladder.core.paths import parse_path
+from stepladder.train.job_source import validate_not_job
+
+# Flags of `train` and `run` whose values follow from submit's own flags.
+SUBMIT_FLAGS = ("--nodes", "--nproc", "--rdzv-endpoint")
+
+
+@dataclass(frozen=True)
+class SubmittedCommand:
+    """The command after `--`, which the job runs.
+
+    Attributes:
+        kind: "train" or "run".
+        arguments: Its arguments.
+        job_dir: The folder of the job's state.
+        name: The name of the recipe or script.
+    """
+
+    kind: str
+    arguments: list[str]
+    job_dir: Path
+    name: str
+
+
+def parse_submitted_command(words: Sequence[str]) -> SubmittedCommand:
+    """Parse the command after `--` as the job will, to find mistakes before the job waits.
+
+    Raises:
+        InputError: There is no such command, or a flag of it is wrong.
+    """
+    if not words:
+        raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
+    if words[0] not in ("train", "run"):
+        if not parse_path("script", words[0]).is_file() or words[0].startswith("-"):
+            raise InputError(
+                f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
+            )
+        words = ("run", *words)
+    kind, *arguments = words
+    command = importlib.import_module(f"stepladder.cli.{kind}").command
+    context = command.make_context(f"stepladder {kind}", list(arguments))
+    validate_own_flags(context)
+    params = context.params
+    path: Path = command.job if kind == "train" else Path(params["script"])
+    if kind == "run":
+        validate_script(path, params)
+    job_dir = params["run_dir"] or Path("runs") / path.stem
+    return SubmittedCommand(kind, arguments, job_dir, path.stem)
+
+
+def validate_script(path: Path, params: dict[str, Any]) -> None:
+    """Raise InputError where the script of `run` does not exist, or is a job file."""
+    if path.is_file():
+        if not params["no_python"]:
+            validate_not_job(path, "stepladder submit -- train")
+    elif not params["module"] and not params["no_python"]:
+        raise InputError(f"script {params['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
+
+
+def validate_own_flags(context: click.Context) -> None:
+    """Raise InputError where a flag of submit is typed after `--`."""
+    for parameter in context.command.params:
+        flag = next((name for name in parameter.opts if name in SUBMIT_FLAGS), None)
+        source = context.get_parameter_source(parameter.name or "")
+        if flag is None or source != ParameterSource.COMMANDLINE:
+            continue
+        if flag == "--rdzv-endpoint":
+            hint = "the port follows from the job's number"
+        else:
+            hint = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
+        raise InputError(f"{flag} stands after `--`, and is a flag of submit", hint)
