@@ -14,7 +14,7 @@ import pytest
 from labs import TestLab
 from processes import refused
 from stepladder.cli import main
-from stepladder.slurm.submitted_jobs import SYSTEM_CONF
+from stepladder.slurm.client import SYSTEM_CONF
 
 Typed = Callable[..., subprocess.CompletedProcess[str]]
 

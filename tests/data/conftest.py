@@ -17,8 +17,6 @@ class Reply:
     body: bytes = b""
     status: int = 200
     cut: int | None = None  # close the connection after this many bytes of the answer's body
-    parse_ranges: bool = True  # honour the Range header
-    shift: int = 0  # start this many bytes off the range asked for
     length: bool = True  # send Content-Length
     location: str | None = None
     stall: bool = False  # send the headers, then nothing until the test ends
@@ -54,25 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
         reply = self.server.next_reply(self.path)
-        start = (
-            int(re.findall(r"\d+", asked)[0])
-            if asked and reply.parse_ranges and reply.status == 200
-            else 0
-        )
-        body = reply.body[start + reply.shift :] if start else reply.body
-        self.send_head(reply, start, body)
-        self.wfile.write(body[: reply.cut])
-        if reply.stall:
-            self.wfile.flush()
-            self.server.ended.wait(30)
-
-    def send_head(self, reply: Reply, start: int, body: bytes) -> None:
-        self.send_response(206 if start else reply.status)
-        if start:
-            first = start + reply.shift
-            self.send_header(
-                "Content-Range", f"bytes {first}-{len(reply.body) - 1}/{len(reply.body)}"
-            )
+        self.send_response(reply.status)
         if reply.location:
             self.send_header("Location", reply.location)
         if reply.length:

@@ -20,7 +20,7 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
     with place() as made:
         one = Fuzz(made, MINUTES * 60 * workers / len(here))
         yield one
-        request.node.user_properties.append(("fuzz", dict(one.test_command)))
+        request.node.user_properties.append(("fuzz", dict(one.tried)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

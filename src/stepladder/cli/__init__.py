@@ -164,7 +164,7 @@ def run_command(args: list[str]) -> NoReturn:
             # obj: commands pass the same arguments to other nodes, or to tasks of Slurm.
             code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
-        exit_with_error(str(error), error.speaks)
+        exit_with_error(str(error), error.is_reporter)
     except (RanksDiffer, StorageFault) as error:
         echo(f"error: {make_readable(str(error))}", err=True)
         sys.exit(FAILED)

@@ -20,15 +20,14 @@ from stepladder.core.masking import mask_command
 from stepladder.core.output_file import validate_writable
 from stepladder.core.process_count import parse_range
 from stepladder.rank.exit_record import write_end
-from stepladder.slurm import requeue, submitted_jobs
+from stepladder.slurm import client, requeue, submitted_jobs
 from stepladder.slurm.batch_job import (
     MAX_REQUEUES,
     BatchJob,
-    find_site,
     make_batch_job,
     measure_margin,
-    render,
 )
+from stepladder.slurm.batch_script import render_batch_script
 from stepladder.slurm.partitions import (
     describe_cluster_defaults,
     find_job_warnings,
@@ -37,6 +36,7 @@ from stepladder.slurm.partitions import (
     validate_joinable,
     validate_node_names,
 )
+from stepladder.slurm.site_defaults import find_site_defaults
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -154,7 +154,7 @@ def submit(
     job = make_job(command, flags)
     validate_output(Path(job.output))
     if dry_run:
-        echo(render(job), end="")
+        echo(render_batch_script(job), end="")
         return 0
     cluster = list_partitions()
     validate_job_fits(job, cluster)
@@ -188,7 +188,7 @@ def make_job(command: SubmittedCommand, flags: dict[str, Any]) -> BatchJob:
     job_flags = {name: value for name, value in flags.items() if name != "nodes"}
     return make_batch_job(
         job_flags,
-        find_site(),
+        find_site_defaults(),
         command=(command.kind, *command.arguments),
         job_dir=str(command.job_dir),
         nodes=parse_range("--nodes", flags["nodes"]),
@@ -317,7 +317,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
                 "stepladder status",
             )
     for known in known_jobs:
-        submitted_jobs.ask("scancel", known.job)
+        client.run_slurm("scancel", known.job)
         line = f"job {known.job}: cancelled"
         if known.job_dir:
             line += f"; submitted again, it continues from its snapshot in {known.job_dir}"

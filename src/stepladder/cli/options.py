@@ -331,10 +331,12 @@ def announce_job_file(path: Path, run_dir: Path, trusted: bool, command: str) ->
     Raises:
         InputError: This user has not trained the job file as it is now.
     """
-    from stepladder.storage.run_dir import CONFIG  # late: psutil, which `--help` does not need
+    from stepladder.storage.run_files import (
+        CONFIG_FILE,  # late: psutil, which `--help` does not need
+    )
     from stepladder.storage.trained_jobs import was_trained_before
 
-    if trusted and not (run_dir / CONFIG).exists():
+    if trusted and not (run_dir / CONFIG_FILE).exists():
         raise InputError(
             f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {command}"
         )
@@ -344,7 +346,7 @@ def announce_job_file(path: Path, run_dir: Path, trusted: bool, command: str) ->
             f" and {command.split()[0]} would run it: {path}",
             f"read it; then stepladder {command} --trust-job-file",
         )
-    print_message(f"runs {path}, which {run_dir / CONFIG} names")
+    print_message(f"runs {path}, which {run_dir / CONFIG_FILE} names")
 
 
 def print_tables(tables: Iterable[Table], width: int) -> None:

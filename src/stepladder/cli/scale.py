@@ -23,7 +23,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.slurm.batch_job import BatchJob, find_site, make_batch_job
+from stepladder.slurm.batch_job import BatchJob, make_batch_job
+from stepladder.slurm.site_defaults import find_site_defaults
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
@@ -132,7 +133,7 @@ def command(
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
-        job = make_batch_job(nproc, flags)
+        job = make_measurement_job(nproc, flags)
         sizes = measured_on_nodes(subject, job, sorted(nodes), rounds, report)
     else:
         from stepladder.tools.scaling.measure import measured_here
@@ -169,7 +170,7 @@ def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Tim
     return TimedJob(request, flags["warmup"], weak)
 
 
-def make_batch_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     """Return what all batch jobs of the measurements have in common."""
     if nproc:
         ranks_per_node = nproc[0]
@@ -179,7 +180,7 @@ def make_batch_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     job_flags = {name: flags[name] for name in SLURM_FLAGS}
     return make_batch_job(
         job_flags | {"nproc": str(ranks_per_node)},
-        find_site(),
+        find_site_defaults(),
         command=(),
         job_dir="",
         name="scale",

@@ -22,7 +22,7 @@ from stepladder.cli.options import (
 from stepladder.cli.types import ANY_INTEGER, JOB
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings
-from stepladder.storage.run_dir import CONFIG
+from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.train.job_file import load_stored_job
 
 
@@ -41,7 +41,7 @@ class VerifyCommand(JobCommand):
         """Return the path of a job, or of the job that a run directory names."""
         self.stored_config = {}
         self.stored_settings = {}
-        if not (Path(name) / CONFIG).exists():
+        if not (Path(name) / CONFIG_FILE).exists():
             return super().find(name)
         path, self.stored_config, self.stored_settings = load_stored_job(Path(name))
         return path
@@ -93,7 +93,7 @@ def command(
     likely cause.
     """
     config, job_settings = command.sort_flags(flags)
-    if trust_job_file or (Path(job) / CONFIG).exists():
+    if trust_job_file or (Path(job) / CONFIG_FILE).exists():
         announce_job_file(command.job, Path(job), trust_job_file, f"verify {job}")
     defaults = {"run_dir": Path("runs"), "sync": "exact"}
     settings = Settings(**{**defaults, **command.stored_settings, **job_settings})

@@ -246,12 +246,12 @@ def start_elsewhere(
 
 def validate_job_is_alive(job: int) -> None:
     """Raise InputError for a job that has ended or is unknown, for which srun prints many lines."""
-    from stepladder.slurm.submitted_jobs import ask, field  # late: most runs are in no job
+    from stepladder.slurm.client import parse_field, run_slurm  # late: most runs are in no job
 
     try:
-        state = field(ask("scontrol", "show", "job", str(job)), "JobState")
+        state = parse_field(run_slurm("scontrol", "show", "job", str(job)), "JobState")
     except InputError as error:
-        raise InputError(f"SLURM_JOB_ID={job}: {error.found}", "unset SLURM_JOB_ID") from error
+        raise InputError(f"SLURM_JOB_ID={job}: {error.problem}", "unset SLURM_JOB_ID") from error
     if state and state not in ALIVE_JOB_STATES:
         raise InputError(
             f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one"

@@ -198,7 +198,7 @@ def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], 
         launch.topology.endpoint,
         settings.fresh,
         settings.timeout,
-        asked=request.asked,
+        asked=request.fingerprint,
         max_nodes=nodes[1],
     )
     # The lock of a node without power stays for a while on a network file system.

@@ -28,7 +28,7 @@ def main() -> None:
     monitor: SelfMonitor | None = None
     files = RankFiles.of_this_process()
     if files is not None:
-        dump_stacks_to_file(Path(files.stacks))
+        dump_stacks_to_file(Path(files.stacks_file))
     else:
         monitor = start_self_monitor(world, float(seconds) or None)
     threading.Thread(target=count_script_steps, daemon=True).start()
@@ -36,7 +36,7 @@ def main() -> None:
     def print_error(
         _kind: type[BaseException], error: BaseException, _trace: TracebackType | None
     ) -> None:
-        failure = RankError.of(world.rank, error)
+        failure = RankError.from_error(world.rank, error)
         if monitor is None or not monitor.reports_early_exit(failure):
             print(failure.trace, end="", file=sys.stderr)
 

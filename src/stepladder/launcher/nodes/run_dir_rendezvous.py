@@ -34,7 +34,9 @@ from stepladder.storage.lock import (
     open_lock_file,
     try_lock,
 )
-from stepladder.storage.run_dir import CONFIG, move_run_dir_aside, open_lock, refuse_unwritable
+from stepladder.storage.run_dir import move_run_dir_aside, open_lock
+from stepladder.storage.run_dir_access import validate_run_dir_writable
+from stepladder.storage.run_files import CONFIG_FILE
 
 PUBLISHED = "rendezvous.json"
 SECRET_FILE = "rendezvous.secret"  # of one launch; the next one writes a new secret
@@ -120,7 +122,7 @@ class RunDirRendezvous:
             InputError: No store answers within `timeout` seconds.
         """
         if not self._fresh:
-            refuse_unwritable(self.run_dir)
+            validate_run_dir_writable(self.run_dir)
         self._joining = True
         self._join_started_at = time.monotonic()
         while self._seconds_joining() < self.timeout:
@@ -246,7 +248,7 @@ class RunDirRendezvous:
     def _begin_launch(self) -> bool:
         """Prepare the folder for a new launch; False if a run was moved aside: enter again."""
         wait = min(self.timeout, NODE_ID_TIMEOUT_S)
-        holds_run = (self.run_dir / CONFIG).exists()
+        holds_run = (self.run_dir / CONFIG_FILE).exists()
         if self._fresh and not self._has_moved_run and holds_run:
             move_run_dir_aside(self.run_dir, wait, is_multi_node=True)
             self._has_moved_run = True
@@ -256,7 +258,7 @@ class RunDirRendezvous:
         owner = NO_OWNER if self._has_moved_run else None
         lock = open_lock(self.run_dir, wait, owner, is_multi_node=True)
         lock.release()
-        if self._has_moved_run and (self.run_dir / CONFIG).exists():
+        if self._has_moved_run and (self.run_dir / CONFIG_FILE).exists():
             raise lock.make_in_use_error()
         for name in (PUBLISHED, SECRET_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
