@@ -153,7 +153,7 @@ def main(args: list[str] | None = None) -> Any:
     finally:
         lifecycle = sys.modules.get("stepladder.rank.lifecycle")
         if args is None and lifecycle is not None:
-            lifecycle.limit_end()
+            lifecycle.limit_exit_time()
 
 
 def run_command(args: list[str]) -> NoReturn:

@@ -20,7 +20,7 @@ MAX_PARALLEL_PROBES = 32  # each one is an ssh process here, and a Python proces
 PROBE_TIMEOUT_S = 60.0  # Python may load from a busy network file system
 PORT_KEY = "PORT"
 FREE_PORT_CODE = (
-    f"from stepladder.core.address import free_port; print('{PORT_KEY}=%d' % free_port())"
+    f"from stepladder.core.address import find_free_port; print('{PORT_KEY}=%d' % find_free_port())"
 )
 # A rented machine's private address. Sessions of sshd may lack the container's environment.
 ADDRESS_COMMAND = (

@@ -36,7 +36,7 @@ from stepladder.rank.fd_store import find_stored_fd, store_fd
 JsonObject = dict[str, Any]
 LOCK_FILE = "lock"
 LINK_LOCK_FILE = "lock.held"  # the lock where the file system has none: see _lock_by_link
-RENDEZVOUS_LOCK_FILE = "rendezvous.lock"  # of a launch on several nodes: nodes/rendezvous.py
+RENDEZVOUS_LOCK_FILE = "rendezvous.lock"  # of a launch on several nodes
 AGENTS_LOCK_FILE = "rendezvous.agents"
 MAX_PID = 2**31 - 1
 MAX_ATTEMPT = 10**9

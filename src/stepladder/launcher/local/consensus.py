@@ -2,7 +2,7 @@
 
 A node casts its vote when none of its ranks is in a group. The votes of all living nodes determine
 the next group, or that there is none. `SingleNode` decides alone; several nodes agree through a
-store that they share (nodes/council.py).
+store that they share (nodes/store_consensus.py).
 """
 
 from __future__ import annotations
