@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import stepladder
 from processes import JOBS, Started, refused, run, started, wait_until
 from stepladder.launcher.diagnose.hang import explain_hang
-from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
+from stepladder.launcher.diagnose.rank_status import (
+    COLLECTIVE_FILES,
+    STORE_FILE,
+    STORE_FUNCTION,
+    ProcessState,
+    RankStatus,
+)
 from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, RankProgress
 from stepladder.rank.stacks import Frame
 
@@ -114,6 +121,14 @@ def make_progress(
 
 def user_frame(function: str, line: int) -> Frame:
     return Frame(function, "/home/me/train.py", line)
+
+
+def test_the_files_that_collectives_wait_in_are_there() -> None:
+    own_files = [file for file in (*COLLECTIVE_FILES, STORE_FILE) if file.startswith("stepladder/")]
+    assert own_files
+    source = Path(stepladder.__file__).parents[1]
+    assert [file for file in own_files if not (source / file).exists()] == []
+    assert f"def {STORE_FUNCTION}(" in (source / STORE_FILE).read_text()
 
 
 def test_the_rank_that_has_not_come_is_named() -> None:

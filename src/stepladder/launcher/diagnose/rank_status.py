@@ -13,7 +13,10 @@ COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
     "stepladder/train/comm.py",
+    "stepladder/train/pending.py",
     "stepladder/train/shared_memory.py",
+    "stepladder/train/shared_memory_wait.py",
+    "stepladder/train/shared_memory_work.py",
     "stepladder/rank/futex.py",
 )
 STORE_FILE = "stepladder/rank/torch_fixes.py"
