@@ -367,6 +367,17 @@ class Comm:
             self.shared_memory.leave_group()
             self.shared_memory = None
 
+    def prepare_to_join(self, launch_rank: int) -> None:
+        """Prepare this rank, which has no group yet, for the group that it will join.
+
+        Until then it must not act as the first rank, or as one that is alone.
+
+        Args:
+            launch_rank: The number of this rank in the launch.
+        """
+        self.world = replace(self.world, rank=1, world_size=2)
+        self.members = [-1, launch_rank]
+
     def _adopt_membership(self, membership: Membership) -> None:
         """Take this rank's place in a new group."""
         launch_rank = self.members[self.world.rank]

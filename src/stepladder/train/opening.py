@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,14 +256,12 @@ class Opening:
         config = read_stored_json(run_dir, CONFIG_FILE)
         self.spec = self.spec.with_order(find_shuffle(config, run_dir))
         attempt = read_owner(run_dir).get("attempt") or 0
-        # Until the group forms, this rank must not act as the first one or as one that is alone.
-        self.comm.world = replace(self.comm.world, rank=1, world_size=2)
-        self.comm.members = [-1, number]
+        self.comm.prepare_to_join(number)
         ledger = Ledger(run_dir, LedgerHeader(attempt, number, 0, 0, ""))
         recorder = Recorder(self.spec, self.comm, self.state, ledger)
         self.at_end.callback(recorder.close)
         self.at_end.callback(self.snapshot_saver.close)
-        self.state.step = -1  # less than any rank that has the state
+        self.state.mark_as_missing()
         session = self._make_session(recorder, attempt)
         session.join()
         return session

@@ -224,6 +224,10 @@ class ShardReplicas:
                 return group
         raise KeyError("the optimizer has no such parameter")
 
+    def finish_step(self) -> None:
+        """Forget the step: its weights are gathered."""
+        self.unfinished_step = None
+
     def finish_resharding(self) -> bool:
         """Drop all but the newest slices, and return whether a step is unfinished."""
         newest = max(self.shards_by_group)

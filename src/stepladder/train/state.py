@@ -165,7 +165,7 @@ class TrainState:
         if self.average is not None:
             self.average.update()
         if self.shard_replicas is not None:
-            self.shard_replicas.unfinished_step = None
+            self.shard_replicas.finish_step()
 
     # -- losses and metrics ------------------------------------------------------------------------
 
@@ -230,6 +230,10 @@ class TrainState:
         return entries
 
     # -- in-place recovery -------------------------------------------------------------------------
+
+    def mark_as_missing(self) -> None:
+        """Mark the state as less advanced than that of any rank: this rank is to receive it."""
+        self.step = -1
 
     def records(self) -> dict[str, Any]:
         """Return what the end of a step may change, for `restore_records`."""
