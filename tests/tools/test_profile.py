@@ -28,7 +28,7 @@ from stepladder.tools.profiler.subjects import QUIET
 from stepladder.tools.profiler.trace import Trace
 from stepladder.tools.steps.hook import environment
 from stepladder.train.comm import Comm
-from stepladder.train.phases import WAITING
+from stepladder.train.phases import WAITING_FOR_RANKS
 from stepladder.train.trainer import Trainer
 
 JSON = Path(__file__).parent.parent.parent / "docs" / "json.md"
@@ -172,7 +172,7 @@ def test_where_weights_are_gathered_is_communication(
     traces = sorted(map(Trace, tmp_path.glob("*.pt.trace.json")), key=lambda trace: trace.rank)
     align(traces)
     for trace, found in zip(traces, rank_profiles(traces), strict=True):
-        last = trace.spans(e for e in trace.notes if e["name"] == MARK + WAITING.mark)[-1]
+        last = trace.spans(e for e in trace.notes if e["name"] == MARK + WAITING_FOR_RANKS.mark)[-1]
         parts = {
             name: spans if spans is not None else trace.steps[:0]
             for name, spans in trace.parts().items()

@@ -17,10 +17,10 @@ from stepladder.train.phases import (
     FORWARD_PASS,
     READING,
     SAVING,
-    STARTING,
+    STARTING_UP,
     STEPPING,
     UPDATING,
-    WAITING,
+    WAITING_FOR_RANKS,
     Phase,
     Phases,
 )
@@ -73,7 +73,7 @@ def test_what_encloses_others_leaves_their_word_and_is_not_timed(
         ((STEPPING, FORWARD_PASS), {"compute": 2.0, "wait": 5.0}),
         ((STEPPING, BACKWARD_PASS), {"compute": 2.0, "wait": 5.0}),
         ((STEPPING, UPDATING), {"optimizer": 2.0, "wait": 5.0}),
-        ((STEPPING, WAITING), {"wait": 7.0}),
+        ((STEPPING, WAITING_FOR_RANKS), {"wait": 7.0}),
         ((STEPPING, BETWEEN_STEPS, SAVING), {"snapshot": 7.0}),
         ((STEPPING, BETWEEN_STEPS), {}),
     ],
@@ -110,6 +110,6 @@ def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(
 
     phase = Phases(slots)
     phase.observer = observe
-    with phase(STARTING), pytest.raises(KeyError), phase(STEPPING), phase(READING):
+    with phase(STARTING_UP), pytest.raises(KeyError), phase(STEPPING), phase(READING):
         raise KeyError
     assert events == ["step begins", "data begins", "data ends", "step ends"]

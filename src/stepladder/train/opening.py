@@ -40,7 +40,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.determinism import validate_equal_machines
 from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
 from stepladder.train.metrics.loggers import Logger, open_loggers, validate_wandb_login
-from stepladder.train.phases import STARTING
+from stepladder.train.phases import STARTING_UP
 from stepladder.train.precision import make_scaler
 from stepladder.train.rank_consistency import validate_equal_data, validate_equal_models
 from stepladder.train.recorder import Recorder
@@ -92,7 +92,7 @@ def open_session(
         at_end.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(spec.threads)
         keep_freed_memory()
-        with comm.phases(STARTING):
+        with comm.phases(STARTING_UP):
             session = opening.open()
         yield session
 

@@ -40,12 +40,12 @@ class Phase:
         ALL.append(self)
 
 
-STARTING = Phase(progress.STARTING)
+STARTING_UP = Phase(progress.STARTING)
 STEPPING = Phase(0, "step")  # a whole step, which the next five lie in
 READING = Phase(progress.READING, "data")
 FORWARD_PASS = Phase(progress.COMPUTING, "forward")
 BACKWARD_PASS = Phase(progress.COMPUTING, "backward")
-WAITING = Phase(progress.WAITING, "gradients")
+WAITING_FOR_RANKS = Phase(progress.WAITING, "gradients")
 UPDATING = Phase(progress.UPDATING, "optimizer")
 EXCHANGING = Phase(0, "exchange")  # within other phases: this rank waits for data of other ranks
 BETWEEN_STEPS = Phase(0, "between steps")
@@ -141,5 +141,5 @@ class ExchangeTimer(PhaseTimer):
         if self.outer_column in COMPUTE_COLUMNS:
             seconds = perf_counter() - self.start
             self.phases.seconds[self.outer_column] -= seconds
-            self.phases.seconds[WAITING.column] += seconds
+            self.phases.seconds[WAITING_FOR_RANKS.column] += seconds
         super().__exit__(*raised)

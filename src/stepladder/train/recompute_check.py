@@ -32,7 +32,7 @@ from stepladder.train.fingerprints import (
     fingerprint_order,
     format_ranks,
 )
-from stepladder.train.phases import READING, REPLAYING, WAITING
+from stepladder.train.phases import READING, REPLAYING, WAITING_FOR_RANKS
 from stepladder.train.recompute_verdict import (
     Mismatch,
     MismatchReport,
@@ -259,7 +259,7 @@ class RecomputeCheck:
         return None
 
     def _gather(self, data: bytes) -> list[bytes]:
-        with self.comm.phases(WAITING):
+        with self.comm.phases(WAITING_FOR_RANKS):
             return self.comm.gather_bytes(data)
 
 

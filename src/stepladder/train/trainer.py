@@ -42,7 +42,7 @@ from stepladder.train.phases import (
     READING,
     STEPPING,
     UPDATING,
-    WAITING,
+    WAITING_FOR_RANKS,
 )
 from stepladder.train.precision import make_autocast
 from stepladder.train.process_group import process_group
@@ -240,7 +240,7 @@ class TrainingLoop:
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += pass_count
             self.recorder.record_samples(indices_read)
-            with self.phase(WAITING):
+            with self.phase(WAITING_FOR_RANKS):
                 result = self._reduce(count, loss_sum)
             if replay is not None:  # before this gradient moves any weight
                 replay.compare(self.state.step)
@@ -253,7 +253,7 @@ class TrainingLoop:
                 # From here on the step can be completed without the ranks that may be lost.
                 self.session.journal.open(result.votes)
             if self.state.shards is not None:
-                with self.phase(WAITING):
+                with self.phase(WAITING_FOR_RANKS):
                     self.state.shards.gather()
             self.state.finish_step()
         self._end_step(result.votes)
