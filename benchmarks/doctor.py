@@ -33,7 +33,7 @@ from doctor_faults import FAULTS, HARMLESS, WITH_GPUS, Changes, Fault, network
 from report import Report, table
 
 import stepladder
-from stepladder.tools.doctor.facts import SHOWN
+from stepladder.tools.doctor.machine_facts import SHOWN
 from stepladder.tools.doctor.rules import RULES
 
 Finding = dict[str, str]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.recording import RankLog, Recording
-from stepladder.tools.check.rules.base import Seen
-from stepladder.tools.check.rules.every import judge
-from stepladder.tools.check.tree import Code, CodeFile
+from stepladder.tools.check.rules.all_rules import apply_rules
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.script_source import ScriptSource, SourceFile
 
 AT = ["train.py", 5, "train"]
 LOADER = {
@@ -37,8 +37,8 @@ LOADER = {
 }
 
 
-def source(text: str = "") -> Code:
-    return Code((CodeFile(Path("train.py"), "train.py", ast.parse(text), text),))
+def source(text: str = "") -> ScriptSource:
+    return ScriptSource((SourceFile(Path("train.py"), "train.py", ast.parse(text), text),))
 
 
 def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:
@@ -47,13 +47,15 @@ def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:
     )
 
 
-def seen(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> Seen:
+def evidence_of(*ranks: Sequence[dict[str, Any]], text: str = "", **fields: Any) -> RunEvidence:
     logs = [log(rank, events) for rank, events in enumerate(ranks)]
-    return Seen(Recording(logs, len(ranks), **about), source(text))
+    return RunEvidence(Recording(logs, len(ranks), **fields), source(text))
 
 
-def rules_of(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> list[str]:
-    return sorted({fault.rule for fault in judge(seen(*ranks, text=text, **about))})
+def rules_of(*ranks: Sequence[dict[str, Any]], text: str = "", **fields: Any) -> list[str]:
+    return sorted(
+        {finding.rule for finding in apply_rules(evidence_of(*ranks, text=text, **fields))}
+    )
 
 
 def batch(number: int, indices: list[int]) -> dict[str, Any]:
@@ -69,16 +71,22 @@ def batch(number: int, indices: list[int]) -> dict[str, Any]:
 
 
 def forward(**fields: Any) -> dict[str, Any]:
-    about = {
+    defaults = {
+        "k": "forward",
+        "wrapped": "DistributedDataParallel",
+        "rows": [],
         "root": 1,
         "class": "DistributedDataParallel",
         "grad": True,
         "size": 32,
         "training": True,
         "moded": 0,
+        "moded_on": 0,
+        "norms": 0,
+        "drops": 0,
+        "sync": True,
     }
-    about |= {"moded_on": 0, "norms": 0, "drops": 0, "sync": True}
-    return {"k": "forward", "wrapped": "DistributedDataParallel", "rows": [], **about, **fields}
+    return {**defaults, **fields}
 
 
 def backward(loss: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -120,23 +128,23 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
 
 
 def train_pass(
-    number: int, batches: list[list[int]], first: int = 1, **about: Any
+    number: int, batches: list[list[int]], first: int = 1, **fields: Any
 ) -> list[dict[str, Any]]:
     """A pass with a step for each batch."""
-    events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, **about}]
-    for batch_index, indices in enumerate(batches):
+    events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, **fields}]
+    for index, indices in enumerate(batches):
         events += [
             batch(number, indices),
             forward(),
-            backward(1 / (first + batch_index)),
-            *step(first + batch_index),
+            backward(1 / (first + index)),
+            *step(first + index),
         ]
     return [*events, {"k": "endpass", "number": number, "cut": False, "steps": len(batches)}]
 
 
-def eval_pass(number: int, batches: list[list[int]], **about: Any) -> list[dict[str, Any]]:
+def eval_pass(number: int, batches: list[list[int]], **fields: Any) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
-        {"k": "pass", "number": number, **LOADER, "shuffle": False, **about}
+        {"k": "pass", "number": number, **LOADER, "shuffle": False, **fields}
     ]
     for indices in batches:
         events += [batch(number, indices), forward(grad=False)]

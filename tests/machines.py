@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepladder.tools.doctor.facts import Facts, Folder
+from stepladder.tools.doctor.machine_facts import Facts, Folder
 from stepladder.tools.doctor.network import Interface, Peer
 from stepladder.tools.doctor.programs import Gpu, Gpus, Torch
 

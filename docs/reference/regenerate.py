@@ -13,7 +13,7 @@ import click
 
 from stepladder.cli import OLD_SPELLINGS, cli
 from stepladder.cli.options import JobCommand
-from stepladder.tools.check.finding import texts
+from stepladder.tools.check.finding import rule_texts
 from stepladder.tools.explain.explain import known_errors
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ def rules_page() -> str:
         " a warning a risk, a note cost or taste.\n"
     )
     family = ""
-    for rule in texts().values():
+    for rule in rule_texts().values():
         if rule.family != family:
             family = rule.family
             parts.append(f"## {family.capitalize()}\n")

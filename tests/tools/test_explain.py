@@ -73,8 +73,8 @@ def test_what_is_raised_here_is_known(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    found = list(explain(raised(call).splitlines()))
-    assert any(cause in one.error.cause for one in found), found
+    occurrences = list(explain(raised(call).splitlines()))
+    assert any(cause in occurrence.error.cause for occurrence in occurrences), occurrences
 
 
 def test_a_file_with_a_class_is_known(tmp_path: Path) -> None:
@@ -88,17 +88,17 @@ def test_a_file_with_a_class_is_known(tmp_path: Path) -> None:
 def test_each_message_is_found_alone_and_in_a_line(error: KnownError) -> None:
     for text in error.texts:
         for line in (text, text.upper(), f"[rank1]: RuntimeError:   {text} (code 7)"):
-            assert error in [one.error for one in explain([line])], line
+            assert error in [occurrence.error for occurrence in explain([line])], line
 
 
 @pytest.mark.parametrize("error", KNOWN, ids=lambda error: error.texts[0][:40])
 def test_what_to_type_is_there(error: KnownError) -> None:
     context = click.Context(cli)
-    for words in re.findall(r"stepladder ((?:\w+)(?: [^;:,]+)?)", error.do):
-        command = cli.get_command(context, words.split()[0])
-        assert command is not None, words
+    for command_line in re.findall(r"stepladder ((?:\w+)(?: [^;:,]+)?)", error.do):
+        command = cli.get_command(context, command_line.split()[0])
+        assert command is not None, command_line
         flags = {flag for param in command.params for flag in param.opts}
-        assert set(re.findall(r"--[\w-]+", words)) <= flags, words
+        assert set(re.findall(r"--[\w-]+", command_line)) <= flags, command_line
 
 
 def test_a_log_is_looked_through_and_each_message_told_once(
@@ -112,9 +112,9 @@ def test_a_log_is_looked_through_and_each_message_told_once(
         "line 3",
         "line 6",
     ]
-    about = json.loads(stepladder("explain", log, "--json").stdout)
-    assert [one["line"] for one in about["found"]] == [3, 6]
-    assert about.keys() | about["found"][0].keys() == documented_keys("explain")
+    output = json.loads(stepladder("explain", log, "--json").stdout)
+    assert [occurrence["line"] for occurrence in output["found"]] == [3, 6]
+    assert output.keys() | output["found"][0].keys() == documented_keys("explain")
 
 
 def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
@@ -130,7 +130,7 @@ def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
 
 
 def test_a_part_of_a_message_is_enough_but_no_single_word(stepladder: Any) -> None:
-    assert "OS" not in [one.line for one in explain(["OS", "in", "the"])]
+    assert "OS" not in [occurrence.line for occurrence in explain(["OS", "in", "the"])]
     assert stepladder("explain", "already in use").returncode == 0
 
 

@@ -15,9 +15,9 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.tools.check.check import Report, Request, check
-from stepladder.tools.check.finding import Fault, texts
-from stepladder.tools.check.output import as_json as json_text
-from stepladder.tools.check.output import as_sarif, lines_of
+from stepladder.tools.check.finding import Finding, rule_texts
+from stepladder.tools.check.formats import format_finding, format_sarif
+from stepladder.tools.check.formats import format_json as json_text
 from stepladder.train.job_source import validate_not_job
 
 
@@ -102,15 +102,15 @@ def command(
     request = Request(
         script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience
     )
-    request = replace(request, writes=writable_folders(writes))
-    report = check(request, (lambda _: None) if as_json else show_fault)
+    request = replace(request, writable_folders=writable_folders(writes))
+    report = check(request, (lambda _: None) if as_json else show_finding)
     if sarif:
-        write_output(sarif, as_sarif(report, version("stepladder")), "--sarif")
+        write_output(sarif, format_sarif(report, version("stepladder")), "--sarif")
     if as_json:
         echo(json_text(report))
     else:
         show_summary(report)
-    return report.code
+    return report.exit_code
 
 
 def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -127,10 +127,10 @@ def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(folder.resolve() for folder in folders)
 
 
-def show_fault(fault: Fault) -> None:
+def show_finding(finding: Finding) -> None:
     """Print a finding."""
-    head, details = lines_of(fault)
-    click.secho(fault.severity, fg=SEVERITY_COLOURS[fault.severity], nl=False)
+    head, details = format_finding(finding)
+    click.secho(finding.severity, fg=SEVERITY_COLOURS[finding.severity], nl=False)
     echo(head)
     echo(details)
 
@@ -144,9 +144,9 @@ def show_summary(report: Report) -> None:
         echo(note)
     for line in report.isolation.lines() if report.isolation else []:
         echo(line)
-    severities = [fault.severity for fault in report.faults]
+    severities = [finding.severity for finding in report.findings]
     counts = ", ".join(f"{severities.count(kind)} {kind}s" for kind in SEVERITY_COLOURS)
-    line = f"{counts}; {len(texts())} rules"
-    if report.ran:
-        line += f"; {report.ran}"
+    line = f"{counts}; {len(rule_texts())} rules"
+    if report.run_summary:
+        line += f"; {report.run_summary}"
     echo(line)

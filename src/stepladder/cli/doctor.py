@@ -20,9 +20,9 @@ from stepladder.core.process_count import parse_process_count
 from stepladder.core.python_file import parse_source
 from stepladder.core.world import World
 from stepladder.launcher.allocation import exec_srun_step
-from stepladder.tools.doctor.facts import Facts, gather
-from stepladder.tools.doctor.finding import Finding
-from stepladder.tools.doctor.rules import RULES, judge
+from stepladder.tools.doctor.finding import MachineFinding
+from stepladder.tools.doctor.machine_facts import Facts, gather_facts
+from stepladder.tools.doctor.rules import RULES, apply_rules
 
 if TYPE_CHECKING:
     from stepladder.tools.doctor.link import Link, Speed
@@ -89,18 +89,18 @@ def command(
             raise InputError(
                 "--comm measures between processes, and --nproc is 1", "--comm --nproc 2"
             )
-    facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port, script)
+    facts = Facts.load(load) if load else gather_facts(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
     link: Link | None = None
-    link_findings: list[Finding] = []
+    link_findings: list[MachineFinding] = []
     if comm:
         link, link_findings = measure_link(facts, ranks)
         if not World.detect().is_first:
             for finding in link_findings:
                 show_finding(finding)
             return int(bool(link_findings))
-    return show_report(facts, link_findings + judge(facts), link, as_json)
+    return show_report(facts, link_findings + apply_rules(facts), link, as_json)
 
 
 def validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
@@ -113,19 +113,21 @@ def validate_files_and_port(save: Path | None, script: Path | None, port: int | 
         parse_source(script)
 
 
-def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
+def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[MachineFinding]]:
     """Return the first rank's measurements between processes, and what is wrong with them."""
     if not facts.torch.version:
         raise InputError(
             "--comm needs torch, which is not installed here",
             "pip install torch, or leave --comm out",
         )
-    from stepladder.tools.doctor.link import measure
+    from stepladder.tools.doctor.link import measure_link as measure_among_ranks
 
-    return measure(ranks or max(2, facts.torch.devices))
+    return measure_among_ranks(ranks or max(2, facts.torch.devices))
 
 
-def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
+def show_report(
+    facts: Facts, findings: list[MachineFinding], link: Link | None, as_json: bool
+) -> int:
     """Print the findings, and return exit code 1 if one is an error."""
     severities: list[str] = [finding.severity for finding in findings]
     failed = "error" in severities
@@ -152,7 +154,7 @@ def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_jso
     return int(failed)
 
 
-def show_finding(finding: Finding) -> None:
+def show_finding(finding: MachineFinding) -> None:
     """Print a finding."""
     click.secho(finding.severity, fg=SEVERITY_COLOURS[finding.severity], nl=False)
     echo(f" {finding.rule}: {finding.found}")
@@ -187,7 +189,7 @@ def show_link(link: Link) -> None:
     limit = ", ".join(limits) or "the link's limit is not known"
     nodes = f"over {link.nodes} nodes" if link.nodes > 1 else "on one node"
     echo(f"all_reduce {nodes}, {link.ranks} ranks, {link.backend}; {limit}")
-    show_speeds(link.speeds, link.bound)
+    show_speeds(link.speeds, link.reference_speed)
     if link.within:
         echo(f"all_reduce between the ranks of one node, {link.backend}")
         show_speeds(link.within, None)

@@ -35,7 +35,7 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
     all known messages. Without either, a log is read from standard input. Exit code 1 if there is
     no known message in it.
     """
-    from stepladder.tools.explain.explain import explain, known_errors, nearest
+    from stepladder.tools.explain.explain import explain, find_nearest, known_errors
 
     if as_list:
         for error in known_errors():
@@ -44,7 +44,7 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
         return 0
     matches = list(explain(read_lines(text)))
     if not matches and text is not None and not is_file(text):
-        matches = list(nearest(text))
+        matches = list(find_nearest(text))
     if as_json:
         records = [
             {

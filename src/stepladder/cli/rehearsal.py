@@ -68,9 +68,9 @@ class Rehearsal:
         Returns:
             Whether the script ran, without an error or a warning.
         """
-        from stepladder.cli.check import show_fault, show_summary
+        from stepladder.cli.check import show_finding, show_summary
         from stepladder.tools.check.check import Request, check
-        from stepladder.tools.check.output import as_json as json_text
+        from stepladder.tools.check.formats import format_json as json_text
 
         request = Request(
             self.script,
@@ -78,19 +78,19 @@ class Rehearsal:
             REHEARSAL_NPROC,
             REHEARSAL_STEPS,
             REHEARSAL_EPOCHS,
-            gpus=self.gpus,
-            writes=self.writes,
+            simulate_gpus=self.gpus,
+            writable_folders=self.writes,
         )
-        report = check(request, (lambda _: None) if as_json else show_fault)
-        if as_json and report.code:
+        report = check(request, (lambda _: None) if as_json else show_finding)
+        if as_json and report.exit_code:
             echo(json_text(report))
         elif not as_json:
             show_summary(report)
-        if report.not_checked and report.code != 1:
+        if report.not_checked and report.exit_code != 1:
             print_message(
                 "the rehearsal could not check the script, see above: nothing is submitted;"
                 " without --rehearse it is submitted"
             )
-        elif report.code:
+        elif report.exit_code:
             print_message("the rehearsal has found the problems above: nothing is submitted")
-        return report.code == 0
+        return report.exit_code == 0

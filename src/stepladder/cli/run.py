@@ -243,9 +243,9 @@ def make_topology(flags: dict[str, Any]) -> Topology:
 
 def simulate_gpus(gpus: int) -> None:
     """Print it, and let every Python process started from here simulate CUDA on the CPU."""
-    from stepladder.tools.check.environment import pretending
+    from stepladder.tools.check.startup_variables import simulated_gpu_variables
 
-    os.environ.update(pretending(gpus))
+    os.environ.update(simulated_gpu_variables(gpus))
     print_message(
         f"{gpus} GPUs are simulated: CUDA is the CPU, and nccl is gloo;"
         " times and memory mean nothing"

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from check_recordings import forward, rules_of, seen, step
+from check_recordings import evidence_of, forward, rules_of, step
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.recorder import ProbeLog
+from stepladder.tools.check.probe.probe_log import ProbeLog
+from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rules.training import learns_nothing
-from stepladder.tools.check.settings import ProbeSettings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COMPARING = {
@@ -224,10 +224,10 @@ def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path
 
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:
     settings = ProbeSettings(str(tmp_path), ("/me/train",), "/me/train/copy", "/me/train")
-    recorder = ProbeLog(settings)
-    os.close(recorder.file)
-    assert recorder.is_users("/me/train/model.py")
-    assert not recorder.is_users("/me/train-libraries/model.py")
+    log = ProbeLog(settings)
+    os.close(log.file)
+    assert log.is_user_file("/me/train/model.py")
+    assert not log.is_user_file("/me/train-libraries/model.py")
 
 
 @pytest.mark.slow
@@ -240,9 +240,9 @@ def steps_with(frozen: list[str], grads: dict[str, str]) -> list[dict[str, Any]]
     before = {"w": "w", "head": "h"}
     events: list[dict[str, Any]] = []
     for number in (1, 2, 3):
-        one = step(number, before=before, frozen_names=frozen)
-        one[0] |= {"grads": grads, "norm": 1.0 if grads else 0.0}
-        events += [forward(), *one]
+        events_of_step = step(number, before=before, frozen_names=frozen)
+        events_of_step[0] |= {"grads": grads, "norm": 1.0 if grads else 0.0}
+        events += [forward(), *events_of_step]
     return events
 
 
@@ -252,10 +252,10 @@ def test_only_a_frozen_parameter_is_left_out() -> None:
 
 
 def test_an_optimizer_of_frozen_parameters_is_named_as_that_and_by_no_guess() -> None:
-    (fault,) = learns_nothing(seen(steps_with(["w", "head"], {})))
-    assert "all 2 parameters of the optimizer have requires_grad=False" in fault.evidence
-    assert "class" not in fault.text.fix
-    (guess,) = learns_nothing(seen(steps_with(["w"], {})))
+    (finding,) = learns_nothing(evidence_of(steps_with(["w", "head"], {})))
+    assert "all 2 parameters of the optimizer have requires_grad=False" in finding.evidence
+    assert "class" not in finding.text.fix
+    (guess,) = learns_nothing(evidence_of(steps_with(["w"], {})))
     assert "class" in guess.text.fix
 
 
@@ -273,7 +273,7 @@ FAILS = {
     "object of the simulation": (
         "import torch\nprint(torch.cuda.Stream().priority)\n",
         "this check cannot run it: ",
-        "NoStream has no priority: it is not simulated",
+        "SimulatedStream has no priority: it is not simulated",
     ),
     "probe": (
         "import torch\nw = torch.ones(2, requires_grad=True)\noptimizer = torch.optim.SGD([w], 0.1)\n"
@@ -373,7 +373,7 @@ def test_gradients_that_are_taken_as_values_are_training(tmp_path: Path) -> None
 def test_a_tensor_can_be_resized_after_it_was_hashed() -> None:
     parameter = nn.Parameter(torch.randn(4, 2))
     assert len(digests.digest(parameter)) == 12
-    assert len(digests.rows([parameter])) == 4
+    assert len(digests.row_digests([parameter])) == 4
     parameter.untyped_storage().resize_(0)
     assert parameter.untyped_storage().nbytes() == 0
 

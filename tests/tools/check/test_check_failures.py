@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 import stepladder.tools.check.failure as failure
-from stepladder.tools.check.failure import Folders, failure_of
+from stepladder.tools.check.failure import Folders, classify_failure
 
 FOLDERS = Folders("/t/copy", "/home/u/work")
 SCRIPT = '  File "/t/copy/train.py", line 7, in main\n    loss = net(x)\n           ^^^^^^\n'
 TORCH = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
 CUDA = '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
-PASSING = f'  File "{failure.OURS}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
-WRAPPED = f'  File "{failure.OURS}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
-PROBE = f'  File "{failure.OURS}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
-SIMULATED = f'  File "{failure.OURS}pretend_cuda.py", line 9, in __getattr__\n    raise NotSimulated(name)\n'
+PASSING = f'  File "{failure.CHECK_PREFIX}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
+WRAPPED = f'  File "{failure.CHECK_PREFIX}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
+PROBE = f'  File "{failure.CHECK_PREFIX}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
+SIMULATED = f'  File "{failure.CHECK_PREFIX}simulated_cuda.py", line 9, in __getattr__\n    raise NotSimulated(name)\n'
 RAISE = '  File "/t/copy/train.py", line 9, in main\n    raise RuntimeError("No CUDA GPUs are available")\n'
 
 
@@ -60,25 +60,27 @@ OF_THE_CHECK = {
 
 @pytest.mark.parametrize("output", OF_THE_SCRIPT.values(), ids=OF_THE_SCRIPT)
 def test_a_fault_of_the_script_is_said_to_be_its_own(output: str) -> None:
-    assert failure_of(output, FOLDERS, simulates=True).cause == "script"
+    assert classify_failure(output, FOLDERS, simulates=True).cause == "script"
 
 
 @pytest.mark.parametrize("output", OF_THE_CHECK.values(), ids=OF_THE_CHECK)
 @pytest.mark.parametrize("prefix", ["", "[rank1]: "])
 def test_a_fault_of_the_probe_or_of_simulated_cuda_accuses_nobody(output: str, prefix: str) -> None:
     output = "".join(prefix + line for line in output.splitlines(keepends=True))
-    found = failure_of(output, FOLDERS, simulates=True)
-    assert found.cause == "check"
-    assert found.line.startswith("this check cannot run it: ")
-    assert "Error: " in found.line
+    reason = classify_failure(output, FOLDERS, simulates=True)
+    assert reason.cause == "check"
+    assert reason.line.startswith("this check cannot run it: ")
+    assert "Error: " in reason.line
 
 
 def test_without_simulation_a_missing_gpu_is_the_scripts_fault() -> None:
     output = traceback(SCRIPT, CUDA, error="AssertionError: Torch not compiled with CUDA enabled")
-    assert failure_of(output, FOLDERS, simulates=False).cause == "script"
-    assert failure_of(output, FOLDERS, simulates=True).cause == "check"
+    assert classify_failure(output, FOLDERS, simulates=False).cause == "script"
+    assert classify_failure(output, FOLDERS, simulates=True).cause == "check"
 
 
 def test_the_users_frames_are_shown_without_the_probes_and_in_the_users_folder() -> None:
-    shown = failure_of(traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS, simulates=True).output
+    shown = classify_failure(
+        traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS, simulates=True
+    ).output
     assert shown == traceback(SCRIPT, TORCH).replace("/t/copy", "/home/u/work").rstrip()

@@ -23,7 +23,12 @@ import torch
 
 import stepladder
 from stepladder.tools.check.isolation import kernel, sandbox
-from stepladder.tools.check.isolation.sandbox import FORCED, MECHANISMS, Protected, open_namespace
+from stepladder.tools.check.isolation.sandbox import (
+    MECHANISM_VARIABLE,
+    MECHANISMS,
+    Protected,
+    open_namespace,
+)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HARMFUL = SCRIPTS / "harmful.py"
@@ -44,14 +49,14 @@ LEAD_OUT = [
 
 
 def describe(path: Path) -> tuple[object, ...]:
-    about = path.lstat()
-    kind = stat.S_IFMT(about.st_mode)
+    status = path.lstat()
+    kind = stat.S_IFMT(status.st_mode)
     content = os.readlink(path) if kind == stat.S_IFLNK else ""  # noqa: PTH115
     if kind == stat.S_IFREG:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
     names = tuple(os.listxattr(path, follow_symlinks=False))
-    links = about.st_nlink if kind == stat.S_IFREG else 0
-    return about.st_mode, about.st_uid, about.st_mtime_ns, about.st_size, links, content, names
+    links = status.st_nlink if kind == stat.S_IFREG else 0
+    return status.st_mode, status.st_uid, status.st_mtime_ns, status.st_size, links, content, names
 
 
 def tree(folder: Path) -> dict[str, tuple[object, ...]]:
@@ -95,7 +100,7 @@ def check(
     command: Sequence[str] = (sys.executable,),
     env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    words = [
+    command_text = [
         *command,
         "-m",
         "stepladder",
@@ -106,18 +111,18 @@ def check(
         *map(str, args),
     ]
     ran = subprocess.run(
-        words,
+        command_text,
         cwd=folder,
-        env={**os.environ, FORCED: mechanism, **(env or {})},
+        env={**os.environ, MECHANISM_VARIABLE: mechanism, **(env or {})},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert ran.stdout, ran.stderr
-    told: dict[str, Any] = json.loads(ran.stdout)
-    assert told["isolation"]["mechanism"] == mechanism, told
-    return told
+    report: dict[str, Any] = json.loads(ran.stdout)
+    assert report["isolation"]["mechanism"] == mechanism, report
+    return report
 
 
 @cache
@@ -139,14 +144,14 @@ def needs(mechanism: str) -> None:
         pytest.skip("this kernel allows no mount namespace")
 
 
-def printed(told: dict[str, Any]) -> list[str]:
+def printed(report: dict[str, Any]) -> list[str]:
     """Return the lines of a script that has ended with an exit code of its own."""
-    lines: list[str] = told["not_checked"]["output"].splitlines()
+    lines: list[str] = report["not_checked"]["output"].splitlines()
     return lines
 
 
-def became_of(told: dict[str, Any]) -> dict[str, str]:
-    became: dict[str, str] = json.loads(printed(told)[-1])
+def became_of(report: dict[str, Any]) -> dict[str, str]:
+    became: dict[str, str] = json.loads(printed(report)[-1])
     return became
 
 
@@ -163,8 +168,8 @@ def test_of_more_than_thirty_ways_none_changes_a_file_outside(
     shutil.copy(HARMFUL, outside.parent / "folder" / "script.py")
     before = tree(outside.parent)
     skipped = ",".join(NOT_COVERED[mechanism])
-    told = check(outside.parent / "folder", args=(outside, skipped), mechanism=mechanism)
-    became = became_of(told)
+    report = check(outside.parent / "folder", args=(outside, skipped), mechanism=mechanism)
+    became = became_of(report)
     after = tree(outside.parent)
     assert [
         path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
@@ -172,9 +177,9 @@ def test_of_more_than_thirty_ways_none_changes_a_file_outside(
     assert len(became) > 45
     if mechanism == "namespace":  # the script does not notice
         assert failed_in(became) == LEAD_OUT
-        assert str(outside) in [change["folder"] for change in told["isolation"]["written"]]
+        assert str(outside) in [change["folder"] for change in report["isolation"]["written"]]
     else:
-        assert str(outside / "a") in told["isolation"]["refused"]
+        assert str(outside / "a") in report["isolation"]["refused"]
 
 
 TRAINS = """
@@ -228,13 +233,13 @@ def test_a_resume_finds_its_own_snapshot_and_leaves_the_one_in_production(outsid
         TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
     )
     before = tree(outside.parent)
-    told = check(folder, "--resume", "--epochs", "2")
+    report = check(folder, "--resume", "--epochs", "2")
     assert tree(outside.parent) == before
-    evidence = {finding["rule"]: finding["evidence"] for finding in told["findings"]}
+    evidence = {finding["rule"]: finding["evidence"] for finding in report["findings"]}
     assert "begins with epoch 4711, so epoch 4711 is trained again" in evidence["resume-epoch"]
-    assert told["isolation"]["written"] == [
+    assert report["isolation"]["written"] == [
         {"folder": str(outside), "written": ["snapshot.pt"], "removed": []}
-    ], told
+    ], report
 
 
 @pytest.mark.slow
@@ -249,11 +254,11 @@ def test_where_no_overlay_can_be_laid_the_snapshot_stays_and_a_line_says_what_to
         TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
     )
     before = tree(outside.parent)
-    told = check(folder, "--resume", "--epochs", "2", mechanism=mechanism)
+    report = check(folder, "--resume", "--epochs", "2", mechanism=mechanism)
     assert tree(outside.parent) == before
-    assert told["not_checked"]["cause"] == "check"
-    assert f"(HINT: stepladder check --writes {outside} ...)" in told["not_checked"]["line"]
-    assert told["isolation"]["refused"] == [str(outside / "snapshot.pt.new")]
+    assert report["not_checked"]["cause"] == "check"
+    assert f"(HINT: stepladder check --writes {outside} ...)" in report["not_checked"]["line"]
+    assert report["isolation"]["refused"] == [str(outside / "snapshot.pt.new")]
 
 
 @pytest.mark.slow
@@ -288,10 +293,10 @@ def test_a_folder_of_writes_is_written_for_real_and_no_other(mechanism: str, out
     (folder / "runs").mkdir()
     (folder / "script.py").write_text(WRITES)
     paths = outside / "folder" / "real", "runs/mine", folder / "runs" / "by-path"
-    told = check(
+    report = check(
         folder, "--writes", outside / "folder", "--writes", "runs", args=paths, mechanism=mechanism
     )
-    assert told["not_checked"]["cause"] == "no training", told
+    assert report["not_checked"]["cause"] == "no training", report
     assert (outside / "folder" / "real").read_text() == "new"
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["by-path", "mine"]
     before = tree(outside.parent)
@@ -320,12 +325,12 @@ def test_a_write_that_no_overlay_can_take_is_refused_in_one_line(root: Path) -> 
     """Over folders of the system none is laid: services have their sockets there."""
     needs("namespace")
     (root / "script.py").write_text(WRITES)
-    told = check(root, args=("/usr/stepladder-test",))
-    assert told["not_checked"]["line"] == (
+    report = check(root, args=("/usr/stepladder-test",))
+    assert report["not_checked"]["line"] == (
         "this check cannot run it: OSError: [Errno 30] /usr/stepladder-test lies outside the copy, and stepladder "
         "check changes nothing there  (HINT: stepladder check --writes /usr ...)"
     )
-    assert told["isolation"]["refused"] == ["/usr/stepladder-test"]
+    assert report["isolation"]["refused"] == ["/usr/stepladder-test"]
     assert not Path("/usr/stepladder-test").exists()
 
 
@@ -355,10 +360,10 @@ def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(
     python = environment / "bin" / "python"
     (folder / "script.py").write_text(IN_ITS_ENVIRONMENT)
     before = tree(outside.parent)
-    told = check(folder, args=(environment / "new",), command=(str(python),))
-    assert printed(told)[-1] == f"new {python}", told
+    report = check(folder, args=(environment / "new",), command=(str(python),))
+    assert printed(report)[-1] == f"new {python}", report
     assert tree(outside.parent) == before
-    assert told["isolation"]["written"] == [
+    assert report["isolation"]["written"] == [
         {"folder": str(environment), "written": ["new"], "removed": []}
     ]
 
@@ -413,8 +418,8 @@ def test_workers_spawned_processes_temporary_files_and_caches_work(
         "CACHE": "1" if mechanism == "namespace" else "",
         "HOME": str(outside),
     }
-    told = check(folder, mechanism=mechanism, env=env)
-    assert printed(told)[-1] == "it went on", told
+    report = check(folder, mechanism=mechanism, env=env)
+    assert printed(report)[-1] == "it went on", report
     assert not (outside / ".cache").exists()
 
 
@@ -423,18 +428,20 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
 ) -> None:
     """Before Linux 5.12 no call makes all of them read-only at once."""
     needs("namespace")
-    plan_of = sandbox.plan_of
+    make_plan = sandbox.make_plan
     monkeypatch.setattr(
-        sandbox, "plan_of", lambda protected: replace(plan_of(protected), by_remount=True)
+        sandbox, "make_plan", lambda protected: replace(make_plan(protected), by_remount=True)
     )
     scratch = outside.parent / "scratch"
     scratch.mkdir()
-    words = f"touch /usr/stepladder-test; echo changed > {outside / 'a'}; cat {outside / 'a'}"
+    command_text = (
+        f"touch /usr/stepladder-test; echo changed > {outside / 'a'}; cat {outside / 'a'}"
+    )
     before = tree(outside)
     with closing(
         sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))
     ) as made:
-        command = made.command(["/bin/sh", "-c", words])
+        command = made.command(["/bin/sh", "-c", command_text])
         ran = subprocess.run(
             command, pass_fds=made.descriptors, capture_output=True, text=True, check=False
         )
@@ -475,7 +482,7 @@ def stranger() -> tuple[str, ...]:
         )
     packages = [str(Path(module.__file__ or "").parents[1]) for module in (torch, stepladder)]
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
-        words = (
+        command_text = (
             *AS_STRANGER,
             "env",
             f"PYTHONPATH={os.pathsep.join(packages)}",
@@ -484,10 +491,12 @@ def stranger() -> tuple[str, ...]:
             python,
         )
         tried = subprocess.run(
-            [*words, "-c", "import torch, click, stepladder"], capture_output=True, check=False
+            [*command_text, "-c", "import torch, click, stepladder"],
+            capture_output=True,
+            check=False,
         )
         if tried.returncode == 0:
-            return words
+            return command_text
     pytest.skip("an ordinary user may not read this checkout")
 
 
@@ -496,12 +505,12 @@ def test_the_same_without_privilege(stranger: tuple[str, ...], outside: Path) ->
     shutil.copy(HARMFUL, outside.parent / "folder" / "script.py")
     give_to_stranger(outside.parent)
     before = tree(outside.parent)
-    told = check(outside.parent / "folder", args=(outside, "-"), command=stranger)
+    report = check(outside.parent / "folder", args=(outside, "-"), command=stranger)
     after = tree(outside.parent)
     assert [
         path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
     ] == []
-    assert failed_in(became_of(told)) == LEAD_OUT
+    assert failed_in(became_of(report)) == LEAD_OUT
 
 
 FINDS = """
@@ -524,15 +533,15 @@ def test_a_folder_of_another_user_gets_an_overlay_once_the_script_writes_there(
     os.chown(outside / "folder", 0, 0)
     (outside / "folder").chmod(0o777)
     before = tree(outside.parent)
-    told = check(
+    report = check(
         outside.parent / "folder",
         command=stranger,
         env={"BACKWARDS": str(outside / "folder")[::-1]},
     )
-    assert printed(told)[-1] == "new", told
+    assert printed(report)[-1] == "new", report
     assert tree(outside.parent) == before
-    written = {change["folder"]: change["written"] for change in told["isolation"]["written"]}
-    assert written[str(outside / "folder")] == ["new"] and told["isolation"]["refused"] == []
+    written = {change["folder"]: change["written"] for change in report["isolation"]["written"]}
+    assert written[str(outside / "folder")] == ["new"] and report["isolation"]["refused"] == []
 
 
 def give_to_stranger(folder: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from check_recordings import log, seen, train_pass
+from check_recordings import evidence_of, log, train_pass
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare
 
@@ -16,19 +16,19 @@ LOAD = {"k": "load", "path": "s.pt", "weights_only": "True"}
 SAVE = {"k": "save", "path": "s.pt"}
 
 
-def told(epoch: int) -> dict[str, Any]:
+def set_epoch(epoch: int) -> dict[str, Any]:
     return {"k": "setepoch", "sampler": 7, "value": epoch}
 
 
 UNBROKEN: Events = [
-    told(0),
+    set_epoch(0),
     *train_pass(1, FIRST),
     SAVE,
-    told(1),
+    set_epoch(1),
     *train_pass(2, SECOND, 3),
     {"k": "exit"},
 ]
-ENDED: Events = [told(0), *train_pass(1, FIRST), SAVE, told(1)]
+ENDED: Events = [set_epoch(0), *train_pass(1, FIRST), SAVE, set_epoch(1)]
 
 
 def rules(resumed: Events, unbroken: Events = UNBROKEN, ended: Events = ENDED) -> list[str]:
@@ -36,29 +36,29 @@ def rules(resumed: Events, unbroken: Events = UNBROKEN, ended: Events = ENDED) -
         Recording([log(0, [LOAD, *events] if events is resumed else events)], 2)
         for events in (ended, resumed)
     ]
-    faults, _ = compare(seen(unbroken), *runs)
-    return [fault.rule for fault in faults]
+    findings, _ = compare(evidence_of(unbroken), *runs)
+    return [finding.rule for finding in findings]
 
 
 def test_a_resume_that_goes_on_where_it_stopped_has_no_finding() -> None:
-    assert rules([told(1), *train_pass(1, SECOND, 3), {"k": "exit"}]) == []
+    assert rules([set_epoch(1), *train_pass(1, SECOND, 3), {"k": "exit"}]) == []
 
 
 def test_an_epoch_that_is_trained_again_or_skipped_is_named() -> None:
-    assert rules([told(0), *train_pass(1, FIRST)]) == ["resume-epoch"]
-    assert rules([told(2), *train_pass(1, FIRST)]) == ["resume-epoch"]
+    assert rules([set_epoch(0), *train_pass(1, FIRST)]) == ["resume-epoch"]
+    assert rules([set_epoch(2), *train_pass(1, FIRST)]) == ["resume-epoch"]
 
 
 def test_samples_that_are_trained_again_in_the_same_epoch_are_named() -> None:
     half = train_pass(1, FIRST)[:-1]  # ended in its midst
-    assert rules([told(0), *train_pass(1, FIRST)], ended=[told(0), *half, SAVE]) == [
+    assert rules([set_epoch(0), *train_pass(1, FIRST)], ended=[set_epoch(0), *half, SAVE]) == [
         "resume-samples"
     ]
 
 
 def test_a_learning_rate_that_begins_anew_is_named() -> None:
     resumed = [
-        told(1),
+        set_epoch(1),
         *(e | {"lr": [0.4]} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
     ]
     assert rules(resumed) == ["resume-lr"]
@@ -66,7 +66,7 @@ def test_a_learning_rate_that_begins_anew_is_named() -> None:
 
 def test_weights_that_are_not_those_of_the_unbroken_run_are_named() -> None:
     resumed = [
-        told(1),
+        set_epoch(1),
         *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
     ]
     assert rules(resumed) == ["resume-differs"]
@@ -75,22 +75,26 @@ def test_weights_that_are_not_those_of_the_unbroken_run_are_named() -> None:
 def test_without_a_seed_and_without_set_epoch_the_epochs_are_counted() -> None:
     """Each epoch has the same order, and each run other weights: their number says it."""
     end = {"k": "exit"}
-    other = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in train_pass(1, FIRST)]
+    first_epoch = [
+        e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in train_pass(1, FIRST)
+    ]
     unbroken = [*train_pass(1, FIRST), SAVE, *train_pass(2, FIRST, 3), end]
-    assert rules([*other, *train_pass(2, FIRST, 3), end], unbroken, [*other, SAVE]) == [
+    assert rules([*first_epoch, *train_pass(2, FIRST, 3), end], unbroken, [*first_epoch, SAVE]) == [
         "resume-epoch"
     ]
-    assert rules([*other, end], unbroken, [*other, SAVE]) == []
+    assert rules([*first_epoch, end], unbroken, [*first_epoch, SAVE]) == []
 
 
 def test_where_two_runs_differ_anyway_nothing_is_said_of_weights() -> None:
     resumed = [
-        told(1),
+        set_epoch(1),
         *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
     ]
     ended = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in ENDED]
-    faults, note = compare(
-        seen(UNBROKEN), Recording([log(0, ended)], 2), Recording([log(0, [LOAD, *resumed])], 2)
+    findings, note = compare(
+        evidence_of(UNBROKEN),
+        Recording([log(0, ended)], 2),
+        Recording([log(0, [LOAD, *resumed])], 2),
     )
-    assert faults == []
+    assert findings == []
     assert "seed it" in note

@@ -15,29 +15,34 @@ from check_recordings import (
     step,
     train_pass,
 )
-from stepladder.tools.check.finding import texts
-from stepladder.tools.check.rules.static import judge_static
+from stepladder.tools.check.finding import rule_texts
+from stepladder.tools.check.rules.static import apply_static_rules
 
 Events = list[dict[str, Any]]
 ZERO, ONE = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
 TOLD = {"k": "setepoch", "sampler": 7}
 
 
-def epochs(rank: list[list[int]], other: list[list[int]], **about: Any) -> Events:
-    return [*train_pass(1, rank, **about), *train_pass(2, other, 3, **about)]
+def epochs(rank: list[list[int]], second_epoch: list[list[int]], **loader_fields: Any) -> Events:
+    return [*train_pass(1, rank, **loader_fields), *train_pass(2, second_epoch, 3, **loader_fields)]
 
 
 def test_a_run_without_a_mistake_has_no_finding() -> None:
     zero = epochs(ZERO, [[1, 0], [3, 2]])
-    one = epochs(ONE, [[4, 5], [6, 7]])
-    assert rules_of(zero, one) == []
+    events = epochs(ONE, [[4, 5], [6, 7]])
+    assert rules_of(zero, events) == []
 
 
-def steps(*many: list[dict[str, Any]], between: Any = None) -> Events:
+def steps(*steps_of_events: list[dict[str, Any]], between: Any = None) -> Events:
     return [
         event
-        for one in many
-        for event in [forward(), backward(len(one) + one[0]["step"]), *(between or []), *one]
+        for events in steps_of_events
+        for event in [
+            forward(),
+            backward(len(events) + events[0]["step"]),
+            *(between or []),
+            *events,
+        ]
     ]
 
 
@@ -304,8 +309,8 @@ def test_a_sum_of_all_ranks_by_the_count_of_one_is_named_and_by_that_of_all_is_n
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_mistake_is_found_by_its_rule_alone(name: str) -> None:
-    rule, zero, one = CASES[name]
-    assert rules_of(zero, one, text=NUMBERS if rule == "own-index" else "") == [rule]
+    rule, zero, events = CASES[name]
+    assert rules_of(zero, events, text=NUMBERS if rule == "own-index" else "") == [rule]
 
 
 SOUND: dict[str, tuple[Events, Events]] = {
@@ -400,7 +405,7 @@ STATIC = {
 
 @pytest.mark.parametrize("rule", STATIC)
 def test_the_source_alone_says_it(rule: str) -> None:
-    assert [fault.rule for fault in judge_static(source(STATIC[rule]))] == [rule]
+    assert [finding.rule for finding in apply_static_rules(source(STATIC[rule]))] == [rule]
 
 
 @pytest.mark.parametrize(
@@ -421,15 +426,15 @@ def test_the_source_alone_says_it(rule: str) -> None:
     ],
 )
 def test_sound_source_has_no_finding(text: str) -> None:
-    assert judge_static(source(text)) == []
+    assert apply_static_rules(source(text)) == []
 
 
 def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not() -> None:
     zero = [COLL | {"at": ["train.py", 2, ""]}]
-    one = [COLL | {"op": "broadcast"}]
+    events = [COLL | {"op": "broadcast"}]
     line = "import torch\nall_reduce(x)  # stepladder: ignore[collective-order]"
-    assert rules_of(zero, one, text=line + " it is tried on purpose\n") == []
-    assert rules_of(zero, one, text=line + "\n") == ["collective-order"]
+    assert rules_of(zero, events, text=line + " it is tried on purpose\n") == []
+    assert rules_of(zero, events, text=line + "\n") == ["collective-order"]
 
 
 def test_every_rule_has_a_text_of_its_own() -> None:
@@ -438,7 +443,8 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-samples",
         "resume-lr",
         "resume-differs",
-    } == set(texts())
+    } == set(rule_texts())
     assert all(
-        text.what.endswith(".") and text.why.endswith(".") and text.fix for text in texts().values()
+        text.what.endswith(".") and text.why.endswith(".") and text.fix
+        for text in rule_texts().values()
     )

@@ -32,14 +32,14 @@ def check(script: Path, folder: Path, *flags: str, args: tuple[str, ...] = ()) -
     return ran.returncode, json.loads(ran.stdout)
 
 
-def rules(said: dict) -> set[str]:  # type: ignore[type-arg]
-    return {finding["rule"] for finding in said["findings"]}
+def rules(report: dict) -> set[str]:  # type: ignore[type-arg]
+    return {finding["rule"] for finding in report["findings"]}
 
 
 @pytest.mark.ranks
 def test_a_clean_script_has_no_finding_and_its_folder_stays_as_it_was(tmp_path: Path) -> None:
-    code, said = check(SCRIPTS / "clean.py", tmp_path)
-    assert (code, said["findings"], said["failed"]) == (0, [], "")
+    code, report = check(SCRIPTS / "clean.py", tmp_path)
+    assert (code, report["findings"], report["failed"]) == (0, [], "")
     assert [path.name for path in tmp_path.iterdir()] == ["clean.py"]
 
 
@@ -74,9 +74,9 @@ def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -
     script.write_text(
         "import os\nprint('rank', os.environ['RANK'])\nraise RuntimeError('no data here')\n"
     )
-    code, said = check(script, tmp_path)
-    assert (code, said["findings"]) == (3, [])
-    assert "RuntimeError: no data here" in said["failed"]
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (3, [])
+    assert "RuntimeError: no data here" in report["failed"]
 
 
 def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
     script.parent.mkdir()
     text = "import os\nos.environ['MASTER_PORT'] = '12355'\nopen('made', 'w').close()\nraise SystemExit(9)\n"
     script.write_text(text)
-    code, said = check(script, tmp_path, "--static", "--sarif", "out.sarif")
-    assert (code, [f["line"] for f in said["findings"]], said["ran"]) == (0, [2], "")
+    code, report = check(script, tmp_path, "--static", "--sarif", "out.sarif")
+    assert (code, [f["line"] for f in report["findings"]], report["ran"]) == (0, [2], "")
     sarif = json.loads((tmp_path / "out.sarif").read_text())
     assert sarif["version"] == "2.1.0"
     assert [result["ruleId"] for result in sarif["runs"][0]["results"]] == ["fixed-port"]
@@ -123,17 +123,17 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     script = tmp_path / "from" / "tutorial.py"
     script.parent.mkdir()
     script.write_text(text.replace(SAVE, save).replace(MAIN, SLOW + MAIN))
-    code, said = check(script, tmp_path, "--resume", args=("4", "1"))
+    code, report = check(script, tmp_path, "--resume", args=("4", "1"))
     lines = text.splitlines()
-    found = {finding["rule"]: lines[finding["line"] - 1] for finding in said["findings"]}
+    lines_by_rule = {finding["rule"]: lines[finding["line"] - 1] for finding in report["findings"]}
     assert code == 1
-    assert "torch.save" in found["many-writers"]
-    assert "torch.save" in found["in-place-snapshot"]
-    assert "torch.save" in found["incomplete-snapshot"]
-    assert "torch.save" in found["resume-epoch"]
-    assert "backward" in found["learns-nothing"]
-    assert "nccl" in found["cuda-only"]
-    assert set(found) == {
+    assert "torch.save" in lines_by_rule["many-writers"]
+    assert "torch.save" in lines_by_rule["in-place-snapshot"]
+    assert "torch.save" in lines_by_rule["incomplete-snapshot"]
+    assert "torch.save" in lines_by_rule["resume-epoch"]
+    assert "backward" in lines_by_rule["learns-nothing"]
+    assert "nccl" in lines_by_rule["cuda-only"]
+    assert set(lines_by_rule) == {
         "many-writers", "in-place-snapshot", "incomplete-snapshot", "resume-epoch", "learns-nothing", "cuda-only",
         "unscaled-batch",
     }  # fmt: skip
@@ -162,12 +162,12 @@ TWELVE = (
 @pytest.mark.parametrize("name", TWELVE)
 def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
     scripts = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]
-    script = next(one for one in scripts if one["file"] == f"{name}.py")
-    _, said = check(
+    script = next(entry for entry in scripts if entry["file"] == f"{name}.py")
+    _, report = check(
         CORPUS / script["file"], tmp_path, *(["--resume"] if script.get("resume") else [])
     )
     planted = set(script["rules"])
-    assert planted <= rules(said) <= planted | set(script.get("also", []))
+    assert planted <= rules(report) <= planted | set(script.get("also", []))
 
 
 @pytest.mark.corpus
@@ -202,13 +202,13 @@ def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) 
 def test_the_silent_bugs_of_the_exercises_are_found(
     exercise: str, rule: str, tmp_path: Path
 ) -> None:
-    _, said = check(EXERCISES / exercise / "exercise.py", tmp_path)
-    assert rule in rules(said)
+    _, report = check(EXERCISES / exercise / "exercise.py", tmp_path)
+    assert rule in rules(report)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_script_for_gpus_alone_runs_on_pretended_ones(tmp_path: Path) -> None:
+def test_a_script_for_gpus_alone_runs_on_simulated_ones(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "cuda_only.py", tmp_path)
     command = [sys.executable, "-m", "stepladder", "run", "--simulate-gpus", "2", "cuda_only.py"]
     ran = subprocess.run(
@@ -216,5 +216,5 @@ def test_a_script_for_gpus_alone_runs_on_pretended_ones(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "2 GPUs are simulated" in ran.stderr
-    assert ran.stdout.count("True pretended GPU False") == 2
-    assert "moves to a pretended GPU on rank 0" in ran.stderr
+    assert ran.stdout.count("True simulated GPU False") == 2
+    assert "moves to a simulated GPU on rank 0" in ran.stderr

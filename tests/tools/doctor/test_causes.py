@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from machines import WELL
-from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.programs import BEFORE
-from stepladder.tools.doctor.rules import judge
+from stepladder.tools.doctor.machine_facts import Facts
+from stepladder.tools.doctor.programs import SHADOWS_MODULE
+from stepladder.tools.doctor.rules import apply_rules
 
 
 def no_torch(error: str) -> Facts:
@@ -20,7 +20,7 @@ def no_torch(error: str) -> Facts:
     ("facts", "cause", "fix"),
     [
         (
-            no_torch("/x/random.py" + BEFORE),
+            no_torch("/x/random.py" + SHADOWS_MODULE),
             "the folder that it is called in",
             "mv /x/random.py /x/my_random.py",
         ),
@@ -49,6 +49,6 @@ def no_torch(error: str) -> Facts:
     ],
 )
 def test_the_cause_fits_what_was_said(facts: Facts, cause: str, fix: str) -> None:
-    (finding,) = judge(facts)
+    (finding,) = apply_rules(facts)
     assert cause in finding.cause
     assert fix in finding.fix

@@ -19,22 +19,27 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.tools.doctor import programs
-from stepladder.tools.doctor.facts import Facts, gather, look_at_folder, quota
-from stepladder.tools.doctor.network import look_at_peer, look_at_port
+from stepladder.tools.doctor.machine_facts import (
+    Facts,
+    gather_facts,
+    inspect_folder,
+    read_cpu_quota,
+)
+from stepladder.tools.doctor.network import find_port_error, inspect_peer
 from stepladder.tools.doctor.programs import (
     Gpu,
     Gpus,
     find_gpus,
     imports_of,
+    inspect_script_imports,
+    inspect_torch,
     last_error,
-    look_at_script,
-    look_at_torch,
     parse_nvcc,
     parse_smi,
     seconds_by_package,
-    slowest,
+    slowest_packages,
 )
-from stepladder.tools.doctor.rules import judge
+from stepladder.tools.doctor.rules import apply_rules
 
 SMI = """\
 0, NVIDIA A100-SXM4-40GB, 535.104.05, Enabled, 8.0
@@ -85,7 +90,7 @@ def test_a_driver_that_does_not_answer_is_quoted(
     )
     assert find_gpus().smi_error == "Failed to initialize NVML: Driver/library version mismatch"
     on_path(tmp_path, "nvidia-smi", "exec sleep 60", monkeypatch)
-    monkeypatch.setattr(programs, "SECONDS_OF_TOOL", 0.2)
+    monkeypatch.setattr(programs, "TOOL_TIMEOUT_S", 0.2)
     assert find_gpus().smi_error == "no answer within 0.2 s"
 
 
@@ -98,7 +103,7 @@ def test_nvcc_s_version_is_read() -> None:
 
 def test_import_times_are_added_up_by_package() -> None:
     seconds = seconds_by_package(IMPORTTIME)
-    assert slowest(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
+    assert slowest_packages(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
     assert sum(seconds.values()) == pytest.approx(1.05 + 0.005), (
         "what its top level takes with all below it"
     )
@@ -109,10 +114,10 @@ def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "from __future__ import annotations\nimport json, beside\nfrom . import no\nraise SystemExit('it ran')\n"
     )
-    seen = look_at_script(tmp_path / "train.py")
-    assert seen.error == "" and seen.name == "train.py"
-    assert seen.slowest[0][0] == "beside" and seen.slowest[0][1] >= 0.2
-    assert seen.seconds >= 0.2
+    imports = inspect_script_imports(tmp_path / "train.py")
+    assert imports.error == "" and imports.name == "train.py"
+    assert imports.slowest[0][0] == "beside" and imports.slowest[0][1] >= 0.2
+    assert imports.seconds >= 0.2
     assert imports_of(ast.parse("import a\nif x:\n    import b\nfrom c import d")) == [
         "import a",
         "from c import d",
@@ -121,7 +126,7 @@ def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
 
 def test_an_import_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, not_a_module_of_anybody\n")
-    error = look_at_script(tmp_path / "train.py").error
+    error = inspect_script_imports(tmp_path / "train.py").error
     assert error == "ModuleNotFoundError: No module named 'not_a_module_of_anybody'"
     assert last_error("import time: 1 | 2 | x\n") == "ended without output"
 
@@ -130,15 +135,15 @@ def test_a_script_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (\n")
     for name in ("broken.py", "missing.py"):
         with pytest.raises(InputError, match=r"(is not valid Python|cannot be read): .*\. HINT: "):
-            look_at_script(tmp_path / name)
+            inspect_script_imports(tmp_path / name)
 
 
 def test_the_folder_s_clock_and_rights_are_seen_and_nothing_stays(tmp_path: Path) -> None:
-    seen = look_at_folder(tmp_path / "runs" / "mnist")
-    assert seen.writable and seen.kind and seen.free_bytes
-    assert seen.skew is not None and abs(seen.skew) < 2.0
+    inspected = inspect_folder(tmp_path / "runs" / "mnist")
+    assert inspected.writable and inspected.kind and inspected.free_bytes
+    assert inspected.skew is not None and abs(inspected.skew) < 2.0
     assert list(tmp_path.iterdir()) == []
-    assert not look_at_folder(Path("/proc/nowhere")).writable
+    assert not inspect_folder(Path("/proc/nowhere")).writable
 
 
 @pytest.mark.parametrize(
@@ -167,8 +172,8 @@ def test_the_quota_is_that_of_the_process_s_own_group_and_of_those_above(
         file.write_text(text + "\n")
         if "cfs" in name:
             file.with_name("cpu.cfs_period_us").write_text("100000\n")
-    assert quota(tmp_path / "cgroup", tmp_path / "own") == expected
-    assert quota(tmp_path, tmp_path / "missing") is None
+    assert read_cpu_quota(tmp_path / "cgroup", tmp_path / "own") == expected
+    assert read_cpu_quota(tmp_path, tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("name", ["random.py", "torch.py"])
@@ -177,7 +182,7 @@ def test_a_file_that_hides_a_module_of_torch_s_is_told(
 ) -> None:
     (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert look_at_torch().error == f"{tmp_path / name} comes before the module of that name"
+    assert inspect_torch().error == f"{tmp_path / name} comes before the module of that name"
 
 
 def test_a_port_that_is_taken_says_so() -> None:
@@ -185,19 +190,19 @@ def test_a_port_that_is_taken_says_so() -> None:
         listener.bind(("", 0))
         listener.listen(1)
         number = listener.getsockname()[1]
-        assert look_at_port(number) == "Address already in use"
-    assert look_at_port(number) == ""
+        assert find_port_error(number) == "Address already in use"
+    assert find_port_error(number) == ""
 
 
 def test_the_way_to_a_peer_is_the_kernel_s_route() -> None:
-    seen = look_at_peer("127.0.0.1")
-    assert (seen.source, seen.interface, seen.error) == ("127.0.0.1", "lo", "")
-    assert look_at_peer("no-such-host.invalid").error
+    peer = inspect_peer("127.0.0.1")
+    assert (peer.source, peer.interface, peer.error) == ("127.0.0.1", "lo", "")
+    assert inspect_peer("no-such-host.invalid").error
 
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    return gather(nproc=2, peer="127.0.0.1", port=1)
+    return gather_facts(nproc=2, peer="127.0.0.1", port=1)
 
 
 def test_a_bundle_is_the_same_after_a_journey(facts: Facts, tmp_path: Path) -> None:
@@ -221,7 +226,7 @@ def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
     )
     wrong += {"cores": 1e400}, {"gpus": {"found": [{}]}}, {"folder": {"kind": None}}  # type: ignore[assignment]
     bad = ["no json", "[]", "{}", "[" * 10_000, json.dumps(stored)[:-9]]
-    for text in bad + [json.dumps(stored | one) for one in wrong]:
+    for text in bad + [json.dumps(stored | entry) for entry in wrong]:
         (tmp_path / "bundle.json").write_text(text)
         with pytest.raises(InputError, match="is not a bundle of this version"):
             Facts.load(tmp_path / "bundle.json")
@@ -235,8 +240,8 @@ def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where the texts and numbers of a bundle stand."""
     if isinstance(value, (dict, list)):
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(one, (*path, key))
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(entry, (*path, key))
     elif not isinstance(value, bool):
         yield path
 
@@ -262,16 +267,16 @@ def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(
         )
     )
     for *folders, last in leaves(bundle):
-        place = reduce(lambda value, key: value[key], folders, bundle)
-        before = place[last]
+        folder = reduce(lambda value, key: value[key], folders, bundle)
+        before = folder[last]
         for odd in (
             ("", "\xb2", "1.", "::1", "{0}") if isinstance(before, str) else (0, -1, 2**63, 0.5)
         ):
-            place[last] = odd
+            folder[last] = odd
             (tmp_path / "bundle.json").write_text(json.dumps(bundle))
             with suppress(InputError):
-                judge(Facts.load(tmp_path / "bundle.json"))
-        place[last] = before
+                apply_rules(Facts.load(tmp_path / "bundle.json"))
+        folder[last] = before
 
 
 def test_nothing_secret_is_in_a_bundle() -> None:

@@ -21,10 +21,10 @@ def test_all_reduce_is_measured_over_nodes_and_on_one_against_the_link(
     lab: TestLab, tmp_path: Path
 ) -> None:
     """Typed in an allocation: it starts itself on its nodes."""
-    said = lab.slurm(
+    output = lab.slurm(
         "salloc", "-N2", "stepladder", "doctor", "--comm", "--nproc", 2, "--json", cwd=tmp_path
     )
-    link = json.loads(said.splitlines()[-1])["comm"]
+    link = json.loads(output.splitlines()[-1])["comm"]
     assert (link["ranks"], link["nodes"], link["limit"]) == (4, 2, 1.25), (
         "a veth says that it has 10 Gbit/s"
     )
@@ -46,10 +46,12 @@ def changed(lab: TestLab, node: str, add: str, remove: str) -> Iterator[None]:
 def test_a_link_that_is_slower_than_it_says_is_named(lab: TestLab, tmp_path: Path) -> None:
     slow = "tc qdisc add dev eth0 root tbf rate 160mbit burst 64kb latency 50ms"
     with changed(lab, "n2", slow, "tc qdisc del dev eth0 root"):
-        said = lab.slurm("salloc", "-N2", "stepladder", "run", "--nproc", 1, *MEASURE, cwd=tmp_path)
-    assert "all_reduce over 2 nodes, 2 ranks, gloo; the link has 1.25 GB/s by its driver" in said
-    assert "warning link-slow: one plain TCP connection carries 0.0" in said
-    assert "link-speed" not in said, "all_reduce reaches what that link carries"
+        output = lab.slurm(
+            "salloc", "-N2", "stepladder", "run", "--nproc", 1, *MEASURE, cwd=tmp_path
+        )
+    assert "all_reduce over 2 nodes, 2 ranks, gloo; the link has 1.25 GB/s by its driver" in output
+    assert "warning link-slow: one plain TCP connection carries 0.0" in output
+    assert "link-speed" not in output, "all_reduce reaches what that link carries"
 
 
 def test_nodes_with_no_way_between_them_are_named(lab: TestLab, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from machines import CPU, ETH, GPUS, H100, LO, PEER, TWO, WELL
-from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import SEVERITIES
+from stepladder.tools.doctor.machine_facts import Facts
 from stepladder.tools.doctor.network import Interface
-from stepladder.tools.doctor.programs import BEFORE, Gpus, Imports
-from stepladder.tools.doctor.rules import RULES, judge
+from stepladder.tools.doctor.programs import SHADOWS_MODULE, Gpus, Imports
+from stepladder.tools.doctor.rules import RULES, apply_rules
 
 TORCHRUN = {
     "RANK": "1",
@@ -72,7 +72,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             WELL,
         ),
         (
-            torch(WELL, version="", error="/x/random.py" + BEFORE),
+            torch(WELL, version="", error="/x/random.py" + SHADOWS_MODULE),
             "/x/random.py comes before the module",
             WELL,
         ),
@@ -383,7 +383,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
 
 
 def fired(facts: Facts) -> dict[str, str]:
-    return {finding.rule: finding.found for finding in judge(facts)}
+    return {finding.rule: finding.found for finding in apply_rules(facts)}
 
 
 @pytest.mark.parametrize(
@@ -407,15 +407,15 @@ def test_every_rule_has_its_cases() -> None:
     "facts", [WELL, GPUS, PEER, env(GPUS, **TORCHRUN)], ids=["cpu", "gpus", "peer", "torchrun"]
 )
 def test_a_machine_without_faults_has_no_findings(facts: Facts) -> None:
-    assert [f for f in judge(facts) if f.severity != "note"] == []
+    assert [f for f in apply_rules(facts) if f.severity != "note"] == []
 
 
 def test_findings_are_whole_and_errors_come_first() -> None:
-    found = [f for cases in CASES.values() for fires, _, _ in cases for f in judge(fires)]
-    assert all(f.found and f.cause and f.fix and f.rule for f in found)
-    assert {f.severity for f in found} == set(SEVERITIES)
+    findings = [f for cases in CASES.values() for fires, _, _ in cases for f in apply_rules(fires)]
+    assert all(f.found and f.cause and f.fix and f.rule for f in findings)
+    assert {f.severity for f in findings} == set(SEVERITIES)
     order = [
         SEVERITIES.index(f.severity)
-        for f in judge(replace(env(WORLD_SIZE="1"), python="3.9.1", nproc=2))
+        for f in apply_rules(replace(env(WORLD_SIZE="1"), python="3.9.1", nproc=2))
     ]
     assert order == sorted(order) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The check of a script: static rules, runs in a copy of its folder, rules over what was recorded."""
+"""The check of a script: static rules, a run in a copy of its folder, rules over the recording."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from pathlib import Path
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.attempts import ScriptRun, ScriptRuns
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.finding import Fault, worst_first
-from stepladder.tools.check.isolation.report import Isolation, blame_refusal, describe
+from stepladder.tools.check.finding import Finding, sort_by_severity
 from stepladder.tools.check.isolation.sandbox import Protected, Sandbox
-from stepladder.tools.check.ranks import Launched, RankLaunch
+from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
+from stepladder.tools.check.probe_settings import ProbeSettings
+from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.resume import resumed_faults
-from stepladder.tools.check.rules.base import Seen
-from stepladder.tools.check.rules.every import judge, without_consequences
-from stepladder.tools.check.rules.static import ALWAYS, judge_static
-from stepladder.tools.check.settings import ProbeSettings
-from stepladder.tools.check.tree import Code, read_source
+from stepladder.tools.check.resume import compare_resumed_run
+from stepladder.tools.check.rules.all_rules import (
+    apply_rules,
+    drop_consequences,
+    drop_suppressed,
+)
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.static import (
+    RULES_WITHOUT_RUN,
+    STATIC_RULES,
+    apply_static_rules,
+)
+from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
+from stepladder.tools.check.script_source import ScriptSource, read_source
 
-GPU_WORDS = ("cuda", "nccl", "torch.accelerator", "accelerate", "lightning")
-GROUP_WORDS = (
+USES_GPUS = ("cuda", "nccl", "torch.accelerator", "accelerate", "lightning")
+KNOWS_OTHER_RANKS = (
     "torch.distributed",
     "init_process_group",
     "accelerate",
@@ -35,11 +43,21 @@ GROUP_WORDS = (
     "torch.multiprocessing",
     "dist.",
 )
+SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
+# Rules that examine the source as well as the recording: a finding of one is enough.
+STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
+EXPLAINS_A_HANG = ("uneven-steps", "collective-order")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: flags of the command."""
+    """The request of a check, as the flags of the command.
+
+    Attributes:
+        simulate_gpus: Whether GPUs are simulated from the first run on, and not only if the script
+            fails without.
+        writable_folders: Folders that the script may write for real.
+    """
 
     script: Path
     args: tuple[str, ...] = ()
@@ -50,182 +68,200 @@ class Request:
     static: bool = False
     timeout: float = 600.0
     patience: float = 25.0
-    gpus: bool = (
-        False  # pretended from the first run on, and not only where the script fails without
-    )
-    writes: tuple[Path, ...] = ()  # folders that the script may write for real
+    simulate_gpus: bool = False
+    writable_folders: tuple[Path, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
-    """What was found. not_checked: why the run proves nothing, where it broke off or trained
-    nothing.
+    """The result of a check.
+
+    Attributes:
+        findings: All findings, the most severe ones first.
+        not_checked: Why the run proves nothing, if it failed or trained nothing.
+        run_summary: What has run, in one line.
+        notes: Remarks on how the script was run.
+        isolation: What the script tried to change outside of its copy.
     """
 
-    faults: list[Fault] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     not_checked: NotChecked | None = None
-    ran: str = ""
+    run_summary: str = ""
     notes: list[str] = field(default_factory=list)
     isolation: Isolation | None = None
 
     @property
-    def code(self) -> int:
-        if any(fault.severity != "note" for fault in self.faults):
+    def exit_code(self) -> int:
+        if any(finding.severity != "note" for finding in self.findings):
             return 1
         return 3 if self.not_checked else 0
 
 
-Tell = Callable[[Fault], None]
+OnFinding = Callable[[Finding], None]
 
 
 class Check:
-    """One script's check. tell: called with each finding as soon as it is certain."""
+    """The check of one script.
 
-    def __init__(self, request: Request, tell: Tell) -> None:
-        self.request, self.tell = request, tell
+    Args:
+        request: What to check.
+        on_finding: Called with each finding as soon as it is certain.
+    """
+
+    def __init__(self, request: Request, on_finding: OnFinding) -> None:
+        self.request = request
+        self.on_finding = on_finding
         self.folder = Path.cwd()
         script = request.script.absolute()
         if not script.is_relative_to(self.folder):
             self.folder = script.parent
-        self.source: Code = read_source(script, self.folder)
-        self.told: dict[tuple[str, str, int], Fault] = {}
-        self.report = Report()
+        self.source: ScriptSource = read_source(script, self.folder)
+        self.findings: dict[tuple[str, str, int], Finding] = {}
+        self.notes: list[str] = []
 
     def run(self) -> Report:
-        rules = {} if self.request.static else {"only": ALWAYS}
-        self.add(
-            [
-                f
-                for f in judge_static(self.source, **rules)
-                if not self.source.ignored(f.rule, f.place.file, f.place.line)
-            ]
-        )
+        rules = STATIC_RULES if self.request.static else RULES_WITHOUT_RUN
+        self.add_findings(drop_suppressed(apply_static_rules(self.source, rules), self.source))
+        report = Report(notes=self.notes)
         if not self.request.static:
-            with exit_on_signals(), tempfile.TemporaryDirectory(dir=get_scratch_folder()) as place:
-                self.run_in(Path(place).resolve())
-        self.report.faults = worst_first(list(self.told.values()))
-        return self.report
+            with (
+                exit_on_signals(),
+                tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder,
+            ):
+                report = self.check_in_scratch(Path(folder).resolve())
+        return replace(report, findings=sort_by_severity(list(self.findings.values())))
 
-    def add(self, faults: list[Fault]) -> None:
-        for fault in faults:
-            if fault.key not in self.told and not self.same_elsewhere(fault):
-                self.told[fault.key] = fault
-                self.tell(fault)
+    def add_findings(self, findings: list[Finding]) -> None:
+        """Add the findings that are new, and pass them on."""
+        for finding in findings:
+            if finding.key not in self.findings and not self.has_static_finding(finding.rule):
+                self.findings[finding.key] = finding
+                self.on_finding(finding)
 
-    def same_elsewhere(self, fault: Fault) -> bool:
-        """Rules that are asked twice, of the source and of the run, speak once."""
-        return fault.rule in ("unsafe-load", "cuda-only", "no-destroy") and any(
-            rule == fault.rule for rule, *_ in self.told
-        )
+    def has_static_finding(self, rule: str) -> bool:
+        known_rules = {known for known, _, _ in self.findings}
+        return rule in STATIC_AND_DYNAMIC_RULES and rule in known_rules
 
-    def run_in(self, place: Path) -> None:
-        (place / "recordings").mkdir()
+    def check_in_scratch(self, scratch_folder: Path) -> Report:
+        (scratch_folder / "recordings").mkdir()
         protected = Protected(
-            place, place / "copy", self.folder, self.request.args, self.request.writes
+            scratch_folder,
+            scratch_folder / "copy",
+            self.folder,
+            self.request.args,
+            self.request.writable_folders,
         )
         with closing(Sandbox(protected)) as sandbox:
-            self.run_isolated(place, sandbox)
-            self.report.isolation = describe(sandbox)
-        self.report.not_checked = blame_refusal(self.report.not_checked, self.report.isolation)
+            report = self.check_in_sandbox(scratch_folder, sandbox)
+            isolation = summarize(sandbox)
+        not_checked = blame_refusal(report.not_checked, isolation)
+        return replace(report, not_checked=not_checked, isolation=isolation)
 
-    def run_isolated(self, place: Path, sandbox: Sandbox) -> None:
-        attempts = ScriptRuns(self.source, self.tell_early)
-        attempt = attempts.run(self.start_in(place, sandbox))
-        self.report.notes += attempts.notes
-        recording = attempt.recording
-        found = judge(Seen(recording, self.source))
-        self.report.not_checked = self.why_not_checked(attempt, found)
-        self.say_what_ran(recording, attempt.launched)
-        if self.request.resume and not self.report.not_checked:
-            start = self.fresh(attempt.launch, place)
-            faults, note = resumed_faults(Seen(recording, self.source), start)
-            found = without_consequences([*found, *faults])
-            self.report.notes += [note] if note else []
-        self.add(found)
+    def check_in_sandbox(self, scratch_folder: Path, sandbox: Sandbox) -> Report:
+        runs = ScriptRuns(self.source, self.add_early_findings)
+        run = runs.run(self.make_launch(scratch_folder, sandbox))
+        self.notes += runs.notes
+        evidence = RunEvidence(run.recording, self.source)
+        findings = apply_rules(evidence)
+        not_checked = self.reason_not_checked(run, findings)
+        if self.request.resume and not not_checked:
+            launch = launch_in_new_copy(run.launch, scratch_folder)
+            resume_findings, note = compare_resumed_run(evidence, launch)
+            findings = drop_consequences([*findings, *resume_findings])
+            if note:
+                self.notes.append(note)
+        self.add_findings(findings)
+        return Report(not_checked=not_checked, run_summary=summarize_run(run), notes=self.notes)
 
-    def fresh(self, start: RankLaunch, place: Path) -> RankLaunch:
-        """Another copy, for the run that is stopped."""
-        copy = place / "again"
-        start.sandbox.move_to(copy, keeps_written=True)
-        settings = replace(
-            start.settings, copy=str(copy), roots=(str(place), *start.settings.roots[1:])
+    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
+        """Return how the script is started first."""
+        request = self.request
+        settings = ProbeSettings(
+            str(scratch_folder / "recordings"),
+            roots=(str(scratch_folder), str(self.folder)),
+            copy=str(sandbox.protected.copy),
+            original=str(self.folder),
+            epochs=request.epochs,
+            steps=request.steps,
         )
-        return replace(start, settings=settings)
-
-    def start_in(self, place: Path, sandbox: Sandbox) -> RankLaunch:
-        copy = sandbox.protected.copy
-        script = self.request.script.absolute().relative_to(self.folder)
-        roots = (str(place), str(self.folder))
-        settings = ProbeSettings(str(place / "recordings"), roots, str(copy), str(self.folder))
-        settings = replace(settings, epochs=self.request.epochs, steps=self.request.steps)
-        single = not self.source.has(*GROUP_WORDS)
-        spawns = self.source.has("mp.spawn(", "start_processes(") and not self.source.has("RANK")
-        if single:
-            self.report.notes.append("the script knows no other ranks: it was run as one process")
-        pretends = self.request.gpus or self.source.has(*GPU_WORDS)
-        start = RankLaunch(
-            str(script),
-            self.request.args,
-            self.request.nproc,
+        is_single_process = not self.source.contains(*KNOWS_OTHER_RANKS)
+        if is_single_process:
+            self.notes.append("the script knows no other ranks: it was run as one process")
+        spawns = self.source.contains(*SPAWNS_RANKS) and not self.source.contains("RANK")
+        # Lightning refuses nodes that it has not counted itself.
+        nodes = 1 if self.source.contains("lightning") else 2
+        return RankLaunch(
+            str(request.script.absolute().relative_to(self.folder)),
+            request.args,
+            request.nproc,
             settings,
             sandbox,
-            pretends,
-            self.request.gpus,
-            alone=single or spawns,
-        )
-        nodes = (
-            1 if self.source.has("lightning") else 2
-        )  # it refuses ranks that it has not counted itself
-        return replace(
-            start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience
+            simulates_gpus=request.simulate_gpus or self.source.contains(*USES_GPUS),
+            gpus_available=request.simulate_gpus,
+            is_alone=is_single_process or spawns,
+            nodes=nodes,
+            timeout_s=request.timeout,
+            patience_s=request.patience,
         )
 
-    def tell_early(self, recording: Recording) -> None:
-        """Tell what is certain while the script still runs."""
-        self.add(judge(Seen(recording, self.source), early=True))
+    def add_early_findings(self, recording: Recording) -> None:
+        """Add what is certain while the script still runs."""
+        self.add_findings(apply_rules(RunEvidence(recording, self.source), early=True))
 
-    def why_not_checked(self, attempt: ScriptRun, found: list[Fault]) -> NotChecked | None:
-        """Return why this run of the script proves nothing, where no finding explains how it ended."""
-        launched = attempt.launched
-        explained = any(fault.rule in ("uneven-steps", "collective-order") for fault in found)
-        if launched.late:
-            self.report.notes.append(
+    def reason_not_checked(self, run: ScriptRun, findings: list[Finding]) -> NotChecked | None:
+        """Return why a run proves nothing, unless a finding explains how it ended."""
+        outcome = run.outcome
+        is_explained = any(finding.rule in EXPLAINS_A_HANG for finding in findings)
+        has_error = any(finding.severity == "error" for finding in findings)
+        if outcome.late:
+            self.notes.append(
                 f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
             )
-        elif (
-            launched.stalled
-            and not explained
-            and not any(fault.severity == "error" for fault in found)
-        ):
-            seconds = f"{self.request.patience:g}"
-            line = f"the script failed by itself: it stood still for {seconds} s, and was ended; or --patience 100"
+        elif outcome.has_stalled and not is_explained and not has_error:
+            line = (
+                f"the script failed by itself: it stood still for {self.request.patience:g} s, and "
+                f"was ended; or --patience 100"
+            )
             return NotChecked("script", line)
-        elif launched.failed and not explained:
-            return attempt.failure
-        return None if attempt.trains else no_training(attempt)
-
-    def say_what_ran(self, recording: Recording, attempt: Launched) -> None:
-        first = recording.ranks[0] if recording.ranks else None
-        steps = len(first.of("step")) if first else 0
-        epochs = len(first.training) if first else 0
-        end = (
-            "then it stood still"
-            if attempt.stalled
-            else "then the check ended it"
-            if recording.of("enough")
-            else "to its end"
-        )
-        self.report.ran = (
-            f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
-        )
+        elif outcome.failed and not is_explained:
+            return run.failure
+        return None if run.has_trained else no_training(run)
 
 
-def no_training(attempt: ScriptRun) -> NotChecked:
-    end = "was ended" if attempt.launched.late or attempt.launched.stalled else "ended"
-    line = f"no training was seen: the script {end} without an optimizer step and without a backward pass"
-    return NotChecked("no training", line, attempt.printed)
+def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path) -> RankLaunch:
+    """Return the launch in another copy, for the run that is halted and resumed."""
+    copy = scratch_folder / "again"
+    launch.sandbox.move_to(copy, keeps_written=True)
+    roots = (str(scratch_folder), *launch.settings.roots[1:])
+    return replace(launch, settings=replace(launch.settings, copy=str(copy), roots=roots))
 
 
-def check(request: Request, tell: Tell = lambda _: None) -> Report:
+def summarize_run(run: ScriptRun) -> str:
+    ranks = run.recording.ranks
+    steps = 0
+    epochs = 0
+    if ranks:
+        steps = len(ranks[0].select("step"))
+        epochs = len(ranks[0].training_passes)
+    if run.outcome.has_stalled:
+        end = "then it stood still"
+    elif run.recording.select("enough"):
+        end = "then the check ended it"
+    else:
+        end = "to its end"
+    return f"{len(ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+
+
+def no_training(run: ScriptRun) -> NotChecked:
+    was_ended = run.outcome.late or run.outcome.has_stalled
+    end = "was ended" if was_ended else "ended"
+    line = (
+        f"no training was seen: the script {end} without an optimizer step and without a backward "
+        f"pass"
+    )
+    return NotChecked("no training", line, run.last_output)
+
+
+def check(request: Request, on_finding: OnFinding = lambda _: None) -> Report:
     validate_process_count(request.nproc)
-    return Check(request, tell).run()
+    return Check(request, on_finding).run()

@@ -1,4 +1,4 @@
-"""A copy of the user's working folder, in which the script may write what it wants."""
+"""A copy of the user's working folder, in which the script may write anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.scratch import get_scratch_folder
 
-LEFT_OUT = {
+NOT_COPIED = {
     ".git",
     ".hg",
     ".venv",
@@ -22,68 +22,68 @@ LEFT_OUT = {
     ".pytest_cache",
 }
 VENV_MARKER = "pyvenv.cfg"
-MOST_FILES, MOST_BYTES = 20_000, 4 << 30
+MOST_COPIED_FILES = 20_000
+MOST_COPIED_BYTES = 4 << 30
 
 
 def copy_folder(source: Path, target: Path, writes: Sequence[Path] = ()) -> None:
-    """Copy a working folder. Links to folders stay links, for data may lie there.
+    """Copy a working folder. Links to folders stay links, because data may be there.
 
     Args:
         source: The working folder.
-        target: Where the copy shall lie.
-        writes: Folders that the script may write for real. One in the working folder is left empty
-        in the copy.
+        target: The path of the copy.
+        writes: Folders that the script may write for real. They are empty in the copy.
 
     Raises:
-        InputError: It is too large, or cannot be read.
+        InputError: The folder is too large, or cannot be read.
     """
     with as_input_error(f"{source} cannot be copied", "cd to the script's own folder"):
-        refuse_large(source, writes)
+        validate_size(source, writes)
         for folder, links, files in walk(source, writes):
-            place = target / folder.relative_to(source)
-            place.mkdir(parents=True, exist_ok=True)
+            folder_copy = target / folder.relative_to(source)
+            folder_copy.mkdir(parents=True, exist_ok=True)
             for link in links:
-                (place / link.name).symlink_to(link.resolve())
-            for file in files:  # one that is a link becomes a file of its own
-                shutil.copy2(file, place / file.name)
+                (folder_copy / link.name).symlink_to(link.resolve())
+            for file in files:  # a link to a file becomes a file
+                shutil.copy2(file, folder_copy / file.name)
 
 
-def refuse_large(source: Path, writes: Sequence[Path]) -> None:
-    """Before anything is copied."""
-    count = size = 0
+def validate_size(source: Path, writes: Sequence[Path]) -> None:
+    """Raise InputError where a folder is too large to be copied."""
+    count = 0
+    size = 0
     for _, _, files in walk(source, writes):
         count += len(files)
         size += sum(file.stat().st_size for file in files)
-        if count > MOST_FILES or size > MOST_BYTES:
+        if count > MOST_COPIED_FILES or size > MOST_COPIED_BYTES:
             raise InputError(
                 f"{source} is too large to be copied: {count} files or more, {size >> 20} MiB",
-                "cd to a folder that holds the script and little else, with links to folders of data",
+                "cd to a folder that holds the script and little else, with links to folders of "
+                "data",
             )
 
 
-def is_left_out(folder: Path) -> bool:
-    """Return whether a folder holds nothing of the script's own; a virtual environment may have any
-    name.
-    """
-    return folder.name in LEFT_OUT or (folder / VENV_MARKER).is_file()
+def is_excluded(folder: Path) -> bool:
+    """Return whether a folder is not copied; a virtual environment may have any name."""
+    return folder.name in NOT_COPIED or (folder / VENV_MARKER).is_file()
 
 
 def walk(
     source: Path, writes: Sequence[Path] = ()
 ) -> Iterator[tuple[Path, list[Path], list[Path]]]:
-    """Yield each folder, its links to folders, and its files; no sockets, pipes or links to
-    nowhere.
+    """Yield each folder, its links to folders, and its files.
+
+    Sockets, pipes and broken links are left out.
     """
-    own = get_scratch_folder()  # the temporary directory may lie below
-    for name, folders, files in os.walk(source):
+    check_scratch = get_scratch_folder()  # the temporary directory may be below the working folder
+    for name, folder_names, file_names in os.walk(source):
         folder = Path(name)
         if folder in writes and folder != source:
-            folders.clear()
-            files.clear()
-        folders[:] = [
-            one for one in folders if not is_left_out(folder / one) and folder / one != own
-        ]
-        links = [
-            folder / one for one in folders if (folder / one).is_symlink()
-        ]  # os.walk does not follow them
-        yield folder, links, [folder / one for one in files if (folder / one).is_file()]
+            folder_names.clear()
+            file_names.clear()
+        children = [folder / child for child in folder_names]
+        children = [c for c in children if not is_excluded(c) and c != check_scratch]
+        folder_names[:] = [child.name for child in children]  # os.walk goes into these
+        links = [child for child in children if child.is_symlink()]  # but not into links
+        paths = [folder / file_name for file_name in file_names]
+        yield folder, links, [path for path in paths if path.is_file()]

@@ -1,6 +1,4 @@
-"""Why a run of the script broke off: by a fault of the script, or of this check's probe or
-simulated CUDA.
-"""
+"""Causes of a failed run: a mistake of the script, or of this check's probe or simulated CUDA."""
 
 from __future__ import annotations
 
@@ -14,51 +12,56 @@ from typing import Literal
 
 Cause = Literal["script", "check", "no training"]
 
-OURS = str(Path(__file__).parent) + os.sep
+CHECK_PREFIX = str(Path(__file__).parent) + os.sep
+MOST_OUTPUT_CHARACTERS = 4000  # of a failed rank, in JSON
 TRACEBACK = "Traceback (most recent call last):"
-CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
+CHAINED = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
 FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, in ')
-PREFIX = re.compile(
-    r"^\[rank\d+\]:\s?"
-)  # torch puts it before each line where there is a process group
-PASSES_ON = re.compile(
-    r"\boriginal\w*\(|around\(original|super\(\)\.__init__\("
-)  # a wrapper's line that calls what it stands in front of
-SIMULATED = re.compile(
-    r"[/\\]torch[/\\]cuda[/\\]"
-)  # torch.cuda's own code is reached only where nothing is simulated
-NO_GPU = re.compile(
-    r"not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver|without ATen_cuda|'CUDA' backend"
-    r"|has no attribute '_cuda|dummy base class|accelerator device when none|pinned memory allocator"
-    r"|on a CUDA device but|no accelerator device|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'"
-    r"|0 active drivers|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
-    # what torch itself raises where a GPU or NCCL is missing, and the simulation has not stood in for
-    # it
+# torch puts it before each line where there is a process group.
+RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+# Lines of wrappers that only call the wrapped function.
+FORWARDING_CALL = re.compile(r"\boriginal\w*\(|around\(original|super\(\)\.__init__\(")
+# The code of torch.cuda itself is reached only through something that is not simulated.
+TORCH_CUDA = re.compile(r"[/\\]torch[/\\]cuda[/\\]")
+# What torch raises where a GPU or NCCL is missing, and nothing is simulated in its place.
+MISSING_GPU = re.compile(
+    r"not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver|without ATen_cuda"
+    r"|'CUDA' backend|has no attribute '_cuda|dummy base class|accelerator device when none"
+    r"|pinned memory allocator|on a CUDA device but|no accelerator device"
+    r"|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'|0 active drivers"
+    r"|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
 )
 
 
 @dataclass(frozen=True)
 class NotChecked:
-    """Why the script could not be checked, as exit code 3 tells it.
+    """The reason why the script could not be checked, with exit code 3.
 
-    Args:
-        cause: `script`: it failed by itself. `check`: the probe or the simulation failed. `no
-        training`: it
-            made no optimizer step and no backward pass.
+    Attributes:
+        cause: "script" if it failed by itself, "check" if the probe or the simulation failed,
+            "no training" if it made no optimizer step and no backward pass.
         line: What is shown, in one line.
-        output: The end of the failing rank's output, where a rank failed."""
+        output: The end of the failing rank's output, where a rank failed.
+    """
 
     cause: Cause
     line: str
     output: str = ""
 
     def as_json(self) -> dict[str, str]:
-        return {"cause": self.cause, "line": self.line, "output": self.output[-4000:]}
+        return {
+            "cause": self.cause,
+            "line": self.line,
+            "output": self.output[-MOST_OUTPUT_CHARACTERS:],
+        }
 
 
 @dataclass(frozen=True)
 class TracebackFrame:
-    """One frame of a traceback. source: the line of code that was under way, where it is known."""
+    """One frame of a traceback, with its line of source where that is known."""
 
     file: str
     source: str
@@ -66,102 +69,101 @@ class TracebackFrame:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the user's own code lies: the copy that ran, and the folder that it is a copy of."""
+    """The folders of the user's own code: the copy that ran, and the original."""
 
     copy: str
     original: str
 
-    def have(self, file: str) -> bool:
-        parts = tuple(folder + os.sep for folder in (self.copy, self.original) if folder)
-        return file.startswith(parts) and "site-packages" not in file
+    def contain(self, file: str) -> bool:
+        prefixes = tuple(folder + os.sep for folder in (self.copy, self.original) if folder)
+        return file.startswith(prefixes) and "site-packages" not in file
 
-    def renamed(self, text: str) -> str:
-        """Return a text with the user's folder in place of the copy."""
+    def show_original(self, text: str) -> str:
+        """Return a text with the original folder in place of the copy."""
         return text.replace(self.copy, self.original)
 
 
-def failure_of(output: str, folders: Folders, simulates: bool) -> NotChecked:
-    """Return who is at fault for a rank that failed.
+def classify_failure(output: str, folders: Folders, simulates: bool) -> NotChecked:
+    """Return why a rank failed.
 
     Args:
         output: Everything that the rank has printed.
-        folders: Where the user's code lies.
+        folders: The folders of the user's code.
         simulates: Whether CUDA and NCCL were simulated in this run.
     """
-    for block in chain_of(output):
-        if is_ours(block, folders, simulates):
-            line = f"this check cannot run it: {message_of(block)}"
-            return NotChecked("check", folders.renamed(line), folders.renamed(output))
-    return NotChecked(
-        "script", "the script failed by itself, as above", as_users_see_it(output, folders)
-    )
+    for traceback in last_traceback_chain(output):
+        if is_caused_by_check(traceback, folders, simulates):
+            line = f"this check cannot run it: {exception_line(traceback)}"
+            return NotChecked("check", folders.show_original(line), folders.show_original(output))
+    shown = hide_check_frames(output, folders)
+    return NotChecked("script", "the script failed by itself, as above", shown)
 
 
-def chain_of(output: str) -> list[str]:
-    """Return the last traceback of an output, with those that it names as its causes."""
-    blocks = output.split(TRACEBACK)[1:]
-    chain = blocks[-1:]
-    for block in reversed(blocks[:-1]):
-        if not any(words in block for words in CHAINS):
+def last_traceback_chain(output: str) -> list[str]:
+    """Return the last traceback of an output, and the tracebacks that it names as its causes."""
+    tracebacks = output.split(TRACEBACK)[1:]
+    chain = tracebacks[-1:]
+    for traceback in reversed(tracebacks[:-1]):
+        if not any(text in traceback for text in CHAINED):
             break
-        chain.append(block)
+        chain.append(traceback)
     return chain
 
 
-def frames_of(block: str) -> Iterator[TracebackFrame]:
-    lines = block.splitlines()
-    for line, below in zip_longest(lines, lines[1:], fillvalue=""):
+def frames_of(traceback: str) -> Iterator[TracebackFrame]:
+    lines = traceback.splitlines()
+    for line, source in zip_longest(lines, lines[1:], fillvalue=""):
         if match := FRAME.match(line):
-            yield TracebackFrame(match["file"], PREFIX.sub("", below).strip())
+            yield TracebackFrame(match["file"], RANK_PREFIX.sub("", source).strip())
 
 
-def is_ours(block: str, folders: Folders, simulates: bool) -> bool:
-    """Return whether the innermost frame that tells it is this check's own.
+def is_caused_by_check(traceback: str, folders: Folders, simulates: bool) -> bool:
+    """Return whether the innermost frame that decides it is this check's own.
 
-    A wrapper of the probe that only calls what it wraps tells nothing: the frame outside of it
-    does."""
-    frames = list(frames_of(block))
-    innermost = frames[-1] if frames else None
-    users_raise = (
-        innermost is not None
-        and folders.have(innermost.file)
-        and innermost.source.startswith("raise")
-    )
-    if simulates and not users_raise and NO_GPU.search(message_of(block)):
-        return True
-    if simulates and innermost is not None and SIMULATED.search(innermost.file):
+    A wrapper of the probe that only calls the wrapped function does not decide it: the frame
+    outside of it does.
+    """
+    frames = list(frames_of(traceback))
+    if simulates and lacks_simulation(traceback, frames, folders):
         return True
     for frame in reversed(frames):
-        if frame.file.startswith(OURS):
-            if not PASSES_ON.search(frame.source):
+        if frame.file.startswith(CHECK_PREFIX):
+            if not FORWARDING_CALL.search(frame.source):
                 return True
-        elif folders.have(frame.file):
+        elif folders.contain(frame.file):
             return False
     return False
 
 
-def message_of(block: str) -> str:
+def lacks_simulation(traceback: str, frames: list[TracebackFrame], folders: Folders) -> bool:
+    """Return whether the script failed because something of CUDA is not simulated."""
+    is_raised_by_user = False
+    if frames:
+        innermost = frames[-1]
+        is_raised_by_user = folders.contain(innermost.file) and innermost.source.startswith("raise")
+        if TORCH_CUDA.search(innermost.file):
+            return True
+    return not is_raised_by_user and bool(MISSING_GPU.search(exception_line(traceback)))
+
+
+def exception_line(traceback: str) -> str:
     """Return the exception of a traceback, in one line."""
-    lines = [PREFIX.sub("", line) for line in block.splitlines()]
-    last_frame = max((number for number, line in enumerate(lines) if FRAME.match(line)), default=-1)
-    message = next((line for line in lines[last_frame + 1 :] if line and not line[0].isspace()), "")
-    return message.removeprefix("stepladder.tools.check.").strip()
+    lines = [RANK_PREFIX.sub("", line) for line in traceback.splitlines()]
+    frame_numbers = [number for number, line in enumerate(lines) if FRAME.match(line)]
+    after_frames = lines[frame_numbers[-1] + 1 :] if frame_numbers else lines
+    exceptions = (line for line in after_frames if line and not line[0].isspace())
+    return next(exceptions, "").removeprefix("stepladder.tools.check.").strip()
 
 
-def as_users_see_it(output: str, folders: Folders) -> str:
-    """Return an output without this check's frames, and with the user's folder in place of the
-    copy.
-    """
+def hide_check_frames(output: str, folders: Folders) -> str:
+    """Return an output without this check's frames, and with the original folder for the copy."""
     shown: list[str] = []
-    skips = False
+    is_hidden = False
     for line in output.splitlines():
-        match = FRAME.match(line)
-        if match:
-            skips = match["file"].startswith(OURS)
-        elif skips and not PREFIX.sub("", line).startswith(
-            "    "
-        ):  # code and carets of a frame are indented
-            skips = False
-        if not skips:
+        if match := FRAME.match(line):
+            is_hidden = match["file"].startswith(CHECK_PREFIX)
+        elif not RANK_PREFIX.sub("", line).startswith("    "):  # no source line of the frame
+            is_hidden = False
+        if not is_hidden:
             shown.append(line)
-    return folders.renamed("\n".join(shown))
+    return folders.show_original("\n".join(shown))

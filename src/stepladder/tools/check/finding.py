@@ -1,11 +1,12 @@
-"""What a rule says, and the texts of all rules, which live in rules.toml: one source for findings
-and pages.
+"""Findings of rules, and the texts of all rules.
+
+The texts are in rules.toml, from which findings and the documentation page are made.
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,13 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class RuleText:
-    """what: the mistake in a sentence.  why: what it does to a training.  fix: text to type."""
+    """The texts of one rule.
+
+    Attributes:
+        what: The mistake, in one sentence.
+        why: Its effect on a training.
+        fix: The text to type.
+    """
 
     id: str
     family: str
@@ -29,6 +36,8 @@ class RuleText:
 
 @dataclass(frozen=True)
 class CodeLine:
+    """A line of the script, or of a module that it imports."""
+
     file: str
     line: int
 
@@ -37,41 +46,64 @@ class CodeLine:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A finding: the rule, where, on which rank (-1: on all), and the evidence in numbers."""
+class Finding:
+    """A mistake that a rule has found, with the evidence in numbers.
+
+    Attributes:
+        rule: The name of the rule.
+        code_line: The line of the mistake.
+        evidence: What was measured or read.
+        rank: The rank with the mistake; -1 for all ranks.
+        severity_override: A severity other than that of the rule.
+        fix: The text to type, where the text of the rule does not fit.
+    """
 
     rule: str
-    place: CodeLine
+    code_line: CodeLine
     evidence: str
     rank: int = -1
-    level: str = ""  # another severity than the rule's own
-    fix: str = ""  # what to type where the rule's own text does not fit
+    severity_override: str = ""
+    fix: str = ""
 
     @property
     def text(self) -> RuleText:
-        text = texts()[self.rule]
+        text = rule_texts()[self.rule]
         return replace(text, fix=self.fix) if self.fix else text
 
     @property
     def severity(self) -> str:
-        return self.level or self.text.severity
+        return self.severity_override or self.text.severity
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.rule, self.place.file, self.place.line
+        return self.rule, self.code_line.file, self.code_line.line
 
     def as_json(self) -> dict[str, Any]:
-        text = self.text
-        about = {"rule": self.rule, "severity": self.severity, **asdict(self.place)}
-        about |= {"rank": self.rank if self.rank >= 0 else None, "evidence": self.evidence}
-        return about | {"what": text.what, "why": text.why, "fix": text.fix}
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "file": self.code_line.file,
+            "line": self.code_line.line,
+            "rank": self.rank if self.rank >= 0 else None,
+            "evidence": self.evidence,
+            "what": self.text.what,
+            "why": self.text.why,
+            "fix": self.text.fix,
+        }
 
 
 @cache
-def texts() -> dict[str, RuleText]:
-    table = tomllib.loads((Path(__file__).parent / "rules.toml").read_text(encoding="utf-8"))
+def rule_texts() -> dict[str, RuleText]:
+    path = Path(__file__).parent / "rules.toml"
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: RuleText(name, **fields) for name, fields in table.items()}
 
 
-def worst_first(faults: list[Fault]) -> list[Fault]:
-    return sorted(faults, key=lambda f: (SEVERITIES.index(f.severity), f.place.file, f.place.line))
+def sort_by_severity(findings: list[Finding]) -> list[Finding]:
+    """Return findings with the most severe ones first, each severity by file and line."""
+
+    def sort_key(finding: Finding) -> tuple[int, str, int]:
+        line = finding.code_line
+        return SEVERITIES.index(finding.severity), line.file, line.line
+
+    return sorted(findings, key=sort_key)

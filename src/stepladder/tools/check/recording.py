@@ -1,54 +1,67 @@
-"""What the probes have written, read back: events by rank, and passes over loaders. Rules look at
-nothing else.
-"""
+"""The recordings of the probes: events by rank, and passes over loaders. All that rules examine."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-Event = dict[str, Any]
+Event = dict[str, Any]  # "k" is its kind, "n" its number in the process
+NOT_BY_WORKERS = {"who", "step", "backward", "pass"}
+TRAINING_KINDS = ("who", "step", "coll", "backward")
+EVENTS_OF_ACTIVITY = 5000  # are enough to distinguish processes that train
 
 
 @dataclass
-class Pass:
-    """One iteration over a loader on one rank. events: all of the rank while it lasted, batches
-    included.
+class LoaderPass:
+    """One iteration over a loader on one rank.
+
+    Attributes:
+        number: Its number on the rank.
+        start: The event at its start, which describes the loader.
+        events: All events of the rank during the pass, batches included.
+        batches: The events of the batches.
+        end: The event at its end; None in a pass that was not finished.
+        index_after: The index of the first event after the pass, in the rank's list.
     """
 
     number: int
-    about: Event
+    start: Event
     events: list[Event] = field(default_factory=list)
     batches: list[Event] = field(default_factory=list)
     end: Event | None = None
-    after: int = 0  # place of the first event after it, in the rank's list
+    index_after: int = 0
+
+    def finish(self, end: Event, index_after: int) -> None:
+        self.end = end
+        self.index_after = index_after
 
     @property
-    def at(self) -> Any:
-        return self.about.get("at")
+    def line(self) -> Any:
+        """The line that iterates over the loader."""
+        return self.start.get("at")
 
     @property
-    def built(self) -> Any:
-        """The line that made its loader."""
-        return self.about.get("built") or self.at
+    def loader_line(self) -> Any:
+        """The line that made the loader."""
+        return self.start.get("built") or self.line
 
     @property
-    def sampler_built(self) -> Any:
-        return self.about.get("sampler_built") or self.built
+    def sampler_line(self) -> Any:
+        """The line that made the sampler."""
+        return self.start.get("sampler_built") or self.loader_line
 
     @property
     def steps(self) -> int:
         return sum(event["k"] == "step" for event in self.events)
 
     @property
-    def is_silent(self) -> bool:
-        """Whether no model was called in it: samples are read for something else."""
+    def calls_no_model(self) -> bool:
         return not any(event["k"] == "forward" for event in self.events)
 
     @property
@@ -56,155 +69,175 @@ class Pass:
         return any(event["k"] in ("step", "backward") for event in self.events)
 
     @property
-    def is_whole(self) -> bool:
+    def is_evaluation(self) -> bool:
+        """Whether a model was called without a gradient, and nothing was trained."""
+        calls = (event for event in self.events if event["k"] == "forward")
+        return not self.is_training and any(not event["grad"] for event in calls)
+
+    @property
+    def is_complete(self) -> bool:
         return self.end is not None and not self.end["cut"]
 
     @cached_property
     def indices(self) -> list[int] | None:
-        """Of the samples read, in order, in the data set below all Subsets."""
+        """The samples that were read, in order, as indices in the data set below all Subsets."""
         if not self.batches or any(batch["indices"] is None for batch in self.batches):
             return None
         return [index for batch in self.batches for index in batch["indices"]]
 
     @cached_property
     def rows(self) -> list[str] | None:
-        """Hashes of the samples read; nothing where a batch had more rows than were hashed, or
-        none.
-        """
-        if any(len(batch["rows"]) != batch["size"] or not batch["rows"] for batch in self.batches):
-            return None
+        """The hashes of the samples read; None unless all rows of all batches have one."""
+        for batch in self.batches:
+            if not batch["rows"] or len(batch["rows"]) != batch["size"]:
+                return None
         return [row for batch in self.batches for row in batch["rows"]]
 
 
 @dataclass
 class RankLog:
-    """All events of one rank's process, in order; of its data-loader workers beside it."""
+    """All events of one rank's process, in order, and those of its data-loader workers."""
 
     rank: int
     events: list[Event]
-    workers: list[Event] = field(default_factory=list)
+    worker_events: list[Event] = field(default_factory=list)
 
-    def of(self, *kinds: str) -> list[Event]:
+    def select(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds."""
         return [event for event in self.events if event["k"] in kinds]
 
+    def add_worker(self, events: list[Event]) -> None:
+        """Add the events of a data-loader worker of this rank."""
+        self.worker_events += [event for event in events if event["k"] != "start"]
+
     @cached_property
-    def passes(self) -> list[Pass]:
-        found: dict[int, Pass] = {}
-        running: list[Pass] = []
-        for place, event in enumerate(self.events):
-            if event["k"] == "pass":
-                found[event["number"]] = Pass(event["number"], event)
-                running.append(found[event["number"]])
-            elif event["k"] == "batch" and event["number"] in found:
-                found[event["number"]].batches.append(event)
-            elif event["k"] == "endpass" and event["number"] in found:
-                one = found[event["number"]]
-                one.end, one.after = event, place + 1
-                running = [r for r in running if r is not one]
+    def passes(self) -> list[LoaderPass]:
+        passes: dict[int, LoaderPass] = {}
+        running: list[LoaderPass] = []
+        for index, event in enumerate(self.events):
+            kind = event["k"]
+            if kind == "pass":
+                one_pass = LoaderPass(event["number"], event)
+                passes[one_pass.number] = one_pass
+                running.append(one_pass)
+            elif kind == "batch" and event["number"] in passes:
+                passes[event["number"]].batches.append(event)
+            elif kind == "endpass" and event["number"] in passes:
+                ended = passes[event["number"]]
+                ended.finish(event, index + 1)
+                running = [one_pass for one_pass in running if one_pass is not ended]
             if running:
                 running[-1].events.append(event)
-        return list(found.values())
+        return list(passes.values())
 
     @cached_property
-    def training(self) -> list[Pass]:
-        return [one for one in self.passes if one.is_training]
+    def training_passes(self) -> list[LoaderPass]:
+        return [one_pass for one_pass in self.passes if one_pass.is_training]
 
     @cached_property
-    def evaluations(self) -> list[Pass]:
-        """Passes without a backward pass in which a model was called."""
-        return [
-            one
-            for one in self.passes
-            if not one.is_training
-            and any(e["k"] == "forward" and not e["grad"] for e in one.events)
-        ]
+    def evaluation_passes(self) -> list[LoaderPass]:
+        return [one_pass for one_pass in self.passes if one_pass.is_evaluation]
 
     @cached_property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return any(event["k"] == "exit" for event in self.events)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recording:
-    """Of one run of the script. ranks: in order.  stalled: nothing had moved for a while, so it was
-    ended.
+    """The recording of one run of the script.
+
+    Attributes:
+        ranks: The events of each rank, in the order of ranks.
+        world_size: The number of ranks of the process group.
+        original: The working folder.
+        copy: The copy of it in which the script ran.
+        has_stalled: Whether the run was ended because nothing had happened for a while.
+        has_finished: Whether the script ended by itself, on all ranks.
+        is_single_process: Whether the script was run as one process.
+        other_processes: Processes that are no rank, of a script that starts its own.
     """
 
     ranks: list[RankLog]
-    world: int
+    world_size: int
     original: str = ""
     copy: str = ""
-    stalled: bool = False
-    finished: bool = True  # the script came to its end by itself, on all ranks
-    single: bool = False  # a script of one process
-    others: list[RankLog] = field(
-        default_factory=list
-    )  # processes that are no rank: a script that starts its own
+    has_stalled: bool = False
+    has_finished: bool = True
+    is_single_process: bool = False
+    other_processes: list[RankLog] = field(default_factory=list)
 
-    def of(self, *kinds: str) -> list[tuple[int, Event]]:
-        return [(log.rank, event) for log in self.ranks for event in log.of(*kinds)]
-
-    def each(self, *kinds: str) -> list[list[Event]]:
-        return [log.of(*kinds) for log in self.ranks]
-
-    def keep_first_rank(self) -> None:
-        """Forget that there were several ranks: they were copies of one process."""
-        self.others += self.ranks[1:]
-        self.ranks = self.ranks[:1]
-        self.single = True
+    def select(self, *kinds: str) -> list[tuple[int, Event]]:
+        """Return the events of these kinds on all ranks, each with its rank."""
+        return [(log.rank, event) for log in self.ranks for event in log.select(*kinds)]
 
     @cached_property
-    def stopped(self) -> bool:
-        """The check had seen enough, or was told to cut epochs short."""
-        return bool(self.of("enough")) or any(event["cut"] for _, event in self.of("endpass"))
+    def was_cut_short(self) -> bool:
+        """Whether the check ended the run, or was told to end epochs early."""
+        is_cut = any(event["cut"] for _, event in self.select("endpass"))
+        return is_cut or bool(self.select("enough"))
+
+    def as_single_process(self) -> Recording:
+        """Return the recording with the first rank only: the other ranks were copies of it."""
+        return replace(
+            self,
+            ranks=self.ranks[:1],
+            other_processes=[*self.other_processes, *self.ranks[1:]],
+            is_single_process=True,
+        )
 
 
-def read(folder: Path, original: str = "", copy: str = "") -> Recording:
-    """All files of a folder of recordings, as they are by now."""
-    files = [list(lines_of(path)) for path in sorted(folder.glob("*.jsonl"))]
-    files = [events for events in files if events]
+def group_events(events: Iterable[Event], key: str) -> dict[Any, list[Event]]:
+    """Return events grouped by one of their fields, in the order of their first event."""
+    groups: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        groups[event[key]].append(event)
+    return groups
+
+
+def read_recording(folder: Path, original: str = "", copy: str = "") -> Recording:
+    """Return all recordings of a folder, as far as they are written."""
+    processes = [list(read_events(path)) for path in sorted(folder.glob("*.jsonl"))]
+    processes = [events for events in processes if events]
+    processes.sort(key=has_trained, reverse=True)  # ranks before their workers and parents
     logs: dict[int, RankLog] = {}
-    others: list[RankLog] = []
-    for events in sorted(files, key=lambda e: not busy(e)):
+    other_processes: list[RankLog] = []
+    for events in processes:
         rank = rank_of(events)
-        if is_worker(events) and rank in logs:
-            logs[rank].workers += [event for event in events if event["k"] != "start"]
-        elif rank >= 0 and rank not in logs and not is_worker(events):
+        if is_worker(events):
+            if rank in logs:
+                logs[rank].add_worker(events)
+        elif rank >= 0 and rank not in logs:
             logs[rank] = RankLog(rank, events)
-        elif not is_worker(events):
-            others.append(RankLog(rank, events))
+        else:
+            other_processes.append(RankLog(rank, events))
     ranks = [logs[rank] for rank in sorted(logs)]
-    known = [
-        event["world"] for log in ranks for event in log.of("who", "start") if event["world"] > 0
-    ]
-    ranks = ranks or others[:1]
-    return Recording(
-        ranks,
-        max(known, default=1),
-        original,
-        copy,
-        others=[log for log in others if log not in ranks],
-    )
+    world_sizes = [event["world"] for log in ranks for event in log.select("who", "start")]
+    if not ranks:
+        ranks = other_processes[:1]
+        other_processes = other_processes[1:]
+    world_size = max((size for size in world_sizes if size > 0), default=1)
+    return Recording(ranks, world_size, original, copy, other_processes=other_processes)
 
 
-def busy(events: list[Event]) -> int:
-    """Processes that trained, or met in a group, come before those that only started others."""
-    return sum(event["k"] in ("who", "step", "coll", "backward") for event in events[:5000])
+def has_trained(events: list[Event]) -> bool:
+    """Return whether a process has trained, or joined a group: one that starts others has not."""
+    return any(event["k"] in TRAINING_KINDS for event in events[:EVENTS_OF_ACTIVITY])
 
 
 def is_worker(events: list[Event]) -> bool:
+    """Return whether the events are those of a data-loader worker."""
     kinds = Counter(event["k"] for event in events)
-    return "fetch" in kinds and not kinds.keys() & {"who", "step", "backward", "pass"}
+    return "fetch" in kinds and kinds.keys().isdisjoint(NOT_BY_WORKERS)
 
 
 def rank_of(events: list[Event]) -> int:
-    known = [
-        event["rank"] for event in events if event["k"] in ("who", "start") and event["rank"] >= 0
-    ]
-    return int(known[-1]) if known else -1
+    """Return the rank that a process has said last; -1 where it has none."""
+    ranks = [event["rank"] for event in events if event["k"] in ("who", "start")]
+    return next((int(rank) for rank in reversed(ranks) if rank >= 0), -1)
 
 
-def lines_of(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[Event]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):  # a line that is being written
             yield json.loads(line)

@@ -1,266 +1,320 @@
-"""--resume: the script is ended after its first snapshot and started again, and compared with the
-unbroken run.
+"""The check of --resume: compares a run that was ended and resumed with the unbroken run.
+
+The script is ended after its first snapshot and started again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from stepladder.tools.check.finding import Fault
-from stepladder.tools.check.ranks import RankLaunch, run_ranks
-from stepladder.tools.check.recording import Event, Pass, RankLog, Recording, read
-from stepladder.tools.check.rules.base import Seen
+from stepladder.tools.check.finding import Finding
+from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
+from stepladder.tools.check.recording import (
+    Event,
+    LoaderPass,
+    RankLog,
+    Recording,
+    read_recording,
+)
+from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.snapshots import module_prefix
 
-NO_COMPARISON = "--resume: two runs of the script differ from the first step on, so weights cannot be compared: seed it"
+NO_SNAPSHOT = "--resume: the script has written no snapshot, so there is nothing to resume from"
+NO_TRAINING_AFTER_SNAPSHOT = (
+    "--resume: nothing is trained after the first snapshot, so there is nothing to compare"
+)
+NO_LOAD = "--resume: the script has not looked at its snapshot when it was started again"
+NO_COMPARISON = (
+    "--resume: two runs of the script differ from the first step on, so weights cannot be "
+    "compared: seed it"
+)
+MOST_COMPARED_STEPS = 12
 
 
-def resumed_faults(seen: Seen, start: RankLaunch) -> tuple[list[Fault], str]:
-    """What differs after a resume, and a word where nothing can be said. start: in a fresh copy."""
-    if not seen.run.of("save"):
-        return (
-            [],
-            "--resume: the script has written no snapshot, so there is nothing to resume from",
-        )
-    copy = start.settings.copy
-    halted = run_ranks(
-        replace(start, settings=replace(start.settings, stop_at_snapshot=True)), "halted"
-    )
+@dataclass(frozen=True)
+class ResumedRun:
+    """The unbroken run, the halted run and the resumed run, on rank 0.
+
+    Attributes:
+        evidence: The unbroken run, with the copy of the resumed run for its lines.
+        unbroken: The events of the unbroken run.
+        halted: The events of the run that was ended after its snapshot.
+        resumed: The events of the run that was started after that.
+        steps_before: The optimizer steps before the snapshot.
+        load_line: The line that loads the snapshot.
+        save_line: The line that saves it.
+    """
+
+    evidence: RunEvidence
+    unbroken: RankLog
+    halted: RankLog
+    resumed: RankLog
+    steps_before: int
+    load_line: object
+    save_line: object
+
+
+def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list[Finding], str]:
+    """Halt and resume the script, and return what differs, and a note where nothing is comparable.
+
+    Args:
+        evidence: The unbroken run.
+        launch: How the script is started, in a fresh copy.
+    """
+    if not evidence.run.select("save"):
+        return [], NO_SNAPSHOT
+    halting_settings = replace(launch.settings, stop_at_snapshot=True)
+    halted = run_ranks(replace(launch, settings=halting_settings), "halted")
     if not halted.halted:
-        return (
-            [],
-            "--resume: nothing is trained after the first snapshot, so there is nothing to compare",
-        )
-    again = run_ranks(start, "resumed")
-    before, after = (read(one.folder, seen.run.original, copy) for one in (halted, again))
-    if again.failed:
-        last = (
-            again.output(next(r for r, code in enumerate(again.codes) if code))
-            .rstrip()
-            .splitlines()[-1:]
-        )
-        return failed(seen, after, " ".join(last)), ""
-    return compare(seen, before, after)
+        return [], NO_TRAINING_AFTER_SNAPSHOT
+    resumed = run_ranks(launch, "resumed")
+    original = evidence.run.original
+    resumed_recording = read_recording(resumed.folder, original, launch.settings.copy)
+    if resumed.failed:
+        return [failed_resume(evidence, resumed_recording, resumed)], ""
+    halted_recording = read_recording(halted.folder, original, launch.settings.copy)
+    return compare(evidence, halted_recording, resumed_recording)
 
 
-def failed(seen: Seen, after: Recording, last: str) -> list[Fault]:
-    loads = after.of("load")
-    at = loads[-1][1]["at"] if loads else first_save(seen.run)["at"]
-    rule = (
-        "module-prefix"
-        if any(e["more"] or e["fewer"] for _, e in after.of("loadsd"))
-        else "resume-differs"
-    )
-    return [again_seen(seen, after).fault(rule, at, f"the resumed script fails: {last}")]
+def failed_resume(evidence: RunEvidence, resumed: Recording, outcome: LaunchOutcome) -> Finding:
+    """Return the finding of a resumed script that failed."""
+    failed_rank = next(rank for rank, code in enumerate(outcome.codes) if code)
+    last_line = " ".join(outcome.output(failed_rank).rstrip().splitlines()[-1:])
+    loads = resumed.select("load") or evidence.run.select("save")[:1]
+    is_prefixed = any(event["more"] or event["fewer"] for _, event in resumed.select("loadsd"))
+    rule = "module-prefix" if is_prefixed else "resume-differs"
+    line = loads[-1][1]["at"]
+    text = f"the resumed script fails: {last_line}"
+    return with_copy_of(evidence, resumed).finding(rule, line, text)
 
 
-def again_seen(seen: Seen, after: Recording) -> Seen:
-    return Seen(replace(seen.run, copy=after.copy), seen.source)
+def with_copy_of(evidence: RunEvidence, resumed: Recording) -> RunEvidence:
+    """Return the evidence with the copy of another run, so that its lines are found."""
+    return RunEvidence(replace(evidence.run, copy=resumed.copy), evidence.source)
 
 
-def at_resume_of(seen: Seen, after: Recording) -> Seen:
-    """The resumed run by itself, for a rule that looks at one run."""
-    return Seen(replace(after, original=seen.run.original), seen.source)
+def compare(
+    evidence: RunEvidence, halted: Recording, resumed: Recording
+) -> tuple[list[Finding], str]:
+    """Return what differs between the unbroken run and the halted and resumed one.
 
-
-def first_save(run: Recording) -> Event:
-    return run.of("save")[0][1]
-
-
-def compare(seen: Seen, before: Recording, after: Recording) -> tuple[list[Fault], str]:
-    whole, first, second = seen.run.ranks[0], before.ranks[0], after.ranks[0]
-    done = len(first.of("step"))
-    at_resume = again_seen(seen, after)
-    loads = second.of("load")
+    A note is returned as well; it is empty where all could be compared.
+    """
+    loads = resumed.ranks[0].select("load")
     if not loads:
-        return [], "--resume: the script has not looked at its snapshot when it was started again"
-    at = loads[-1]["at"]
-    if prefixed := list(module_prefix(at_resume_of(seen, after))):
+        return [], NO_LOAD
+    resumed_alone = replace(resumed, original=evidence.run.original)
+    prefixed = list(module_prefix(RunEvidence(resumed_alone, evidence.source)))
+    if prefixed:
         return prefixed, ""
-    epoch = epoch_fault(at_resume, (whole, first, second), first_save(before)["at"])
-    if epoch:
-        return [epoch], ""
-    found: list[Fault] = []
-    if samples := samples_fault(at_resume, first, second):
-        return [samples], ""
-    if rate := rate_fault(at_resume, whole, second, done, at):
-        found.append(rate)
-    note = ""
-    if not found:
-        if not repeats(whole, first):
-            note = NO_COMPARISON
-        elif differs := weights_fault(at_resume, whole, second, done, at):
-            found.append(differs)
-    return found, note
+    run = ResumedRun(
+        with_copy_of(evidence, resumed),
+        evidence.run.ranks[0],
+        halted.ranks[0],
+        resumed.ranks[0],
+        len(halted.ranks[0].select("step")),
+        loads[-1]["at"],
+        halted.select("save")[0][1]["at"],
+    )
+    finding = compare_epochs(run) or compare_samples(run) or compare_learning_rates(run)
+    if finding:
+        return [finding], ""
+    if not is_reproducible(run):
+        return [], NO_COMPARISON
+    finding = compare_weights(run)
+    return [finding] if finding else [], ""
 
 
-def epoch_fault(seen: Seen, logs: tuple[RankLog, RankLog, RankLog], at: object) -> Fault | None:
-    """By the epoch that the sampler is told, else by the samples that the first pass reads."""
-    whole, first, second = logs
-    passes = [one for one in first.training if one.is_whole]
-    in_the_middle = bool(first.training) and not first.training[-1].is_whole
-    if in_the_middle and first.training[-1].steps == 0:
-        in_the_middle = False
-    told = [epoch_of(log) for log in logs]
-    if all(told):
-        expected = told[0][len(passes)] if len(passes) < len(told[0]) else None
-        found = told[2][0]
-        if expected is not None and found != expected and not in_the_middle:
-            word = "trained again" if found < expected else "skipped"
-            number = found if found < expected else expected
-            return seen.fault(
-                "resume-epoch",
-                at,
-                f"the snapshot was written after epoch {told[1][len(passes) - 1]}; the resumed run begins with "
-                f"epoch {found}, so epoch {number} is {word}",
-            )
+def compare_epochs(run: ResumedRun) -> Finding | None:
+    """Compare epochs by the calls of set_epoch, else by the samples that the first pass reads."""
+    passes = run.halted.training_passes
+    complete = [one_pass for one_pass in passes if one_pass.is_complete]
+    is_mid_epoch = bool(passes) and not passes[-1].is_complete and passes[-1].steps > 0
+    unbroken_epochs = epochs_of(run.unbroken)
+    halted_epochs = epochs_of(run.halted)
+    resumed_epochs = epochs_of(run.resumed)
+    if not (unbroken_epochs and halted_epochs and resumed_epochs):
+        if is_mid_epoch or not complete or not run.resumed.training_passes:
+            return None
+        return compare_orders(run, len(complete))
+    if is_mid_epoch or len(complete) >= len(unbroken_epochs):
         return None
-    if in_the_middle or not passes or not second.training:
+    expected = unbroken_epochs[len(complete)]
+    first = resumed_epochs[0]
+    if first == expected:
         return None
-    return by_order(seen, whole, second, len(passes), at)
-
-
-def by_order(seen: Seen, whole: RankLog, second: RankLog, done: int, at: object) -> Fault | None:
-    orders = [key_of(one) for one in whole.training]
-    found = key_of(second.training[0])
-    if found is None or len(set(map(str, orders))) < len(orders) or found not in orders:
-        return total_fault(seen, whole, second, done, at)
-    number = orders.index(found)
-    if number == done:
-        return None
-    word = f"epoch {number} is trained again" if number < done else f"epoch {done} is skipped"
-    return seen.fault(
+    effect = "trained again" if first < expected else "skipped"
+    return run.evidence.finding(
         "resume-epoch",
-        at,
-        f"the snapshot was written after {done} epochs; the resumed run begins with the samples of epoch "
-        f"{number}: {word}",
+        run.save_line,
+        f"the snapshot was written after epoch {halted_epochs[len(complete) - 1]}; the resumed run "
+        f"begins with epoch {first}, so epoch {min(first, expected)} is {effect}",
     )
 
 
-def total_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: object) -> Fault | None:
-    """By their number, where both runs came to their end."""
-    if seen.run.stopped or second.of("enough") or not whole.ended or not second.ended:
+def compare_orders(run: ResumedRun, epochs: int) -> Finding | None:
+    """Compare the order of samples of the first resumed epoch with those of the unbroken run.
+
+    Where epochs have equal orders, or the order is of no epoch, the number of epochs is compared.
+
+    Args:
+        run: The runs.
+        epochs: The complete epochs before the snapshot.
+    """
+    orders = [samples_of(one_pass) for one_pass in run.unbroken.training_passes]
+    first = samples_of(run.resumed.training_passes[0])
+    are_all_different = len(set(map(str, orders))) == len(orders)
+    if first is None or not are_all_different or first not in orders:
+        return compare_epoch_counts(run, epochs)
+    number = orders.index(first)
+    if number == epochs:
         return None
-    total = done + len(second.training)
-    if total == len(whole.training):
-        return None
-    word = "trained again" if total > len(whole.training) else "skipped"
-    return seen.fault(
-        "resume-epoch",
-        at,
-        f"{done} epochs before the stop and {len(second.training)} after it, and {len(whole.training)} without a "
-        f"stop: "
-        f"{abs(total - len(whole.training))} is {word}",
-    )
-
-
-def key_of(one: Pass) -> object:
-    return one.indices if one.indices is not None else one.rows
-
-
-def epoch_of(log: RankLog) -> list[int]:
-    """The epoch that was told before each training pass."""
-    found: list[int] = []
-    value: int | None = None
-    starts = {one.number for one in log.training}
-    ids = {one.about["sampler_id"] for one in log.training}
-    for event in log.of("setepoch", "pass"):
-        if event["k"] == "setepoch" and (event["sampler"] in ids or not ids):
-            value = event["value"]
-        elif event["k"] == "pass" and event["number"] in starts and isinstance(value, int):
-            found.append(value)
-    return found
-
-
-def samples_fault(seen: Seen, first: RankLog, second: RankLog) -> Fault | None:
-    """A snapshot in mid-epoch: what the interrupted pass had trained is read again."""
-    if (
-        not first.training
-        or first.training[-1].is_whole
-        or not second.training
-        or not first.training[-1].steps
-    ):
-        return None
-    cut, new = first.training[-1], second.training[0]
-    trained = cut.batches[: cut.steps]
-    if any(batch["indices"] is None for batch in [*trained, *new.batches]):
-        old = {row for batch in trained for row in batch["rows"]}
-        read_again = {row for batch in used(new) for row in batch["rows"]} & old
+    if number < epochs:
+        effect = f"epoch {number} is trained again"
     else:
-        old = {index for batch in trained for index in batch["indices"]}
-        read_again = {index for batch in used(new) for index in batch["indices"]} & old
-    if len(read_again) > 0.5 * len(old) and old:
-        return seen.fault(
-            "resume-samples",
-            new.at,
-            f"the snapshot was written after {cut.steps} steps of an epoch; {len(read_again)} of the {len(old)} "
-            f"samples of these steps are trained again",
-        )
-    return None
+        effect = f"epoch {epochs} is skipped"
+    return run.evidence.finding(
+        "resume-epoch",
+        run.save_line,
+        f"the snapshot was written after {epochs} epochs; the resumed run begins with the samples "
+        f"of epoch {number}: {effect}",
+    )
 
 
-def used(one: Pass) -> list[Event]:
-    """Batches that were trained, and not only read to be skipped."""
-    found, last = [], None
-    for event in one.events:
+def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
+    """Compare the number of epochs, if both runs have ended by themselves."""
+    was_cut_short = run.evidence.run.was_cut_short or run.resumed.select("enough")
+    if was_cut_short or not run.unbroken.has_ended or not run.resumed.has_ended:
+        return None
+    resumed = len(run.resumed.training_passes)
+    unbroken = len(run.unbroken.training_passes)
+    difference = epochs + resumed - unbroken
+    if difference == 0:
+        return None
+    effect = "trained again" if difference > 0 else "skipped"
+    return run.evidence.finding(
+        "resume-epoch",
+        run.save_line,
+        f"{epochs} epochs before the stop and {resumed} after it, and {unbroken} without a stop: "
+        f"{abs(difference)} is {effect}",
+    )
+
+
+def samples_of(one_pass: LoaderPass) -> list[int] | list[str] | None:
+    """Return the indices that a pass read, else the hashes of its rows, else None."""
+    if one_pass.indices is not None:
+        return one_pass.indices
+    return one_pass.rows
+
+
+def epochs_of(log: RankLog) -> list[int]:
+    """Return the epoch that was given to set_epoch before each training pass."""
+    epochs: list[int] = []
+    current: int | None = None
+    training_passes = {one_pass.number for one_pass in log.training_passes}
+    samplers = {one_pass.start["sampler_id"] for one_pass in log.training_passes}
+    for event in log.select("setepoch", "pass"):
+        if event["k"] == "setepoch":
+            if event["sampler"] in samplers or not samplers:
+                current = event["value"]
+        elif event["number"] in training_passes and isinstance(current, int):
+            epochs.append(current)
+    return epochs
+
+
+def compare_samples(run: ResumedRun) -> Finding | None:
+    """Find samples before a snapshot in mid-epoch that the resumed run trains again."""
+    if not run.halted.training_passes or not run.resumed.training_passes:
+        return None
+    interrupted = run.halted.training_passes[-1]
+    resumed = run.resumed.training_passes[0]
+    steps = interrupted.steps
+    if interrupted.is_complete or not steps:
+        return None
+    trained_batches = interrupted.batches[:steps]
+    all_batches = [*trained_batches, *resumed.batches]
+    has_indices = all(batch["indices"] is not None for batch in all_batches)
+    key = "indices" if has_indices else "rows"
+    trained = {sample for batch in trained_batches for sample in batch[key]}
+    retrained = {sample for batch in batches_trained_in(resumed) for sample in batch[key]}
+    repeated = trained & retrained
+    if len(repeated) <= 0.5 * len(trained):
+        return None
+    return run.evidence.finding(
+        "resume-samples",
+        resumed.line,
+        f"the snapshot was written after {steps} steps of an epoch; {len(repeated)} of the "
+        f"{len(trained)} samples of these steps are trained again",
+    )
+
+
+def batches_trained_in(one_pass: LoaderPass) -> list[Event]:
+    """Return the batches of a pass that were trained, and not only read to be skipped."""
+    batches: list[Event] = []
+    last: Event | None = None
+    for event in one_pass.events:
         if event["k"] == "batch":
             last = event
         elif event["k"] == "backward" and last is not None:
-            found.append(last)
+            batches.append(last)
             last = None
-    return found
+    return batches
 
 
-def rate_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: object) -> Fault | None:
-    expected, found = whole.of("step")[done : done + 12], second.of("step")[:12]
-    for number, (one, other) in enumerate(zip(expected, found, strict=False), done + 1):
-        if one["lr"] and abs(one["lr"][0] - other["lr"][0]) > 1e-6 * abs(one["lr"][0]):
-            return seen.fault(
+def compare_learning_rates(run: ResumedRun) -> Finding | None:
+    """Compare the learning rates of the first steps after the snapshot."""
+    first_step = run.steps_before + 1
+    unbroken = run.unbroken.select("step")[run.steps_before :][:MOST_COMPARED_STEPS]
+    resumed = run.resumed.select("step")[:MOST_COMPARED_STEPS]
+    for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
+        if not expected["lr"]:
+            continue
+        expected_rate = expected["lr"][0]
+        rate = event["lr"][0]
+        if abs(expected_rate - rate) > 1e-6 * abs(expected_rate):
+            return run.evidence.finding(
                 "resume-lr",
-                at,
-                f"at step {number} the learning rate is {other['lr'][0]:.6g} after the resume, and "
-                f"{one['lr'][0]:.6g} in the unbroken run",
+                run.load_line,
+                f"at step {step} the learning rate is {rate:.6g} after the resume, and "
+                f"{expected_rate:.6g} in the unbroken run",
             )
     return None
 
 
-def repeats(whole: RankLog, first: RankLog) -> bool:
-    """Whether two runs of the script have the same weights up to the stop."""
-    pairs = [
-        (a["after"], b["after"])
-        for a, b in zip(whole.of("step"), first.of("step"), strict=False)
-        if "after" in a and "after" in b
-    ]
-    return bool(pairs) and all(a == b for a, b in pairs)
+def is_reproducible(run: ResumedRun) -> bool:
+    """Return whether two runs of the script have the same weights up to the stop."""
+    pairs = zip(run.unbroken.select("step"), run.halted.select("step"), strict=False)
+    weights = [(a["after"], b["after"]) for a, b in pairs if "after" in a and "after" in b]
+    return bool(weights) and all(first == second for first, second in weights)
 
 
-def weights_fault(
-    seen: Seen, whole: RankLog, second: RankLog, done: int, at: object
-) -> Fault | None:
-    before = {e["step"]: e["before"] for e in whole.of("prestep")}.get(done + 1)
-    resumed = second.of("prestep")[:1]
-    if before and resumed and before != resumed[0]["before"]:
-        name = next(
-            (name for name, digest in before.items() if resumed[0]["before"].get(name) != digest),
-            "",
-        )
-        return seen.fault(
+def compare_weights(run: ResumedRun) -> Finding | None:
+    """Compare the weights before and after each step that follows the snapshot."""
+    first_step = run.steps_before + 1
+    before = {e["step"]: e["before"] for e in run.unbroken.select("prestep")}.get(first_step)
+    resumed_before = run.resumed.select("prestep")[:1]
+    if before and resumed_before and before != resumed_before[0]["before"]:
+        name = first_difference(before, resumed_before[0]["before"])
+        return run.evidence.finding(
             "resume-differs",
-            at,
-            f"before step {done + 1} already {name} differs from the unbroken run: the weights themselves are "
-            f"not restored",
+            run.load_line,
+            f"before step {first_step} already {name} differs from the unbroken run: the weights "
+            f"themselves are not restored",
         )
-    for number, (one, other) in enumerate(
-        zip(whole.of("step")[done:], second.of("step"), strict=False), done + 1
-    ):
-        if "after" in one and "after" in other and one["after"] != other["after"]:
-            name = next(
-                name for name, digest in one["after"].items() if other["after"].get(name) != digest
-            )
-            return seen.fault(
+    unbroken = run.unbroken.select("step")[run.steps_before :]
+    resumed = run.resumed.select("step")
+    for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
+        if "after" in expected and "after" in event and expected["after"] != event["after"]:
+            name = first_difference(expected["after"], event["after"])
+            return run.evidence.finding(
                 "resume-differs",
-                at,
-                f"after step {number} {name} differs from the unbroken run; before step {done + 1} all weights "
-                f"are equal",
+                run.load_line,
+                f"after step {step} {name} differs from the unbroken run; before step {first_step} "
+                f"all weights are equal",
             )
     return None
+
+
+def first_difference(expected: dict[str, str], weights: dict[str, str]) -> str:
+    """Return the first name whose hash differs, or is missing; empty where there is none."""
+    return next((n for n, digest in expected.items() if weights.get(n) != digest), "")

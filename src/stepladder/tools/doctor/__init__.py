@@ -1,3 +1,1 @@
-"""Is this machine fit to train on? Facts, gathered once, and rules that judge them. Imports no
-torch.
-"""
+"""The check of a machine: facts, gathered once, and rules that judge them. Imports no torch."""

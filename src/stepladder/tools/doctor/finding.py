@@ -1,4 +1,7 @@
-"""What a rule says, and how a rule of one shape is written. Rules look at nothing but the facts."""
+"""Findings about a machine, and functions that make rules of one form.
+
+Rules examine nothing but the facts.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from stepladder.tools.doctor.facts import Facts
+from stepladder.tools.doctor.machine_facts import Facts
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
-CLOCKS_APART = (  # cause and fix
+CLOCKS_DIFFER = (  # cause and fix
     "heartbeats of nodes are compared by clock: beyond 3 s a living node looks lost",
     "chronyc tracking, or systemctl restart systemd-timesyncd, on all nodes",
 )
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a rule says: what was found, why that is or why it matters, what to type. rule: its
-    name.
+class MachineFinding:
+    """A problem of a machine.
+
+    Attributes:
+        severity: How serious it is.
+        found: What was found.
+        cause: Why that is, or why it matters.
+        fix: What to type.
+        rule: The name of the rule.
     """
 
     severity: Severity
@@ -31,21 +40,29 @@ class Finding:
     rule: str = ""
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[MachineFinding]
 Rule = Callable[[Facts], Findings]
-error, warning, note = (partial(Finding, severity) for severity in SEVERITIES)
+error, warning, note = (partial(MachineFinding, severity) for severity in SEVERITIES)
 
 
 def one_finding(
-    severity: Severity, seen: Callable[[Facts], Any], found: str, cause: str, fix: str
+    severity: Severity, condition: Callable[[Facts], Any], found: str, cause: str, fix: str
 ) -> Rule:
-    """Says so where `seen` gives something true. The texts have {0} for that, and {f} for the
-    facts.
+    """Return a rule that has one finding where a condition gives a true value.
+
+    Args:
+        severity: The severity of the finding.
+        condition: A function of the facts.
+        found: What was found; in this and the next texts {0} is the value, and {f} the facts.
+        cause: Why that is, or why it matters.
+        fix: What to type.
     """
 
     def rule(facts: Facts) -> Findings:
-        if what := seen(facts):
-            yield Finding(severity, *(text.format(what, f=facts) for text in (found, cause, fix)))
+        value = condition(facts)
+        if value:
+            texts = [text.format(value, f=facts) for text in (found, cause, fix)]
+            yield MachineFinding(severity, *texts)
 
     return rule
 

@@ -13,7 +13,7 @@ from stepladder.core.address import find_source_address
 
 @dataclass(frozen=True)
 class Interface:
-    """speed_mbit: as the driver says, or None: many virtual ones have none."""
+    """A network interface. Its speed is that of the driver; many virtual ones have None."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -26,10 +26,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another machine. source: this machine's address on the way there.  interface: that has it, or
-    "".
+    """Another machine.
 
-    host: "" where nobody has asked for one.
+    Attributes:
+        host: The name or address that was asked for; empty for none.
+        addresses: What the name resolves to.
+        source: The address of this machine from which a packet is sent to it.
+        interface: The interface with that address; empty where it is not known.
+        error: Why the machine cannot be reached.
     """
 
     host: str = ""
@@ -39,51 +43,60 @@ class Peer:
     error: str = ""
 
     def __post_init__(self) -> None:
-        check_addresses(*self.addresses, *[self.source] * bool(self.source))
+        check_addresses(*self.addresses)
+        if self.source:
+            check_addresses(self.source)
 
 
 def check_addresses(*texts: str) -> None:
-    """Raises ValueError where one is none: a bundle may hold anything."""
+    """Raise ValueError where a text is no address: a stored bundle may hold anything."""
     for text in texts:
         ip_address(text.partition("%")[0])
 
 
 def find_interfaces() -> tuple[Interface, ...]:
     stats = psutil.net_if_stats()
-    families = (socket.AF_INET, socket.AF_INET6)
-    return tuple(
-        Interface(
-            name,
-            tuple(a.address.partition("%")[0] for a in addresses if a.family in families),
-            name in stats and stats[name].isup,
-            # By ioctl: /sys may show another network namespace's devices, as in a container.
-            (stats[name].speed or None) if name in stats else None,
-        )
-        for name, addresses in sorted(psutil.net_if_addrs().items())
-    )
+    interfaces = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        ip_addresses = [
+            address.address.partition("%")[0]
+            for address in addresses
+            if address.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        is_up = name in stats and stats[name].isup
+        # By ioctl: /sys may show another network namespace's devices, as in a container.
+        speed_mbit = stats[name].speed if name in stats else None
+        interfaces.append(Interface(name, tuple(ip_addresses), is_up, speed_mbit or None))
+    return tuple(interfaces)
 
 
-def look_at_peer(host: str) -> Peer:
-    """The kernel is asked for its route; connecting a datagram socket sends nothing."""
+def inspect_peer(host: str) -> Peer:
+    """Ask the kernel for its route to a host; an empty name is no host.
+
+    Connecting a datagram socket sends nothing.
+    """
+    if not host:
+        return Peer()
     host = host.strip("[]")
     addresses: tuple[str, ...] = ()
     try:
-        addresses = tuple(
-            dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None))
-        )
+        resolved = [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+        addresses = tuple(dict.fromkeys(resolved))
         source = find_source_address(host)
     except OSError as error:
         return Peer(host, addresses, error=str(error.strerror))
-    interface = next((one.name for one in find_interfaces() if source in one.addresses), "")
-    return Peer(host, addresses, source, interface)
+    names = (i.name for i in find_interfaces() if source in i.addresses)
+    return Peer(host, addresses, source, next(names, ""))
 
 
-def look_at_port(number: int) -> str:
-    """Why it cannot be opened on this machine, on all addresses; or ""."""
+def find_port_error(port: int | None) -> str:
+    """Return why a port cannot be opened on all addresses of this machine; empty if it can."""
+    if port is None:
+        return ""
     with socket.socket() as listener:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", number))
+            listener.bind(("", port))
             listener.listen(1)
         except (OSError, OverflowError) as error:
             return str(getattr(error, "strerror", None) or error)

@@ -1,7 +1,6 @@
-"""What other programs say: nvidia-smi and nvcc of GPUs, a new Python of torch and of what a script
-imports.
+"""Facts from other programs: nvidia-smi and nvcc about GPUs, a new Python about torch and imports.
 
-Each runs as a process of its own: it may be missing, broken, slow or hang.
+Each runs as a process of its own: it may be missing, broken or slow, or it may hang.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ from typing import Any
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.python_file import parse_source
 
-SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
-QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
-OLD_QUERY = QUERY[:-1]  # for drivers before 510
-NVIDIA, DISPLAY = "0x10de", "0x03"
-SLOWEST = 5
-# Microseconds of its own, and its name.
-IMPORT_LINE = re.compile(r"^import time:\s*(\d+) \|\s*\d+ \| +(\S+)$", re.MULTILINE)
-BEFORE = " comes before the module of that name"
-# The ranks ask torch for no more than this; each part may be missing from a build.
-ASK_TORCH = (
-    f"BEFORE = {BEFORE!r}"
+TOOL_TIMEOUT_S = 20.0
+IMPORT_TIMEOUT_S = 120.0
+SMI_QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
+SMI_QUERY_BEFORE_510 = SMI_QUERY[:-1]  # of drivers before 510
+PCI_VENDOR_NVIDIA = "0x10de"
+PCI_CLASS_DISPLAY = "0x03"
+MOST_SLOW_PACKAGES = 5
+# The microseconds of a module without those that it imports, and its name.
+IMPORT_TIME_LINE = re.compile(r"^import time:\s*(\d+) \|\s*\d+ \| +(\S+)$", re.MULTILINE)
+SHADOWS_MODULE = " comes before the module of that name"
+# The ranks need no more of torch than this; each part may be missing from a build.
+TORCH_PROGRAM = (
+    f"SHADOWS_MODULE = {SHADOWS_MODULE!r}"
     + """
 import json, os, sys, time
 began = time.perf_counter()
@@ -44,33 +45,37 @@ except Exception:
     for name in sys.stdlib_module_names & sys.modules.keys():
         file = getattr(sys.modules[name], "__file__", None) or library
         if not file.startswith(library) and "-packages" not in file:  # setuptools brings a distutils
-            sys.exit(file + BEFORE)
+            sys.exit(file + SHADOWS_MODULE)
     if "torch" in sys.modules:
-        sys.exit((sys.modules["torch"].__file__ or list(sys.modules["torch"].__path__)[0]) + BEFORE)
+        torch_path = sys.modules["torch"].__file__ or list(sys.modules["torch"].__path__)[0]
+        sys.exit(torch_path + SHADOWS_MODULE)
     raise
 seconds = time.perf_counter() - began
-said = {"version": torch.__version__, "cuda": torch.version.cuda or "", "seconds": seconds}
-said["rocm"] = getattr(torch.version, "hip", None) or ""
-said["distributed"] = torch.distributed.is_available()
-nccl = said["distributed"] and torch.distributed.is_nccl_available()
-said["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
-said["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
-said["architectures"] = torch.cuda.get_arch_list() if said["devices"] else []
-said["cuda_error"] = ""
-if said["cuda"] and not said["devices"]:
+facts = {"version": torch.__version__, "cuda": torch.version.cuda or "", "seconds": seconds}
+facts["rocm"] = getattr(torch.version, "hip", None) or ""
+facts["distributed"] = torch.distributed.is_available()
+nccl = facts["distributed"] and torch.distributed.is_nccl_available()
+facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+facts["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+facts["architectures"] = torch.cuda.get_arch_list() if facts["devices"] else []
+facts["cuda_error"] = ""
+if facts["cuda"] and not facts["devices"]:
     try:
         torch.cuda.init()
     except Exception as error:
-        said["cuda_error"] = str(error).partition("\\n")[0]
-print("stepladder:" + json.dumps(said))
+        facts["cuda_error"] = str(error).partition("\\n")[0]
+print("stepladder:" + json.dumps(facts))
 """
 )
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One line of `nvidia-smi --query-gpu`. mig: whether it is divided.  capability: as in 9.0, ""
-    if not said.
+    """One GPU in the output of nvidia-smi.
+
+    Attributes:
+        mig: Whether it is divided into several.
+        capability: The compute capability, as 9.0; empty where it is not known.
     """
 
     index: int
@@ -82,10 +87,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """on_bus: NVIDIA devices on the PCI bus.  smi_error: what nvidia-smi said instead; "missing"
-    without one.
+    """The GPUs of a machine.
 
-    nvcc: version of the CUDA compiler, or "".
+    Attributes:
+        found: The GPUs that nvidia-smi lists.
+        on_bus: The number of NVIDIA devices on the PCI bus.
+        smi_error: The error of nvidia-smi; "missing" where it is not installed.
+        nvcc: The version of the CUDA compiler; empty without one.
     """
 
     found: tuple[Gpu, ...] = ()
@@ -100,11 +108,14 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Imports:
-    """seconds: of all imports together.  slowest: (package, seconds in its own modules), the
-    largest first.
+    """The imports of a script.
 
-    error: the last line of what went wrong, or "".  name: the script's, or "" where nobody has
-    asked for one."""
+    Attributes:
+        seconds: The time of all imports together.
+        slowest: The packages that take longest, with the seconds of their own modules.
+        error: The last line of an import that failed; empty without one.
+        name: The name of the script; empty where none was asked for.
+    """
 
     seconds: float = 0.0
     slowest: tuple[tuple[str, float], ...] = ()
@@ -114,10 +125,17 @@ class Imports:
 
 @dataclass(frozen=True)
 class Torch:
-    """version: "" where torch is not installed, or cannot be imported: then `error` says why.
+    """The installed torch.
 
-    cuda, rocm, nccl: versions that it was built with, or "".  devices: GPUs that it sees.
-    architectures: what it has kernels for, as sm_90.  cuda_error: why it sees none.
+    Attributes:
+        version: Its version; empty where it is not installed or cannot be imported.
+        error: Why it cannot be imported.
+        cuda: The version of CUDA that it was built with; empty without, as `rocm` and `nccl` are.
+        devices: The number of GPUs that it sees.
+        architectures: The GPUs that it has kernels for, as sm_90.
+        cuda_error: Why it sees no GPU.
+        seconds: The time of its import.
+        slowest: The packages that take longest, with the seconds of their own modules.
     """
 
     version: str = ""
@@ -133,133 +151,143 @@ class Torch:
     slowest: tuple[tuple[str, float], ...] = ()
 
 
-def ask(command: list[str], seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command's end; where it has none, or no beginning, stderr says why. variables: of its
-    environment.
-    """
+def run_tool(
+    command: list[str], timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with further variables. Its stderr says why it could not start or end."""
     env = os.environ | variables
     try:
         return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=seconds, check=False
+            command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"no answer within {seconds:g} s")
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 def find_gpus() -> Gpus:
-    """NVIDIA's GPUs as the system shows them, without torch."""
-    found, error = _ask_smi()
+    """Find NVIDIA's GPUs as the system shows them, without torch."""
+    gpus, error = query_nvidia_smi()
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    version = parse_nvcc(ask([nvcc, "--version"], SECONDS_OF_TOOL).stdout) if nvcc else ""
-    return Gpus(found, _on_bus(), error, version)
+    version = parse_nvcc(run_tool([nvcc, "--version"], TOOL_TIMEOUT_S).stdout) if nvcc else ""
+    return Gpus(gpus, count_nvidia_devices(), error, version)
 
 
-def _ask_smi() -> tuple[tuple[Gpu, ...], str]:
+def query_nvidia_smi() -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that nvidia-smi lists, and its error."""
     if shutil.which("nvidia-smi") is None:
         return (), "missing"
-    for query in (QUERY, OLD_QUERY):
+    output = ""
+    for query in (SMI_QUERY, SMI_QUERY_BEFORE_510):
         command = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader,nounits"]
-        done = ask(command, SECONDS_OF_TOOL)
-        if done.returncode == 0:
-            return parse_smi(done.stdout, query), ""
-        said = (done.stdout + done.stderr).strip()
-        if "compute_cap" not in said:
+        completed = run_tool(command, TOOL_TIMEOUT_S)
+        if completed.returncode == 0:
+            return parse_smi(completed.stdout, query), ""
+        output = (completed.stdout + completed.stderr).strip()
+        if "compute_cap" not in output:
             break
-    return (), said.partition("\n")[0] or "no answer"
+    return (), output.partition("\n")[0] or "no answer"
 
 
-def parse_smi(text: str, query: tuple[str, ...] = QUERY) -> tuple[Gpu, ...]:
-    """`--format=csv,noheader,nounits`. A value that a device does not have is [N/A] or [Not
-    Supported].
+def parse_smi(text: str, query: tuple[str, ...] = SMI_QUERY) -> tuple[Gpu, ...]:
+    """Parse the output of nvidia-smi in the format csv,noheader,nounits.
+
+    A value that a device does not have is [N/A] or [Not Supported].
     """
     gpus = []
-    for line in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
-        capability = line.get("compute_cap", "")
-        if parse_whole_number(line["index"]) is not None:
+    for row in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
+        index = parse_whole_number(row["index"])
+        if index is not None:
+            capability = row.get("compute_cap", "")
+            is_known = re.fullmatch(r"\d+\.\d+", capability) is not None
             gpu = Gpu(
-                int(line["index"]),
-                line["name"],
-                line["driver_version"],
-                line["mig.mode.current"] == "Enabled",
-                capability if re.fullmatch(r"\d+\.\d+", capability) else "",
+                index,
+                row["name"],
+                row["driver_version"],
+                mig=row["mig.mode.current"] == "Enabled",
+                capability=capability if is_known else "",
             )
             gpus.append(gpu)
     return tuple(gpus)
 
 
-def _on_bus() -> int:
-    """Display devices (class 0x03....) of NVIDIA, which are there even without a driver."""
+def count_nvidia_devices() -> int:
+    """Count the display devices of NVIDIA on the PCI bus, which need no driver to be there."""
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            vendor, kind = (
-                (device / name).read_text(encoding="utf-8").strip() for name in ("vendor", "class")
-            )
-            count += vendor == NVIDIA and kind.startswith(DISPLAY)
+            vendor = (device / "vendor").read_text(encoding="utf-8").strip()
+            kind = (device / "class").read_text(encoding="utf-8").strip()
+            count += vendor == PCI_VENDOR_NVIDIA and kind.startswith(PCI_CLASS_DISPLAY)
     return count
 
 
 def parse_nvcc(text: str) -> str:
-    """`Cuda compilation tools, release 12.4, V12.4.131` as 12.4."""
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else ""
+    """Return 12.4 of `Cuda compilation tools, release 12.4, V12.4.131`."""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else ""
 
 
-def look_at_torch() -> Torch:
-    done = _timing_imports(ASK_TORCH)
-    said = re.search(r"^stepladder:(.*)", done.stdout, re.MULTILINE)
-    if said is None:
-        return Torch(error=last_error(done.stderr))
-    facts: dict[str, Any] = json.loads(said[1])
+def inspect_torch() -> Torch:
+    completed = run_with_import_times(TORCH_PROGRAM)
+    match = re.search(r"^stepladder:(.*)", completed.stdout, re.MULTILINE)
+    if match is None:
+        return Torch(error=last_error(completed.stderr))
+    facts: dict[str, Any] = json.loads(match[1])
     facts["architectures"] = tuple(facts["architectures"])
-    return Torch(**facts, slowest=slowest(seconds_by_package(done.stderr)))
+    return Torch(**facts, slowest=slowest_packages(seconds_by_package(completed.stderr)))
 
 
-def look_at_script(path: Path) -> Imports:
-    """Import what the script imports at its top, without running it. Raises InputError for no
-    Python file.
+def inspect_script_imports(path: Path | None) -> Imports:
+    """Import what a script imports at its top, without running the script.
+
+    Raises InputError where the file is no Python.
     """
+    if path is None:
+        return Imports()
     lines = imports_of(parse_source(path))
-    places = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
-    done = _timing_imports("\n".join(lines), PYTHONPATH=os.pathsep.join(places))
-    seconds = seconds_by_package(done.stderr)
-    wrong = last_error(done.stderr) if done.returncode else ""
-    return Imports(sum(seconds.values()), slowest(seconds), wrong, path.name)
+    python_path = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
+    completed = run_with_import_times("\n".join(lines), PYTHONPATH=os.pathsep.join(python_path))
+    seconds = seconds_by_package(completed.stderr)
+    error = last_error(completed.stderr) if completed.returncode else ""
+    return Imports(sum(seconds.values()), slowest_packages(seconds), error, path.name)
 
 
 def imports_of(tree: ast.Module) -> list[str]:
-    """The imports at the top level of a module, as lines of code, relative ones left out."""
-    found = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return [
-        ast.unparse(node)
-        for node in found
-        if isinstance(node, ast.Import) or (node.level == 0 and node.module != "__future__")
-    ]
+    """Return the imports at the top level of a module as lines of code, without relative ones."""
+    lines = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            is_importable = node.level == 0 and node.module != "__future__"
+        else:
+            is_importable = isinstance(node, ast.Import)
+        if is_importable:
+            lines.append(ast.unparse(node))
+    return lines
 
 
-def _timing_imports(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a new Python, which writes import times to stderr."""
-    return ask([sys.executable, "-X", "importtime", "-c", code], SECONDS_OF_IMPORT, **variables)
+def run_with_import_times(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new Python that writes the times of imports to stderr."""
+    command = [sys.executable, "-X", "importtime", "-c", code]
+    return run_tool(command, IMPORT_TIMEOUT_S, **variables)
 
 
 def last_error(text: str) -> str:
-    lines = [
-        line for line in text.splitlines() if line.strip() and not line.startswith("import time:")
-    ]
+    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("import time:")]
     return lines[-1] if lines else "ended without output"
 
 
 def seconds_by_package(text: str) -> dict[str, float]:
-    """The own time of all modules of each package, from `-X importtime`."""
-    own: dict[str, float] = {}
-    for microseconds, name in IMPORT_LINE.findall(text):
+    """Return the time of all modules of each package, from the output of `-X importtime`."""
+    seconds: dict[str, float] = {}
+    for microseconds, name in IMPORT_TIME_LINE.findall(text):
         package = name.partition(".")[0]
-        own[package] = own.get(package, 0.0) + int(microseconds) / 1e6
-    return own
+        seconds[package] = seconds.get(package, 0.0) + int(microseconds) / 1e6
+    return seconds
 
 
-def slowest(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
+def slowest_packages(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
-    return tuple((name, round(value, 3)) for name, value in ranked[:SLOWEST])
+    return tuple((name, round(value, 3)) for name, value in ranked[:MOST_SLOW_PACKAGES])

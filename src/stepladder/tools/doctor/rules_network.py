@@ -1,6 +1,4 @@
-"""How ranks find each other: names, interfaces, routes and ports, and the variables that say who a
-process is.
-"""
+"""Rules for how ranks find each other: names, interfaces, routes, ports, and rank variables."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from ipaddress import ip_address
 
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import (
     Findings,
     error,
@@ -18,9 +15,10 @@ from stepladder.tools.doctor.finding import (
     warning,
     warning_if,
 )
+from stepladder.tools.doctor.machine_facts import Facts
 from stepladder.tools.doctor.network import Interface
 
-VIRTUAL = (
+VIRTUAL_INTERFACES = (
     "docker",
     "podman",
     "virbr",
@@ -34,11 +32,15 @@ VIRTUAL = (
     "vboxnet",
 )
 SLOW_MBIT = 1000
-HOW_TO_NAME = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
+NAME_INTERFACE = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
 
 
 def is_loopback(address: str) -> bool:
     return ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_link_local(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_link_local
 
 
 def own_name(facts: Facts) -> Findings:
@@ -48,19 +50,21 @@ def own_name(facts: Facts) -> Findings:
         fix = f"--local-addr ADDRESS, or a line `ADDRESS {facts.host}` in /etc/hosts on all nodes"
         yield warning(
             f"this machine's name {facts.host} has no address",
-            "other nodes are told to meet there",
+            "other nodes connect to that name",
             fix,
         )
     elif all(map(is_loopback, facts.own_addresses)):
         yield error(
-            f"this machine's name {facts.host} is {facts.own_addresses[0]}, which each machine takes for itself",
-            "a line in /etc/hosts, as Debian's installer writes it: other nodes would look for rank 0 at home",
+            f"this machine's name {facts.host} is {facts.own_addresses[0]}, which each machine "
+            "takes for itself",
+            "a line in /etc/hosts, as Debian's installer writes it: other nodes would look for "
+            "rank 0 on themselves",
             "--local-addr ADDRESS, or the machine's real address in /etc/hosts",
         )
 
 
 def needs_ipv6(facts: Facts) -> bool:
-    """Whether the peer has only addresses of a kind that is off here."""
+    """Return whether the peer has only IPv6 addresses, and this machine has no IPv6."""
     addresses = facts.peer.addresses
     return len(addresses) > 0 and all(":" in address for address in addresses) and not facts.ipv6
 
@@ -71,7 +75,7 @@ def peer_unknown(facts: Facts) -> Findings:
         yield error(
             f"{peer.host}: {peer.error}",
             "there is no route to it" if peer.addresses else "the name does not resolve here",
-            f"ping {peer.host}; use an address instead of the name, or mend /etc/hosts or DNS",
+            f"ping {peer.host}; use an address instead of the name, or fix /etc/hosts or DNS",
         )
 
 
@@ -80,99 +84,110 @@ def peer_route(facts: Facts) -> Findings:
     if not peer.source:
         return
     interface = next(
-        (one for one in facts.interfaces if one.name == peer.interface), Interface(peer.interface)
+        (i for i in facts.interfaces if i.name == peer.interface), Interface(peer.interface)
     )
-    way = f"the way to {peer.host} leads through {interface.name}"
+    route = f"the way to {peer.host} leads through {interface.name}"
     if is_loopback(peer.source) or peer.source in peer.addresses:
         yield error(
             f"{peer.host} resolves to {(*peer.addresses, peer.source)[0]}, this machine itself",
             "a line in /etc/hosts, or this machine's own name or address: it should be another one",
             f"the address of {peer.host} instead of its name",
         )
-    elif interface.name.startswith(VIRTUAL):
+    elif interface.name.startswith(VIRTUAL_INTERFACES):
         yield warning(
-            f"{way} ({peer.source}), a bridge for containers",
+            f"{route} ({peer.source}), a bridge for containers",
             "other machines do not reach that address",
-            "docker run --network=host, or " + HOW_TO_NAME.format("the real interface"),
+            "docker run --network=host, or " + NAME_INTERFACE.format("the real interface"),
         )
     elif interface.speed_mbit is not None and interface.speed_mbit < SLOW_MBIT:
-        faster = max(facts.interfaces, key=lambda one: one.speed_mbit or 0)
+        faster = max(facts.interfaces, key=lambda i: i.speed_mbit or 0)
         yield warning(
-            f"{way}, {interface.speed_mbit} Mbit/s",
+            f"{route}, {interface.speed_mbit} Mbit/s",
             "gradients of every step go that way",
-            f"an address of {peer.host} on the network of {faster.name} ({faster.speed_mbit} Mbit/s)",
+            f"an address of {peer.host} on the network of {faster.name} ({faster.speed_mbit} "
+            "Mbit/s)",
         )
 
 
 def named_interface(facts: Facts) -> Findings:
-    """GLOO_SOCKET_IFNAME lists names, NCCL_SOCKET_IFNAME what `taken_by_nccl` says."""
-    names = [one.name for one in facts.interfaces]
-    gloo, nccl = facts.env.get("GLOO_SOCKET_IFNAME", ""), facts.env.get("NCCL_SOCKET_IFNAME", "")
-    listed = ", ".join(names)
+    """Check the interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
+    names = [interface.name for interface in facts.interfaces]
+    gloo = facts.env.get("GLOO_SOCKET_IFNAME", "")
     if gloo.startswith(("^", "=")):
         yield error(
             f"GLOO_SOCKET_IFNAME={gloo}",
             "^ and = are NCCL's syntax; gloo takes plain names, and would fall back to loopback",
-            f"export GLOO_SOCKET_IFNAME=NAME, one of {listed}",
+            f"export GLOO_SOCKET_IFNAME=NAME, one of {', '.join(names)}",
         )
-        gloo = ""
-    by_gloo = gloo.split(",") if set(gloo.split(",")) <= set(names) else []
-    for library, wanted, taken in (
-        ("gloo", gloo, by_gloo),
-        ("NCCL", nccl, taken_by_nccl(nccl, names)),
-    ):
-        variable = f"{library.upper()}_SOCKET_IFNAME"
-        if wanted and not taken:
-            fix = f"unset {variable}, or name one of them"
-            yield error(
-                f"{variable}={wanted}, and the interfaces are {listed}",
-                f"{library} finds no device",
-                fix,
-            )
-        elif wanted and facts.peer.interface not in ("", *taken):
-            yield warning(
-                f"{variable}={wanted}, but {facts.peer.interface} leads to {facts.peer.host}",
-                "connections would be tried on a network that does not lead there",
-                HOW_TO_NAME.format(facts.peer.interface),
-            )
+    else:
+        listed = gloo.split(",")
+        selected = listed if set(listed) <= set(names) else []
+        yield from check_named_interface(facts, "gloo", gloo, selected)
+    nccl = facts.env.get("NCCL_SOCKET_IFNAME", "")
+    yield from check_named_interface(facts, "NCCL", nccl, interfaces_of_nccl(nccl, names))
 
 
-def taken_by_nccl(wanted: str, names: list[str]) -> list[str]:
-    """NCCL_SOCKET_IFNAME lists prefixes; = before the list makes them whole names, ^ takes all
-    others.
+def check_named_interface(facts: Facts, library: str, value: str, selected: list[str]) -> Findings:
+    """Check that a library finds interfaces, and that they lead to the peer.
+
+    Args:
+        facts: The facts of the machine.
+        library: The name of the library.
+        value: The value of its variable.
+        selected: The interfaces that the library selects by it.
     """
-    whole = wanted.removeprefix("^").startswith("=")
-    listed = [one for one in wanted.removeprefix("^").removeprefix("=").split(",") if one]
-    return [
-        name
-        for name in names
-        if any(name == one if whole else name.startswith(one) for one in listed)
-        != wanted.startswith("^")
-    ]
+    variable = f"{library.upper()}_SOCKET_IFNAME"
+    if value and not selected:
+        names = ", ".join(interface.name for interface in facts.interfaces)
+        yield error(
+            f"{variable}={value}, and the interfaces are {names}",
+            f"{library} finds no device",
+            f"unset {variable}, or name one of them",
+        )
+    elif value and facts.peer.interface not in ("", *selected):
+        yield warning(
+            f"{variable}={value}, but {facts.peer.interface} leads to {facts.peer.host}",
+            "connections would be tried on a network that does not lead there",
+            NAME_INTERFACE.format(facts.peer.interface),
+        )
+
+
+def interfaces_of_nccl(value: str, names: list[str]) -> list[str]:
+    """Return the interfaces that NCCL selects by NCCL_SOCKET_IFNAME.
+
+    It lists prefixes of names; after = complete names, and after ^ the names to leave out.
+    """
+    excludes = value.startswith("^")
+    text = value.removeprefix("^")
+    is_exact = text.startswith("=")
+    listed = [item for item in text.removeprefix("=").split(",") if item]
+
+    def is_listed(name: str) -> bool:
+        if is_exact:
+            return name in listed
+        return name.startswith(tuple(listed))
+
+    return [name for name in names if is_listed(name) != excludes]
 
 
 def several_interfaces(facts: Facts) -> Findings:
     peer = facts.peer
-    if (
-        not (peer.interface and peer.source)
-        or "GLOO_SOCKET_IFNAME" in facts.env
-        or is_loopback(peer.source)
-    ):
+    has_route = bool(peer.interface and peer.source) and not is_loopback(peer.source)
+    if not has_route or "GLOO_SOCKET_IFNAME" in facts.env:
         return
-    real = [
-        i.name
-        for i in facts.interfaces
-        if i.up
-        and i.addresses
-        and not all(map(is_loopback, i.addresses))
-        and not i.name.startswith(VIRTUAL)
-    ]
-    if len(real) > 1:
+    usable = [interface.name for interface in facts.interfaces if is_usable(interface)]
+    if len(usable) > 1:
         yield note(
-            f"of {', '.join(real)}, {peer.interface} ({peer.source}) leads to {peer.host}",
+            f"of {', '.join(usable)}, {peer.interface} ({peer.source}) leads to {peer.host}",
             "where the machine's name belongs to another interface, gloo and NCCL take that one",
-            HOW_TO_NAME.format(peer.interface),
+            NAME_INTERFACE.format(peer.interface),
         )
+
+
+def is_usable(interface: Interface) -> bool:
+    """Return whether an interface is up, and has an address that other machines can reach."""
+    has_address = not all(map(is_loopback, interface.addresses))
+    return interface.up and has_address and not interface.name.startswith(VIRTUAL_INTERFACES)
 
 
 def ipv6(facts: Facts) -> Findings:
@@ -183,9 +198,7 @@ def ipv6(facts: Facts) -> Findings:
             "net.ipv6.conf.all.disable_ipv6=1, or a container without it",
             "sysctl net.ipv6.conf.all.disable_ipv6=0, or an IPv4 address of it",
         )
-    if peer.addresses and all(
-        ip_address(one.partition("%")[0]).is_link_local for one in peer.addresses
-    ):
+    if peer.addresses and all(map(is_link_local, peer.addresses)):
         yield error(
             f"{peer.host} is {peer.addresses[0]}, a link-local address",
             "it is valid on one cable only, and needs the interface's name after it",
@@ -194,76 +207,81 @@ def ipv6(facts: Facts) -> Findings:
 
 
 def port_in_use(facts: Facts) -> Findings:
-    port, said = facts.port or 0, facts.port_error
-    cause, fix = (
-        "another run, or an orphan of an earlier one, holds it",
-        f"ss -ltnp 'sport = :{port}', or ",
-    )
-    if port > 65535 or "ermission" in said:
-        cause, fix = "ports end at 65535, and those below 1024 are the administrator's", ""
-    if said:
-        fix += "another port (one node needs none)"
-        yield error(f"port {port} cannot be opened here: {said}", cause, fix)
+    port = facts.port or 0
+    if not facts.port_error:
+        return
+    cause = "another run, or an orphan of an earlier one, holds it"
+    fix = f"ss -ltnp 'sport = :{port}', or another port (one node needs none)"
+    if port > 65535 or "ermission" in facts.port_error:
+        cause = "ports end at 65535, and those below 1024 are the administrator's"
+        fix = "another port (one node needs none)"
+    yield error(f"port {port} cannot be opened here: {facts.port_error}", cause, fix)
 
 
 def half_set(facts: Facts) -> Findings:
     if "RANK" not in facts.env:
-        return  # Slurm's own variables come whole
+        return  # Slurm sets either all of its variables or none
     try:
         World.detect(dict(facts.env))
     except InputError as wrong:
         yield error(
-            wrong.problem,
-            "a rank that does not know its place waits for others for ever",
-            wrong.hint,
+            wrong.problem, "a rank with incomplete variables waits for others for ever", wrong.hint
         )
 
 
 def slurm_and_torchrun(facts: Facts) -> Findings:
-    tasks, here = facts.number("SLURM_STEP_NUM_TASKS"), facts.tasks_here
-    if "TORCHELASTIC_RUN_ID" in facts.env and here > 1:
+    tasks = facts.variable_as_int("SLURM_STEP_NUM_TASKS")
+    tasks_on_node = facts.tasks_on_node
+    if "TORCHELASTIC_RUN_ID" in facts.env and tasks_on_node > 1:
         yield error(
-            f"torchrun inside a Slurm step with {here} tasks per node",
+            f"torchrun inside a Slurm step with {tasks_on_node} tasks per node",
             "each task starts its own torchrun: several groups of ranks on each node, and one port",
             "#SBATCH --ntasks-per-node=1 for torchrun; or srun without torchrun, one task per rank",
         )
-    elif facts.in_step and "RANK" in facts.env and "TORCHELASTIC_RUN_ID" not in facts.env:
-        ranks = facts.number("WORLD_SIZE")
+    elif facts.is_in_slurm_step and "RANK" in facts.env and "TORCHELASTIC_RUN_ID" not in facts.env:
+        ranks = facts.variable_as_int("WORLD_SIZE")
         if (ranks and ranks != tasks) or facts.env["RANK"] != facts.env.get("SLURM_PROCID"):
             yield error(
-                f"RANK={facts.env['RANK']}, WORLD_SIZE={ranks} in task {facts.env.get('SLURM_PROCID')} of {tasks}",
-                "exported in the batch script, where `$SLURM_PROCID` is 0, so every task gets the same rank",
+                f"RANK={facts.env['RANK']}, WORLD_SIZE={ranks} in task "
+                f"{facts.env.get('SLURM_PROCID')} of {tasks}",
+                "exported in the batch script, where `$SLURM_PROCID` is 0, so every task gets "
+                "the same rank",
                 "leave RANK and WORLD_SIZE out: stepladder reads the Slurm step",
             )
 
 
 def tasks_without_a_step(facts: Facts) -> int:
-    """Where torchrun's variables do not say either who this process is."""
-    alone = "SLURM_JOB_ID" in facts.env and "RANK" not in facts.env and not facts.in_step
-    tasks = facts.number("SLURM_NTASKS")
-    return tasks if alone and tasks > 1 else 0
+    """Return the tasks of a job if this process is in none of its steps, and has no rank."""
+    is_in_job = "SLURM_JOB_ID" in facts.env and not facts.is_in_slurm_step
+    tasks = facts.variable_as_int("SLURM_NTASKS")
+    if is_in_job and "RANK" not in facts.env and tasks > 1:
+        return tasks
+    return 0
 
 
 def preset_by(facts: Facts) -> str:
-    """Who has set WORLD_SIZE, where nobody has set RANK."""
+    """Return who has set WORLD_SIZE, if RANK is not set."""
     if "WORLD_SIZE" not in facts.env or "RANK" in facts.env:
         return ""
     hosted = any(name.startswith("RUNPOD_") for name in facts.env)
-    return "RunPod presets it for every process" if hosted else "left over from another start"
+    if hosted:
+        return "RunPod presets it for every process"
+    return "left over from another start"
 
 
-def nodes_at_home(facts: Facts) -> int:
-    """How many take this address for their own: each then waits for the others alone."""
+def nodes_with_local_master(facts: Facts) -> int:
+    """Return the number of nodes if MASTER_ADDR is an address of every machine itself."""
     address = facts.env.get("MASTER_ADDR", "")
-    nodes = max(facts.nodes, facts.number("SLURM_STEP_NUM_NODES"), facts.number("GROUP_WORLD_SIZE"))
-    return (
-        nodes
-        if nodes > 1 and (address in ("localhost", "::1") or address.startswith("127."))
-        else 0
+    nodes = max(
+        facts.nodes,
+        facts.variable_as_int("SLURM_STEP_NUM_NODES"),
+        facts.variable_as_int("GROUP_WORLD_SIZE"),
     )
+    is_local = address in ("localhost", "::1") or address.startswith("127.")
+    return nodes if nodes > 1 and is_local else 0
 
 
-RULES = {
+NETWORK_RULES = {
     "own-name": own_name,
     "peer-unknown": peer_unknown,
     "peer-route": peer_route,
@@ -276,11 +294,12 @@ RULES = {
     "slurm-tasks-without-a-step": note_if(
         tasks_without_a_step,
         "an allocation of {0} tasks, and this process is not in a step of them",
-        "a batch script has the variables of rank 0 of N, but no other rank exists: plain `python` would wait",
+        "a batch script has the variables of rank 0 of N, but no other rank exists: plain "
+        "`python` would wait",
         "srun python ..., or stepladder, which sees it",
     ),
     "slurm-cores": warning_if(
-        lambda f: f.in_step and f.number("SLURM_CPUS_PER_TASK") > f.cores,
+        lambda f: f.is_in_slurm_step and f.variable_as_int("SLURM_CPUS_PER_TASK") > f.cores,
         "SLURM_CPUS_PER_TASK={f.env[SLURM_CPUS_PER_TASK]}, but this task may use {f.cores}",
         "srun of 22.05 and later does not take --cpus-per-task from sbatch",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, before srun",
@@ -292,9 +311,10 @@ RULES = {
         "unset WORLD_SIZE, or start with stepladder or torchrun",
     ),
     "local-master": error_if(
-        nodes_at_home,
+        nodes_with_local_master,
         "MASTER_ADDR={f.env[MASTER_ADDR]} with {0} nodes",
-        "every node takes itself for the meeting place, and waits alone",
-        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1), or none with stepladder",
+        "every node waits for the others on itself, alone",
+        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1), or none with "
+        "stepladder",
     ),
 }

@@ -1,7 +1,8 @@
-"""The environment's variables that say how ranks are started and compute: each by its name.
+"""The environment variables that describe how ranks are started and compute, each by its name.
 
-A bundle is handed around. A pattern would let in what a site or a later release calls alike:
-SLURM_JWT logs in."""
+A bundle is sent to other people. A pattern would include secrets with a similar name: SLURM_JWT
+logs in.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 
 from stepladder.core.masking import mask
 
-NAMES = """
+SHOWN_VARIABLE_NAMES = """
     RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
     MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS
     TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE NODE_RANK NODE_ADDR NUM_NODES NUM_TRAINERS PRIMARY_ADDR
@@ -43,8 +44,9 @@ NAMES = """
     SLURM_ARRAY_TASK_ID SLURM_HINT SLURM_EXPORT_ENV SLURM_KILL_BAD_EXIT SLURM_TOPOLOGY_ADDR SLURMD_NODENAME
     SRUN_CPUS_PER_TASK
 """
-SHOWN = frozenset(NAMES.split())
+SHOWN_VARIABLES = frozenset(SHOWN_VARIABLE_NAMES.split())
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: mask(value) for name, value in sorted(environ.items()) if name in SHOWN}
+    """Return the variables that may be shown, with the passwords in them masked."""
+    return {name: mask(value) for name, value in sorted(environ.items()) if name in SHOWN_VARIABLES}

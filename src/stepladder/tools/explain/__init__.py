@@ -1,1 +1,1 @@
-
+"""Known error messages, their causes, and what to type."""

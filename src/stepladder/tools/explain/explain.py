@@ -1,6 +1,4 @@
-"""Known error messages in a text: torch's, NCCL's, gloo's, CUDA's, Slurm's. What they mean and what
-to type.
-"""
+"""Finding known error messages in a text: those of torch, NCCL, gloo, CUDA and Slurm."""
 
 from __future__ import annotations
 
@@ -10,20 +8,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
-LEAST_PART = 8  # characters of a message that tell it from others
-LEAST_WORDS = 2
-LEAST_LETTERS = 3  # of a word that counts
+MIN_PART_CHARACTERS = 8  # of a part of a message that identifies it
+MIN_SHARED_TERMS = 2
+MIN_TERM_LETTERS = 3
 MOST_NEAREST = 2
-COMMON = {
+COMMON_WORDS = {
     "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that", "error",
     "runtimeerror",
 }  # fmt: skip
-ABBREVIATIONS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
+SYNONYMS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """texts: literal parts of the message, of which one is enough.  source: whose message it is."""
+    """A known error.
+
+    Attributes:
+        source: The program that reports it.
+        texts: Literal parts of the message, of which one is enough.
+        cause: What it means.
+        do: What to type.
+    """
 
     source: str
     texts: tuple[str, ...]
@@ -31,22 +36,26 @@ class KnownError:
     do: str
 
     def is_in(self, line: str) -> bool:
-        """Whether a line is or holds this message; a part of the message that somebody remembers
-        counts too.
+        """Return whether a line contains this message.
+
+        A part of the message that somebody remembers counts too.
         """
-        found = plain(line)
-        return any(
-            text in found or (len(found) >= LEAST_PART and found in text)
-            for text in map(plain, self.texts)
-        )
+        normalized = normalize(line)
+        is_part = len(normalized) >= MIN_PART_CHARACTERS
+        texts = [normalize(text) for text in self.texts]
+        return any(text in normalized or (is_part and normalized in text) for text in texts)
 
 
 @dataclass(frozen=True)
 class Occurrence:
-    """The first line of a text, counted from 1, that holds a known message.
+    """The first line of a text with a known message.
 
-    is_literal: whether it holds the message itself; else the line is the message that is nearest to
-    it."""
+    Attributes:
+        number: The number of the line, from 1.
+        line: The line, or the message that is nearest to it.
+        error: The known error.
+        is_literal: Whether the line contains the message itself.
+    """
 
     number: int
     line: str
@@ -54,52 +63,67 @@ class Occurrence:
     is_literal: bool = True
 
 
+@dataclass(frozen=True)
+class Score:
+    """The number of terms that a text shares with a known error, and with its message alone."""
+
+    shared: int
+    shared_with_message: int
+    message: str
+    error: KnownError
+
+
 def known_errors() -> list[KnownError]:
-    """All of errors.toml, in its order."""
+    """Return all errors of errors.toml, in its order."""
     text = files(__package__).joinpath("errors.toml").read_text(encoding="utf-8")
     return [
-        KnownError(one["from"], tuple(one["text"]), one["cause"], one["do"])
-        for one in tomllib.loads(text)["error"]
+        KnownError(entry["from"], tuple(entry["text"]), entry["cause"], entry["do"])
+        for entry in tomllib.loads(text)["error"]
     ]
 
 
 def explain(lines: Iterable[str]) -> Iterator[Occurrence]:
-    """Each known message once, where it comes first."""
-    left = known_errors()
+    """Yield each known message once, where it comes first."""
+    remaining = known_errors()
     for number, line in enumerate(lines, start=1):
-        for error in [error for error in left if error.is_in(line)]:
-            left.remove(error)
+        for error in [error for error in remaining if error.is_in(line)]:
+            remaining.remove(error)
             yield Occurrence(number, line.strip(), error)
 
 
-def nearest(text: str) -> Iterator[Occurrence]:
-    """Return the messages that have the most words of a text, in themselves or in their cause.
+def find_nearest(text: str) -> Iterator[Occurrence]:
+    """Yield the messages that share the most terms with a text, in the message or its cause.
 
-    At least two words, and half of all, with one of them in the message itself; at most
-    MOST_NEAREST messages."""
-    asked = words_of(text)
-    scores: list[tuple[int, int, str, KnownError]] = []
-    for error in known_errors():
-        in_message, message = max(
-            (len(asked & words_of(f"{error.source} {each}")), each) for each in error.texts
-        )
-        shared = len(asked & words_of(f"{error.source} {message} {error.cause}"))
-        if in_message and shared >= max(LEAST_WORDS, len(asked) / 2):
-            scores.append((shared, in_message, message, error))
-    most = max((score[:2] for score in scores), default=None)
-    best = [(message, error) for *score, message, error in scores if tuple(score) == most]
-    for message, error in best[:MOST_NEAREST]:
-        yield Occurrence(1, message, error, is_literal=False)
+    They share at least two terms, and half of all, and one of them with the message itself.
+    """
+    terms = significant_terms(text)
+    scores = [score(terms, error) for error in known_errors()]
+    least_shared = max(MIN_SHARED_TERMS, len(terms) / 2)
+    scores = [s for s in scores if s.shared_with_message and s.shared >= least_shared]
+    best = max(((s.shared, s.shared_with_message) for s in scores), default=None)
+    nearest = [s for s in scores if (s.shared, s.shared_with_message) == best]
+    for result in nearest[:MOST_NEAREST]:
+        yield Occurrence(1, result.message, result.error, is_literal=False)
 
 
-def words_of(text: str) -> set[str]:
-    """Return the words of a message that tell it from others, without their endings."""
-    plain_text = text.lower()
-    for short, long in ABBREVIATIONS.items():
-        plain_text = re.sub(rf"\b{short}\b", long, plain_text)
-    words = {word for word in re.findall(r"[a-z]+", plain_text) if len(word) >= LEAST_LETTERS}
-    return {re.sub(r"(ing|ed|s|e)$", "", word) for word in words - COMMON}
+def score(terms: set[str], error: KnownError) -> Score:
+    """Return how many of these terms an error has, with the one of its texts that has most."""
+    shared_with_message, message = max(
+        (len(terms & significant_terms(f"{error.source} {text}")), text) for text in error.texts
+    )
+    all_terms = significant_terms(f"{error.source} {message} {error.cause}")
+    return Score(len(terms & all_terms), shared_with_message, message, error)
 
 
-def plain(text: str) -> str:
+def significant_terms(text: str) -> set[str]:
+    """Return the terms of a message that identify it, without their endings."""
+    expanded = text.lower()
+    for short, long in SYNONYMS.items():
+        expanded = re.sub(rf"\b{short}\b", long, expanded)
+    terms = {term for term in re.findall(r"[a-z]+", expanded) if len(term) >= MIN_TERM_LETTERS}
+    return {re.sub(r"(ing|ed|s|e)$", "", term) for term in terms - COMMON_WORDS}
+
+
+def normalize(text: str) -> str:
+    """Return a text in lower case, with single spaces."""
     return " ".join(text.lower().split())

@@ -1,1 +1,1 @@
-"""Keeping the files of the user as they are while a script is checked."""
+"""Keeping the files of the user unchanged while a script is checked."""

@@ -1,30 +1,39 @@
-"""What each rank is before it is the script: it enters the sandbox, and executes the rank's command
-in its place.
+"""Entering the sandbox: a process does this before it becomes a rank of the script.
 
 Runs in `python -I -S`. A function that runs between fork and exec in the launcher could do the
-same, but not safely in a process with threads."""
+same, but not safely in a process with threads.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from stepladder.tools.check.isolation import kernel
 
 
-@dataclass
+@dataclass(frozen=True)
 class Entry:
-    """How a process enters. parent: who starts it.  writable: the folders, for Landlock."""
+    """How a process enters the sandbox.
+
+    Attributes:
+        mechanism: What protects the files outside.
+        command: The command to execute in the sandbox.
+        folder: The working folder of the command.
+        parent: The process that starts it.
+        descriptors: The namespaces to enter.
+        writable: The folders that Landlock lets it write.
+    """
 
     mechanism: str
     command: list[str]
     folder: str
     parent: int
-    descriptors: list[int] = field(default_factory=list)
-    writable: list[str] = field(default_factory=list)
+    descriptors: list[int]
+    writable: list[str]
 
-    def as_text(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
@@ -40,8 +49,9 @@ def main(text: str) -> None:
 
 
 def enter_namespace(descriptors: list[int]) -> None:
-    """Enter the mount namespace of the first descriptor, after the user namespace of the second, if
-    any.
+    """Enter the mount namespace of the first descriptor.
+
+    A second descriptor is of a user namespace, which has to be entered before.
     """
     mounts, *users = descriptors
     for descriptor in users:

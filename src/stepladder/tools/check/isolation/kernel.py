@@ -1,8 +1,8 @@
-"""System calls of Linux that separate a process from the files outside: namespaces, mounts,
-Landlock.
+"""System calls of Linux that protect files from a process: namespaces, mounts, Landlock.
 
 Runs in `python -I -S` as well, so it imports the standard library only. Every function raises
-OSError."""
+OSError.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import os
 import re
 import signal
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+CLONE_NEWNS = 0x20000
+CLONE_NEWUSER = 0x10000000
+MS_RDONLY = 1
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 MOUNT_FLAGS = {
     "nosuid": 2,
     "nodev": 4,
@@ -23,30 +29,41 @@ MOUNT_FLAGS = {
     "nodiratime": 2048,
     "relatime": 1 << 21,
 }
-MOUNT_ATTR_RDONLY, AT_FDCWD, AT_RECURSIVE = 1, -100, 0x8000
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
-# With these a process of root leaves its mount namespace, also as a user whose other processes are
-# outside, or writes to the disk below all file systems.
-CAPABILITIES_THAT_LEAD_OUT = {
+MOUNT_ATTR_RDONLY = 1
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+# With these capabilities a process of root can leave its mount namespace, also by becoming a user
+# who has processes outside, or can write to the disk below all file systems.
+ESCAPING_CAPABILITIES = {
     "setgid": 6, "setuid": 7, "sys_module": 16, "sys_rawio": 17, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27,
 }  # fmt: skip
 
 # The same numbers on all architectures.
-SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
-LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_FILE, LANDLOCK_MAKE_FILE = 1 << 1, 1 << 5, 1 << 8
-LANDLOCK_WRITES = sum(
-    1 << bit for bit in (1, *range(4, 13))
-)  # write, remove, make: what ABI 1 knows
-LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 13, 1 << 14  # ABI 2, ABI 3
+SYS_MOUNT_SETATTR = 442
+SYS_LANDLOCK_CREATE = 444
+SYS_LANDLOCK_ADD = 445
+SYS_LANDLOCK_RESTRICT = 446
+LANDLOCK_WRITE_FILE = 1 << 1
+LANDLOCK_REMOVE_FILE = 1 << 5
+LANDLOCK_MAKE_FILE = 1 << 8
+# The rights to write, remove and make files that ABI 1 knows.
+LANDLOCK_WRITES = sum(1 << bit for bit in (1, *range(4, 13)))
+LANDLOCK_REFER = 1 << 13  # since ABI 2
+LANDLOCK_TRUNCATE = 1 << 14  # since ABI 3
+LANDLOCK_RULE_PATH_BENEATH = 1
+LANDLOCK_CREATE_RULESET_VERSION = 1
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check_result(result: int, what: str) -> int:
+def check_result(result: int, call: str) -> int:
     """Return the result of a C function, or raise the error that it has set."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), call)
     return result
 
 
@@ -59,33 +76,38 @@ def set_namespace(fd: int, kind: int) -> None:
 
 
 def map_own_user(uid: int, gid: int) -> None:
-    """Map the caller's user and group to themselves in its new user namespace: nobody becomes root."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
+    """Map user and group to themselves in a new user namespace, so that nobody becomes root."""
+    tables = {
+        "setgroups": "deny",
+        "uid_map": f"{uid} {uid} 1",
+        "gid_map": f"{gid} {gid} 1",
+    }
+    for name, text in tables.items():
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
         os.close(fd)
 
 
 def mount(
-    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+    source: str | None,
+    target: str,
+    kind: str | None,
+    flags: int,
+    data: str | None = None,
 ) -> None:
     """Call mount(2); the kind is that of a file system."""
-
-    def encoded(text: str | None) -> bytes | None:
-        return None if text is None else os.fsencode(text)
-
-    arguments = (
-        encoded(source),
-        encoded(target),
-        encoded(kind),
+    result = libc.mount(
+        encode(source),
+        encode(target),
+        encode(kind),
         ctypes.c_ulong(flags),
-        encoded(data),
+        encode(data),
     )
-    check_result(libc.mount(*arguments), f"mount on {target}")
+    check_result(result, f"mount on {target}")
+
+
+def encode(text: str | None) -> bytes | None:
+    return None if text is None else os.fsencode(text)
 
 
 def unmount(target: str) -> None:
@@ -93,7 +115,7 @@ def unmount(target: str) -> None:
 
 
 def make_private() -> None:
-    """Cut the mounts of this namespace off from those of the others."""
+    """Separate the mounts of this namespace from those of all other namespaces."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
 
 
@@ -108,17 +130,20 @@ class MountAttributes(ctypes.Structure):
 
 def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: bool) -> None:
     attributes = MountAttributes(set_bits, clear_bits, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    flags = ctypes.c_uint(AT_RECURSIVE if recursive else 0)
-    arguments = (ctypes.c_int(AT_FDCWD), os.fsencode(path), flags, ctypes.byref(attributes), size)
-    check_result(
-        libc.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), f"mount_setattr of {path}"
+    result = libc.syscall(
+        ctypes.c_long(SYS_MOUNT_SETATTR),
+        ctypes.c_int(AT_FDCWD),
+        os.fsencode(path),
+        ctypes.c_uint(AT_RECURSIVE if recursive else 0),
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
+    check_result(result, f"mount_setattr of {path}")
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo. path: where it is mounted.  kind: of its file system."""
+    """One line of mountinfo: the folder, the kind of the file system, and the options."""
 
     path: str
     kind: str
@@ -128,14 +153,15 @@ class Mount:
 def read_mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", "rb") as file:
         lines = [os.fsdecode(line).split(" ") for line in file.read().splitlines()]
-    return [
-        Mount(unescape(line[4]), line[line.index("-") + 1], tuple(line[5].split(",")))
-        for line in lines
-    ]
+    mounts = []
+    for fields in lines:
+        kind = fields[fields.index("-") + 1]
+        mounts.append(Mount(unescape(fields[4]), kind, tuple(fields[5].split(","))))
+    return mounts
 
 
 def unescape(path: str) -> str:
-    """Undo mountinfo's way to write spaces, tabs, newlines and backslashes."""
+    """Decode spaces, tabs, newlines and backslashes as mountinfo writes them."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
@@ -143,98 +169,113 @@ def set_readonly_everywhere(by_remount: bool = False) -> None:
     """Make every mount of this namespace read-only.
 
     Args:
-        by_remount: one mount after the other, as Linux before 5.12 needs it, which has no
-        mount_setattr."""
+        by_remount: Whether each mount is remounted: Linux before 5.12 has no mount_setattr.
+    """
     if not by_remount:
-        try:
+        with suppress(OSError):
             set_mount_attributes("/", MOUNT_ATTR_RDONLY, 0, recursive=True)
-        except OSError:
-            pass
-        else:
             return
-    for one in read_mounts():
-        remount(one, MS_RDONLY)
+    for mounted in read_mounts():
+        remount(mounted, MS_RDONLY)
 
 
 def set_writable(path: str, recursive: bool = False) -> None:
-    """Let the mount at `path` be written again."""
+    """Make the mount at a path writable."""
     try:
         set_mount_attributes(path, 0, MOUNT_ATTR_RDONLY, recursive)
     except OSError:  # before 5.12; or a mount below was read-only from the start, and stays so
-        remount(next(one for one in reversed(read_mounts()) if one.path == path), 0)
+        mounts_at_path = [mounted for mounted in read_mounts() if mounted.path == path]
+        remount(mounts_at_path[-1], 0)
 
 
-def remount(one: Mount, flags: int) -> None:
-    flags |= sum(MOUNT_FLAGS.get(option, 0) for option in one.options)
-    mount(None, one.path, None, MS_REMOUNT | MS_BIND | flags)
+def remount(mounted: Mount, flags: int) -> None:
+    flags |= sum(MOUNT_FLAGS.get(option, 0) for option in mounted.options)
+    mount(None, mounted.path, None, MS_REMOUNT | MS_BIND | flags)
 
 
 def drop_capabilities() -> None:
     """Keep the program that is executed next from leaving its mount namespace, also as root."""
-    for number in CAPABILITIES_THAT_LEAD_OUT.values():
-        libc.prctl(
-            PR_CAPBSET_DROP, number, 0, 0, 0
-        )  # fails for a user without privilege, who has none of them
+    for number in ESCAPING_CAPABILITIES.values():
+        # This fails for a user without privilege, who has none of them.
+        libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask to be killed when the parent ends. Entering a user namespace has undone an earlier wish."""
+    """Ask to be killed when the parent ends. Entering a user namespace undoes earlier requests."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock that this kernel speaks; 0 where there is none."""
+    """Return the version of Landlock that this kernel has; 0 where it has none."""
     result = libc.syscall(
-        ctypes.c_long(SYS_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1)
+        ctypes.c_long(SYS_LANDLOCK_CREATE),
+        None,
+        ctypes.c_size_t(0),
+        ctypes.c_uint(LANDLOCK_CREATE_RULESET_VERSION),
     )
     return max(0, int(result))
 
 
 class PathBeneath(ctypes.Structure):
+    """struct landlock_path_beneath_attr."""
+
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
 def restrict_writes(folders: list[str]) -> None:
-    """Let this process and its children change files below these folders only, and write to
-    devices.
+    """Let this process and its children change files only below these folders, and on devices.
 
-    /dev/shm must be writable as well: what the workers of a data loader share lies there.
+    /dev/shm must be writable as well: the workers of a data loader share their memory there.
     """
     abi = landlock_abi()
     handled = LANDLOCK_WRITES
-    handled |= LANDLOCK_REFER if abi >= 2 else 0
-    handled |= LANDLOCK_TRUNCATE if abi >= 3 else 0
-    size = ctypes.c_size_t(8)
-    create = (
+    if abi >= 2:
+        handled |= LANDLOCK_REFER
+    if abi >= 3:
+        handled |= LANDLOCK_TRUNCATE
+    write_only = handled & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE)
+    ruleset = create_landlock_ruleset(handled)
+    for folder in folders:
+        add_landlock_rule(ruleset, folder, handled)
+    for path in devices():
+        add_landlock_rule(ruleset, path, write_only)
+    add_landlock_rule(ruleset, "/dev/shm", write_only | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE)
+    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    result = libc.syscall(
+        ctypes.c_long(SYS_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint(0)
+    )
+    check_result(result, "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def create_landlock_ruleset(handled: int) -> int:
+    """Return the descriptor of a ruleset that forbids these accesses where no rule allows them."""
+    attributes = ctypes.c_uint64(handled)
+    result = libc.syscall(
         ctypes.c_long(SYS_LANDLOCK_CREATE),
-        ctypes.byref(ctypes.c_uint64(handled)),
-        size,
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
         ctypes.c_uint(0),
     )
-    rules = check_result(libc.syscall(*create), "landlock_create_ruleset")
-    to_devices = handled & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE)
-    allowed = [(folder, handled) for folder in folders]
-    allowed += [(path, to_devices) for path in devices()]
-    allowed += [("/dev/shm", to_devices | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE)]
-    for path, access in allowed:
-        fd = os.open(path, os.O_PATH)
-        rule = PathBeneath(access, fd)
-        add = (
-            ctypes.c_long(SYS_LANDLOCK_ADD),
-            ctypes.c_int(rules),
-            ctypes.c_int(1),
-            ctypes.byref(rule),
-        )
-        check_result(libc.syscall(*add, ctypes.c_uint(0)), f"landlock_add_rule for {path}")
-        os.close(fd)
-    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    restrict = (ctypes.c_long(SYS_LANDLOCK_RESTRICT), ctypes.c_int(rules), ctypes.c_uint(0))
-    check_result(libc.syscall(*restrict), "landlock_restrict_self")
-    os.close(rules)
+    return check_result(result, "landlock_create_ruleset")
+
+
+def add_landlock_rule(ruleset: int, path: str, access: int) -> None:
+    fd = os.open(path, os.O_PATH)
+    rule = PathBeneath(access, fd)
+    result = libc.syscall(
+        ctypes.c_long(SYS_LANDLOCK_ADD),
+        ctypes.c_int(ruleset),
+        ctypes.c_int(LANDLOCK_RULE_PATH_BENEATH),
+        ctypes.byref(rule),
+        ctypes.c_uint(0),
+    )
+    check_result(result, f"landlock_add_rule for {path}")
+    os.close(fd)
 
 
 def devices() -> list[str]:

@@ -1,8 +1,9 @@
-"""Make the mount namespace of the ranks: everything read-only, but for what a plan names.
+"""The mount namespace of the ranks: everything is read-only, except for what a plan names.
 
 Runs in `python -I -S`, in a process of its own that ends when the namespace is made. The launcher
-holds the namespace by its descriptors, and all ranks enter the same one: two overlays may not share
-an upper layer."""
+keeps the namespace by its descriptors, and all ranks enter the same one: two overlays may not share
+an upper layer.
+"""
 
 from __future__ import annotations
 
@@ -20,52 +21,60 @@ from stepladder.tools.check.isolation import kernel
 SHARED_MEMORY = "/dev/shm"
 
 
-@dataclass
+@dataclass(frozen=True)
 class NamespacePlan:
-    """What the namespace holds.
+    """The plan of a namespace.
 
     Attributes:
         scratch: The folder of this check, which stays writable.
         layers: A folder in it, for the upper layers of overlays.
-        overlays: Folders to lay overlays over, parents first.
         copy: The copy of the working folder.
-        original: The working folder, at whose path the copy is shown.
-        kept: Folders of the original that the copy lacks, and that are shown in it: a virtual
-        environment.
+        original: The working folder; the copy is mounted at its path.
+        overlays: The folders on which overlays are mounted, parents first.
+        excluded: Folders of the original that the copy lacks, such as a virtual environment. They are
+            mounted in it.
         writes: Folders that may be written for real.
-        by_remount: See `kernel.set_readonly_everywhere`."""
+        by_remount: See `kernel.set_readonly_everywhere`.
+    """
 
     scratch: str
     layers: str
     copy: str
     original: str
     overlays: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     writes: list[str] = field(default_factory=list)
     by_remount: bool = False
 
-    def as_text(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def main(descriptor: str) -> None:
-    """Make a namespace by the plan on standard input, and answer on the socket of this descriptor."""
+    """Make a namespace by the plan on standard input, and send it over a socket.
+
+    Args:
+        descriptor: The descriptor of the socket. It gets the upper layers, and the descriptors of
+            the namespaces; or the error.
+    """
     channel = socket.socket(fileno=int(descriptor))
     try:
         plan = NamespacePlan(**json.load(sys.stdin))
-        has_users = enter_new_namespaces()
-        upper_layers = Builder(plan, has_users).build()
+        has_user_namespace = enter_new_namespaces()
+        upper_layers = NamespaceBuilder(plan, has_user_namespace).build()
     except OSError as error:
         channel.sendall(json.dumps({"error": str(error)}).encode())
         return
-    files = [os.open("/proc/self/ns/mnt", os.O_RDONLY)]
-    files += [os.open("/proc/self/ns/user", os.O_RDONLY)] if has_users else []
-    socket.send_fds(channel, [json.dumps({"upper_layers": upper_layers}).encode()], files)
+    namespaces = [os.open("/proc/self/ns/mnt", os.O_RDONLY)]
+    if has_user_namespace:
+        namespaces.append(os.open("/proc/self/ns/user", os.O_RDONLY))
+    socket.send_fds(channel, [json.dumps({"upper_layers": upper_layers}).encode()], namespaces)
 
 
 def enter_new_namespaces() -> bool:
-    """Return whether a user namespace was necessary, as it is for all but root."""
-    uid, gid = os.geteuid(), os.getegid()
+    """Return whether a user namespace was necessary, as it is for all users but root."""
+    uid = os.geteuid()
+    gid = os.getegid()
     if uid == 0:
         with suppress(OSError):  # root of a container may not
             kernel.unshare(kernel.CLONE_NEWNS)
@@ -77,110 +86,114 @@ def enter_new_namespaces() -> bool:
     return True
 
 
-class Builder:
+class NamespaceBuilder:
     """Mounts what a plan names. Paths are opened before anything covers them."""
 
-    def __init__(self, plan: NamespacePlan, has_users: bool) -> None:
+    def __init__(self, plan: NamespacePlan, has_user_namespace: bool) -> None:
         self.plan = plan
-        self.has_users = has_users
+        self.has_user_namespace = has_user_namespace
         self.upper_layers: dict[str, str] = {}
-        self.mounts = [
+        self.covered_mounts = [
             mount.path
             for mount in kernel.read_mounts()
             if is_strictly_below(mount.path, plan.overlays)
         ]
 
     def build(self) -> dict[str, str]:
-        """Return the upper layer of each folder over which an overlay could be laid."""
+        """Mount everything, and return the upper layer of each folder that has an overlay."""
         plan = self.plan
-        sources = [*plan.overlays, *plan.kept, *plan.writes, *self.mounts, SHARED_MEMORY]
-        original = {path: open_path(path) for path in sources if os.path.exists(path)}
+        sources = [
+            *plan.overlays,
+            *plan.excluded,
+            *plan.writes,
+            *self.covered_mounts,
+            SHARED_MEMORY,
+        ]
+        opened = {path: open_path(path) for path in sources if os.path.exists(path)}
         kernel.set_readonly_everywhere(plan.by_remount)
         bind(open_path(plan.scratch), plan.scratch)
         kernel.set_writable(plan.scratch)
         scratch = open_path(plan.scratch)
         copy = open_path(plan.copy)
-        if not self.has_users:
-            hide_disks()
-        has_overlays = self.can_lay_overlays()
-        self.lay_shared_memory(original[SHARED_MEMORY], has_overlays)
+        if not self.has_user_namespace:
+            hide_block_devices()
+        has_overlays = self.can_mount_overlays()
+        self.mount_shared_memory(opened[SHARED_MEMORY], has_overlays)
         for folder in plan.overlays if has_overlays else []:
             with suppress(OSError):
-                self.lay_overlay(
-                    folder, original[folder], f"{plan.layers}/{len(self.upper_layers)}"
-                )
-                self.show_again(folder, {**original, plan.scratch: scratch})
-        show(copy, plan.original)
-        for folder in plan.kept:
-            self.show_kept(folder, original[folder], has_overlays)
+                self.mount_overlay(folder, opened[folder], self.next_layer())
+                self.restore_mounts_below(folder, {**opened, plan.scratch: scratch})
+        bind_in_place(copy, plan.original)
+        for folder in plan.excluded:
+            self.mount_excluded(folder, opened[folder], has_overlays)
         if is_strictly_below(plan.scratch, [plan.original]):
-            show(scratch, plan.scratch)
+            bind_in_place(scratch, plan.scratch)
         for folder in plan.writes:
-            self.show_writable(original[folder], folder)
+            self.mount_writable(opened[folder], folder)
             if is_strictly_below(folder, [plan.original]):
-                self.show_writable(original[folder], plan.copy + folder.removeprefix(plan.original))
+                path_in_copy = plan.copy + folder.removeprefix(plan.original)
+                self.mount_writable(opened[folder], path_in_copy)
         return self.upper_layers
 
-    def show_kept(self, folder: str, lower: int, has_overlays: bool) -> None:
-        """Show a folder of the original that the copy lacks, below the copy: with an overlay, or
-        read-only.
-        """
-        os.makedirs(folder, exist_ok=True)
-        try:
-            if has_overlays:
-                self.lay_overlay(folder, lower, f"{self.plan.layers}/{len(self.upper_layers)}")
-        except OSError:
-            has_overlays = False
-        if not has_overlays:
-            bind(lower, folder)
+    def next_layer(self) -> str:
+        return f"{self.plan.layers}/{len(self.upper_layers)}"
 
-    def show_writable(self, source: int, target: str) -> None:
-        show(source, target)
+    def mount_excluded(self, folder: str, lower: int, has_overlays: bool) -> None:
+        """Mount a folder of the original that the copy lacks: with an overlay, or read-only."""
+        os.makedirs(folder, exist_ok=True)
+        if has_overlays:
+            with suppress(OSError):
+                self.mount_overlay(folder, lower, self.next_layer())
+                return
+        bind(lower, folder)
+
+    def mount_writable(self, source: int, target: str) -> None:
+        bind_in_place(source, target)
         kernel.set_writable(target, recursive=True)
 
-    def can_lay_overlays(self) -> bool:
-        """Try one. Where the scratch folder's file system cannot hold an upper layer, layers lie in
-        memory.
+    def can_mount_overlays(self) -> bool:
+        """Try one overlay.
+
+        If the file system of the scratch folder cannot have an upper layer, layers are in memory.
         """
         trial = tempfile.mkdtemp(prefix="trial-", dir=self.plan.scratch)
         for in_memory in (False, True):
             with suppress(OSError):
                 if in_memory:
                     kernel.mount("tmpfs", self.plan.layers, "tmpfs", 0, "mode=0700")
-                self.lay_overlay(trial, open_path(trial), f"{self.plan.layers}/trial")
+                self.mount_overlay(trial, open_path(trial), f"{self.plan.layers}/trial")
                 kernel.unmount(trial)
-                return self.upper_layers.pop(trial) != ""
+                del self.upper_layers[trial]
+                return True
         return False
 
-    def lay_overlay(self, folder: str, lower: int, layer: str) -> None:
+    def mount_overlay(self, folder: str, lower: int, layer: str) -> None:
         upper, work = make_layer(layer, lower)
         options = f"lowerdir={path_of(lower)},upperdir={path_of(upper)},workdir={path_of(work)}"
-        kernel.mount("overlay", folder, "overlay", 0, options + ",userxattr" * self.has_users)
+        if self.has_user_namespace:
+            options += ",userxattr"
+        kernel.mount("overlay", folder, "overlay", 0, options)
         self.upper_layers[folder] = f"{layer}/upper"
 
-    def lay_shared_memory(self, lower: int, has_overlays: bool) -> None:
-        """Give the ranks a /dev/shm that they can write; what lies in the machine's own can be
-        read.
-        """
+    def mount_shared_memory(self, lower: int, has_overlays: bool) -> None:
+        """Give the ranks a writable /dev/shm, in which the machine's files can be read."""
         memory = tempfile.mkdtemp(prefix="memory-", dir=self.plan.scratch)
         kernel.mount("tmpfs", memory, "tmpfs", 0, "mode=0700")
         if has_overlays:
-            self.lay_overlay(SHARED_MEMORY, lower, f"{memory}/layer")
+            self.mount_overlay(SHARED_MEMORY, lower, f"{memory}/layer")
         else:
             kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", 0, "mode=1777")
 
-    def show_again(self, folder: str, original: dict[str, int]) -> None:
-        """Mount again what lay below the folder, read-only as it is by now: the overlay has covered
-        it.
-        """
-        for path in [*self.mounts, self.plan.scratch]:
+    def restore_mounts_below(self, folder: str, opened: dict[str, int]) -> None:
+        """Mount again, read-only, what the overlay of a folder has covered."""
+        for path in [*self.covered_mounts, self.plan.scratch]:
             if is_strictly_below(path, [folder]):
                 with suppress(OSError):
-                    bind(original[path], path)
+                    bind(opened[path], path)
 
 
-def hide_disks() -> None:
-    """Cover the block devices: root can write to a disk though its file systems are read-only."""
+def hide_block_devices() -> None:
+    """Cover the block devices: root can write to a disk although its file systems are read-only."""
     null = open_path("/dev/null")
     for folder, _, names in os.walk("/dev"):
         for name in names:
@@ -195,15 +208,20 @@ def is_strictly_below(path: str, folders: list[str]) -> bool:
 
 
 def make_layer(layer: str, lower: int) -> tuple[int, int]:
-    """Make the folders of an overlay, whose root shows mode and times of the lower one."""
-    for name in (layer, f"{layer}/upper", f"{layer}/work"):
-        os.mkdir(name)
-    about = os.stat(path_of(lower))
+    """Make the upper folder and the work folder of an overlay, and return their descriptors.
+
+    The upper folder has the owner, the mode and the times of the lower one.
+    """
+    upper = f"{layer}/upper"
+    work = f"{layer}/work"
+    for folder in (layer, upper, work):
+        os.mkdir(folder)
+    status = os.stat(path_of(lower))
     with suppress(OSError):
-        os.chown(f"{layer}/upper", about.st_uid, about.st_gid)
-    os.chmod(f"{layer}/upper", about.st_mode & 0o7777)
-    os.utime(f"{layer}/upper", ns=(about.st_atime_ns, about.st_mtime_ns))
-    return open_path(f"{layer}/upper"), open_path(f"{layer}/work")
+        os.chown(upper, status.st_uid, status.st_gid)
+    os.chmod(upper, stat.S_IMODE(status.st_mode))
+    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return open_path(upper), open_path(work)
 
 
 def open_path(path: str) -> int:
@@ -211,7 +229,7 @@ def open_path(path: str) -> int:
 
 
 def path_of(descriptor: int) -> str:
-    """A name without colons and commas, which leads to the file even where something covers it."""
+    """Return a path without colons and commas, which is valid even where something covers it."""
     return f"/proc/self/fd/{descriptor}"
 
 
@@ -219,7 +237,7 @@ def bind(source: int, target: str) -> None:
     kernel.mount(path_of(source), target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
-def show(source: int, target: str) -> None:
+def bind_in_place(source: int, target: str) -> None:
     """Bind a folder to its own path, which the copy of a folder above may lack."""
     os.makedirs(target, exist_ok=True)
     bind(source, target)

@@ -1,7 +1,7 @@
-"""Where the ranks of a checked script run: no file outside the copy changes, by one of three
-mechanisms.
+"""The sandbox in which the ranks of a checked script run: no file outside the copy changes.
 
-A mount namespace is tried first, then Landlock; what is left are the audit events of Python.
+A mount namespace is tried first, then Landlock; without both, audit events of Python protect the
+files.
 """
 
 from __future__ import annotations
@@ -18,32 +18,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.tools.check.copying import copy_folder, is_left_out, walk
+from stepladder.tools.check.copying import copy_folder, is_excluded, walk
 from stepladder.tools.check.isolation import kernel
 from stepladder.tools.check.isolation.enter import Entry
-from stepladder.tools.check.isolation.folders import (
+from stepladder.tools.check.isolation.namespace import NamespacePlan
+from stepladder.tools.check.isolation.overlay_folders import (
     Machine,
     choose_folders,
     is_below,
     likely_paths,
     paths_in_files,
 )
-from stepladder.tools.check.isolation.namespace import NamespacePlan
 
-FORCED = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
+MECHANISM_VARIABLE = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
 MECHANISMS = ("namespace", "landlock", "audit")
 OVERLAID = "-overlaid"  # ends the name of a start that is repeated with more overlays
-BUILD_TIMEOUT_S = 20.0  # a file server that does not answer can hold it up
+NAMESPACE_TIMEOUT_S = 20.0  # a file server that does not answer can delay it
+MOST_MESSAGE_BYTES = 1 << 20
 PACKAGE_ROOT = str(Path(__file__).parents[4])
-LONGEST_TEMPORARY = 107 - len(
-    "/pymp-12345678/listener-12345678"
-)  # a Unix socket's path has at most 107 bytes
+RUN_MODULE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import importlib; "
+    "importlib.import_module(sys.argv[2]).main(sys.argv[3])"
+)
+# The path of a Unix socket has at most 107 bytes.
+MOST_TEMPORARY_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+CACHE_FOLDERS = {
+    "TRITON_CACHE_DIR": "triton",
+    "NUMBA_CACHE_DIR": "numba",
+    "MPLCONFIGDIR": "matplotlib",
+}
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a script wrote and removed in one folder outside of its copy, in an overlay that is
-    thrown away.
+class FolderChanges:
+    """The names that a script wrote and removed in a folder outside of its copy.
+
+    They are in an overlay that is deleted.
     """
 
     folder: str
@@ -58,7 +68,7 @@ class Protected:
     Attributes:
         scratch: The folder of this check.
         copy: The copy in which the script runs.
-        original: The folder that it is a copy of.
+        original: The working folder, which is copied.
         args: The arguments of the script, which may name folders.
         writes: Folders that may be written for real.
         also: Further paths outside that the script writes.
@@ -73,29 +83,29 @@ class Protected:
 
 
 class Sandbox:
-    """Where the ranks of one start of the script run: in a fresh copy, kept from all other files.
+    """A fresh copy of the working folder for the ranks of one start, without access to other files.
 
     Attributes:
         protected: What is protected, and the copy.
         mechanism: One of MECHANISMS.
-        descriptors: Of the namespaces, which processes enter by them.
-        upper_layers: Of each folder that has an overlay, where what is written there lies.
-        earlier: What was written in a sandbox that this one took the place of, and that counts.
+        descriptors: The namespaces that processes enter.
+        upper_layers: The upper layer of each folder that has an overlay.
+        earlier_changes: Changes in an earlier sandbox that are reported as well.
     """
 
     def __init__(self, protected: Protected) -> None:
-        """Copy the working folder, and take the strongest mechanism that this kernel allows."""
+        """Copy the working folder, and use the strongest mechanism of this kernel."""
         self.protected = protected
         self.mechanism = ""
         self.descriptors: tuple[int, ...] = ()
         self.upper_layers: dict[str, str] = {}
-        self.earlier: list[Written] = []
+        self.earlier_changes: list[FolderChanges] = []
         self.open()
 
     def open(self) -> None:
         protected = self.protected
         copy_folder(protected.original, protected.copy, protected.writes)
-        forced = os.environ.get(FORCED, "")
+        forced = os.environ.get(MECHANISM_VARIABLE, "")
         namespace = open_namespace(protected) if forced in ("", "namespace") else None
         if namespace is not None:
             self.mechanism = "namespace"
@@ -103,27 +113,29 @@ class Sandbox:
             return
         if forced == "namespace":
             raise InputError(
-                f"{FORCED}=namespace: this kernel allows no mount namespace", f"unset {FORCED}"
+                f"{MECHANISM_VARIABLE}=namespace: this kernel allows no mount namespace",
+                f"unset {MECHANISM_VARIABLE}",
             )
         link_writes(protected)
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
         self.mechanism = "landlock" if has_landlock else "audit"
 
     def move_to(self, copy: Path, also: Iterable[str] = (), keeps_written: bool = False) -> None:
-        """Begin again in a fresh copy, with nothing of what was written outside.
+        """Start again in a fresh copy, without anything that was written outside.
 
         Args:
-            copy: Where the new copy shall lie.
+            copy: The path of the new copy.
             also: Further paths outside that the script writes.
-            keeps_written: Whether the report shall name what was written so far.
+            keeps_written: Whether earlier changes are reported as well.
         """
-        self.earlier += self.read_written() if keeps_written else []
+        if keeps_written:
+            self.earlier_changes += self.read_changes()
         self.close()
         self.protected = replace(self.protected, copy=copy, also=(*self.protected.also, *also))
         self.open()
 
     def can_cover(self, paths: Iterable[str]) -> bool:
-        """Return whether overlays can be laid over folders of these paths that have none."""
+        """Return whether overlays can be mounted on folders of these paths that have none."""
         if self.mechanism != "namespace":
             return False
         machine = Machine(os.geteuid(), tuple(kernel.read_mounts()))
@@ -136,59 +148,65 @@ class Sandbox:
         return tuple(str(folder.resolve()) for folder in real)
 
     def command(self, command: Sequence[str], folder: Path | None = None) -> list[str]:
-        """Return the command that runs the given one within the sandbox, in the folder (the copy)."""
+        """Return the command that runs another command in the sandbox.
+
+        Args:
+            command: The command to run.
+            folder: Its working folder; the copy by default.
+        """
         entry = Entry(
-            self.mechanism, list(command), str(folder or self.protected.copy), os.getpid()
+            self.mechanism,
+            list(command),
+            str(folder or self.protected.copy),
+            os.getpid(),
+            list(self.descriptors),
+            list(self.writable),
         )
-        entry.descriptors = list(self.descriptors)
-        entry.writable = list(self.writable)
-        return program("enter", entry.as_text())
+        return module_command("enter", entry.to_json())
 
     def variables(self) -> dict[str, str]:
-        """Return what the ranks' environment needs: a temporary folder that they can write."""
+        """Return the variables by which the ranks have a writable temporary folder."""
         temporary = os.path.realpath(tempfile.gettempdir())
-        if any(is_below(temporary, [folder]) for folder in (*self.upper_layers, *self.writable)):
+        if is_below(temporary, (*self.upper_layers, *self.writable)):
             return {}
-        own = self.protected.scratch / "tmp"
-        if len(os.fsencode(own)) > LONGEST_TEMPORARY:
+        new_temporary = self.protected.scratch / "tmp"
+        if len(os.fsencode(new_temporary)) > MOST_TEMPORARY_FOLDER_BYTES:
             return {}
-        own.mkdir(exist_ok=True)
-        caches = {
-            "TRITON_CACHE_DIR": "triton",
-            "NUMBA_CACHE_DIR": "numba",
-            "MPLCONFIGDIR": "matplotlib",
-        }
-        unset = {
-            name: str(own / folder) for name, folder in caches.items() if name not in os.environ
-        }
-        return {"TMPDIR": str(own), **unset}
+        new_temporary.mkdir(exist_ok=True)
+        variables = {"TMPDIR": str(new_temporary)}
+        for name, folder in CACHE_FOLDERS.items():
+            if name not in os.environ:
+                variables[name] = str(new_temporary / folder)
+        return variables
 
-    def read_written(self) -> list[Written]:
-        """Return what was written outside so far; nothing where there are no overlays."""
+    def read_changes(self) -> list[FolderChanges]:
+        """Return the changes outside so far; none where there are no overlays."""
         if not self.upper_layers:
             return []
-        command = self.command(program("written", json.dumps(self.upper_layers)), Path("/"))
-        listed = subprocess.run(
-            command, pass_fds=self.descriptors, capture_output=True, check=False
+        command = module_command("overlay_changes", json.dumps(self.upper_layers))
+        completed = subprocess.run(
+            self.command(command, Path("/")),
+            pass_fds=self.descriptors,
+            capture_output=True,
+            check=False,
         )
-        if listed.returncode != 0:
+        if completed.returncode != 0:
             return []
         return [
-            Written(folder, tuple(new), tuple(gone))
-            for folder, new, gone in json.loads(listed.stdout)
+            FolderChanges(folder, tuple(written), tuple(removed))
+            for folder, written, removed in json.loads(completed.stdout)
         ]
 
     def close(self) -> None:
-        """Let the namespace go, with its overlays."""
+        """Release the namespaces, with their overlays."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()
         self.upper_layers = {}
 
 
-def program(module: str, text: str) -> list[str]:
-    """Return a command that runs a module of this folder in a bare interpreter."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import importlib; importlib.import_module(sys.argv[2])"
+def module_command(module: str, text: str) -> list[str]:
+    """Return the command that calls `main(text)` of a module of this package, in a bare Python."""
     name = f"stepladder.tools.check.isolation.{module}"
     return [
         sys.executable,
@@ -196,88 +214,90 @@ def program(module: str, text: str) -> list[str]:
         "-S",
         "-B",
         "-c",
-        f"{code}.main(sys.argv[3])",
+        RUN_MODULE,
         PACKAGE_ROOT,
         name,
         text,
     ]
 
 
-def open_namespace(protected: Protected) -> tuple[tuple[int, ...], dict[str, str]] | None:
-    """Return the descriptors of a mount namespace and its upper layers; nothing where the kernel
-    allows none.
+def open_namespace(
+    protected: Protected,
+) -> tuple[tuple[int, ...], dict[str, str]] | None:
+    """Make a mount namespace.
+
+    Returns:
+        Its descriptors and its upper layers, or None where the kernel allows none.
     """
-    here, there = socket.socketpair()
-    with here, there:
-        here.settimeout(BUILD_TIMEOUT_S)
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        receiver.settimeout(NAMESPACE_TIMEOUT_S)
         builder = subprocess.Popen(
-            program("namespace", str(there.fileno())),
+            module_command("namespace", str(sender.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
+            pass_fds=[sender.fileno()],
         )
-        there.close()
+        sender.close()
         try:
-            builder.communicate(plan_of(protected).as_text().encode(), BUILD_TIMEOUT_S)
-            message, descriptors, _, _ = socket.recv_fds(here, 1 << 20, 2)
+            plan = make_plan(protected).to_json().encode()
+            builder.communicate(plan, NAMESPACE_TIMEOUT_S)
+            message, descriptors, _, _ = socket.recv_fds(receiver, MOST_MESSAGE_BYTES, 2)
         except (OSError, subprocess.TimeoutExpired):
             return None
         finally:
             builder.kill()
             builder.wait()
-    answer = json.loads(message or b"{}")
     if not descriptors:
         return None
     make_removable(protected.scratch)
-    return tuple(descriptors), answer["upper_layers"]
+    return tuple(descriptors), json.loads(message)["upper_layers"]
 
 
-def plan_of(protected: Protected) -> NamespacePlan:
+def make_plan(protected: Protected) -> NamespacePlan:
     mounts = tuple(kernel.read_mounts())
-    machine = Machine(os.geteuid(), mounts)
-    links = []
-    files = []
-    for _, links_here, files_here in walk(protected.original):
-        links += [str(link.resolve()) for link in links_here]
-        files += files_here
+    links: list[str] = []
+    files: list[Path] = []
+    for _, folder_links, folder_files in walk(protected.original):
+        links += [str(link.resolve()) for link in folder_links]
+        files += folder_files
     paths = [
         *protected.also,
         *links,
         *paths_in_files(files),
         *likely_paths(protected.original, protected.args, mounts),
     ]
-    layers = Path(tempfile.mkdtemp(prefix="layers-", dir=protected.scratch))
-    plan = NamespacePlan(
-        str(protected.scratch), str(layers), str(protected.copy), str(protected.original)
-    )
-    return replace(
-        plan,
-        overlays=choose_folders(paths, machine),
-        kept=list(kept_folders(protected.original)),
+    return NamespacePlan(
+        scratch=str(protected.scratch),
+        layers=tempfile.mkdtemp(prefix="layers-", dir=protected.scratch),
+        copy=str(protected.copy),
+        original=str(protected.original),
+        overlays=choose_folders(paths, Machine(os.geteuid(), mounts)),
+        excluded=list(excluded_folders(protected.original)),
         writes=[str(folder.resolve()) for folder in protected.writes],
     )
 
 
 def link_writes(protected: Protected) -> None:
-    """Let the copy lead to the folders in it that are written for real."""
+    """Replace the folders of the copy that are written for real by links to them."""
     for folder in protected.writes:
         if folder.is_relative_to(protected.original) and folder != protected.original:
-            in_copy = protected.copy / folder.relative_to(protected.original)
-            if in_copy.is_dir():  # and not one within another that is written
-                in_copy.rmdir()
-                in_copy.symlink_to(folder)
+            path_in_copy = protected.copy / folder.relative_to(protected.original)
+            if path_in_copy.is_dir():  # it is not, within another such folder
+                path_in_copy.rmdir()
+                path_in_copy.symlink_to(folder)
 
 
-def kept_folders(original: Path) -> Iterable[str]:
-    """Yield what the copy lacks: the interpreter may lie in a virtual environment there."""
+def excluded_folders(original: Path) -> Iterable[str]:
+    """Yield folders that the copy lacks: the interpreter may be in one, a virtual environment."""
     for folder in sorted(original.iterdir()):
-        if folder.is_dir() and is_left_out(folder) and folder.name != "__pycache__":
+        if folder.is_dir() and is_excluded(folder) and folder.name != "__pycache__":
             yield str(folder)
 
 
 def make_removable(scratch: Path) -> None:
-    """Let the folders in which overlays work be removed: Linux makes them with mode 0."""
+    """Allow the work folders of overlays, which Linux makes with mode 0, to be removed."""
     for work in (layer / "work" for layer in scratch.glob("layers-*/*/work")):
         with suppress(OSError):
             work.chmod(0o700)

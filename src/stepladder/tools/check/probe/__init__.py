@@ -1,1 +1,1 @@
-"""What runs inside the ranks of a checked script: it records, and changes no result."""
+"""The probe, which runs inside the ranks of a checked script: it records, and changes no result."""

@@ -1,4 +1,4 @@
-"""Called once per process, when torch has been imported: every patch of the probe."""
+"""The start of the probe, once per process, after torch has been imported."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from stepladder.tools.check.probe import (
     hooks_snapshot,
     hooks_train,
 )
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.probe_log import current_log
 
 
 def attach() -> None:
     bind_store_to_loopback()
-    hooks = (
-        hooks_comm,
-        hooks_data,
-        hooks_files,
-        hooks_index,
-        hooks_model,
-        hooks_random,
-        hooks_snapshot,
-    )
-    for one in (*hooks, hooks_train):
-        one.attach()
-    atexit.register(at_exit)
+    hooks_comm.attach()
+    hooks_data.attach()
+    hooks_files.attach()
+    hooks_index.attach()
+    hooks_model.attach()
+    hooks_random.attach()
+    hooks_snapshot.attach()
+    hooks_train.attach()
+    atexit.register(record_exit)
 
 
-def at_exit() -> None:
+def record_exit() -> None:
     import torch.distributed as dist
 
     with suppress(Exception):
-        here().write("exit", group=dist.is_available() and dist.is_initialized())
+        current_log().write("exit", group=dist.is_available() and dist.is_initialized())
     with suppress(Exception):
         wait_for_gloo()

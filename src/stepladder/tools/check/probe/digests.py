@@ -4,159 +4,185 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 import xxhash
 
-from stepladder.tools.check.probe.patching import careful
+from stepladder.tools.check.probe.patching import default_on_error
 
-MOST_ROWS = 256
+DIGEST_CHARACTERS = 12
+MOST_HASHED_ROWS = 256
+MOST_HASHED_ELEMENTS = 65536  # of each tensor of a data set
+MOST_ATTRIBUTES = 50
+MOST_ITEMS = 20  # of a list
+MAX_DEPTH = 4  # of nested lists and dicts
+
+
+def short_hash(data: str | bytes) -> str:
+    return str(xxhash.xxh3_64_hexdigest(data))[:DIGEST_CHARACTERS]
 
 
 def digest(tensor: Any) -> str:
-    """Return a short hash of a tensor's bytes, wherever it lies; an empty one where its bytes
-    cannot be read.
-    """
+    """Return a short hash of a tensor's bytes; an empty one where they cannot be read."""
     try:
-        flat = copied(tensor).reshape(-1)
-        return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy()))[:12]
+        flat = copy_to_cpu(tensor).reshape(-1)
+        return short_hash(flat.view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError, AttributeError):
         return ""  # sparse, quantised, distributed: not compared
 
 
-def copied(tensor: Any) -> Any:
+def copy_to_cpu(tensor: Any) -> Any:
     """Return a contiguous copy on the CPU, of which `.numpy()` may be taken.
 
     `.numpy()` marks a storage as one that cannot be resized. FSDP and code that offloads resize the
-    storages of parameters, so the script's own storage must never be marked."""
+    storages of parameters, so the script's own storage must never be marked.
+    """
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-@careful(str)
-def whole(module: Any) -> str:
-    """Of all parameters of a model."""
-    return _short("".join(digest(parameter) for parameter in module.parameters()))
+@default_on_error(str)
+def model_digest(module: Any) -> str:
+    """Return a hash of all parameters of a model."""
+    return short_hash("".join(digest(parameter) for parameter in module.parameters()))
 
 
-@careful(list)
-def rows(batch: Any) -> list[str]:
-    """A hash per row of a batch: over all its tensors with as many rows as the first one."""
-    parts = [part for part in leaves(batch) if isinstance(part, torch.Tensor) and part.dim() > 0]
-    if not parts or not len(parts[0]):
+@default_on_error(list)
+def row_digests(batch: Any) -> list[str]:
+    """Return a hash for each row of a batch.
+
+    It is over all tensors of the batch with as many rows as the first one.
+    """
+    tensors = list(tensors_with_rows(batch))
+    if not tensors or not len(tensors[0]):
         return []
-    count = len(parts[0])
-    parts = [copied(part) for part in parts if len(part) == count]
+    count = len(tensors[0])
+    copies = [copy_to_cpu(tensor) for tensor in tensors if len(tensor) == count]
     arrays = []
-    for part in parts:
-        try:
-            arrays.append(part.reshape(count, -1).view(torch.uint8).numpy())
-        except (RuntimeError, TypeError):
-            continue
-    found = []
-    for number in range(min(count, MOST_ROWS)):
+    for copy in copies:
+        with suppress(RuntimeError, TypeError):
+            arrays.append(copy.reshape(count, -1).view(torch.uint8).numpy())
+    if not arrays:
+        return []
+    hashes = []
+    for row in range(min(count, MOST_HASHED_ROWS)):
         state = xxhash.xxh3_64()
         for array in arrays:
-            state.update(array[number].tobytes())
-        found.append(state.hexdigest()[:12])
-    return found if arrays else []
+            state.update(array[row].tobytes())
+        hashes.append(state.hexdigest()[:DIGEST_CHARACTERS])
+    return hashes
 
 
-@careful(int)
-def size_of(batch: Any) -> int:
-    """Rows of a batch."""
-    for part in leaves(batch):
-        if isinstance(part, torch.Tensor) and part.dim() > 0:
-            return len(part)
-    return len(batch) if isinstance(batch, (list, tuple)) else 0
+@default_on_error(int)
+def row_count(batch: Any) -> int:
+    """Return the number of rows of a batch."""
+    for tensor in tensors_with_rows(batch):
+        return len(tensor)
+    if isinstance(batch, (list, tuple)):
+        return len(batch)
+    return 0
 
 
-def leaves(value: Any, depth: int = 0) -> Iterable[Any]:
-    if depth > 4:
+def tensors_with_rows(batch: Any) -> Iterator[torch.Tensor]:
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            yield leaf
+
+
+def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the values in nested dicts, lists and tuples."""
+    if depth > MAX_DEPTH:
         return
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from leaves(part, depth + 1)
+        for item in value:
+            yield from leaves(item, depth + 1)
     else:
         yield value
 
 
-@careful(dict)
+@default_on_error(dict)
 def random_states() -> dict[str, str]:
-    """Of torch, Python and, where it is loaded, NumPy."""
-    states = {"torch": digest(torch.get_rng_state()), "python": _short(repr(random.getstate()))}
+    """Return hashes of the random states of torch, Python and, where it is loaded, NumPy."""
+    states = {
+        "torch": digest(torch.get_rng_state()),
+        "python": short_hash(repr(random.getstate())),
+    }
     if "numpy" in sys.modules:
         state = sys.modules["numpy"].random.get_state()
-        states["numpy"] = _short(state[1].tobytes() + repr(state[2:]).encode())
+        states["numpy"] = short_hash(state[1].tobytes() + repr(state[2:]).encode())
     return states
 
 
-@careful(dict)
-def generators(owner: Any, depth: int = 0) -> dict[str, str]:
-    """States of the random generators that a data set holds itself."""
-    found: dict[str, str] = {}
-    for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:
-        if state := state_of(value):
-            found[name] = state
-        elif (
-            depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type))
-        ):
-            found |= {
-                f"{name}.{inner}": state for inner, state in generators(value, depth + 1).items()
-            }
-    return found
+@default_on_error(dict)
+def generator_states(owner: Any, depth: int = 0) -> dict[str, str]:
+    """Return hashes of the states of random generators that an object holds, by attribute."""
+    states: dict[str, str] = {}
+    for name, value in list(getattr(owner, "__dict__", {}).items())[:MOST_ATTRIBUTES]:
+        state = generator_state(value)
+        if state:
+            states[name] = state
+        elif depth < 2 and has_attributes(value):
+            nested = generator_states(value, depth + 1)
+            states |= {f"{name}.{inner}": state for inner, state in nested.items()}
+    return states
 
 
-@careful(str)
-def state_of(generator: Any) -> str:
+def has_attributes(value: Any) -> bool:
+    """Return whether a value is an object that may hold others, such as a data set."""
+    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type))
+
+
+@default_on_error(str)
+def generator_state(generator: Any) -> str:
+    """Return a hash of a generator's state; an empty one of any other object."""
     if isinstance(generator, torch.Generator):
         return digest(generator.get_state())
     if isinstance(generator, random.Random):
-        return _short(repr(generator.getstate()))
+        return short_hash(repr(generator.getstate()))
     if type(generator).__module__.startswith("numpy.random"):
         inner: Any = getattr(generator, "bit_generator", generator)
         state = inner.get_state() if hasattr(inner, "get_state") else inner.state
-        return _short(repr(state))
+        return short_hash(repr(state))
     return ""
 
 
-def _short(text: str | bytes) -> str:
-    return str(xxhash.xxh3_64_hexdigest(text))[:12]
+@default_on_error(str)
+def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
+    """Return a hash that is equal for equal data sets.
 
-
-@careful(str)
-def fingerprint(dataset: Any, depth: int = 0) -> str:
-    """Equal where two ranks' data sets hold the same: class, length, and what they are made of."""
+    It is over the class, the length, and the attributes.
+    """
     state = xxhash.xxh3_64(type(dataset).__name__)
     with suppress(TypeError):
         state.update(str(len(dataset)))
     if isinstance(dataset, (list, tuple)):
-        state.update(repr([_mark(part, 3) for part in dataset[:20]]))
+        state.update(repr([value_key(item, 3) for item in dataset[:MOST_ITEMS]]))
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        state.update(f"{name}={_mark(value, depth)}")
-    return state.hexdigest()[:12]
+        state.update(f"{name}={value_key(value, depth)}")
+    return state.hexdigest()[:DIGEST_CHARACTERS]
 
 
-def _mark(value: Any, depth: int) -> str:
-    """What stands for a value: equal for equal values, nothing where that cannot be said cheaply."""
+def value_key(value: Any, depth: int) -> str:
+    """Return a text that is equal for equal values; the class's name where that would be slow."""
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{digest(value.reshape(-1)[:65536])}"
+        return f"{tuple(value.shape)}{digest(value.reshape(-1)[:MOST_HASHED_ELEMENTS])}"
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
-        return (
-            f"{value.shape}{_short(value.reshape(-1)[:65536].tobytes())}"
-            if value.dtype != object
-            else "object"
-        )
+        return array_key(value)
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value)[:500]
     if isinstance(value, (list, tuple)):
-        return f"{len(value)}:" + ",".join(
-            _mark(part, depth + 1) for part in value[:20] if depth < 4
-        )
+        items = value[:MOST_ITEMS] if depth < MAX_DEPTH else ()
+        return f"{len(value)}:" + ",".join(value_key(item, depth + 1) for item in items)
     if hasattr(value, "__getitem__") and hasattr(value, "__dict__") and depth < 3:
-        return fingerprint(value, depth + 1)
+        return dataset_fingerprint(value, depth + 1)
     return type(value).__name__
+
+
+def array_key(array: Any) -> str:
+    if array.dtype == object:
+        return "object"
+    return f"{array.shape}{short_hash(array.reshape(-1)[:MOST_HASHED_ELEMENTS].tobytes())}"

@@ -1,4 +1,4 @@
-"""Collectives in the order in which a rank comes to them, and the group's beginning and end."""
+"""Hooks that record collectives in order, and the start and the end of the process group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import argument, careful, wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.patching import default_on_error, get_argument, wrap
+from stepladder.tools.check.probe.probe_log import current_log
 
 COLLECTIVES = (
     "all_reduce",
@@ -35,175 +35,196 @@ COLLECTIVES = (
     "barrier",
     "monitored_barrier",
 )
-SMALL = 64
-means: dict[
-    int, tuple[Any, int]
-] = {}  # tensors that are means, by id, with how many values went in
-depth = 0
+MOST_RECORDED_VALUES = 64
+MOST_DIGESTED_VALUES = 1_000_000
+MOST_GATHERED_ITEMS = 10_000
+MOST_KNOWN_MEANS = 64
+
+
+class KnownMeans:
+    """The scalar tensors that are means, with the number of values of each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def add(self, mean: torch.Tensor, count: int) -> None:
+        if len(self.counts) > MOST_KNOWN_MEANS:
+            self.counts.clear()
+        self.counts[id(mean)] = (weakref.ref(mean), count)
+
+    def count_of(self, tensor: torch.Tensor) -> int | None:
+        reference, count = self.counts.get(id(tensor), (None, 0))
+        if reference is not None and reference() is tensor:
+            return count
+        return None
+
+
+class CollectiveDepth:
+    """Tells the collectives of the script from those that a collective calls itself."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+known_means = KnownMeans()
+running_collective = CollectiveDepth()
 
 
 def attach() -> None:
     if not dist.is_available():
         return
+    spawn = sys.modules["torch.multiprocessing.spawn"]
     for name in COLLECTIVES:
-        wrap([c10d, dist], name, collective(name))
-    wrap([c10d, dist], "init_process_group", init)
-    wrap(c10d, "_update_default_pg", group_is_set)
-    wrap([c10d, dist], "destroy_process_group", destroy)
-    wrap([torch.Tensor], "mean", mean)
-    wrap([torch], "mean", mean)
-    wrap(
-        [sys.modules["torch.multiprocessing.spawn"], torch.multiprocessing],
-        "start_processes",
-        spawning,
-    )
-    wrap(sys.modules["torch.multiprocessing.spawn"], "_wrap", spawned)
+        wrap([c10d, dist], name, record_collective(name))
+    wrap([c10d, dist], "init_process_group", record_init)
+    wrap(c10d, "_update_default_pg", record_group)
+    wrap([c10d, dist], "destroy_process_group", record_destroy)
+    wrap([torch.Tensor], "mean", remember_mean)
+    wrap([torch], "mean", remember_mean)
+    wrap([spawn, torch.multiprocessing], "start_processes", record_spawning)
+    wrap(spawn, "_wrap", record_spawned_rank)
     from torch.distributed.algorithms.join import Join
 
-    wrap(Join, "__enter__", joining)
+    wrap(Join, "__enter__", record_join)
 
 
-def joining(original: Any, *args: Any, **kwargs: Any) -> Any:
-    here().at("join")
+def record_join(original: Any, *args: Any, **kwargs: Any) -> Any:
+    current_log().write_with_line("join")
     return original(*args, **kwargs)
 
 
-def spawned(original: Any, function: Any, number: int, *args: Any) -> Any:
-    """In a process that the script has made: its number is its rank until a group says otherwise."""
-    recorder = here()
-    recorder.rank = number
-    recorder.write("start", rank=number, world=-1)
+def record_spawned_rank(original: Any, function: Any, number: int, *args: Any) -> Any:
+    current_log().set_spawned_rank(number)
     return original(function, number, *args)
 
 
-def spawning(original: Any, *args: Any, **kwargs: Any) -> Any:
-    is_not_torchruns()
+def record_spawning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    wait_for_start_without_torchrun()
     return original(*args, **kwargs)
 
 
-def is_not_torchruns() -> None:
-    """The script makes its ranks itself: the checker starts it anew, alone."""
-    recorder = here()
-    if recorder.settings.torchrun:
-        recorder.write("spawns")
-        while True:  # until the checker has read it, and ends this process
+def wait_for_start_without_torchrun() -> None:
+    """Wait to be ended if this process was started as torchrun does it.
+
+    The script makes its ranks itself, so the checker starts it again, as one process.
+    """
+    log = current_log()
+    if log.settings.torchrun:
+        log.write("spawns")
+        while True:
             time.sleep(1)
 
 
-def init(original: Any, *args: Any, **kwargs: Any) -> Any:
-    recorder = here()
-    parent = sys.modules.get("multiprocessing.process")
-    if parent is not None and parent.parent_process() is not None:
-        is_not_torchruns()
-    backend = argument(args, kwargs, 0, "backend")
-    method = argument(args, kwargs, 1, "init_method")
-    recorder.at(
+def record_init(original: Any, *args: Any, **kwargs: Any) -> Any:
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        wait_for_start_without_torchrun()
+    log = current_log()
+    log.write_with_line(
         "init",
-        backend=str(backend),
-        method=str(method),
-        direct=recorder.direct(),
+        backend=str(get_argument(args, kwargs, 0, "backend")),
+        method=str(get_argument(args, kwargs, 1, "init_method")),
+        direct=log.is_called_by_user(),
         port=os.environ.get("MASTER_PORT"),
     )
     return original(*args, **kwargs)
 
 
-def group_is_set(original: Any, group: Any) -> Any:
-    """Note the default group also where torch makes it itself, as `init_device_mesh` does."""
-    done = original(group)
+def record_group(original: Any, group: Any) -> Any:
+    """Record the default group, also where torch makes it itself, as `init_device_mesh` does."""
+    result = original(group)
     if isinstance(group, dist.ProcessGroup):
-        note_rank()
-    return done
+        current_log().set_group(dist.get_rank(), dist.get_world_size())
+    return result
 
 
-def note_rank() -> None:
-    recorder = here()
-    recorder.rank = dist.get_rank()
-    recorder.world = dist.get_world_size()
-    recorder.write("who", rank=recorder.rank, world=recorder.world)
-
-
-def destroy(original: Any, *args: Any, **kwargs: Any) -> Any:
-    here().at("destroy")
+def record_destroy(original: Any, *args: Any, **kwargs: Any) -> Any:
+    current_log().write_with_line("destroy")
     return original(*args, **kwargs)
 
 
-def collective(name: str) -> Any:
+def record_collective(name: str) -> Any:
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        global depth
-        if depth:
+        if running_collective.depth:
             return original(*args, **kwargs)
-        about = described(name, args, kwargs)
-        here().at("coll", op=name, way=here().stack(), **about)
-        depth += 1
-        try:
-            done = original(*args, **kwargs)
-        finally:
-            depth -= 1
-        here().write("did", op=name)
-        return done
+        log = current_log()
+        fields = describe_call(name, args, kwargs)
+        log.write_with_line("coll", op=name, way=log.user_stack(), **fields)
+        with running_collective:
+            result = original(*args, **kwargs)
+        log.write("did", op=name)
+        return result
 
     return around
 
 
-@careful(lambda: {"group": "?"})
-def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Shape and kind of the tensor, and its value where it is small."""
-    group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-    tensor = next((a for a in [*args, *kwargs.values()] if isinstance(a, torch.Tensor)), None)
-    found: dict[str, Any] = {
-        "group": "" if group is None else str(dist.get_process_group_ranks(group))
-    }
+@default_on_error(lambda: {"group": "?"})
+def describe_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the group of a collective, and the shape, type and (few) values of its tensor."""
+    group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
+    ranks = "" if group is None else str(dist.get_process_group_ranks(group))
+    fields: dict[str, Any] = {"group": ranks}
     if name in ("all_gather_object", "gather_object"):
-        found["numbers"] = numbers_in(
-            argument(args, kwargs, int(name == "all_gather_object"), "obj")
-        )
+        index = 1 if name == "all_gather_object" else 0
+        fields["numbers"] = sample_numbers(get_argument(args, kwargs, index, "obj"))
+    tensor = first_of_type((*args, *kwargs.values()), torch.Tensor)
     if tensor is None:
-        return found
-    found |= {
+        return fields
+    fields |= describe_tensor(tensor)
+    if "op" in kwargs or (name == "all_reduce" and len(args) > 1):
+        fields["red"] = str(get_argument(args, kwargs, 1, "op"))
+    return fields
+
+
+def first_of_type(values: tuple[Any, ...], kind: Any) -> Any:
+    return next((value for value in values if isinstance(value, kind)), None)
+
+
+def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    count = tensor.numel()
+    fields: dict[str, Any] = {
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype),
         "ptr": tensor.data_ptr(),
-        "count": tensor.numel(),
+        "count": count,
     }
-    if tensor.numel() <= SMALL and not tensor.is_complex():
-        found["value"] = tensor.detach().reshape(-1).double().tolist()
-    if (known := means.get(id(tensor))) is not None and known[0]() is tensor:
-        found["mean_of"] = known[1]
-    if tensor.numel() > SMALL:
-        found["digest"] = digests.digest(tensor) if tensor.numel() < 1_000_000 else ""
-    if "op" in kwargs or (name in ("all_reduce",) and len(args) > 1):
-        found["red"] = str(argument(args, kwargs, 1, "op"))
-    return found
+    if count <= MOST_RECORDED_VALUES and not tensor.is_complex():
+        fields["value"] = tensor.detach().reshape(-1).double().tolist()
+    averaged = known_means.count_of(tensor)
+    if averaged is not None:
+        fields["mean_of"] = averaged
+    if count > MOST_RECORDED_VALUES:
+        fields["digest"] = digests.digest(tensor) if count < MOST_DIGESTED_VALUES else ""
+    return fields
 
 
-def numbers_in(value: Any) -> list[int]:
-    """Whole numbers that a gathered dict or list of pairs has as keys: of samples, where each comes
-    once.
+def sample_numbers(gathered: Any) -> list[int]:
+    """Return the integers that a gathered dict, or list of pairs, has as keys.
+
+    If each comes once, they are numbers of samples.
     """
-    if not isinstance(value, (dict, list)) or len(value) > 10_000:
+    if isinstance(gathered, dict) and len(gathered) <= MOST_GATHERED_ITEMS:
+        keys = list(gathered)
+    elif isinstance(gathered, list) and len(gathered) <= MOST_GATHERED_ITEMS:
+        keys = [item[0] for item in gathered if isinstance(item, (list, tuple)) and item]
+    else:
         return []
-    firsts = (
-        list(value)
-        if isinstance(value, dict)
-        else [v[0] for v in value if isinstance(v, (list, tuple)) and v]
-    )
-    return (
-        firsts
-        if all(isinstance(first, int) for first in firsts) and len(set(firsts)) == len(firsts)
-        else []
-    )
+    are_numbers = all(isinstance(key, int) for key in keys)
+    if are_numbers and len(set(keys)) == len(keys):
+        return keys
+    return []
 
 
-def mean(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A scalar mean remembers of how many values: for means of means."""
-    done = original(*args, **kwargs)
-    if (
-        isinstance(done, torch.Tensor)
-        and done.dim() == 0
-        and args
-        and isinstance(args[0], torch.Tensor)
-    ):
-        if len(means) > 64:
-            means.clear()
-        means[id(done)] = (weakref.ref(done), args[0].numel())
-    return done
+def remember_mean(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Remember of how many values a scalar mean is, to find means of means."""
+    result = original(*args, **kwargs)
+    is_scalar = isinstance(result, torch.Tensor) and result.dim() == 0
+    if is_scalar and args and isinstance(args[0], torch.Tensor):
+        known_means.add(result, args[0].numel())
+    return result

@@ -1,5 +1,7 @@
-"""Which samples each rank reads: passes of loaders, their batches, set_epoch, and what a fork takes
-along.
+"""Hooks that record which samples a rank reads.
+
+These are passes over loaders, their batches, calls of set_epoch, and files of a data set that are
+open when the workers of a loader are forked.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ import io
 import multiprocessing
 import os
 import time
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,260 +21,342 @@ from torch.utils.data import dataloader as loaders
 from torch.utils.data.distributed import DistributedSampler
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import careful, wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log
+
+EPOCHS_BY_DEFAULT = 2
+STEPS_WITH_RANDOM_STATES = 3
+MOST_ATTRIBUTES_SEARCHED = 50
+MOST_ITEMS_SEARCHED = 20
+FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
+FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
+# Attributes that the probe gives to objects of torch.
+LINE_ATTRIBUTE = "_stepladder_line"  # of a loader or a sampler: the line that made it
+PASS_ATTRIBUTE = "_stepladder_pass"  # of an iterator: its PassState
 
 
-class Stopped(SystemExit):
-    """The check has seen enough: the rank ends as if the script had."""
+class CheckIsDone(SystemExit):
+    """Ends a rank as the script would, because the check has enough."""
 
 
-class Counts:
-    """Of this process: passes over loaders, and steps in the one that is under way."""
+@dataclass
+class PassState:
+    """The state of one pass over a loader.
 
-    passes = 0
-    trained: dict[str, int] = {}  # noqa: RUF012  # finished training passes, by the line that iterates
-    steps = 0  # in the current pass
-    began = 0.0
+    Attributes:
+        number: Its number in this process; 0 for an iterator that no loader made.
+        key: The file and the line that iterate.
+        indices: The indices of batches that were requested and not yet returned.
+    """
+
+    number: int = 0
+    key: str = ""
+    indices: deque[Any] = field(default_factory=deque)
+
+    def begin(self, number: int, key: str) -> None:
+        self.number = number
+        self.key = key
+
+
+class PassCounters:
+    """The passes of this process, and the steps in the current one."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.steps = 0
+        self.began: float | None = None
+        self.trained: Counter[str] = Counter()  # finished training passes, by their key
+
+    def begin_pass(self) -> int:
+        """Count a pass, and return its number."""
+        self.passes += 1
+        self.steps = 0
+        return self.passes
+
+    def count_step(self) -> None:
+        self.steps += 1
+
+    def finish_pass(self, key: str) -> None:
+        if self.steps:
+            self.trained[key] += 1
+
+    def seconds_since_first_pass(self) -> float:
+        now = time.monotonic()
+        if self.began is None:
+            self.began = now
+        return now - self.began
+
+
+pass_counters = PassCounters()
 
 
 def attach() -> None:
-    wrap(DataLoader, "__iter__", iterate)
-    wrap(loaders._BaseDataLoaderIter, "_next_index", next_index)
-    wrap(loaders._BaseDataLoaderIter, "__next__", next_batch)
-    wrap(loaders._BaseDataLoaderIter, "_reset", reset)
-    wrap(DistributedSampler, "set_epoch", set_epoch)
-    wrap(DistributedSampler, "__iter__", sampled)
-    wrap(DataLoader, "__init__", build)
-    wrap(DistributedSampler, "__init__", build)
+    wrap(DataLoader, "__iter__", record_pass)
+    wrap(loaders._BaseDataLoaderIter, "_next_index", remember_index)
+    wrap(loaders._BaseDataLoaderIter, "__next__", record_batch)
+    wrap(loaders._BaseDataLoaderIter, "_reset", forget_indices)
+    wrap(DistributedSampler, "set_epoch", record_set_epoch)
+    wrap(DistributedSampler, "__iter__", record_sampling)
+    wrap(DataLoader, "__init__", remember_line)
+    wrap(DistributedSampler, "__init__", remember_line)
 
 
-def build(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loader or a sampler remembers the line that made it."""
-    done = original(loader, *args, **kwargs)
-    loader.__dict__.setdefault("_sl_at", here().where())
-    return done
+def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a loader or a sampler remember the line that made it."""
+    result = original(loader, *args, **kwargs)
+    vars(loader).setdefault(LINE_ATTRIBUTE, current_log().user_line())
+    return result
 
 
-def set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
-    here().at("setepoch", sampler=id(sampler), value=epoch)
+def record_set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
+    current_log().write_with_line("setepoch", sampler=id(sampler), value=epoch)
     return original(sampler, epoch)
 
 
-def sampled(original: Any, sampler: Any) -> Any:
-    """A script that goes through the sampler itself."""
-    if not here().direct():
+def record_sampling(original: Any, sampler: Any) -> Any:
+    """Record what a script reads from a sampler without a loader."""
+    if not current_log().is_called_by_user():
         return original(sampler)
     indices = list(original(sampler))
-    here().at(
-        "sampled", indices=indices, length=length(sampler.dataset), shuffle=bool(sampler.shuffle)
+    current_log().write_with_line(
+        "sampled",
+        indices=indices,
+        length=length_of(sampler.dataset),
+        shuffle=bool(sampler.shuffle),
     )
     return iter(indices)
 
 
 def watch_set_epoch(owner: Any) -> None:
-    """Of a user's own sampler or data set: the class's method is wrapped when it is first seen."""
+    """Wrap set_epoch of a user's own class of sampler or data set, once."""
     cls = type(owner)
     if cls.__dict__.get("set_epoch") is not None and not hasattr(cls.set_epoch, "__wrapped__"):
-        wrap(cls, "set_epoch", set_epoch)
+        wrap(cls, "set_epoch", record_set_epoch)
 
 
-def iterate(original: Any, loader: Any) -> Any:
-    recorder = here()
-    place = recorder.where()
-    key = f"{place[0]}:{place[1]}" if place else "library"
-    Counts.began = Counts.began or time.monotonic()
-    stop_where_enough(key)
+def record_pass(original: Any, loader: Any) -> Any:
+    log = current_log()
+    line = log.user_line()
+    key = f"{line[0]}:{line[1]}" if line else "library"
+    end_if_enough(key)
     for owner in (loader.sampler, loader.batch_sampler, loader.dataset):
         watch_set_epoch(owner)
-    Counts.passes, Counts.steps = Counts.passes + 1, 0
-    number = Counts.passes
-    recorder.write("pass", number=number, at=place, way=recorder.stack(), **about(loader))
+    number = pass_counters.begin_pass()
+    log.write("pass", number=number, at=line, way=log.user_stack(), **describe_loader(loader))
     context = loader.multiprocessing_context or multiprocessing
     if loader.num_workers > 0 and context.get_start_method() == "fork":
-        handles(loader.dataset, getattr(loader, "_sl_at", place))
+        record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
     iterator = original(loader)
-    iterator._sl_pass = (number, key)
+    pass_state(iterator).begin(number, key)
     return iterator
 
 
-def stop_where_enough(key: str) -> None:
-    """Before the next training pass, on all ranks or on none: who comes first writes down what all
-    do.
+def pass_state(iterator: Any) -> PassState:
+    """Return the state of an iterator's pass, made on first use."""
+    attributes = vars(iterator)
+    if PASS_ATTRIBUTE not in attributes:
+        attributes[PASS_ATTRIBUTE] = PassState()
+    state: PassState = attributes[PASS_ATTRIBUTE]
+    return state
+
+
+def end_if_enough(key: str) -> None:
+    """End this rank before a training pass if the check has enough.
+
+    All ranks end before the same pass, or none does: the first rank writes its decision to a file.
     """
-    settings, done = here().settings, Counts.trained.get(key, 0)
-    if done < (settings.epochs or 2):
+    settings = current_log().settings
+    seconds = pass_counters.seconds_since_first_pass()
+    trained = pass_counters.trained[key]
+    if trained < (settings.epochs or EPOCHS_BY_DEFAULT):
         return
-    word = "stop"
-    if not settings.epochs and time.monotonic() - Counts.began < settings.seconds:
-        word = "go"
-    path = Path(settings.folder) / f"pass-{done}.{key.replace('/', '_')[-80:]}.word"
+    decision = "stop"
+    if not settings.epochs and seconds < settings.enough_after_s:
+        decision = "go"
+    path = Path(settings.folder) / f"pass-{trained}.{key.replace('/', '_')[-80:]}.word"
     try:
-        with Path(path).open("x", encoding="utf-8") as file:
-            file.write(word)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(decision)
     except FileExistsError:
-        word = ""
-        while not word:
-            word = path.read_text(encoding="utf-8")
-    if word == "stop":
-        here().stopped = True
-        here().write("enough", passes=done)
-        raise Stopped(0)
+        decision = ""
+        while not decision:  # until the first rank has written it
+            decision = path.read_text(encoding="utf-8")
+    if decision == "stop":
+        current_log().write("enough", passes=trained)
+        raise CheckIsDone(0)
 
 
-def about(loader: Any) -> dict[str, Any]:
-    """What a loader says of itself."""
-    sampler, dataset = loader.sampler, loader.dataset
-    batches = (
-        loader.batch_sampler
-        if type(loader.batch_sampler) is not torch.utils.data.BatchSampler
-        else None
-    )
-    iterable = isinstance(dataset, IterableDataset)
-    told = batches if batches is not None and hasattr(batches, "set_epoch") else sampler
-    generator = getattr(sampler, "generator", None)
+def describe_loader(loader: Any) -> dict[str, Any]:
+    sampler = loader.sampler
+    dataset = loader.dataset
+    batch_sampler = loader.batch_sampler
+    has_own_batch_sampler = type(batch_sampler) is not torch.utils.data.BatchSampler
+    if has_own_batch_sampler and hasattr(batch_sampler, "set_epoch"):
+        sampler = batch_sampler
+    is_iterable = isinstance(dataset, IterableDataset)
+    base_dataset = base_of(dataset)
+    lengths: dict[str, int | None] = dict.fromkeys(("length", "batches", "base_length"))
+    if not is_iterable:
+        lengths["length"] = length_of(dataset)
+        lengths["batches"] = length_of(loader)
+        lengths["base_length"] = length_of(base_dataset)
     return {
-        "built": getattr(loader, "_sl_at", None),
-        "sampler_built": getattr(told, "_sl_at", None),
+        "built": getattr(loader, LINE_ATTRIBUTE, None),
+        "sampler_built": getattr(sampler, LINE_ATTRIBUTE, None),
         "loader": id(loader),
-        "batcher": type(loader.batch_sampler).__name__,
+        "batcher": type(batch_sampler).__name__,
         "class": type(loader).__name__,
-        "sampler": type(told).__name__,
-        "sampler_id": id(told),
-        "settable": hasattr(told, "set_epoch"),
+        "sampler": type(sampler).__name__,
+        "sampler_id": id(sampler),
+        "settable": hasattr(sampler, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"),
-        "shuffle": shuffles(told),
-        "distributed": isinstance(told, DistributedSampler),
-        "replicas": getattr(told, "num_replicas", None),
-        "iterable": iterable,
+        "shuffle": shuffles(sampler),
+        "distributed": isinstance(sampler, DistributedSampler),
+        "replicas": getattr(sampler, "num_replicas", None),
+        "iterable": is_iterable,
         "drop_last": bool(loader.drop_last),
-        "sampler_drop": bool(getattr(told, "drop_last", False)),
+        "sampler_drop": bool(getattr(sampler, "drop_last", False)),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
-        "generator": generator is not None,
-        "length": None if iterable else length(dataset),
-        "batches": None if iterable else length(loader),
-        "print": digests.fingerprint(base_of(dataset)),
-        "dataset": type(base_of(dataset)).__name__,
-        "base_length": None if iterable else length(base_of(dataset)),
+        "generator": getattr(loader.sampler, "generator", None) is not None,
+        "print": digests.dataset_fingerprint(base_dataset),
+        "dataset": type(base_dataset).__name__,
+        **lengths,
     }
 
 
 def shuffles(sampler: Any) -> bool:
     if hasattr(sampler, "shuffle"):
         return bool(sampler.shuffle)
-    return type(sampler).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler")
+    return type(sampler).__name__ not in (
+        "SequentialSampler",
+        "_InfiniteConstantSampler",
+    )
 
 
-def length(thing: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
     try:
-        return len(thing)
+        return len(sized)
     except (TypeError, NotImplementedError):
         return None
 
 
 def base_of(dataset: Any) -> Any:
-    """The data set below all Subsets."""
+    """Return the data set below all Subsets."""
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
     return dataset
 
 
-@careful(lambda: None)
+@default_on_error(lambda: None)
 def base_indices(dataset: Any, indices: Any) -> list[int] | None:
-    """In the data set below all Subsets."""
+    """Return indices of a data set as indices of the data set below all Subsets."""
     try:
-        found = [int(index) for index in indices]
+        result = [int(index) for index in indices]
         while isinstance(dataset, torch.utils.data.Subset):
-            found = [int(dataset.indices[index]) for index in found]
+            result = [int(dataset.indices[index]) for index in result]
             dataset = dataset.dataset
     except (TypeError, ValueError, IndexError):
         return None
-    return found
+    return result
 
 
-def reset(original: Any, iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    iterator._sl_queue = deque()
+def forget_indices(original: Any, iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    pass_state(iterator).indices.clear()
     return original(iterator, *args, **kwargs)
 
 
-def next_index(original: Any, iterator: Any) -> Any:
+def remember_index(original: Any, iterator: Any) -> Any:
     index = original(iterator)
-    if not hasattr(iterator, "_sl_queue"):
-        iterator._sl_queue = deque()
-    iterator._sl_queue.append(index)
+    pass_state(iterator).indices.append(index)
     return index
 
 
-def next_batch(original: Any, iterator: Any) -> Any:
-    recorder, (number, key) = here(), getattr(iterator, "_sl_pass", (0, ""))
-    if recorder.settings.steps and Counts.steps >= recorder.settings.steps:
-        finish(number, key, cut=True)
+def record_batch(original: Any, iterator: Any) -> Any:
+    log = current_log()
+    state = pass_state(iterator)
+    if log.settings.steps and pass_counters.steps >= log.settings.steps:
+        record_pass_end(state, cut=True)
         raise StopIteration
     try:
         batch = original(iterator)
     except StopIteration:
-        finish(number, key, cut=False)
+        record_pass_end(state, cut=False)
         raise
-    queue = getattr(iterator, "_sl_queue", None)
-    asked = queue.popleft() if queue else None
-    if asked is not None and not isinstance(asked, (list, tuple)):
-        asked = [asked]
-    indices = base_indices(iterator._dataset, asked) if asked and asked[0] is not None else None
-    states = digests.random_states() if Counts.steps < 3 else None
-    size = len(indices) if indices is not None else digests.size_of(batch)
-    recorder.write(
-        "batch", number=number, indices=indices, rows=digests.rows(batch), size=size, states=states
+    requested = state.indices.popleft() if state.indices else None
+    indices = indices_of_batch(iterator._dataset, requested)
+    states = None
+    if pass_counters.steps < STEPS_WITH_RANDOM_STATES:
+        states = digests.random_states()
+    log.write(
+        "batch",
+        number=state.number,
+        indices=indices,
+        rows=digests.row_digests(batch),
+        size=digests.row_count(batch) if indices is None else len(indices),
+        states=states,
     )
     return batch
 
 
-def finish(number: int, key: str, cut: bool) -> None:
-    if Counts.steps:
-        Counts.trained[key] = Counts.trained.get(key, 0) + 1
-    here().write("endpass", number=number, cut=cut, steps=Counts.steps)
+def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
+    """Return the indices of a batch; None for a stream, which has none."""
+    if requested is None:
+        return None
+    requested_list = requested if isinstance(requested, (list, tuple)) else [requested]
+    is_stream = not requested_list or requested_list[0] is None
+    if is_stream:
+        return None
+    return base_indices(dataset, requested_list)
 
 
-HANDLES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
+def record_pass_end(state: PassState, cut: bool) -> None:
+    pass_counters.finish_pass(state.key)
+    current_log().write("endpass", number=state.number, cut=cut, steps=pass_counters.steps)
 
 
-@careful(lambda: None)
-def handles(owner: Any, at: Any, path: str = "dataset", depth: int = 0) -> None:
-    """Open files that the workers will share with this process, by their place in the data set."""
-    for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:
-        parts = enumerate(value[:20]) if isinstance(value, (list, tuple)) else [(-1, value)]
-        for number, part in parts:
-            if is_open(part):
-                of = type(part)
-                where = f"{path}.{name}" + (f"[{number}]" if number >= 0 else "")
-                here().write("shared", at=at, path=where, type=of.__name__, module=of.__module__)
-        if (
-            depth < 2
-            and hasattr(value, "__dict__")
-            and not isinstance(value, (torch.Tensor, type, Sampler))
-        ):
-            handles(value, at, f"{path}.{name}", depth + 1)
+@default_on_error(lambda: None)
+def record_open_files(owner: Any, line: Any, path: str = "dataset", depth: int = 0) -> None:
+    """Record the open files of a data set, which the workers will share with this process.
+
+    Args:
+        owner: The data set, or an object in it.
+        line: The line that made the loader.
+        path: The attributes that lead to the object.
+        depth: The number of objects around it.
+    """
+    for name, value in list(vars(owner).items())[:MOST_ATTRIBUTES_SEARCHED]:
+        if isinstance(value, (list, tuple)):
+            first_items = enumerate(value[:MOST_ITEMS_SEARCHED])
+            items = [(f"{path}.{name}[{index}]", item) for index, item in first_items]
+        else:
+            items = [(f"{path}.{name}", value)]
+        for item_path, item in items:
+            if is_open_file(item):
+                cls = type(item)
+                current_log().write(
+                    "shared",
+                    at=line,
+                    path=item_path,
+                    type=cls.__name__,
+                    module=cls.__module__,
+                )
+        is_leaf = not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, type, Sampler))
+        if depth < 2 and not is_leaf:
+            record_open_files(value, line, f"{path}.{name}", depth + 1)
 
 
-def is_open(value: Any) -> bool:
-    top = type(value).__module__.partition(".")[0]
+def is_open_file(value: Any) -> bool:
     if isinstance(value, io.IOBase):
-        return (
-            not value.closed
-            and not isinstance(value, (io.BytesIO, io.StringIO))
-            and has_number(value)
-        )
-    if top == "h5py":
+        is_in_memory = isinstance(value, (io.BytesIO, io.StringIO))
+        return not value.closed and not is_in_memory and has_descriptor(value)
+    package = type(value).__module__.partition(".")[0]
+    if package == "h5py":
         return bool(value)
-    return top in HANDLES and type(value).__name__ in (
-        "ZipFile",
-        "TarFile",
-        "Connection",
-        "Environment",
-    )
+    return package in FILE_MODULES and type(value).__name__ in FILE_CLASSES
 
 
-def has_number(file: Any) -> bool:
+def has_descriptor(file: Any) -> bool:
     try:
         return os.get_inheritable(file.fileno()) is not None
     except (OSError, ValueError):

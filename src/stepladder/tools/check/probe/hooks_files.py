@@ -1,4 +1,4 @@
-"""Files that the script writes, reads, looks for and moves; and the lines that it prints."""
+"""Hooks that record which files the script reads, looks for and renames, and what it prints."""
 
 from __future__ import annotations
 
@@ -11,81 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.probe.patching import wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.probe_log import current_log
 
-
-def attach() -> None:
-    sys.addaudithook(audit)
-    wrap(os, "replace", moved)
-    wrap(os, "rename", moved)
-    for owner, name in [
-        (os.path, "exists"),
-        (os.path, "isfile"),
-        (Path, "exists"),
-        (Path, "is_file"),
-    ]:
-        wrap(owner, name, looked)
-    wrap(builtins, "print", printed)
-
-
-def looked(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(path, *args, **kwargs)
-    if here().direct():
-        here().at("looked", path=absolute(path), found=bool(found))
-    return found
-
-
-def moved(original: Any, source: Any, target: Any, **kwargs: Any) -> Any:
-    here().at("moved", source=absolute(source), target=absolute(target))
-    return original(source, target, **kwargs)
-
-
-def printed(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("file") is None and here().direct():
-        here().at(
-            "print",
-            numbers=sum(
-                any(c.isdigit() for c in str(a)) for a in args if isinstance(a, (str, float))
-            ),
-        )
-    return original(*args, **kwargs)
-
-
-def absolute(path: Any) -> str:
-    try:
-        return str(os.path.abspath(os.fspath(path))) if path else ""  # noqa: PTH100  # for any kind of path
-    except TypeError:
-        return ""
-
-
-class Auditing:
-    inside = False
-    read: set[str] = set()  # noqa: RUF012
-    patterns: set[str] = set()  # noqa: RUF012
-
-
-def audit(event: str, args: tuple[Any, ...]) -> None:
-    """Note which files are opened to be read."""
-    if event != "open" or Auditing.inside or not isinstance(args[0], str):
-        return
-    mode, flags = args[1], args[2] or 0
-    writes = (
-        flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
-        if mode is None
-        else set(str(mode)) & set("wax+")
-    )
-    if writes:
-        return
-    Auditing.inside = True
-    try:
-        path = os.path.abspath(args[0])  # noqa: PTH100
-        if path not in Auditing.read:
-            note_read(path)
-    finally:
-        Auditing.inside = False
-
-
-NO_DATA = (
+MOST_LISTED_FILES = 5000
+NOT_DATA_SUFFIXES = (
     ".py",
     ".pyc",
     ".so",
@@ -102,24 +31,100 @@ NO_DATA = (
 )
 
 
-def note_read(path: str) -> None:
-    """A file of a data set in parts, with all that lie beside it and are named alike."""
+class ReadFiles:
+    """The files that were recorded, and whether a read is being recorded."""
+
+    def __init__(self) -> None:
+        self.is_recording = False
+        self.paths: set[str] = set()
+        self.patterns: set[str] = set()
+
+    def record(self, path: str) -> None:
+        """Record a read once, and none of the files that recording itself opens."""
+        self.is_recording = True
+        try:
+            absolute = absolute_path(path)
+            if absolute not in self.paths:
+                record_data_file(absolute)
+        finally:
+            self.is_recording = False
+
+
+read_files = ReadFiles()
+
+
+def attach() -> None:
+    sys.addaudithook(audit)
+    wrap(os, "replace", record_move)
+    wrap(os, "rename", record_move)
+    wrap(os.path, "exists", record_search)
+    wrap(os.path, "isfile", record_search)
+    wrap(Path, "exists", record_search)
+    wrap(Path, "is_file", record_search)
+    wrap(builtins, "print", record_print)
+
+
+def record_search(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+    exists = original(path, *args, **kwargs)
+    if current_log().is_called_by_user():
+        current_log().write_with_line("looked", path=absolute_path(path), found=bool(exists))
+    return exists
+
+
+def record_move(original: Any, source: Any, target: Any, **kwargs: Any) -> Any:
+    current_log().write_with_line(
+        "moved", source=absolute_path(source), target=absolute_path(target)
+    )
+    return original(source, target, **kwargs)
+
+
+def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("file") is None and current_log().is_called_by_user():
+        texts = [str(arg) for arg in args if isinstance(arg, (str, float))]
+        current_log().write_with_line("print", numbers=sum(map(has_digit, texts)))
+    return original(*args, **kwargs)
+
+
+def has_digit(text: str) -> bool:
+    return any(character.isdigit() for character in text)
+
+
+def absolute_path(path: Any) -> str:
+    """Return the absolute path of a path of any type; empty where it is none."""
+    try:
+        return str(os.path.abspath(os.fspath(path))) if path else ""  # noqa: PTH100  # for any kind of path
+    except TypeError:
+        return ""
+
+
+def audit(event: str, args: tuple[Any, ...]) -> None:
+    """Record which files are opened to be read. Called by Python at each audit event."""
+    if event != "open" or read_files.is_recording or not isinstance(args[0], str):
+        return
+    mode = args[1]
+    flags = args[2] or 0
+    if mode is None:
+        writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC))
+    else:
+        writes = not set(str(mode)).isdisjoint("wax+")
+    if not writes:
+        read_files.record(args[0])
+
+
+def record_data_file(path: str) -> None:
+    """Record a file of a data set in several files, and all files that are named alike."""
     folder, name = os.path.split(path)
-    settings = here().settings
-    if (
-        not any(c.isdigit() for c in name)
-        or name.endswith(NO_DATA)
-        or folder.startswith(settings.folder)
-    ):
+    settings = current_log().settings
+    is_numbered = has_digit(name) and not name.endswith(NOT_DATA_SUFFIXES)
+    is_of_script = folder.startswith((tempfile.gettempdir(), settings.copy, settings.original))
+    if not is_numbered or not is_of_script or folder.startswith(settings.folder):
         return
-    if not folder.startswith((tempfile.gettempdir(), settings.copy, settings.original)):
-        return
-    Auditing.read.add(path)
+    read_files.paths.add(path)
     pattern = re.sub(r"\d+", "*", name)
     fields: dict[str, Any] = {"path": path, "pattern": pattern}
-    if (folder + pattern) not in Auditing.patterns:
-        Auditing.patterns.add(folder + pattern)
-        names = os.listdir(folder)[:5000]  # noqa: PTH208
-        alike = [other for other in names if re.sub(r"\d+", "*", other) == pattern]
-        fields["beside"] = [os.path.join(folder, other) for other in alike]  # noqa: PTH118
-    here().write("read", **fields)
+    if (folder + pattern) not in read_files.patterns:
+        read_files.patterns.add(folder + pattern)
+        names = os.listdir(folder)[:MOST_LISTED_FILES]  # noqa: PTH208
+        alike = [sibling for sibling in names if re.sub(r"\d+", "*", sibling) == pattern]
+        fields["beside"] = [os.path.join(folder, sibling) for sibling in alike]  # noqa: PTH118
+    current_log().write("read", **fields)

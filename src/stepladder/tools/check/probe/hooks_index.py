@@ -1,4 +1,7 @@
-"""Lists that the script numbers before it trains: `{film: row for row, film in enumerate(films)}`."""
+"""The hook that records lists which the script numbers before it trains.
+
+For example `{film: row for row, film in enumerate(films)}`.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,51 @@ from typing import Any
 
 import xxhash
 
-from stepladder.tools.check.probe.hooks_data import Counts
-from stepladder.tools.check.probe.patching import careful
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.hooks_data import pass_counters
+from stepladder.tools.check.probe.patching import default_on_error
+from stepladder.tools.check.probe.probe_log import current_log
 
-MOST_CALLS, MOST_VALUES, LONGEST = 200, 200, 1_000_000
-calls = 0
+MOST_NUMBERINGS = 200
+MOST_VALUES = 200  # that are recorded of each
+MOST_NUMBERED_VALUES = 1_000_000
+
+
+class NumberingCounter:
+    """Counts the numberings that were recorded."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+numberings = NumberingCounter()
 
 
 def attach() -> None:
-    builtins.enumerate = Numbered  # type: ignore[misc]
+    builtins.enumerate = RecordingEnumerate  # type: ignore[misc]
 
 
-class Numbered(enumerate):  # type: ignore[type-arg]
-    """`enumerate`, which says what it is given."""
+class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
+    """An `enumerate` that records the values of lists before the first pass over a loader."""
 
-    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> Numbered:
-        if calls < MOST_CALLS and Counts.passes == 0 and here().direct():
-            note(iterable)
+    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> RecordingEnumerate:
+        is_early = numberings.count < MOST_NUMBERINGS and pass_counters.passes == 0
+        if is_early and current_log().is_called_by_user():
+            record_numbering(iterable)
         return super().__new__(cls, iterable, start)
 
 
-@careful(lambda: None)
-def note(values: Any) -> None:
-    global calls
-    if (
-        not isinstance(values, (list, tuple, set, frozenset, dict))
-        or not 1 < len(values) <= LONGEST
-    ):
+@default_on_error(lambda: None)
+def record_numbering(values: Any) -> None:
+    if not isinstance(values, (list, tuple, set, frozenset, dict)):
         return
-    calls += 1
-    shown = [
-        repr(value)[:60] for value in list(values)[:MOST_VALUES] if isinstance(value, (str, int))
-    ]
-    if len(shown) == min(len(values), MOST_VALUES):
+    if not 1 < len(values) <= MOST_NUMBERED_VALUES:
+        return
+    numberings.add()
+    first_values = list(values)[:MOST_VALUES]
+    shown = [repr(value)[:60] for value in first_values if isinstance(value, (str, int))]
+    if len(shown) == len(first_values):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
-        here().at("numbered", values=shown, count=len(values), digest=digest)
+        current_log().write_with_line("numbered", values=shown, count=len(values), digest=digest)

@@ -1,176 +1,205 @@
-"""Forward passes of whole models, wrappers around them, and what is loaded into them."""
+"""Hooks that record forward passes of complete models, their wrappers, and what they load."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as Wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import careful, wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-SHARDED = ("FSDPModule",)
+SHARDING_CLASSES = ("FSDPModule",)
+CALLS_RECORDED_FULLY = 40  # of models with a gradient; later ones only now and then
+CALLS_PER_FULL_RECORD = 16
+MOST_RECORDED_ROWS = 64
 
 
-class Roots:
-    """Models that were called from outside of any module, and whose call is under way."""
+class CalledModels:
+    """The models that the script has called, not from within another module."""
 
-    depth = 0
-    seen: dict[int, Any] = {}  # noqa: RUF012
-    names: dict[int, str] = {}  # noqa: RUF012  # of parameters, by id
-    calls = 0
-    evaluated = 0  # the model of the last call, by id, if that kept no graph
+    def __init__(self) -> None:
+        self.depth = 0  # of modules whose call is running
+        self.models: dict[int, Any] = {}  # by id
+        self.names: dict[int, str] = {}  # of parameters, by id
+        self.calls = 0
+        self.last_evaluated = 0  # the id of the last model, if its call kept no graph
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    def register(self, module: Any) -> None:
+        """Remember a model, and its parameters by the names that they have without wrappers."""
+        self.models[id(module)] = module
+        is_wrapper = type(module).__name__ in WRAPPERS
+        for name, parameter in module.named_parameters():
+            name_in_model = name.replace("module.", "", 1) if is_wrapper else name
+            self.names.setdefault(id(parameter), name_in_model.replace("_orig_mod.", ""))
+
+    def is_registered(self, module: Any) -> bool:
+        return self.models.get(id(module)) is module
+
+    def begin_call(self, module: Any, keeps_graph: bool) -> bool:
+        """Count a call, and return whether it is the first evaluation of a model after others."""
+        self.calls += 1
+        is_first_evaluation = not keeps_graph and self.last_evaluated != id(module)
+        self.last_evaluated = 0 if keeps_graph else id(module)
+        return is_first_evaluation
+
+    def parameters(self) -> Iterator[Any]:
+        for model in list(self.models.values()):
+            yield from model.parameters()
+
+
+called_models = CalledModels()
 
 
 def attach() -> None:
     wrap(nn.Module, "__call__", call)
-    wrap(Wrapper, "__init__", built)
-    wrap(nn.Module, "load_state_dict", loaded)
-    wrap(nn.Module, "eval", turned_off)
-    wrap(nn.Module, "zero_grad", cleared)
+    wrap(DistributedDataParallel, "__init__", record_wrapper)
+    wrap(nn.Module, "load_state_dict", record_load_state_dict)
+    wrap(nn.Module, "eval", record_eval)
+    wrap(nn.Module, "zero_grad", record_zero_grad)
 
 
-def turned_off(original: Any, module: Any) -> Any:
-    if here().direct():
-        here().at("eval", module=id(module))
+def record_eval(original: Any, module: Any) -> Any:
+    if current_log().is_called_by_user():
+        current_log().write_with_line("eval", module=id(module))
     return original(module)
 
 
-def cleared(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if here().direct():
-        here().at("zero", optimizer=-1)
+def record_zero_grad(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if current_log().is_called_by_user():
+        current_log().write_with_line("zero", optimizer=-1)
     return original(module, *args, **kwargs)
 
 
 def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     # What the probe computes of the inputs would become a part of the trace.
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if Roots.depth or is_traced:
+    if called_models.depth or is_traced:
         return original(module, *args, **kwargs)
-    Roots.depth += 1
-    try:
-        if Roots.seen.get(id(module)) is not module:
-            register(module)
-        if has_parameters(module):
-            enter(module, args, kwargs)
+    with called_models:
+        if not called_models.is_registered(module):
+            called_models.register(module)
+        if next(module.parameters(), None) is not None:
+            record_forward(module, args, kwargs)
         return original(module, *args, **kwargs)
-    finally:
-        Roots.depth -= 1
-
-
-def has_parameters(module: Any) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def register(module: Any) -> None:
-    """Names of its parameters, without what wrappers put before them."""
-    Roots.seen[id(module)] = module
-    for name, parameter in module.named_parameters():
-        known = Roots.names.get(id(parameter))
-        name = name.replace("module.", "", 1) if type(module).__name__ in WRAPPERS else name
-        Roots.names[id(parameter)] = known or name.replace("_orig_mod.", "")
 
 
 def name_of(parameter: Any) -> str:
-    if id(parameter) not in Roots.names:
-        for module in list(Roots.seen.values()):
-            register(module)
-    return Roots.names.get(id(parameter), "")
+    """Return the name of a parameter in its model; empty where no called model has it."""
+    if id(parameter) not in called_models.names:
+        for model in list(called_models.models.values()):
+            called_models.register(model)
+    return called_models.names.get(id(parameter), "")
 
 
-def enter(module: Any, args: Any, kwargs: Any) -> None:
-    Roots.calls += 1
-    grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    count = digests.size_of([args, kwargs])
+def record_forward(module: Any, args: Any, kwargs: Any) -> None:
+    keeps_graph = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    is_first_evaluation = called_models.begin_call(module, keeps_graph)
+    calls = called_models.calls
     fields: dict[str, Any] = {
         "root": id(module),
         "class": type(module).__name__,
-        "grad": grad,
-        "size": count,
+        "grad": keeps_graph,
+        "size": digests.row_count([args, kwargs]),
+        "training": module.training,
+        "wrapped": kind_of_wrapper(module),
     }
-    fields |= {"training": module.training, "wrapped": wrapped(module)}
-    if grad and (Roots.calls <= 40 or Roots.calls % 16 == 0):
-        fields["rows"] = digests.rows([args, kwargs])[:64]
-        fields |= modes(module)
+    is_recorded_fully = calls <= CALLS_RECORDED_FULLY or calls % CALLS_PER_FULL_RECORD == 0
+    if keeps_graph and is_recorded_fully:
+        fields["rows"] = digests.row_digests([args, kwargs])[:MOST_RECORDED_ROWS]
+        fields |= count_layers_with_modes(module)
         fields["states"] = digests.random_states()
-    if not grad and Roots.evaluated != id(module):
-        fields |= modes(module) | {"weights": digests.whole(module)}
-    Roots.evaluated = 0 if grad else id(module)
-    if isinstance(module, Wrapper):
+    if is_first_evaluation:
+        fields |= count_layers_with_modes(module)
+        fields["weights"] = digests.model_digest(module)
+    if isinstance(module, DistributedDataParallel):
         fields["sync"] = module.require_backward_grad_sync
-    here().at("forward", **fields)
+    current_log().write_with_line("forward", **fields)
 
 
-def wrapped(module: Any) -> str:
-    """The kind of wrapper that averages its gradients, or nothing."""
-    kinds = [cls.__name__ for cls in type(module).__mro__]
-    return next((kind for kind in kinds if kind in WRAPPERS or kind in SHARDED), "")
+def kind_of_wrapper(module: Any) -> str:
+    """Return the class of the wrapper that averages a model's gradients; empty without one."""
+    classes = (cls.__name__ for cls in type(module).__mro__)
+    return next((name for name in classes if name in WRAPPERS + SHARDING_CLASSES), "")
 
 
-@careful(dict)
-def modes(module: Any) -> dict[str, Any]:
-    """Layers that train and evaluate differently: how many, how many of them train; batch norms by
-    themselves.
-    """
-    layers = [
-        m
-        for m in module.modules()
-        if isinstance(m, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm))
+@default_on_error(dict)
+def count_layers_with_modes(module: Any) -> dict[str, Any]:
+    """Count the layers that differ in training and evaluation: dropout and batch norm."""
+    dropouts = []
+    norms = []
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            norms.append(layer)
+        elif isinstance(layer, nn.modules.dropout._DropoutNd):
+            dropouts.append(layer)
+    training_norms = [norm for norm in norms if norm.training]
+    training_dropouts = [dropout for dropout in dropouts if dropout.training]
+    active_dropouts = [d for d in training_dropouts if getattr(d, "p", 0) > 0]
+    local_norms = [
+        norm
+        for norm in training_norms
+        if norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm)
     ]
-    norms = [m for m in layers if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    own = [
-        m
-        for m in norms
-        if not isinstance(m, nn.SyncBatchNorm) and m.training and m.track_running_stats
-    ]
-    drops = [m for m in layers if m not in norms and m.training and getattr(m, "p", 0) > 0]
-    live = [m for m in norms if m.training]
     return {
-        "live": len(live) + len(drops),
-        "moded": len(layers),
-        "moded_on": sum(m.training for m in layers),
-        "norms": len(own),
-        "drops": len(drops),
+        "live": len(training_norms) + len(active_dropouts),
+        "moded": len(norms) + len(dropouts),
+        "moded_on": len(training_norms) + len(training_dropouts),
+        "norms": len(local_norms),
+        "drops": len(active_dropouts),
     }
 
 
-def built(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    done = original(wrapper, module, *args, **kwargs)
-    register(wrapper)
-    parameters = {
-        name_of(p): [id(p), digests.digest(p)] for p in module.parameters() if p.requires_grad
-    }
-    here().at(
+def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(wrapper, module, *args, **kwargs)
+    called_models.register(wrapper)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    current_log().write_with_line(
         "ddp",
         root=id(wrapper),
         inner=id(module),
-        parameters=parameters,
+        parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
         ids=str(kwargs.get("device_ids")),
         buffers=bool(wrapper.broadcast_buffers),
         unused=bool(wrapper.find_unused_parameters),
-        library=not here().direct(),
+        library=not current_log().is_called_by_user(),
     )
-    return done
+    return result
 
 
-def loaded(original: Any, module: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    if Roots.depth == 0:
-        own, given = set(module.state_dict()), set(state)
-        strict = args[0] if args else kwargs.get("strict", True)
+def record_load_state_dict(
+    original: Any, module: Any, state: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if called_models.depth == 0:
+        model_keys = set(module.state_dict())
+        file_keys = set(state)
+        common = model_keys & file_keys
+        more = 0  # keys of the model with the prefix removed from the file's keys
+        fewer = 0  # keys of the model with the prefix added to the file's keys
+        if not common:
+            more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
+            fewer = len(model_keys & {f"module.{key}" for key in file_keys})
         fields = {
             "root": id(module),
             "class": type(module).__name__,
-            "strict": strict,
-            "wrapped": wrapped(module),
+            "strict": args[0] if args else kwargs.get("strict", True),
+            "wrapped": kind_of_wrapper(module),
+            "own": len(model_keys),
+            "given": len(file_keys),
+            "common": len(common),
+            "more": more,
+            "fewer": fewer,
         }
-        fields |= {"own": len(own), "given": len(given), "common": len(own & given)}
-        fields["more"] = (
-            len({key.removeprefix("module.") for key in given} & own) if not own & given else 0
-        )
-        fields["fewer"] = len({f"module.{key}" for key in given} & own) if not own & given else 0
-        here().at("loadsd", **fields)
+        current_log().write_with_line("loadsd", **fields)
     return original(module, state, *args, **kwargs)

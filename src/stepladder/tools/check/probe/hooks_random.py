@@ -1,9 +1,8 @@
-"""Random numbers that are drawn for samples: by the data set, or between a batch and its forward
-pass.
-"""
+"""Hooks that record random numbers drawn for samples, by the data set or in the training loop."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.hooks_data import base_of
 from stepladder.tools.check.probe.patching import wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.probe_log import current_log
 
-FUNCTIONS = (
+DRAWING_FUNCTIONS = (
     "rand",
     "randn",
     "rand_like",
@@ -26,74 +26,72 @@ FUNCTIONS = (
     "normal",
     "multinomial",
 )
-METHODS = ("uniform_", "normal_", "bernoulli_", "random_")
-MOST = 40
+DRAWING_METHODS = ("uniform_", "normal_", "bernoulli_", "random_")
+MOST_DRAWS_PER_LINE = 40
+MOST_FETCHES = 4  # of each fetcher
+MOST_RECORDED_INDICES = 64
 
-
-class Drawn:
-    fetches: dict[int, int] = {}  # noqa: RUF012
-    draws: dict[str, int] = {}  # noqa: RUF012
+fetch_counts: Counter[int] = Counter()  # by the id of the fetcher
+draw_counts: Counter[str] = Counter()  # by file and line
 
 
 def attach() -> None:
-    wrap(fetch._MapDatasetFetcher, "fetch", fetched)
-    for name in FUNCTIONS:
-        wrap(torch, name, draw(name))
-    for name in METHODS:
-        wrap(torch.Tensor, name, draw(name))
+    wrap(fetch._MapDatasetFetcher, "fetch", record_fetch)
+    for name in DRAWING_FUNCTIONS:
+        wrap(torch, name, record_draw(name))
+    for name in DRAWING_METHODS:
+        wrap(torch.Tensor, name, record_draw(name))
 
 
-def draw(name: str) -> Any:
+def record_draw(name: str) -> Any:
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = here()
-        if not recorder.direct():
+        log = current_log()
+        if not log.is_called_by_user():
             return original(*args, **kwargs)
-        frame = recorder.frame()
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        count = Drawn.draws[place] = Drawn.draws.get(place, 0) + 1
-        if count <= MOST:
+        frame = log.user_frame()
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+        draw_counts[line] += 1
+        if draw_counts[line] <= MOST_DRAWS_PER_LINE:
             generator = kwargs.get("generator")
-            state = (
-                digests.state_of(generator)
-                if generator is not None
-                else digests.digest(torch.get_rng_state())
-            )
-            recorder.at("draw", fn=name, state=state, own=generator is not None)
+            if generator is None:
+                state = digests.digest(torch.get_rng_state())
+            else:
+                state = digests.generator_state(generator)
+            log.write_with_line("draw", fn=name, state=state, own=generator is not None)
         return original(*args, **kwargs)
 
     return around
 
 
-def fetched(original: Any, fetcher: Any, indices: Any) -> Any:
-    count = Drawn.fetches[id(fetcher)] = Drawn.fetches.get(id(fetcher), 0) + 1
-    if count > 4:
+def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
+    """Record the generators whose states change while samples are fetched."""
+    fetch_counts[id(fetcher)] += 1
+    count = fetch_counts[id(fetcher)]
+    if count > MOST_FETCHES:
         return original(fetcher, indices)
-    before = states(fetcher.dataset)
+    before = generator_states(fetcher.dataset)
     batch = original(fetcher, indices)
-    after = states(fetcher.dataset)
-    used = {name: state for name, state in before.items() if after.get(name) != state}
+    after = generator_states(fetcher.dataset)
     info = get_worker_info()
-    number = list(indices)[:64] if isinstance(indices, (list, tuple)) else [indices]
-    here().write(
+    index_list = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+    current_log().write(
         "fetch",
-        indices=number,
-        used=used,
+        indices=index_list[:MOST_RECORDED_INDICES],
+        used={name: state for name, state in before.items() if after.get(name) != state},
         worker=info.id if info else -1,
         count=count,
-        at=place_of(fetcher.dataset),
+        at=line_of_getitem(fetcher.dataset),
     )
     return batch
 
 
-def states(dataset: Any) -> dict[str, str]:
-    return digests.random_states() | digests.generators(dataset)
+def generator_states(dataset: Any) -> dict[str, str]:
+    return digests.random_states() | digests.generator_states(dataset)
 
 
-def place_of(dataset: Any) -> Any:
-    """Where the data set's class reads a sample."""
-    while isinstance(dataset, torch.utils.data.Subset):
-        dataset = dataset.dataset
-    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    if code is None or not here().is_users(code.co_filename):
+def line_of_getitem(dataset: Any) -> Any:
+    """Return the line of the method with which the data set's class reads a sample."""
+    code = getattr(getattr(type(base_of(dataset)), "__getitem__", None), "__code__", None)
+    if code is None or not current_log().is_user_file(code.co_filename):
         return None
     return [code.co_filename, code.co_firstlineno, "__getitem__"]

@@ -1,4 +1,4 @@
-"""What the script saves and loads: the parts of a snapshot, told by their shape."""
+"""Hooks that record what the script saves and loads, and which parts a snapshot has."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from stepladder.tools.check.isolation.guard import refuse_outside
-from stepladder.tools.check.probe.hooks_files import absolute
-from stepladder.tools.check.probe.hooks_train import Train
-from stepladder.tools.check.probe.patching import careful, wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.isolation.guard import refuse_outside_path
+from stepladder.tools.check.probe.hooks_files import absolute_path
+from stepladder.tools.check.probe.hooks_train import training_tracker
+from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log
 
-NO_POSITION = (
+NAMES_OF_SETTINGS = (
     "seed",
     "version",
     "world",
@@ -29,153 +29,170 @@ NO_POSITION = (
     "vocab",
     "heads",
 )
-POSITION = ("epoch", "step", "iter", "batch", "position", "global")
+NAMES_OF_POSITIONS = ("epoch", "step", "iter", "batch", "position", "global")
+RANDOM_STATE_BYTES = (5056, 16)  # of torch on a CPU, and on a GPU
+MOST_RECORDED_KEYS = 20
+PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
 
 
 def attach() -> None:
-    wrap([torch.serialization, torch], "save", saved)
-    wrap([torch.serialization, torch], "load", loaded)
-    wrap(pickle, "dump", dumped)
-    wrap(torch.jit, "save", exported)
+    wrap([torch.serialization, torch], "save", record_save)
+    wrap([torch.serialization, torch], "load", record_load)
+    wrap(pickle, "dump", record_pickle)
+    wrap(torch.jit, "save", guard_jit_save)
 
 
-def target_of(file: Any) -> tuple[str, Any]:
-    """The path that is written. One inside the user's own folder is taken to the copy of it."""
-    path = (
-        absolute(file)
-        if isinstance(file, (str, os.PathLike))
-        else absolute(getattr(file, "name", ""))
-    )
-    settings = here().settings
-    own = path.startswith(settings.original + os.sep) and not path.startswith(
-        settings.copy + os.sep
-    )
-    if isinstance(file, (str, os.PathLike)) and own:
-        path = file = settings.copy + path.removeprefix(settings.original)
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
+def redirect_to_copy(file: Any) -> tuple[str, Any]:
+    """Return the path of a file, and the file to use.
+
+    A path in the user's own folder is replaced by that in its copy. The path is empty for a file in
+    memory.
+    """
+    is_path = isinstance(file, (str, os.PathLike))
+    path = absolute_path(file if is_path else getattr(file, "name", ""))
+    settings = current_log().settings
+    is_in_copy = path.startswith(settings.copy + os.sep)
+    is_in_original = path.startswith(settings.original + os.sep) and not is_in_copy
+    if is_path and is_in_original:
+        path = settings.copy + path.removeprefix(settings.original)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return path, path
     return path, file
 
 
-def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    path, file = target_of(file)
-    if not path:  # into memory, as collectives of objects do
+def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+    path, file = redirect_to_copy(file)
+    if not path:  # collectives of objects save into memory
         return original(value, file, *args, **kwargs)
-    refuse_outside(path)  # torch writes it in C++, which no audit hook sees
+    refuse_outside_path(path)  # torch writes it in C++, which no audit hook sees
+    log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
-    here().at("save", path=path, existed=existed, **parts_of(value))
-    done = original(value, file, *args, **kwargs)
-    if here().settings.stop_at_snapshot and here().direct():
-        here().write("snapshot")
-        Train.stop_next = True
-    return done
+    log.write_with_line("save", path=path, existed=existed, **parts_of(value))
+    result = original(value, file, *args, **kwargs)
+    if log.settings.stop_at_snapshot and log.is_called_by_user():
+        log.write("snapshot")
+        training_tracker.halt_before_next_backward()
+    return result
 
 
-def exported(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+def guard_jit_save(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(file, (str, os.PathLike)):
-        refuse_outside(file)
+        refuse_outside_path(file)
     return original(module, file, *args, **kwargs)
 
 
-def dumped(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    if here().direct() and (found := parts_of(value)).get("model"):
-        here().at(
-            "save", path=absolute(getattr(file, "name", "")), existed=True, opened=True, **found
-        )
+def record_pickle(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+    log = current_log()
+    if log.is_called_by_user():
+        parts = parts_of(value)
+        if parts["model"]:
+            path = absolute_path(getattr(file, "name", ""))
+            log.write_with_line("save", path=path, existed=True, opened=True, **parts)
     return original(value, file, *args, **kwargs)
 
 
-def loaded(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    path, file = target_of(file)
-    if not path:
-        return original(file, *args, **kwargs)
-    weights_only = kwargs.get("weights_only", "default")
-    here().at("load", path=path, weights_only=str(weights_only))
+def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+    path, file = redirect_to_copy(file)
+    if path:
+        weights_only = str(kwargs.get("weights_only", "default"))
+        current_log().write_with_line("load", path=path, weights_only=weights_only)
     return original(file, *args, **kwargs)
 
 
-def nothing_known() -> dict[str, Any]:
-    parts = dict.fromkeys(
-        ("model", "optimizer", "schedule", "random", "position", "prefixed", "bare"), False
-    )
-    return parts | {"keys": []}
+def no_parts() -> dict[str, Any]:
+    parts: dict[str, Any] = dict.fromkeys(PARTS_OF_TRAINING, False)
+    return parts | {"prefixed": False, "bare": False, "keys": []}
 
 
-@careful(nothing_known)
+@default_on_error(no_parts)
 def parts_of(value: Any) -> dict[str, Any]:
-    """Which parts of a training's state are in it."""
-    found: dict[str, Any] = {
-        "model": False,
-        "optimizer": False,
-        "schedule": False,
-        "random": False,
-        "position": False,
-    }
-    found |= {
-        "prefixed": False,
-        "bare": is_weights(value),
-        "keys": sorted(map(str, value))[:20] if isinstance(value, dict) else [],
-    }
-    for name, part in parts(value):
-        low = name.lower()
-        if is_weights(part) or isinstance(part, torch.nn.Module):
-            found["model"] = True
-            keys = list(part) if isinstance(part, dict) else []
-            found["prefixed"] |= bool(keys) and all(str(key).startswith("module.") for key in keys)
-        elif isinstance(part, dict) and "param_groups" in part and "state" in part:
-            found["optimizer"] = True
-        elif isinstance(part, dict) and (
-            "last_epoch" in part or "_step_count" in part or ("best" in part and "patience" in part)
-        ):
-            found["schedule"] = True
-        elif (
-            "rng" in low
-            or "random" in low
-            or (
-                isinstance(part, torch.Tensor)
-                and part.dtype == torch.uint8
-                and part.numel() in (5056, 16)
-            )
-        ):
-            found["random"] = True
-        elif is_position(low, part):
-            found["position"] = True
-    return found
+    """Return which parts of a training's state a saved value has."""
+    parts = no_parts()
+    parts["bare"] = is_weights(value)
+    if isinstance(value, dict):
+        parts["keys"] = sorted(map(str, value))[:MOST_RECORDED_KEYS]
+    for name, item in nested_items(value):
+        part = part_of_training(name.lower(), item)
+        if part:
+            parts[part] = True
+        if part == "model" and isinstance(item, dict):
+            is_prefixed = all(str(key).startswith("module.") for key in item)
+            parts["prefixed"] |= bool(item) and is_prefixed
+    return parts
 
 
-def is_position(name: str, part: Any) -> bool:
-    """An epoch or a step: a number under such a name, or a whole number under any that is no
-    setting's.
-    """
-    if isinstance(part, bool) or not isinstance(part, (int, float, torch.Tensor)):
+def part_of_training(name: str, item: Any) -> str:
+    """Return which part of PARTS_OF_TRAINING an item is; empty where it is none."""
+    if is_weights(item) or isinstance(item, torch.nn.Module):
+        return "model"
+    if isinstance(item, dict):
+        if "param_groups" in item and "state" in item:
+            return "optimizer"
+        if is_schedule(item):
+            return "schedule"
+    if "rng" in name or "random" in name or is_random_state(item):
+        return "random"
+    return "position" if is_position(name, item) else ""
+
+
+def is_schedule(item: dict[Any, Any]) -> bool:
+    is_of_plateau = "best" in item and "patience" in item
+    return "last_epoch" in item or "_step_count" in item or is_of_plateau
+
+
+def is_random_state(item: Any) -> bool:
+    if not isinstance(item, torch.Tensor):
         return False
-    if isinstance(part, int) and not any(word in name for word in NO_POSITION):
+    return item.dtype == torch.uint8 and item.numel() in RANDOM_STATE_BYTES
+
+
+def is_position(name: str, item: Any) -> bool:
+    """Return whether an item is an epoch or a step.
+
+    It is a number under such a name, or an integer under a name that is not one of a setting.
+    """
+    if isinstance(item, bool):
+        return False
+    if not isinstance(item, (int, float, torch.Tensor)):
+        return False
+    is_setting = any(word in name for word in NAMES_OF_SETTINGS)
+    if isinstance(item, int) and not is_setting:
         return True
-    return any(word in name for word in POSITION)
+    return any(word in name for word in NAMES_OF_POSITIONS)
 
 
-def parts(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """All that is in nested dicts, by name; what is a part of its own is not opened."""
+def nested_items(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield a value, and all values in nested dicts and lists, each with its name."""
     yield name, value
-    if isinstance(value, dict) and depth < 3 and is_opened(value):
-        for key, part in value.items():
-            yield from parts(part, str(key), depth + 1)
+    if isinstance(value, dict) and depth < 3 and is_container(value):
+        for key, item in value.items():
+            yield from nested_items(item, str(key), depth + 1)
     elif isinstance(value, (list, tuple)) and depth < 2:
-        for part in value:
-            yield from parts(part, name, depth + 1)
+        for item in value:
+            yield from nested_items(item, name, depth + 1)
 
 
-def is_opened(value: dict[Any, Any]) -> bool:
-    """Not weights, nor an optimizer's state, nor a table of numbers, as a vocabulary is."""
-    is_table = len(value) > 4 and all(isinstance(part, int) for part in value.values())
+def is_container(value: dict[Any, Any]) -> bool:
+    """Return whether a dict holds several parts.
+
+    It does not if it is weights, the state of an optimizer, or a table of numbers, such as a
+    vocabulary.
+    """
+    is_table = len(value) > 4 and all(isinstance(item, int) for item in value.values())
     return not is_weights(value) and "param_groups" not in value and not is_table
 
 
 def is_weights(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) > 0
-        and all(isinstance(key, str) for key in value)
-        and sum(isinstance(part, torch.Tensor) for part in value.values())
-        >= max(1, len(value) * 0.8)
-        and any("." in key or key in ("weight", "bias") for key in value)
-    )
+    """Return whether a value is a state dict of a model."""
+    if not isinstance(value, dict) or not value:
+        return False
+    if not all(isinstance(key, str) for key in value):
+        return False
+    if not any(map(is_parameter_name, value)):
+        return False
+    tensors = [item for item in value.values() if isinstance(item, torch.Tensor)]
+    return len(tensors) >= max(1, len(value) * 0.8)
+
+
+def is_parameter_name(key: str) -> bool:
+    return "." in key or key in ("weight", "bias")

@@ -1,4 +1,7 @@
-"""Backward passes, optimizer steps and schedules: losses, gradients and weights as hashes by name."""
+"""Hooks that record backward passes, optimizer steps and schedules.
+
+Losses are recorded as numbers, gradients and weights as hashes by name.
+"""
 
 from __future__ import annotations
 
@@ -13,141 +16,192 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.hooks_data import Counts, Stopped
-from stepladder.tools.check.probe.hooks_model import Roots, name_of
-from stepladder.tools.check.probe.loss import activation_of, scale_of
-from stepladder.tools.check.probe.patching import careful, wrap
-from stepladder.tools.check.probe.recorder import here
+from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
+from stepladder.tools.check.probe.hooks_model import called_models, name_of
+from stepladder.tools.check.probe.loss_graph import activation_of, scale_of
+from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log
 
-ALL, EACH = 24, 16  # the first steps are looked at whole, later ones now and then
-
-
-class Train:
-    """Of this process: optimizers by number, whether their gradients were clean, graphs that are
-    alive.
-    """
-
-    optimizers: dict[int, Any] = {}  # noqa: RUF012
-    clean: dict[int, bool] = {}  # noqa: RUF012
-    steps: dict[int, int] = {}  # noqa: RUF012
-    graphs: list[Any] = []  # noqa: RUF012
-    backed: set[int] = set()  # noqa: RUF012  # optimizers with a backward pass since their last step
-    in_schedule = 0
-    grades = 0  # calls of torch.autograd.grad
-    stop_next = False  # a snapshot is written, and the run is to end before it goes on
-
-
-STEP_CODE = optimizers.Optimizer.profile_hook_step(
-    lambda: None
-).__code__  # runs around each optimizer's step
+STEPS_RECORDED_FULLY = 24  # later ones only now and then
+STEPS_PER_FULL_RECORD = 16
+MOST_RECORDED_POINTERS = 8
+# The code that runs around the step of each optimizer.
+STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class GraphMark:
-    """Lives as long as the graph of one loss."""
+    """An object that lives as long as the graph of one loss."""
+
+
+class TrainingTracker:
+    """The optimizers of this process, the state of their gradients, and the graphs that live."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[Any] = []  # an optimizer's number is its index
+        self.clean: dict[int, bool] = {}  # whether gradients were cleared since the last step
+        self.steps: dict[int, int] = {}
+        self.with_backward: set[int] = set()  # since their last step
+        self.graphs: list[weakref.ref[GraphMark]] = []
+        self.autograd_calls = 0  # of torch.autograd.grad
+        self.halts = False  # a snapshot is written, and the run must not continue
+
+    def number_of(self, optimizer: Any) -> int:
+        for number, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return number
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+    def begin_backward(self) -> None:
+        """Note which optimizers have no gradient before a backward pass."""
+        for number, optimizer in enumerate(self.optimizers):
+            if not self.clean.get(number) and all(map(has_no_gradient, parameters_of(optimizer))):
+                self.clean[number] = True
+        self.with_backward = set(range(len(self.optimizers)))
+
+    def begin_step(self, number: int) -> int:
+        """Count a step of an optimizer, and return its number."""
+        self.steps[number] = self.steps.get(number, 0) + 1
+        return self.steps[number]
+
+    def is_clean(self, number: int) -> bool:
+        """Return whether the gradients of a step are those of its own backward passes."""
+        is_first_step = self.steps[number] == 1
+        return self.clean.get(number, is_first_step) or number not in self.with_backward
+
+    def finish_step(self, number: int) -> int:
+        """Note that gradients were used, and return the number of the step."""
+        self.clean[number] = False
+        self.with_backward.discard(number)
+        return self.steps.get(number, 1)
+
+    def add_graph(self, loss: Any) -> int:
+        """Remember the graph of a loss, and return how many graphs of earlier losses still live."""
+        self.graphs = [graph for graph in self.graphs if graph() is not None]
+        count = len(self.graphs)
+        node = getattr(loss, "grad_fn", None)
+        if node is not None:
+            mark = GraphMark()
+            node.metadata["stepladder"] = mark
+            self.graphs.append(weakref.ref(mark))
+        return count
+
+    def count_autograd_call(self) -> int:
+        self.autograd_calls += 1
+        return self.autograd_calls
+
+    def halt_before_next_backward(self) -> None:
+        self.halts = True
+
+
+class ScheduleDepth:
+    """Tells the steps of schedules by the script from those within another step."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+training_tracker = TrainingTracker()
+running_schedule = ScheduleDepth()
 
 
 def attach() -> None:
-    wrap(torch.autograd, "backward", backward)
-    wrap(torch.autograd, "grad", graded)
-    optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: before_step(optimizer))
-    optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(optimizer))
-    wrap(optimizers.Optimizer, "zero_grad", zeroed)
-    wrap(torch.nn.utils, "clip_grad_norm_", clipped)
+    wrap(torch.autograd, "backward", record_backward)
+    wrap(torch.autograd, "grad", record_autograd_grad)
+    optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: record_before_step(optimizer))
+    optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: record_after_step(optimizer))
+    wrap(optimizers.Optimizer, "zero_grad", record_zero_grad)
+    wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, lr_scheduler.LRScheduler)
-            and "step" in vars(cls)
-        ):
-            wrap(cls, "step", scheduled)
-    wrap(lr_scheduler.LRScheduler, "_initial_step", initial)
-    wrap(lr_scheduler.ReduceLROnPlateau, "__init__", initial)
-
-
-def clipped(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    here().at("clip", ptrs=[p.grad.data_ptr() for p in parameters if p.grad is not None][:8])
-    return original(parameters, *args, **kwargs)
-
-
-def number_of(optimizer: Any) -> int:
-    for number, known in Train.optimizers.items():
-        if known is optimizer:
-            return number
-    number = len(Train.optimizers)
-    Train.optimizers[number] = optimizer
-    return number
+        is_schedule = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
+        if is_schedule and "step" in vars(cls):
+            wrap(cls, "step", record_schedule_step)
+    wrap(lr_scheduler.LRScheduler, "_initial_step", ignore_initial_step)
+    wrap(lr_scheduler.ReduceLROnPlateau, "__init__", ignore_initial_step)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def zeroed(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    here().at("zero", optimizer=number_of(optimizer))
+def named_parameters_of(optimizer: Any) -> dict[str, Any]:
+    parameters = parameters_of(optimizer)
+    return {name_of(p) or f"#{index}": p for index, p in enumerate(parameters)}
+
+
+def has_no_gradient(parameter: Any) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.any())
+
+
+def gradient_pointers(parameters: list[Any]) -> list[int]:
+    """Return the addresses of the first gradients, by which collectives are recognized."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.data_ptr() for gradient in gradients[:MOST_RECORDED_POINTERS]]
+
+
+def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    is_one = isinstance(parameters, torch.Tensor)
+    parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
+    current_log().write_with_line("clip", ptrs=gradient_pointers(parameters))
+    return original(parameters, *args, **kwargs)
+
+
+def record_zero_grad(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    number = training_tracker.number_of(optimizer)
+    current_log().write_with_line("zero", optimizer=number)
     return original(optimizer, *args, **kwargs)
 
 
-def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     loss = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-    for number, optimizer in Train.optimizers.items():
-        if not Train.clean.get(number) and all(is_clean(p) for p in parameters_of(optimizer)):
-            Train.clean[number] = True
-    halt_where_asked()
-    Train.backed = set(Train.optimizers)
-    fields: dict[str, Any] = {"alive": alive_after(loss), **scale_of(loss)}
+    training_tracker.begin_backward()
+    wait_if_halted()
+    fields: dict[str, Any] = {
+        "alive": training_tracker.add_graph(loss),
+        **scale_of(loss),
+    }
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
         fields["twice"] = activation_of(loss)
-    here().at("backward", **fields)
-    done = original(tensors, *args, **kwargs)
-    here().write("backed")
-    return done
+    current_log().write_with_line("backward", **fields)
+    result = original(tensors, *args, **kwargs)
+    current_log().write("backed")
+    return result
 
 
-def graded(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A script that takes gradients as values, by torch.autograd.grad or torch.func, and steps by
-    hand.
-    """
-    Train.grades += 1
-    if Train.grades <= ALL:
-        here().at("graded")
-    return original(*args, **kwargs)
-
-
-def halt_where_asked() -> None:
-    """After a snapshot: wait to be ended, before anything more is trained."""
-    if Train.stop_next:
-        here().write("halt")
+def wait_if_halted() -> None:
+    """Wait to be ended if a snapshot was written, before anything more is trained."""
+    if training_tracker.halts:
+        current_log().write("halt")
         while True:
             time.sleep(1)
 
 
-def is_clean(parameter: Any) -> bool:
-    return parameter.grad is None or not bool(parameter.grad.any())
+def record_autograd_grad(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record that a script takes gradients as values, and makes steps without an optimizer.
+
+    It may use torch.autograd.grad or torch.func.
+    """
+    if training_tracker.count_autograd_call() <= STEPS_RECORDED_FULLY:
+        current_log().write_with_line("graded")
+    return original(*args, **kwargs)
 
 
-def alive_after(loss: Any) -> int:
-    """How many graphs of losses before this one are still held."""
-    Train.graphs = [graph for graph in Train.graphs if graph() is not None]
-    count = len(Train.graphs)
-    node = getattr(loss, "grad_fn", None)
-    if node is not None:
-        mark = GraphMark()
-        node.metadata["stepladder"] = mark
-        Train.graphs.append(weakref.ref(mark))
-    return count
+def is_recorded_fully(step: int) -> bool:
+    return step <= STEPS_RECORDED_FULLY or step % STEPS_PER_FULL_RECORD == 0
 
 
-def looked_at(step: int) -> bool:
-    return step <= ALL or step % EACH == 0
+def is_inner_step() -> bool:
+    """Return whether this step is a part of another optimizer's step.
 
-
-def is_part_of_a_step() -> bool:
-    """Return whether this step is a part of another optimizer's, as that of
-    ZeroRedundancyOptimizer's local one.
-
-    Only the outer step is recorded: it counts once, and it has all parameters.
+    ZeroRedundancyOptimizer has such an inner optimizer. Only the outer step is recorded: it counts
+    once, and it has all parameters.
     """
     steps = 0
     frame: FrameType | None = sys._getframe(1)
@@ -157,122 +211,137 @@ def is_part_of_a_step() -> bool:
     return steps > 1
 
 
-def before_step(optimizer: Any) -> None:
-    if is_part_of_a_step():
+def record_before_step(optimizer: Any) -> None:
+    if is_inner_step():
         return
-    recorder, number = here(), number_of(optimizer)
-    step = Train.steps[number] = Train.steps.get(number, 0) + 1
-    settings = recorder.settings
+    log = current_log()
+    number = training_tracker.number_of(optimizer)
+    step = training_tracker.begin_step(number)
+    steps_limit = log.settings.steps * max(log.settings.epochs, 1)
+    has_no_loader = pass_counters.passes == 0
+    if steps_limit and has_no_loader and step > steps_limit:
+        raise CheckIsDone(0)
+    if not is_recorded_fully(step):
+        return
+    named = named_parameters_of(optimizer)
     parameters = parameters_of(optimizer)
-    if settings.steps and not Counts.passes and step > settings.steps * max(settings.epochs, 1):
-        raise Stopped(0)
-    if not looked_at(step):
+    with_gradient = {name: p for name, p in named.items() if p.grad is not None}
+    log.write_with_line(
+        "prestep",
+        optimizer=number,
+        step=step,
+        clean=training_tracker.is_clean(number),
+        grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
+        norm=gradient_norm(parameters),
+        ptrs=gradient_pointers(parameters),
+        before=weight_digests(named),
+        ids={name: id(p) for name, p in named.items()},
+        frozen_names=[name for name, p in named.items() if not p.requires_grad],
+    )
+
+
+def weight_digests(named: dict[str, Any]) -> dict[str, str]:
+    return {name: digests.digest(parameter) for name, parameter in named.items()}
+
+
+def gradient_norm(parameters: list[Any]) -> float:
+    squares = 0.0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            squares += float(gradient.detach().float().square().sum())
+    return float(squares**0.5)
+
+
+def record_after_step(optimizer: Any) -> None:
+    if is_inner_step():
         return
+    pass_counters.count_step()
+    number = training_tracker.number_of(optimizer)
+    step = training_tracker.finish_step(number)
+    parameters = parameters_of(optimizer)
     fields: dict[str, Any] = {
         "optimizer": number,
         "step": step,
-        "clean": Train.clean.get(number, step == 1) or number not in Train.backed,
+        "class": type(optimizer).__name__,
+        "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+        "numel": sum(parameter.numel() for parameter in parameters),
+        "frozen": sum(not parameter.requires_grad for parameter in parameters),
     }
-    named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
-    fields["grads"] = {
-        name: digests.digest(p.grad) for name, p in named.items() if p.grad is not None
-    }
-    fields["norm"] = norm_of(parameters)
-    fields["ptrs"] = [p.grad.data_ptr() for p in parameters if p.grad is not None][:8]
-    fields["before"] = {name: digests.digest(p) for name, p in named.items()}
-    fields["ids"] = {name: id(p) for name, p in named.items()}
-    fields["frozen_names"] = [name for name, p in named.items() if not p.requires_grad]
-    recorder.at("prestep", **fields)
+    if is_recorded_fully(step):
+        named = named_parameters_of(optimizer)
+        states = {name: optimizer.state.get(p) for name, p in named.items()}
+        fields["after"] = weight_digests(named)
+        fields["state"] = {name: state_digest(state) for name, state in states.items()}
+        fields["buffers"] = buffer_digests()
+        fields["shapes"] = [list(parameter.shape) for parameter in parameters]
+        fields |= compare_with_models(parameters)
+    current_log().write_with_line("step", **fields)
 
 
-def norm_of(parameters: list[Any]) -> float:
-    grads = [
-        p.grad.detach().float() for p in parameters if p.grad is not None and not p.grad.is_sparse
-    ]
-    return float(sum(float(g.square().sum()) for g in grads) ** 0.5)
+@default_on_error(dict)
+def buffer_digests() -> dict[str, str]:
+    """Return hashes of the buffers of all models that were called."""
+    hashes = {}
+    for model in list(called_models.models.values()):
+        for name, buffer in model.named_buffers():
+            hashes[name] = digests.digest(buffer)
+    return hashes
 
 
-def after_step(optimizer: Any) -> None:
-    if is_part_of_a_step():
-        return
-    recorder, number = here(), number_of(optimizer)
-    Train.clean[number] = False
-    Train.backed.discard(number)
-    step = Train.steps.get(number, 1)
-    Counts.steps += 1
-    parameters = parameters_of(optimizer)
-    fields: dict[str, Any] = {"optimizer": number, "step": step, "class": type(optimizer).__name__}
-    fields["lr"] = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-    fields["numel"] = sum(p.numel() for p in parameters)
-    fields["frozen"] = sum(not p.requires_grad for p in parameters)
-    if looked_at(step):
-        named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
-        fields["after"] = {name: digests.digest(p) for name, p in named.items()}
-        fields["state"] = {name: state_of(optimizer.state.get(p)) for name, p in named.items()}
-        fields["buffers"] = buffers()
-        fields["shapes"] = [list(p.shape) for p in parameters]
-        fields |= left_out(parameters)
-    recorder.at("step", **fields)
+@default_on_error(lambda: {"unheld": [], "strangers": 0, "held": 0})
+def compare_with_models(parameters: list[Any]) -> dict[str, Any]:
+    """Compare the parameters of an optimizer with those of the models that were called.
 
-
-@careful(dict)
-def buffers() -> dict[str, str]:
-    """Hashes of the buffers of all models that were called."""
-    named = (pair for root in list(Roots.seen.values()) for pair in root.named_buffers())
-    return {name: digests.digest(buffer) for name, buffer in named}
-
-
-@careful(lambda: {"unheld": [], "strangers": 0, "held": 0})
-def left_out(parameters: list[Any]) -> dict[str, Any]:
-    """Parameters with a gradient that this optimizer does not have, and its own that no called
-    model has.
+    "unheld" are parameters of models with a gradient that no optimizer has, "strangers" is the
+    number of the optimizer's parameters without a gradient that no model has.
     """
-    of_models = {id(p): name_of(p) for root in list(Roots.seen.values()) for p in root.parameters()}
-    own = {id(p) for p in parameters}
-    others = {id(p) for optimizer in Train.optimizers.values() for p in parameters_of(optimizer)}
-    graded = [
-        of_models[id(p)]
-        for root in list(Roots.seen.values())
-        for p in root.parameters()
-        if p.requires_grad and p.grad is not None and id(p) not in own | others
-    ]
-    strangers = [
-        place for place, p in enumerate(parameters) if id(p) not in of_models and p.grad is None
-    ]
-    return {"unheld": sorted(set(graded)), "strangers": len(strangers), "held": len(parameters)}
+    known_ids = {id(parameter) for parameter in parameters}
+    for optimizer in training_tracker.optimizers:
+        known_ids |= {id(parameter) for parameter in parameters_of(optimizer)}
+    in_models = set()
+    unheld = set()
+    for parameter in called_models.parameters():
+        in_models.add(id(parameter))
+        has_gradient = parameter.requires_grad and parameter.grad is not None
+        if has_gradient and id(parameter) not in known_ids:
+            unheld.add(name_of(parameter))
+    strangers = [p for p in parameters if id(p) not in in_models and p.grad is None]
+    return {
+        "unheld": sorted(unheld),
+        "strangers": len(strangers),
+        "held": len(parameters),
+    }
 
 
-def state_of(state: Any) -> str:
+def state_digest(state: Any) -> str:
     tensors = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
     return "".join(digests.digest(tensor)[:6] for tensor in tensors)
 
 
-def initial(original: Any, *args: Any, **kwargs: Any) -> Any:
-    Train.in_schedule += 1
-    try:
+def ignore_initial_step(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with running_schedule:
         return original(*args, **kwargs)
-    finally:
-        Train.in_schedule -= 1
 
 
-def scheduled(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
-    if not Train.in_schedule:
-        about = {
-            "cls": type(schedule).__name__,
-            "horizon": horizon(schedule),
-            "direct": here().direct(),
-        }
-        here().at("sched", schedule=id(schedule), **about)
-    Train.in_schedule += 1
-    try:
+def record_schedule_step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    if running_schedule.depth == 0:
+        log = current_log()
+        log.write_with_line(
+            "sched",
+            schedule=id(schedule),
+            cls=type(schedule).__name__,
+            horizon=horizon_of(schedule),
+            direct=log.is_called_by_user(),
+        )
+    with running_schedule:
         return original(schedule, *args, **kwargs)
-    finally:
-        Train.in_schedule -= 1
 
 
-def horizon(schedule: Any) -> int | None:
-    """After how many steps it is at its end."""
+def horizon_of(schedule: Any) -> int | None:
+    """Return the number of steps after which a schedule ends; None where it has no end."""
     for name in ("T_max", "total_steps", "total_iters"):
-        if isinstance(value := getattr(schedule, name, None), int):
-            return value
+        horizon = getattr(schedule, name, None)
+        if isinstance(horizon, int):
+            return horizon
     return None

@@ -1,16 +1,25 @@
-"""Putting a wrapper in place of a function, wherever it is known by name."""
+"""Replacing functions by wrappers, under every name by which they are known."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
-    """`around(original, *args, **kwargs)` takes the place of `owner.name`. owners: one or several."""
-    owners = owners if isinstance(owners, list) else [owners]
-    original = getattr(owners[0], name, None)
+    """Replace `owner.name` by a call of `around(original, *args, **kwargs)`.
+
+    Args:
+        owners: One module or class, or a list of those that know the same function.
+        name: The name of the function.
+        around: The wrapper.
+    """
+    all_owners = owners if isinstance(owners, list) else [owners]
+    first = all_owners[0]
+    original = getattr(first, name, None)
     if original is None:
         return
 
@@ -18,36 +27,38 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    for owner in owners:
-        if getattr(owner, name, None) is original or owner is owners[0]:
+    for owner in all_owners:
+        has_original = getattr(owner, name, None) is original
+        if owner is first or has_original:
             setattr(owner, name, wrapper)
 
 
-def argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None
+def get_argument(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    index: int,
+    name: str,
 ) -> Any:
-    """An argument that may come by place or by name."""
-    return args[place] if len(args) > place else kwargs.get(name, default)
+    """Return an argument that is passed by position or by name, or None."""
+    if len(args) > index:
+        return args[index]
+    return kwargs.get(name)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+def default_on_error(default: Callable[[], Any]) -> Callable[[F], F]:
+    """Make a function return `default()` where it raises.
 
-
-def careful(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """What looks at a user's objects must never fail his script: where it cannot look, it has seen
-    `default()`.
+    Functions of the probe that inspect a user's objects must never fail the user's script.
     """
 
-    def around(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         @functools.wraps(function)
-        def looked(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call_or_default(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
             except Exception:
-                seen: R = default()
-                return seen
+                return default()
 
-        return looked
+        return cast(F, call_or_default)
 
-    return around
+    return decorate

@@ -1,1 +1,1 @@
-"""The rules: pure functions from a recording and the source to faults."""
+"""The rules: pure functions from a recording and the source to findings."""

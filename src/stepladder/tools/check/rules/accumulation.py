@@ -1,4 +1,4 @@
-"""Several backward passes per step."""
+"""Rules for gradient accumulation: several backward passes per optimizer step."""
 
 from __future__ import annotations
 
@@ -6,110 +6,153 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.base import Faults, Seen
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
 from stepladder.tools.check.rules.model import is_wrapped
+
+OF_A_MODULE = -1  # in place of an optimizer's number, where a module's zero_grad was called
+SCALES_GRADIENTS = (
+    "grad.div_(",
+    "grad /=",
+    "grad.mul_(",
+    ".grad *=",
+    "_foreach_div_",
+    "_foreach_mul_",
+)
 
 
 @dataclass
 class Window:
-    """The backward passes between two steps. forwards, zeros: of models, and calls of zero_grad,
-    between them.
+    """The backward passes between two optimizer steps, and what else happened between them.
+
+    Attributes:
+        backwards: The backward passes.
+        forwards: The forward passes of models that keep a graph.
+        zero_grads: The calls of zero_grad after the first backward pass.
+        step: The optimizer step that ends the window, or None.
     """
 
-    backs: list[Event] = field(default_factory=list)
+    backwards: list[Event] = field(default_factory=list)
     forwards: list[Event] = field(default_factory=list)
-    zeros: list[Event] = field(default_factory=list)
+    zero_grads: list[Event] = field(default_factory=list)
     step: Event | None = None
+
+    def add(self, event: Event) -> None:
+        kind = event["k"]
+        if kind == "backward":
+            self.backwards.append(event)
+        elif kind == "zero" and self.backwards:
+            self.zero_grads.append(event)
+        elif kind == "forward" and event["grad"]:
+            self.forwards.append(event)
+        elif kind in ("step", "prestep"):
+            self.step = event
 
     @property
     def is_of_one_line(self) -> bool:
-        return len({str(back["at"]) for back in self.backs}) == 1
+        return len({str(event["at"]) for event in self.backwards}) == 1
 
     @property
-    def cleared(self) -> list[Event]:
-        """Those that undo a backward pass: of the optimizer that makes the step, or of a module."""
-        own = [-1] * self.is_of_one_line + ([self.step["optimizer"]] if self.step else [])
-        return [z for z in self.zeros if z["optimizer"] in own and z["n"] < self.backs[-1]["n"]]
+    def discarding_calls(self) -> list[Event]:
+        """The calls of zero_grad that discard gradients of this window.
+
+        They are calls of the optimizer that makes the step, or of a module.
+        """
+        owners = set()
+        if self.is_of_one_line:
+            owners.add(OF_A_MODULE)
+        if self.step:
+            owners.add(self.step["optimizer"])
+        last_backward = self.backwards[-1]["n"]
+        return [
+            event
+            for event in self.zero_grads
+            if event["optimizer"] in owners and event["n"] < last_backward
+        ]
+
+    @property
+    def synchronized_forwards(self) -> int:
+        """The number of forward passes after which the wrapper averages gradients."""
+        return sum(bool(event.get("sync")) for event in self.forwards)
 
 
-def windows(log: RankLog) -> list[Window]:
-    """Those with several backward passes, each of a forward pass of its own."""
-    found, current = [], Window()
-    for event in log.of("backward", "forward", "prestep", "step", "zero"):
-        if event["k"] == "backward":
-            current.backs.append(event)
-        elif event["k"] == "zero" and current.backs:
-            current.zeros.append(event)
-        elif event["k"] == "forward" and event["grad"]:
-            current.forwards.append(event)
-        elif event["k"] in ("step", "prestep"):
-            current.step = event
-        if event["k"] in ("step",):
-            found.append(current)
+def accumulating_windows(log: RankLog) -> list[Window]:
+    """Return the windows with several backward passes, each after a forward pass."""
+    windows: list[Window] = []
+    current = Window()
+    for event in log.select("backward", "forward", "prestep", "step", "zero"):
+        current.add(event)
+        if event["k"] == "step":
+            windows.append(current)
             current = Window()
-    if not log.of("step"):
-        found.append(current)
-    return [w for w in found if len(w.backs) > 1 and len(w.forwards) >= len(w.backs)]
+    if not log.select("step"):
+        windows.append(current)
+    return [
+        window
+        for window in windows
+        if len(window.backwards) > 1 and len(window.forwards) >= len(window.backwards)
+    ]
 
 
-def usual(found: list[Window]) -> list[Window]:
-    """Those from one line, of the most frequent length: not the remainder at the end of an epoch."""
-    found = [w for w in found if w.is_of_one_line]
-    if not found:
+def regular_windows(windows: list[Window]) -> list[Window]:
+    """Return the windows of one line with the most frequent number of backward passes.
+
+    This leaves out the remainder at the end of an epoch.
+    """
+    of_one_line = [window for window in windows if window.is_of_one_line]
+    if not of_one_line:
         return []
-    length = Counter(len(w.backs) for w in found).most_common(1)[0][0]
-    return [w for w in found if len(w.backs) == length]
+    lengths = Counter(len(window.backwards) for window in of_one_line)
+    usual_length = lengths.most_common(1)[0][0]
+    return [window for window in of_one_line if len(window.backwards) == usual_length]
 
 
-def gradients_discarded(seen: Seen) -> Faults:
-    found = [w for w in windows(seen.run.ranks[0]) if w.step is not None]
-    lost = [w for w in found if len(w.cleared) >= len(w.backs) - 1]
-    if len(lost) >= 2 and len(lost) == len(found):
-        count = len(lost[0].backs)
-        yield seen.fault(
+def gradients_discarded(evidence: RunEvidence) -> Findings:
+    windows = [w for w in accumulating_windows(evidence.run.ranks[0]) if w.step is not None]
+    discarding = [w for w in windows if len(w.discarding_calls) >= len(w.backwards) - 1]
+    if len(discarding) >= 2 and len(discarding) == len(windows):
+        count = len(discarding[0].backwards)
+        yield evidence.finding(
             "gradients-discarded",
-            lost[0].cleared[0]["at"],
-            f"{count} backward passes per step, and zero_grad between them: the gradients of {count - 1} of "
-            f"{count} are thrown away ({len(lost)} steps seen)",
+            discarding[0].discarding_calls[0]["at"],
+            f"{count} backward passes per step, and zero_grad between them: the gradients of "
+            f"{count - 1} of {count} are thrown away ({len(discarding)} steps seen)",
         )
 
 
-def accumulation_sync(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    if not seen.many or not is_wrapped(log):
+def accumulation_sync(evidence: RunEvidence) -> Findings:
+    log = evidence.run.ranks[0]
+    if not evidence.has_several_ranks or not is_wrapped(log):
         return
-    found = usual(windows(log))
-    costly = [w for w in found if sum(bool(f.get("sync")) for f in w.forwards) >= len(w.backs) > 1]
-    if costly and len(costly) == len(found):
-        backs = costly[0].backs
-        yield seen.fault(
+    windows = regular_windows(accumulating_windows(log))
+    costly = [w for w in windows if w.synchronized_forwards >= len(w.backwards)]
+    if costly and len(costly) == len(windows):
+        backwards = costly[0].backwards
+        count = len(backwards)
+        yield evidence.finding(
             "accumulation-sync",
-            backs[0]["at"],
-            f"{len(backs)} backward passes per step, and each of them averages all gradients "
-            f"over the ranks: {len(backs) - 1} of {len(backs)} for nothing ({len(costly)} steps seen)",
+            backwards[0]["at"],
+            f"{count} backward passes per step, and each of them averages all gradients over the "
+            f"ranks: {count - 1} of {count} for nothing ({len(costly)} steps seen)",
         )
 
 
-def accumulation_mean(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    found = [w for w in usual(windows(log)) if w.step is not None]
-    if len(found) < 2 or any("scale" not in back for w in found for back in w.backs):
+def accumulation_mean(evidence: RunEvidence) -> Findings:
+    log = evidence.run.ranks[0]
+    windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]
+    is_scale_unknown = any("scale" not in event for w in windows for event in w.backwards)
+    if len(windows) < 2 or is_scale_unknown or evidence.source.contains(*SCALES_GRADIENTS):
         return
-    if seen.source.has(
-        "grad.div_(", "grad /=", "grad.mul_(", ".grad *=", "_foreach_div_", "_foreach_mul_"
-    ):
+    total_scales = [sum(event["scale"] for event in w.backwards) for w in windows]
+    if any(abs(total - 1) <= 0.01 for total in total_scales):
         return
-    sums = [sum(back["scale"] for back in w.backs) for w in found]
-    count = len(found[0].backs)
-    if all(abs(total - 1) > 0.01 for total in sums):
-        said = (
-            "is divided by nothing"
-            if abs(sums[0] - count) < 1e-6
-            else f"has weight {found[0].backs[0]['scale']:.4g}"
-        )
-        yield seen.fault(
-            "accumulation-mean",
-            found[0].backs[0]["at"],
-            f"{count} backward passes per step; the mean loss of each {said}, so the step's gradient "
-            f"is {sums[0]:.4g} times the mean ({len(found)} steps seen)",
-        )
+    first = windows[0].backwards
+    if abs(total_scales[0] - len(first)) < 1e-6:
+        weight = "is divided by nothing"
+    else:
+        weight = f"has weight {first[0]['scale']:.4g}"
+    yield evidence.finding(
+        "accumulation-mean",
+        first[0]["at"],
+        f"{len(first)} backward passes per step; the mean loss of each {weight}, so the step's "
+        f"gradient is {total_scales[0]:.4g} times the mean ({len(windows)} steps seen)",
+    )

@@ -1,54 +1,14 @@
-"""Random numbers that several ranks or workers draw alike."""
+"""Rules for random numbers that several ranks or workers draw alike."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from stepladder.tools.check.recording import Event
-from stepladder.tools.check.rules.base import Faults, Seen
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
 
-
-def same_augmentation(seen: Seen) -> Faults:
-    """The same random numbers for other samples, on two ranks or two workers."""
-    states: dict[tuple[str, str], tuple[int, int, list[int]]] = {}
-    for log in seen.run.ranks:
-        for event in [*log.of("fetch"), *[e for e in log.workers if e["k"] == "fetch"]]:
-            for name, state in event["used"].items():
-                key = (name, state)
-                who = (log.rank, event["worker"], event["indices"])
-                if key not in states:
-                    states[key] = who
-                elif states[key][:2] != who[:2] and states[key][2] != who[2]:
-                    first = states[key]
-                    yield seen.fault(
-                        "same-augmentation",
-                        drawn_at(seen) or event["at"],
-                        f"{named(first)} and {named(who)} draw the same random "
-                        f"numbers ({name} generator, state {state}) for samples {first[2][:3]} and {who[2][:3]}",
-                    )
-                    return
-    yield from same_draws(seen)
-
-
-def drawn_at(seen: Seen) -> Any:
-    """The line of a data set that draws, else where the loader is made."""
-    draws = [
-        e
-        for log in seen.run.ranks
-        for e in [*log.of("draw"), *log.workers]
-        if e["k"] == "draw" and e["at"]
-    ]
-    inside = [e["at"] for e in draws if e["at"][2] == "__getitem__"]
-    return next(iter(inside), None) or next(
-        (one.built for log in seen.run.ranks for one in log.training), None
-    )
-
-
-def named(who: tuple[int, int, list[int]]) -> str:
-    return f"rank {who[0]}" + (f"'s worker {who[1]}" if who[1] >= 0 else "")
-
-
-AUGMENTS = (
+AUGMENTATION_NAMES = (
     "augment",
     "jitter",
     "noise",
@@ -65,32 +25,97 @@ AUGMENTS = (
 )
 
 
-def same_draws(seen: Seen) -> Faults:
-    """Drawn in the training loop itself, or in a function that is named after augmentation."""
-    if not seen.many:
+@dataclass(frozen=True)
+class SampleFetch:
+    """The samples that one process fetched: a rank, or one worker of its loader."""
+
+    rank: int
+    worker: int  # -1: the rank itself
+    indices: list[int]
+
+    def __str__(self) -> str:
+        worker = f"'s worker {self.worker}" if self.worker >= 0 else ""
+        return f"rank {self.rank}{worker}"
+
+    def conflicts_with(self, peer: SampleFetch) -> bool:
+        """Return whether another process fetched other samples."""
+        is_same_process = (self.rank, self.worker) == (peer.rank, peer.worker)
+        return not is_same_process and self.indices != peer.indices
+
+
+def same_augmentation(evidence: RunEvidence) -> Findings:
+    """Find equal random numbers for different samples, on two ranks or two workers."""
+    fetches: dict[tuple[str, str], SampleFetch] = {}
+    for rank, event in fetch_events(evidence):
+        fetch = SampleFetch(rank, event["worker"], event["indices"])
+        for generator, state in event["used"].items():
+            first = fetches.setdefault((generator, state), fetch)
+            if first.conflicts_with(fetch):
+                yield evidence.finding(
+                    "same-augmentation",
+                    drawing_line(evidence) or event["at"],
+                    f"{first} and {fetch} draw the same random numbers ({generator} generator, "
+                    f"state {state}) for samples {first.indices[:3]} and {fetch.indices[:3]}",
+                )
+                return
+    yield from same_draws(evidence)
+
+
+def fetch_events(evidence: RunEvidence) -> list[tuple[int, Event]]:
+    """Return the fetches of all ranks and of their workers, with the rank."""
+    events: list[tuple[int, Event]] = []
+    for log in evidence.run.ranks:
+        of_workers = [event for event in log.worker_events if event["k"] == "fetch"]
+        events += [(log.rank, event) for event in [*log.select("fetch"), *of_workers]]
+    return events
+
+
+def drawing_line(evidence: RunEvidence) -> Any:
+    """Return the line of a data set that draws, else the line that makes the loader."""
+    for log in evidence.run.ranks:
+        for event in [*log.select("draw"), *log.worker_events]:
+            if event["k"] == "draw" and event["at"] and event["at"][2] == "__getitem__":
+                return event["at"]
+    passes = (one_pass for log in evidence.run.ranks for one_pass in log.training_passes)
+    first_pass = next(passes, None)
+    return first_pass.loader_line if first_pass else None
+
+
+def same_draws(evidence: RunEvidence) -> Findings:
+    """Find equal draws in the training loops of two ranks, or in functions that augment."""
+    if not evidence.has_several_ranks:
         return
-    logs = [loop_draws(log.events) for log in seen.run.ranks[:2]]
-    pairs = [(a, b) for a, b in zip(*logs, strict=False) if a["at"] == b["at"]]
-    same = [(a, b) for a, b in pairs if a["state"] == b["state"] and a["state"]]
-    if len(same) >= 3 and len(same) == len(pairs):
-        yield seen.fault(
+    draws = [augmenting_draws(log.events) for log in evidence.run.ranks[:2]]
+    pairs = [(a, b) for a, b in zip(*draws, strict=False) if a["at"] == b["at"]]
+    equal = [a for a, b in pairs if a["state"] and a["state"] == b["state"]]
+    if len(equal) >= 3 and len(equal) == len(pairs):
+        yield evidence.finding(
             "same-augmentation",
-            same[0][0]["at"],
-            f"rank 0 and rank 1 draw the same random numbers in {len(same)} "
-            f"of {len(pairs)} draws (state {same[0][0]['state']} before the first)",
+            equal[0]["at"],
+            f"rank 0 and rank 1 draw the same random numbers in {len(equal)} of {len(pairs)} draws "
+            f"(state {equal[0]['state']} before the first)",
         )
 
 
-def loop_draws(events: list[Event]) -> list[Event]:
-    """Draws between a batch and its backward pass, and those of functions that augment."""
-    found, after_batch = [], False
+def augmenting_draws(events: list[Event]) -> list[Event]:
+    """Return draws between a batch and its backward pass, and those of functions that augment."""
+    draws: list[Event] = []
+    is_after_batch = False
     for event in events:
-        if event["k"] == "batch":
-            after_batch = True
-        elif event["k"] in ("backward", "pass", "endpass", "step"):
-            after_batch = False
-        elif event["k"] == "draw" and event["fn"] not in ("randperm",):
-            function = (event["at"] or ["", 0, ""])[2].lower()
-            if after_batch or any(word in function for word in AUGMENTS):
-                found.append(event)
-    return found
+        kind = event["k"]
+        if kind == "batch":
+            is_after_batch = True
+        elif kind in ("backward", "pass", "endpass", "step"):
+            is_after_batch = False
+        elif (
+            kind == "draw"
+            and event["fn"] != "randperm"
+            and (is_after_batch or is_named_after_augmentation(event))
+        ):
+            draws.append(event)
+    return draws
+
+
+def is_named_after_augmentation(draw: Event) -> bool:
+    function = draw["at"][2].lower() if draw["at"] else ""
+    return any(name in function for name in AUGMENTATION_NAMES)

@@ -1,154 +1,187 @@
-"""Samples that an evaluation counts twice."""
+"""Rules for evaluations: samples that count twice, training mode, graphs that are kept."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
 
-from stepladder.tools.check.recording import Pass
-from stepladder.tools.check.rules.base import Faults, Seen
+from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+
+ReducedCount = Literal["padded", "corrected", "unknown"]
+EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
 
 
-def padded_evaluation(seen: Seen) -> Faults:
-    if not seen.many:
+def padded_evaluation(evidence: RunEvidence) -> Findings:
+    """Find evaluations whose sampler repeats samples so that all ranks have as many."""
+    if not evidence.has_several_ranks:
         return
-    for passes in seen.evaluations():
-        if not all(one.is_whole and one.indices is not None for one in passes):
+    for passes in evidence.evaluation_passes():
+        if not is_shared_evaluation(passes):
             continue
-        about = passes[0].about
-        shared = about["distributed"] or "Shard" in about.get("batcher", "")  # Accelerate's
-        if not shared or passes[0].about["length"] is None:
+        indices = [index for one_pass in passes for index in one_pass.indices or []]
+        count = len(indices)
+        distinct = len(set(indices))
+        data_sets = {one_pass.start["print"] for one_pass in passes}
+        if count == distinct or len(data_sets) > 1:
             continue
-        count = sum(len(one.indices or []) for one in passes)
-        distinct = len({index for one in passes for index in one.indices or []})
-        if count == distinct or len({one.about["print"] for one in passes}) > 1:
-            continue
-        counted = reduced_after(seen, passes, float(count), float(distinct))
-        if counted != "corrected":
-            more = f"; the reduced count is {count}" if counted == "padded" else ""
-            yield seen.fault(
+        reduced = find_reduced_count(evidence, passes, count, distinct)
+        if reduced != "corrected":
+            detail = f"; the reduced count is {count}" if reduced == "padded" else ""
+            yield evidence.finding(
                 "padded-evaluation",
-                passes[0].sampler_built,
+                passes[0].sampler_line,
                 f"{count - distinct} of {distinct} samples are counted twice, "
-                f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{more}",
+                f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{detail}",
             )
             return
 
 
-def no_eval_mode(seen: Seen) -> Faults:
-    if seen.source.has(
-        "update_bn", "swa_utils"
-    ):  # which passes data through to measure batch norm's statistics
+def is_shared_evaluation(passes: list[LoaderPass]) -> bool:
+    """Return whether a sampler divides the evaluated samples among the ranks."""
+    for one_pass in passes:
+        if not one_pass.is_complete or one_pass.indices is None:
+            return False
+    start = passes[0].start
+    is_divided = start["distributed"] or "Shard" in start.get("batcher", "")  # Accelerate's
+    return bool(is_divided) and start["length"] is not None
+
+
+def no_eval_mode(evidence: RunEvidence) -> Findings:
+    """Find evaluations with dropout or batch norm in training mode."""
+    # These pass data through the model on purpose, to measure statistics for batch norm.
+    if evidence.source.contains("update_bn", "swa_utils"):
         return
-    for log in seen.run.ranks[:1]:
-        for one in log.evaluations:
-            calls = [
-                e for e in one.events if e["k"] == "forward" and not e["grad"] and e.get("live")
-            ]
-            if calls and one.is_whole:
-                yield seen.fault(
-                    "no-eval-mode",
-                    calls[0]["at"],
-                    f"in pass {one.number}, which trains nothing, {calls[0]['live']} layers (dropout, batch norm) "
-                    f"are in training mode",
-                )
-                return
-
-
-def eval_keeps_graph(seen: Seen) -> Faults:
-    """Cost: a graph is built that nobody goes back through."""
-    log = seen.run.ranks[0]
-    trained = {one.about["loader"] for one in log.training}
-    for one in log.passes:
-        calls = [e for e in one.events if e["k"] == "forward" and e["grad"]]
-        after = next(
-            (e["k"] for e in log.events[one.after :] if e["k"] in ("backward", "pass")), ""
-        )
-        if (
-            one.is_training
-            or not one.is_whole
-            or one.about["loader"] in trained
-            or after == "backward"
-        ):
-            continue
-        if trained and len(calls) >= 2:
-            said = f"in pass {one.number}, which trains nothing, {len(calls)} calls of the model build a graph"
-            yield seen.fault("eval-keeps-graph", calls[0]["at"], said)
+    log = evidence.run.ranks[0]
+    for one_pass in log.evaluation_passes:
+        calls = [event for event in evaluated_calls(one_pass) if event.get("live")]
+        if calls and one_pass.is_complete:
+            yield evidence.finding(
+                "no-eval-mode",
+                calls[0]["at"],
+                f"in pass {one_pass.number}, which trains nothing, {calls[0]['live']} layers "
+                f"(dropout, batch norm) are in training mode",
+            )
             return
 
 
-def padded_by_hand(seen: Seen) -> Faults:
-    """A sampler that the script goes through itself, without a loader."""
-    each = [log.of("sampled") for log in seen.run.ranks]
-    for events in zip(*each, strict=False):
+def evaluated_calls(one_pass: LoaderPass) -> list[Event]:
+    """Return the calls of models in a pass that keep no graph."""
+    return [e for e in one_pass.events if e["k"] == "forward" and not e["grad"]]
+
+
+def eval_keeps_graph(evidence: RunEvidence) -> Findings:
+    """Find evaluations that build graphs without a backward pass, which costs memory and time."""
+    log = evidence.run.ranks[0]
+    trained_loaders = {one_pass.start["loader"] for one_pass in log.training_passes}
+    if not trained_loaders:
+        return
+    for one_pass in log.passes:
+        if one_pass.is_training or not one_pass.is_complete:
+            continue
+        is_training_data = one_pass.start["loader"] in trained_loaders
+        if is_training_data or is_followed_by_backward(log, one_pass):
+            continue
+        calls = [e for e in one_pass.events if e["k"] == "forward" and e["grad"]]
+        if len(calls) >= 2:
+            yield evidence.finding(
+                "eval-keeps-graph",
+                calls[0]["at"],
+                f"in pass {one_pass.number}, which trains nothing, {len(calls)} calls of the model "
+                f"build a graph",
+            )
+            return
+
+
+def is_followed_by_backward(log: RankLog, one_pass: LoaderPass) -> bool:
+    """Return whether a backward pass comes before the next pass over a loader."""
+    following = (event["k"] for event in log.events[one_pass.index_after :])
+    return next((kind for kind in following if kind in ("backward", "pass")), "") == "backward"
+
+
+def padded_by_hand(evidence: RunEvidence) -> Findings:
+    """Find a padded evaluation that iterates over the sampler itself, without a loader."""
+    logs = evidence.run.ranks
+    samplings = [log.select("sampled") for log in logs]
+    for events in zip(*samplings, strict=False):
         first = events[0]
-        count = sum(len(event["indices"]) for event in events)
-        if (
-            first["shuffle"]
-            or count == first["length"]
-            or count <= len({i for e in events for i in e["indices"]})
-        ):
+        indices = [index for event in events for index in event["indices"]]
+        count = len(indices)
+        length = first["length"]
+        if first["shuffle"] or count == length or count <= len(set(indices)):
             continue
         sums: Counter[int] = Counter()
-        for log, event in zip(seen.run.ranks, events, strict=True):
-            later = [e for e in log.of("coll") if e["n"] > event["n"]][:4]
-            values = [value for e in later for value in e.get("value") or []]
-            sums.update(
-                {place: int(value) for place, value in enumerate(values) if abs(value) < 1e9}
-            )
-        if count in sums.values() and first["length"] not in sums.values():
-            yield seen.fault(
+        for log, event in zip(logs, events, strict=True):
+            sums.update(first_reduced_values(log, event))
+        if count in sums.values() and length not in sums.values():
+            yield evidence.finding(
                 "padded-evaluation",
                 first["at"],
-                f"{count - first['length']} of {first['length']} samples are counted twice; the reduced count is "
+                f"{count - length} of {length} samples are counted twice; the reduced count is "
                 f"{count}",
             )
             return
 
 
-def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -> str:
-    """What the ranks added up after the pass: the padded count, the right one, or something else."""
+def first_reduced_values(log: RankLog, event: Event) -> dict[int, int]:
+    """Return the values in the four collectives after an event, by position."""
+    collectives = [later for later in log.select("coll") if later["n"] > event["n"]][:4]
+    values = [value for later in collectives for value in later.get("value") or []]
+    return {index: int(value) for index, value in enumerate(values) if abs(value) < 1e9}
+
+
+def find_reduced_count(
+    evidence: RunEvidence, passes: list[LoaderPass], padded: int, distinct: int
+) -> ReducedCount:
+    """Return which number of samples the ranks added up in a pass and after it."""
     sums: Counter[int] = Counter()
-    gathered = False
+    gathers = False
     numbers: set[int] = set()
-    for log, one in zip(seen.run.ranks, passes, strict=True):
-        place = 0
-        inside = [e for e in one.events if e["k"] == "coll"]
-        later = []
-        for event in log.events[one.after : one.after + 200]:
-            if event["k"] == "pass" or event["k"] == "backward":
-                break
-            later.append(event)
-        for event in inside + [e for e in later if e["k"] == "coll"]:
-            gathered |= "gather" in event["op"]
-            numbers |= set(event.get("numbers", []))
-            for value in event.get("value") or []:
-                sums[place] += int(value) if abs(value) < 1e15 else 0
-                place += 1
-    if len(numbers) == right:  # gathered by the samples' numbers, of which each counts once
+    for log, one_pass in zip(evidence.run.ranks, passes, strict=True):
+        collectives = collectives_of_evaluation(log, one_pass)
+        gathers |= any("gather" in event["op"] for event in collectives)
+        for event in collectives:
+            numbers.update(event.get("numbers", []))
+        values = [value for event in collectives for value in event.get("value") or []]
+        for index, value in enumerate(values):
+            sums[index] += int(value) if abs(value) < 1e15 else 0
+    if len(numbers) == distinct:  # gathered by sample number, so that each sample counts once
         return "corrected"
-    if any(abs(value - padded) < 0.5 for value in sums.values()):
+    if padded in sums.values():
         return "padded"
-    if any(abs(value - right) < 0.5 for value in sums.values()):
+    if distinct in sums.values():
         return "corrected"
-    return (
-        "corrected"
-        if (gathered and trims(seen)) or seen.source.has("gather_for_metrics")
-        else "unknown"
-    )
+    trims_what_was_gathered = gathers and trims_to_variable_length(evidence)
+    if trims_what_was_gathered or evidence.source.contains("gather_for_metrics"):
+        return "corrected"
+    return "unknown"
 
 
-def trims(seen: Seen) -> bool:
-    """Whether something is cut to a length that is no plain number: what was gathered, to the data
-    set's.
+def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[Event]:
+    """Return the collectives in a pass, and those after it before the next pass or training."""
+    events: list[Event] = list(one_pass.events)
+    for event in log.events[one_pass.index_after : one_pass.index_after + EVENTS_AFTER_PASS]:
+        if event["k"] in ("pass", "backward"):
+            break
+        events.append(event)
+    return [event for event in events if event["k"] == "coll"]
+
+
+def trims_to_variable_length(evidence: RunEvidence) -> bool:
+    """Return whether the source cuts something to a length that is no literal number.
+
+    So do scripts that cut gathered results to the length of the data set.
     """
-    slices = (
-        node
-        for file in seen.source.files
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.Slice)
-    )
     return any(
         node.lower is None and node.upper is not None and not isinstance(node.upper, ast.Constant)
-        for node in slices
+        for node in slices_of(evidence)
     )
+
+
+def slices_of(evidence: RunEvidence) -> Iterable[ast.Slice]:
+    for file in evidence.source.files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Slice):
+                yield node

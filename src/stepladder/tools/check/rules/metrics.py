@@ -1,249 +1,276 @@
-"""Metrics over ranks, schedules, and the global batch."""
+"""Rules for metrics over several ranks, and for learning-rate schedules."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
-from stepladder.tools.check.recording import Event, Pass, RankLog
-from stepladder.tools.check.rules.base import Faults, Seen
-from stepladder.tools.check.rules.static_tree import (
-    batch_mean_lines,
+from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.source_patterns import (
+    averages_of_batch_means,
     local_quotients,
     reduced_quotients,
 )
 
+SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 
-def mean_of_means(seen: Seen) -> Faults:
-    yield from reduced_means(seen)
-    for passes in seen.evaluations():
-        uneven = unevenness(passes)
-        if not uneven:
+
+def mean_of_means(evidence: RunEvidence) -> Findings:
+    """Find means that are averaged although they are of different numbers of samples."""
+    yield from reduced_means(evidence)
+    for passes in evidence.evaluation_passes():
+        unevenness = describe_unevenness(passes)
+        if not unevenness or not passes[0].line:
             continue
-        for file in seen.source.files:
-            for loop, line in batch_mean_lines(file):
-                if (
-                    passes[0].at
-                    and seen.place(passes[0].at).file == file.name
-                    and loop == passes[0].at[1]
-                ):
-                    yield seen.fault(
+        loop = evidence.code_line(passes[0].line)
+        for file in evidence.source.files:
+            for loop_line, line in averages_of_batch_means(file):
+                if (file.name, loop_line) == (loop.file, loop.line):
+                    yield evidence.finding(
                         "mean-of-means",
                         [file.name, line, ""],
-                        f"means of batches are averaged, and {uneven}",
+                        f"means of batches are averaged, and {unevenness}",
                     )
                     return
-    yield from reduced_shares(seen)
+    yield from reduced_shares(evidence)
 
 
-def reduced_shares(seen: Seen) -> Faults:
-    """A quotient of each rank's share is summed over the ranks, and the shares differ in size."""
-    if not seen.many:
+def reduced_shares(evidence: RunEvidence) -> Findings:
+    """Find quotients of the ranks' shares that are summed although the shares differ in size."""
+    if not evidence.has_several_ranks:
         return
-    for file in seen.source.files:
+    for file in evidence.source.files:
         lines = {line for line, _ in reduced_quotients(file)}
-        each = [
-            [e for e in log.of("coll") if e["at"] and e["at"][1] in lines]
-            for log in seen.run.ranks[:2]
-        ]
-        for one, other in zip(*each, strict=False):
+        for first, second in paired_collectives(evidence, lines):
+            if evidence.code_line(first["at"]).file != file.name:
+                continue
             rows = [
-                evaluated(log, event)
-                for log, event in zip(seen.run.ranks, (one, other), strict=False)
+                count_evaluated_rows(evidence.run.ranks[0], first),
+                count_evaluated_rows(evidence.run.ranks[1], second),
             ]
-            if rows[0] != rows[1] and all(rows) and seen.place(one["at"]).file == file.name:
-                said = f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged"
-                yield seen.fault("mean-of-means", one["at"], said)
+            if all(rows) and rows[0] != rows[1]:
+                yield evidence.finding(
+                    "mean-of-means",
+                    first["at"],
+                    f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged",
+                )
                 return
 
 
-def evaluated(log: RankLog, event: Event) -> int:
-    """Rows that went through a model without a gradient between the last training and a collective."""
+def paired_collectives(evidence: RunEvidence, lines: set[int]) -> Iterator[tuple[Event, Event]]:
+    """Yield the collectives at these lines, in pairs of rank 0 and rank 1."""
+    per_rank = [
+        [event for event in log.select("coll") if event["at"] and event["at"][1] in lines]
+        for log in evidence.run.ranks[:2]
+    ]
+    yield from zip(per_rank[0], per_rank[1], strict=False)
+
+
+def count_evaluated_rows(log: RankLog, collective: Event) -> int:
+    """Return how many rows models evaluated between the last training and a collective."""
     rows = 0
-    for other in log.of("forward", "backward", "coll"):
-        if other["n"] >= event["n"]:
+    for event in log.select("forward", "backward", "coll"):
+        if event["n"] >= collective["n"]:
             break
-        if other["k"] != "forward":
+        if event["k"] != "forward":
             rows = 0
-        elif not other["grad"]:
-            rows += other["size"]
+        elif not event["grad"]:
+            rows += event["size"]
     return rows
 
 
-def unevenness(passes: list[Pass]) -> str:
-    """How batches of an evaluation differ in size, in words."""
-    for rank, one in enumerate(passes):
-        sizes = Counter(batch["size"] for batch in one.batches)
+def describe_unevenness(passes: list[LoaderPass]) -> str:
+    """Return how the batches of an evaluation differ in size; empty where they do not."""
+    for rank, one_pass in enumerate(passes):
+        sizes = Counter(batch["size"] for batch in one_pass.batches)
         if len(sizes) > 1:
-            said = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
-            return f"batches of rank {rank} have different sizes: {said} samples"
+            text = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
+            return f"batches of rank {rank} have different sizes: {text} samples"
     return ""
 
 
-def reduced_means(seen: Seen) -> Faults:
-    """A mean over values whose number differs by rank is summed over the ranks."""
-    if not seen.many:
+def reduced_means(evidence: RunEvidence) -> Findings:
+    """Find means over values, whose number differs by rank, that are summed over the ranks."""
+    if not evidence.has_several_ranks:
         return
-    calls = [
-        [e for e in log.of("coll") if "mean_of" in e and e["op"] in ("all_reduce", "reduce")]
-        for log in seen.run.ranks[:2]
-    ]
-    for one, other in zip(*calls, strict=False):
-        if one["at"] == other["at"] and one["mean_of"] != other["mean_of"]:
-            yield seen.fault(
+    reductions = [reductions_of_means(log) for log in evidence.run.ranks[:2]]
+    for first, second in zip(*reductions, strict=False):
+        if first["at"] == second["at"] and first["mean_of"] != second["mean_of"]:
+            yield evidence.finding(
                 "mean-of-means",
-                one["at"],
-                f"a mean of {one['mean_of']} values on rank 0 and one of {other['mean_of']} on rank 1 are summed",
+                first["at"],
+                f"a mean of {first['mean_of']} values on rank 0 and one of {second['mean_of']} on "
+                f"rank 1 are summed",
             )
             return
 
 
-def local_count(seen: Seen) -> Faults:
-    """By the source, for a sum that was seen to be reduced."""
-    for file in seen.source.files:
-        for reduced, line, said in local_quotients(file) if seen.many else []:
-            calls = [
-                e
-                for log in seen.run.ranks
-                for e in log.of("coll")
-                if e["at"] and e["at"][1] == reduced
-            ]
-            if any(seen.place(e["at"]).file == file.name for e in calls):
-                yield seen.fault("local-count", [file.name, line, ""], said)
+def reductions_of_means(log: RankLog) -> list[Event]:
+    return [
+        event
+        for event in log.select("coll")
+        if "mean_of" in event and event["op"] in ("all_reduce", "reduce")
+    ]
+
+
+def local_count(evidence: RunEvidence) -> Findings:
+    """Find reduced sums that the source divides by the count of one rank."""
+    if not evidence.has_several_ranks:
+        return
+    collectives = [event for _, event in evidence.run.select("coll") if event["at"]]
+    for file in evidence.source.files:
+        for reduction_line, line, text in local_quotients(file):
+            at_line = [event["at"] for event in collectives if event["at"][1] == reduction_line]
+            if any(evidence.code_line(recorded).file == file.name for recorded in at_line):
+                yield evidence.finding("local-count", [file.name, line, ""], text)
                 return
 
 
-def one_rank_metric(seen: Seen) -> Faults:
-    if not seen.many:
+def one_rank_metric(evidence: RunEvidence) -> Findings:
+    """Find metrics of one rank's share that this rank prints without any collective."""
+    if not evidence.has_several_ranks:
         return
-    for passes in seen.evaluations():
-        if not all(one.is_whole for one in passes) or not is_share(passes):
+    for passes in evidence.evaluation_passes():
+        if not all(one_pass.is_complete for one_pass in passes) or not are_shares(passes):
             continue
-        after = [followed(log, one) for log, one in zip(seen.run.ranks, passes, strict=True)]
-        if any(has_coll for has_coll, _ in after):
+        ranks_with_passes = list(zip(evidence.run.ranks, passes, strict=True))
+        if any(has_collective_after(log, one_pass) for log, one_pass in ranks_with_passes):
             continue
-        printers = [rank for rank, (_, printed) in enumerate(after) if printed]
-        if printers == [0]:
-            counts = [sum(b["size"] for b in one.batches) for one in passes]
-            yield seen.fault(
+        prints = [first_print_after(log, one_pass) for log, one_pass in ranks_with_passes]
+        first_print = prints[0]
+        if first_print is not None and not any(prints[1:]):
+            counts = [sum(batch["size"] for batch in p.batches) for p in passes]
+            yield evidence.finding(
                 "one-rank-metric",
-                (after[0][1] or {}).get("at"),
-                f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, and it prints",
+                first_print.get("at"),
+                f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
+                f"and it prints",
                 0,
             )
             return
 
 
-def is_share(passes: list[Pass]) -> bool:
-    """Whether the ranks have read different samples."""
-    reads = [
-        one.indices
-        if one.indices is not None and len({p.about["print"] for p in passes}) == 1
-        else one.rows
-        for one in passes
-    ]
-    if any(read is None for read in reads):
-        return False
-    sets = [set(map(str, read or [])) for read in reads]
-    return bool(sets[0]) and len(sets[0] & sets[1]) < 0.5 * len(sets[0])
+def are_shares(passes: list[LoaderPass]) -> bool:
+    """Return whether the ranks have read different samples."""
+    have_same_data = len({one_pass.start["print"] for one_pass in passes}) == 1
+    samples: list[set[str]] = []
+    for one_pass in passes:
+        use_indices = one_pass.indices is not None and have_same_data
+        read = one_pass.indices if use_indices else one_pass.rows
+        if read is None:
+            return False
+        samples.append(set(map(str, read)))
+    first = samples[0]
+    return bool(first) and len(first & samples[1]) < 0.5 * len(first)
 
 
-def followed(log: RankLog, one: Pass) -> tuple[bool, Event | None]:
-    """Whether a collective follows before the next training, or lies in the pass; and the first
-    line printed.
-    """
-    if any(event["k"] == "coll" and event["op"] != "barrier" for event in one.events):
-        return True, None
-    printed = None
-    for event in log.events[one.after :]:
-        if event["k"] in ("backward",):
-            break
-        if event["k"] == "coll" and event["op"] != "barrier":
-            return True, None
-        if event["k"] == "print" and printed is None:
-            printed = event
-    return False, printed
+def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[Event]:
+    """Yield the events after a pass, until the next backward pass."""
+    for event in log.events[one_pass.index_after :]:
+        if event["k"] == "backward":
+            return
+        yield event
 
 
-def schedule_per_rank(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    by_schedule: dict[int, list[Event]] = {}
-    for event in log.of("sched"):
+def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
+    """Return whether a collective other than a barrier is in the pass, or follows it."""
+    events = [*one_pass.events, *events_until_training(log, one_pass)]
+    return any(event["k"] == "coll" and event["op"] != "barrier" for event in events)
+
+
+def first_print_after(log: RankLog, one_pass: LoaderPass) -> Event | None:
+    following = events_until_training(log, one_pass)
+    return next((event for event in following if event["k"] == "print"), None)
+
+
+def schedule_per_rank(evidence: RunEvidence) -> Findings:
+    """Find learning-rate schedules that do not fit the number of optimizer steps."""
+    log = evidence.run.ranks[0]
+    steps = len(log.select("step"))
+    calls_by_schedule: dict[int, list[Event]] = defaultdict(list)
+    for event in log.select("sched"):
         if event["at"] and event["direct"]:
-            by_schedule.setdefault(event["schedule"], []).append(event)
-    for ident, events in by_schedule.items():
-        steps = log.of("step")
-        per_step = calls_per_step(log, ident)
-        if per_step > 1 and seen.many:
-            yield seen.fault(
+            calls_by_schedule[event["schedule"]].append(event)
+    for schedule, calls in calls_by_schedule.items():
+        per_step = count_calls_per_step(log, schedule)
+        if per_step > 1 and evidence.has_several_ranks:
+            yield evidence.finding(
                 "schedule-per-rank",
-                events[0]["at"],
-                f"{events[0]['cls']}.step is called {per_step} times per optimizer step, on each of "
-                f"{seen.run.world} ranks",
+                calls[0]["at"],
+                f"{calls[0]['cls']}.step is called {per_step} times per optimizer step, on each "
+                f"of {evidence.run.world_size} ranks",
             )
             return
-        yield from sized_wrongly(seen, log, events, len(steps))
+        yield from wrongly_sized_schedule(evidence, log, calls, steps)
 
 
-def calls_per_step(log: RankLog, ident: int) -> int:
-    """The usual number of calls between two optimizer steps; 1 where it is less."""
-    counts: Counter[int] = Counter()
-    current = -1
-    for event in log.of("step", "sched"):
+def count_calls_per_step(log: RankLog, schedule: int) -> int:
+    """Return the usual number of calls of a schedule between two optimizer steps, at least 1."""
+    frequencies: Counter[int] = Counter()
+    calls = -1  # before the first step
+    for event in log.select("step", "sched"):
         if event["k"] == "step":
-            if current >= 0:
-                counts[current] += 1
-            current = 0
-        elif event["schedule"] == ident and current >= 0:
-            current += 1
-    if current > 0:
-        counts[current] += 1
-    common = counts.most_common(1)
-    most = common[0][0] if common else 1
-    return (
-        most
-        if sum(counts.values()) >= 2
-        or (sum(counts.values()) == 1 and most > 1 and not log.of("backward"))
-        else 1
-    )
+            if calls >= 0:
+                frequencies[calls] += 1
+            calls = 0
+        elif event["schedule"] == schedule and calls >= 0:
+            calls += 1
+    if calls > 0:
+        frequencies[calls] += 1
+    if not frequencies:
+        return 1
+    usual = frequencies.most_common(1)[0][0]
+    intervals = sum(frequencies.values())
+    is_one_step_without_backward = intervals == 1 and usual > 1 and not log.select("backward")
+    if intervals >= 2 or is_one_step_without_backward:
+        return usual
+    return 1
 
 
-def sized_wrongly(seen: Seen, log: RankLog, events: list[Event], steps: int) -> Faults:
-    """Against its horizon: too many calls at any time, too few when the script has come to its end."""
-    horizon, calls, first = events[0]["horizon"], len(events), events[0]
-    if not horizon or first["cls"] in ("LinearLR", "ConstantLR", "PolynomialLR"):
+def wrongly_sized_schedule(
+    evidence: RunEvidence, log: RankLog, calls: list[Event], steps: int
+) -> Findings:
+    """Compare the calls of a schedule with its horizon, the number of steps it is sized for.
+
+    Too many calls are certain at any time, too few only where the script has ended by itself.
+    """
+    name = calls[0]["cls"]
+    horizon = calls[0]["horizon"]
+    if not horizon or name in SCHEDULES_WITHOUT_END:
         return
-    each_step = calls >= 0.9 * steps and steps > 2
-    epochs = len(log.training)
-    if each_step and calls > horizon + 1:
-        yield seen.fault(
-            "schedule-per-rank",
-            first["at"],
-            f"{first['cls']} is sized for {horizon} steps and has been stepped {calls} times in {epochs} epochs",
+    count = len(calls)
+    epochs = len(log.training_passes)
+    world_size = evidence.run.world_size
+    is_called_each_step = count >= 0.9 * steps and steps > 2
+    has_ended = evidence.run.has_finished and not evidence.run.was_cut_short
+    is_sized_for_all_ranks = (
+        abs(horizon - world_size * count) <= epochs * world_size + 1 and horizon > 1.5 * count
+    )
+    is_called_each_epoch = count == epochs and epochs > 0
+    is_sized_for_steps = steps >= 3 * epochs and abs(horizon - steps) <= epochs
+    texts = []
+    if is_called_each_step and count > horizon + 1:
+        texts.append(
+            f"{name} is sized for {horizon} steps and has been stepped {count} times in {epochs} "
+            f"epochs"
         )
-    elif seen.run.finished and not seen.run.stopped and seen.many and epochs and calls > 3:
-        rounding = epochs * seen.run.world + 1
-        if (
-            each_step
-            and abs(horizon - seen.run.world * calls) <= rounding
-            and horizon > 1.5 * calls
-        ):
-            yield seen.fault(
-                "schedule-per-rank",
-                first["at"],
-                f"{first['cls']} is sized for {horizon} steps, {seen.run.world} times the {calls} that each of "
-                f"{seen.run.world} ranks makes: it ends half way",
-            )
-    if (
-        seen.run.finished
-        and not seen.run.stopped
-        and calls == epochs
+    elif (
+        has_ended
+        and evidence.has_several_ranks
         and epochs
-        and steps >= 3 * epochs
-        and abs(horizon - steps) <= epochs
+        and count > 3
+        and is_called_each_step
+        and is_sized_for_all_ranks
     ):
-        yield seen.fault(
-            "schedule-per-rank",
-            first["at"],
-            f"{first['cls']} is sized for {horizon} steps (there are {steps}), and is stepped once per epoch: "
-            f"{calls} times",
+        texts.append(
+            f"{name} is sized for {horizon} steps, {world_size} times the {count} that each of "
+            f"{world_size} ranks makes: it ends half way"
         )
+    if has_ended and is_called_each_epoch and is_sized_for_steps:
+        texts.append(
+            f"{name} is sized for {horizon} steps (there are {steps}), and is stepped once per "
+            f"epoch: {count} times"
+        )
+    for text in texts:
+        yield evidence.finding("schedule-per-rank", calls[0]["at"], text)

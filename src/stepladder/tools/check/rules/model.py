@@ -1,223 +1,290 @@
-"""What becomes of gradients and weights on each rank."""
+"""Rules for gradients and weights: they must be the same on all ranks."""
 
 from __future__ import annotations
 
+from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.base import Faults, Seen
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
 
-OTHERS = ("horovod", "deepspeed", "fully_shard", "pipeline", "PipelineStage", "DTensor", "torchft")
+OTHER_PARALLELISMS = (
+    "horovod",
+    "deepspeed",
+    "fully_shard",
+    "pipeline",
+    "PipelineStage",
+    "DTensor",
+    "torchft",
+)
+StepKey = tuple[int, int]  # an optimizer's number, in the order of first use, and its step
+Steps = dict[StepKey, Event]
 
 
-def steps_of(log: RankLog, kind: str = "prestep") -> dict[tuple[int, int], Event]:
-    """Optimizer steps that were looked at whole, by optimizer and number."""
-    met = max((e["n"] for e in log.of("who")), default=0)
-    events = [e for e in log.of("prestep", "step") if e["n"] > met]
-    order = {
-        number: place for place, number in enumerate(dict.fromkeys(e["optimizer"] for e in events))
-    }
-    seen = [e for e in events if e["k"] == kind and (kind == "prestep" or "after" in e)]
-    return {(order[e["optimizer"]], e["step"]): e for e in seen}
+def steps_of(log: RankLog, kind: str) -> Steps:
+    """Return the optimizer steps of which all hashes were recorded.
+
+    Args:
+        log: The events of one rank.
+        kind: "prestep" for what was recorded before each step, "step" for what was after it.
+    """
+    group_made = max((event["n"] for event in log.select("who")), default=0)
+    events = [event for event in log.select("prestep", "step") if event["n"] > group_made]
+    optimizers = list(dict.fromkeys(event["optimizer"] for event in events))
+    recorded = [e for e in events if e["k"] == kind and (kind == "prestep" or "after" in e)]
+    return {(optimizers.index(e["optimizer"]), e["step"]): e for e in recorded}
+
+
+def common_keys(steps: list[Steps]) -> list[StepKey]:
+    """Return the steps that both ranks have made, by number and then by optimizer."""
+    return sorted(steps[0].keys() & steps[1].keys(), key=lambda key: (key[1], key[0]))
 
 
 def is_wrapped(log: RankLog) -> bool:
-    return any(e["wrapped"] for e in log.of("forward") if e["grad"])
+    """Return whether a wrapper that averages gradients was trained."""
+    return any(event["wrapped"] for event in log.select("forward") if event["grad"])
 
 
-def exchanges(log: RankLog) -> list[Event]:
-    """Collectives that carry something as large as a parameter, while training."""
-    steps = log.of("step")
+def gradient_collectives(log: RankLog) -> list[Event]:
+    """Return the collectives while training whose tensors are as large as a parameter."""
+    steps = log.select("step")
     if not steps:
         return []
-    shapes = {str(shape) for e in steps for shape in e.get("shapes", [])}
-    numbers = {e["numel"] for e in steps}
-    first = min(e["n"] for e in log.of("backward", "step"))
-    return [
-        e
-        for e in log.of("coll")
-        if e["n"] > first
-        and "shape" in e
-        and (str(e["shape"]) in shapes or e["count"] in numbers or e["count"] >= 0.5 * max(numbers))
-    ]
+    parameter_shapes = {str(shape) for step in steps for shape in step.get("shapes", [])}
+    parameter_counts = {step["numel"] for step in steps}
+    training_begins = min(event["n"] for event in log.select("backward", "step"))
+
+    def is_large(collective: Event) -> bool:
+        count = collective["count"]
+        return (
+            str(collective["shape"]) in parameter_shapes
+            or count in parameter_counts
+            or count >= 0.5 * max(parameter_counts)
+        )
+
+    with_tensor = [event for event in log.select("coll") if "shape" in event]
+    return [event for event in with_tensor if event["n"] > training_begins and is_large(event)]
 
 
-def not_wrapped(seen: Seen) -> Faults:
-    if not seen.many or seen.source.has(*OTHERS):
+def exchanges_gradients(log: RankLog) -> bool:
+    return is_wrapped(log) or bool(gradient_collectives(log))
+
+
+def not_wrapped(evidence: RunEvidence) -> Findings:
+    """Find ranks that train without any exchange of gradients."""
+    if not evidence.has_several_ranks or evidence.source.contains(*OTHER_PARALLELISMS):
         return
-    logs = seen.run.ranks[:2]
-    steps = [steps_of(log) for log in logs]
+    logs = evidence.run.ranks[:2]
+    steps = [steps_of(log, "prestep") for log in logs]
     common = sorted(steps[0].keys() & steps[1].keys())
-    if len(common) < 2 or any(is_wrapped(log) or exchanges(log) for log in logs):
+    if len(common) < 2 or any(exchanges_gradients(log) for log in logs):
         return
-    apart = [key for key in common if steps[0][key]["grads"] != steps[1][key]["grads"]]
-    met = bool(logs[0].of("who"))
-    if not apart and met:  # the same samples on all ranks, which another rule says
+    diverged = [key for key in common if steps[0][key]["grads"] != steps[1][key]["grads"]]
+    has_group = bool(logs[0].select("who"))
+    if not diverged and has_group:  # the ranks read the same samples: another rule reports that
         return
-    key = (apart or common)[0]
-    one, other = steps[0][key], steps[1][key]
-    differ = sum(digest != other["grads"].get(name) for name, digest in one["grads"].items())
-    norms = f"(norm {one['norm']:.4g}) and rank 1 ({other['norm']:.4g})"
-    said = f"before step {key[1]} {differ} of {len(one['grads'])} gradients differ between rank 0 {norms}, "
-    said = (said if apart else "") + f"no gradient is exchanged in {len(common)} steps"
-    said += "; a wrapper was built, and the model is not called through it" * bool(
-        logs[0].of("ddp")
-    )
-    yield seen.fault(
-        "not-wrapped", one["at"], said + "; the ranks never met in a process group" * (not met)
+    text = f"no gradient is exchanged in {len(common)} steps"
+    if diverged:
+        text = f"{describe_gradients(steps, diverged[0])}, {text}"
+    if logs[0].select("ddp"):
+        text += "; a wrapper was built, and the model is not called through it"
+    if not has_group:
+        text += "; the ranks never met in a process group"
+    key = diverged[0] if diverged else common[0]
+    yield evidence.finding("not-wrapped", steps[0][key]["at"], text)
+
+
+def describe_gradients(steps: list[Steps], key: StepKey) -> str:
+    first = steps[0][key]
+    second = steps[1][key]
+    different = [n for n, digest in first["grads"].items() if digest != second["grads"].get(n)]
+    return (
+        f"before step {key[1]} {len(different)} of {len(first['grads'])} gradients differ between "
+        f"rank 0 (norm {first['norm']:.4g}) and rank 1 ({second['norm']:.4g})"
     )
 
 
-def replicas_differ(seen: Seen) -> Faults:
-    """And changed-outside: both ask when the weights of two ranks part."""
-    logs = seen.run.ranks[:2]
-    if not seen.many or not any(is_wrapped(log) or exchanges(log) for log in logs):
+def replicas_differ(evidence: RunEvidence) -> Findings:
+    """Find weights that diverge between two ranks, by training or by a change outside of it."""
+    logs = evidence.run.ranks[:2]
+    if not evidence.has_several_ranks or not any(exchanges_gradients(log) for log in logs):
         return
-    if _sharded(logs) or seen.run.of("join"):  # joined ranks make different numbers of steps
+    # Ranks in a Join context make different numbers of steps.
+    if is_sharded(logs) or evidence.run.select("join"):
         return
-    replaced = list(parameters_replaced(seen))
-    yield from replaced
+    replaced = list(replaced_parameters(evidence))
     if replaced:
+        yield from replaced
         return
-    before, after = [steps_of(log) for log in logs], [steps_of(log, "step") for log in logs]
-    if any(is_averaging_later(before, key) for key in parted(before)[:1]):
+    before = [steps_of(log, "prestep") for log in logs]
+    after = [steps_of(log, "step") for log in logs]
+    diverged = diverged_steps(before)
+    if diverged and is_averaged_later(before, diverged[0]):
         return
-    yield from buffers_apart(seen, after)
-    if not parted(before):
-        yield from evaluated_differ(seen)
-    for key in sorted(after[0].keys() & after[1].keys(), key=lambda k: (k[1], k[0])):
-        one, other = (b.get(key) for b in before)
-        if one and other and (name := first_apart(one["before"], other["before"])):
-            yield from parted_before(seen, key, name)
+    yield from diverged_buffers(evidence, after)
+    if not diverged:
+        yield from evaluated_models_differ(evidence)
+    for key in common_keys(after):
+        finding = find_divergence(evidence, before, after, key)
+        if finding:
+            yield finding
             return
-        done, others = after[0][key], after[1][key]
-        if name := first_apart(done["after"], others["after"]):
-            why = ""
-            if done["lr"] != others["lr"]:
-                why = f"; the learning rate is {done['lr'][0]:.4g} and {others['lr'][0]:.4g}"
-            elif one and other and one["grads"].get(name) != other["grads"].get(name):
-                why = f"; its gradient differs (norms of all {one['norm']:.4g} and {other['norm']:.4g})"
-            yield seen.fault(
+
+
+def find_divergence(
+    evidence: RunEvidence, before: list[Steps], after: list[Steps], key: StepKey
+) -> Finding | None:
+    """Return the finding of weights or optimizer states that differ before or after one step."""
+    first_before = before[0].get(key)
+    second_before = before[1].get(key)
+    if first_before and second_before:
+        name = first_difference(first_before["before"], second_before["before"])
+        if name:
+            return diverged_before_step(evidence, first_before, key, name)
+    first = after[0][key]
+    second = after[1][key]
+    if name := first_difference(first["after"], second["after"]):
+        cause = describe_cause(before, after, key, name)
+        text = f"{name} differs between rank 0 and rank 1 after step {key[1]}{cause}"
+        return evidence.finding("replicas-differ", first["at"], text)
+    if name := first_difference(first["state"], second["state"]):
+        text = (
+            f"the optimizer's state of {name} differs between rank 0 and rank 1 after step {key[1]}"
+        )
+        return evidence.finding("replicas-differ", first["at"], text)
+    return None
+
+
+def describe_cause(before: list[Steps], after: list[Steps], key: StepKey, name: str) -> str:
+    """Return why a weight differs after a step; empty where neither rate nor gradient differs."""
+    first_rate = after[0][key]["lr"]
+    second_rate = after[1][key]["lr"]
+    if first_rate != second_rate:
+        return f"; the learning rate is {first_rate[0]:.4g} and {second_rate[0]:.4g}"
+    first = before[0].get(key)
+    second = before[1].get(key)
+    if first and second and first["grads"].get(name) != second["grads"].get(name):
+        return f"; its gradient differs (norms of all {first['norm']:.4g} and {second['norm']:.4g})"
+    return ""
+
+
+def evaluated_models_differ(evidence: RunEvidence) -> Findings:
+    """Find models such as a moving average that differ although the trained replicas are equal."""
+    logs = evidence.run.ranks[:2]
+    if not evidence.has_several_ranks or is_sharded(logs):
+        return
+    for first, second in zip(*(evaluated_models(log) for log in logs), strict=False):
+        if first["at"] == second["at"] and first["weights"] != second["weights"]:
+            yield evidence.finding(
                 "replicas-differ",
-                done["at"],
-                f"{name} differs between rank 0 and rank 1 after step {key[1]}{why}",
-            )
-            return
-        if name := first_apart(done["state"], others["state"]):
-            yield seen.fault(
-                "replicas-differ",
-                done["at"],
-                f"the optimizer's state of {name} differs between rank 0 and rank 1 after step {key[1]}",
+                first["at"],
+                f"the {first['class']} that is evaluated has other weights on rank 0 than on rank "
+                f"1, and all that is trained is equal",
             )
             return
 
 
-def evaluated_differ(seen: Seen) -> Faults:
-    """Replicas that are trained alike, and models beside them, as a moving average, that are not."""
-    logs = seen.run.ranks[:2]
-    if not seen.many or _sharded(logs):
-        return
-    for one, other in zip(*(judged_models(log) for log in logs), strict=False):
-        if one["at"] == other["at"] and one["weights"] != other["weights"]:
-            said = (
-                f"the {one['class']} that is evaluated has other weights on rank 0 than on rank 1"
-            )
-            yield seen.fault(
-                "replicas-differ", one["at"], said + ", and all that is trained is equal"
-            )
-            return
+def evaluated_models(log: RankLog) -> list[Event]:
+    """Return the first calls of models in passes that train nothing."""
+    events = [event for one_pass in log.evaluation_passes for event in one_pass.events]
+    return [e for e in events if e["k"] == "forward" and not e["grad"] and e.get("weights")]
 
 
-def judged_models(log: RankLog) -> list[Event]:
-    """First calls of models in passes that train nothing."""
-    calls = [e for one in log.evaluations for e in one.events if e["k"] == "forward"]
-    return [e for e in calls if not e["grad"] and e.get("weights")]
+def is_sharded(logs: list[RankLog]) -> bool:
+    wrappers = {event["wrapped"] for log in logs for event in log.select("forward")}
+    return not wrappers <= {"", "DistributedDataParallel"}
 
 
-def _sharded(logs: list[RankLog]) -> bool:
-    return any(
-        e["wrapped"] not in ("", "DistributedDataParallel")
-        for log in logs
-        for e in log.of("forward")
-    )
+def is_averaged_later(before: list[Steps], key: StepKey) -> bool:
+    """Return whether the weights are equal again before a later step of the same optimizer.
 
-
-def is_averaging_later(before: list[dict[tuple[int, int], Event]], key: tuple[int, int]) -> bool:
-    """Local steps, after which the weights are averaged now and then: a method, and no mistake."""
+    Local steps with an average now and then are a method, and no mistake.
+    """
     later = [k for k in before[0].keys() & before[1].keys() if k[0] == key[0] and k[1] > key[1]]
     return any(before[0][k]["before"] == before[1][k]["before"] for k in later)
 
 
-def parted(before: list[dict[tuple[int, int], Event]]) -> list[tuple[int, int]]:
-    """Steps before which the weights of two ranks differ."""
-    common = sorted(before[0].keys() & before[1].keys(), key=lambda k: (k[1], k[0]))
-    return [key for key in common if before[0][key]["before"] != before[1][key]["before"]]
+def diverged_steps(before: list[Steps]) -> list[StepKey]:
+    """Return the steps before which the weights of two ranks differ."""
+    return [
+        key for key in common_keys(before) if before[0][key]["before"] != before[1][key]["before"]
+    ]
 
 
-def buffers_apart(seen: Seen, after: list[dict[tuple[int, int], Event]]) -> Faults:
-    """Where the wrapper was told not to send them."""
-    common = sorted(after[0].keys() & after[1].keys(), key=lambda k: (k[1], k[0]))
-    built = seen.run.ranks[0].of("ddp")
-    if not common or not built or built[0].get("buffers", True):
+def diverged_buffers(evidence: RunEvidence, after: list[Steps]) -> Findings:
+    """Find buffers that differ because the wrapper does not broadcast them."""
+    common = common_keys(after)
+    wrappers = evidence.run.ranks[0].select("ddp")
+    if not common or not wrappers or wrappers[0].get("buffers", True):
         return
-    one, other = (each[common[-1]].get("buffers", {}) for each in after)
-    if name := first_apart(one, other):
-        said = f"the buffer {name} differs between the ranks after step {common[-1][1]}; broadcast_buffers=False"
-        yield seen.fault("replicas-differ", built[0]["at"], said)
+    last = common[-1]
+    name = first_difference(after[0][last].get("buffers", {}), after[1][last].get("buffers", {}))
+    if name:
+        yield evidence.finding(
+            "replicas-differ",
+            wrappers[0]["at"],
+            f"the buffer {name} differs between the ranks after step {last[1]}; "
+            f"broadcast_buffers=False",
+        )
 
 
-def first_apart(one: dict[str, str], other: dict[str, str]) -> str:
-    return next(
-        (name for name, digest in one.items() if name in other and digest != other[name]), ""
-    )
+def first_difference(first: dict[str, str], second: dict[str, str]) -> str:
+    """Return the first name that two ranks have with different hashes, or an empty text."""
+    differences = (n for n, digest in first.items() if n in second and digest != second[n])
+    return next(differences, "")
 
 
-def parted_before(seen: Seen, key: tuple[int, int], name: str) -> Faults:
-    """The weights differ before a step, and did not after the one before: somebody else has changed
-    them.
-    """
-    logs = seen.run.ranks[:2]
-    step = steps_of(logs[0])[key]
+def diverged_before_step(evidence: RunEvidence, step: Event, key: StepKey, name: str) -> Finding:
+    """Return the finding of weights that differ before a step, and did not after the one before."""
     if key[1] > 1:
-        last = f"step {key[1] - 1}"
-        yield seen.fault(
+        return evidence.finding(
             "changed-outside",
             step["at"],
-            f"{name} is equal on all ranks after {last}, and differs before step {key[1]}",
+            f"{name} is equal on all ranks after step {key[1] - 1}, and differs before step "
+            f"{key[1]}",
         )
-        return
-    built = [log.of("ddp")[-1:] for log in logs]
-    if (
-        all(built)
-        and (own := built[0][0]["parameters"]).get(name)
-        and own[name][1] == built[1][0]["parameters"].get(name, ["", ""])[1]
-    ):
-        yield seen.fault(
+    wrapper = wrapper_with_equal_weights(evidence, name)
+    if wrapper:
+        return evidence.finding(
             "changed-outside",
-            built[0][0]["at"],
+            wrapper["at"],
             f"{name} is equal on all ranks when the wrapper is built, and differs before step 1",
         )
-        return
-    yield seen.fault(
+    return evidence.finding(
         "replicas-differ",
         step["at"],
         f"{name} differs between rank 0 and rank 1 before step 1: they begin with other weights",
     )
 
 
-def parameters_replaced(seen: Seen) -> Faults:
-    """Tensors that were put in the place of those that the wrapper has registered."""
-    for log in seen.run.ranks[:1]:
-        wrappers, steps = log.of("ddp"), log.of("prestep")
-        if len(wrappers) != 1 or not steps or len({s["optimizer"] for s in steps}) > 1:
-            continue
-        known = {ident for ident, _ in wrappers[0]["parameters"].values()}
-        names = wrappers[0]["parameters"]
-        new = [
-            name for name, ident in steps[-1]["ids"].items() if ident not in known and name in names
-        ]
-        if new and seen.many:
-            yield seen.fault(
-                "changed-outside",
-                wrappers[0]["at"],
-                f"{', '.join(new[:3])}: the tensor that is trained is not the one "
-                f"that the wrapper has registered, so its gradient is not averaged",
-            )
+def wrapper_with_equal_weights(evidence: RunEvidence, name: str) -> Event | None:
+    """Return the last wrapper of rank 0 if a weight was equal on both ranks when it was built."""
+    wrappers = [log.select("ddp")[-1:] for log in evidence.run.ranks[:2]]
+    if not all(wrappers):
+        return None
+    first = wrappers[0][0]["parameters"].get(name)
+    second = wrappers[1][0]["parameters"].get(name, ["", ""])
+    has_equal_hash = first and first[1] == second[1]
+    return wrappers[0][0] if has_equal_hash else None
+
+
+def replaced_parameters(evidence: RunEvidence) -> Findings:
+    """Find trained tensors that are not those that the wrapper has registered."""
+    log = evidence.run.ranks[0]
+    wrappers = log.select("ddp")
+    steps = log.select("prestep")
+    optimizers = {step["optimizer"] for step in steps}
+    if len(wrappers) != 1 or len(optimizers) != 1 or not evidence.has_several_ranks:
+        return
+    registered = wrappers[0]["parameters"]
+    registered_ids = {tensor_id for tensor_id, _ in registered.values()}
+    replaced = [
+        name
+        for name, tensor_id in steps[-1]["ids"].items()
+        if name in registered and tensor_id not in registered_ids
+    ]
+    if replaced:
+        yield evidence.finding(
+            "changed-outside",
+            wrappers[0]["at"],
+            f"{', '.join(replaced[:3])}: the tensor that is trained is not the one that the "
+            f"wrapper has registered, so its gradient is not averaged",
+        )

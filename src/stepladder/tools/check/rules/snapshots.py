@@ -1,227 +1,263 @@
-"""Files that the script saves and loads."""
+"""Rules for the snapshots that the script saves and loads."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import PurePath
 
+from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.base import Faults, Seen
-from stepladder.tools.check.tree import full_name
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.script_source import dotted_name
+
+READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
+PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
+TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
+PARTS = ("optimizer", "schedule", "random", "position")
+MOST_KEYS_SHOWN = 8
 
 
-def final_paths(log: RankLog) -> dict[str, str]:
-    """Where a saved file ends up: it may be written under another name, and renamed."""
-    return {event["source"]: event["target"] for event in log.of("moved")}
+def renamed_paths(log: RankLog) -> dict[str, str]:
+    """Return the final path of each file that is written under another name and then renamed."""
+    return {event["source"]: event["target"] for event in log.select("moved")}
 
 
-def many_writers(seen: Seen) -> Faults:
-    writers: dict[str, dict[int, Event]] = {}
-    for log in seen.run.ranks:
-        moved = final_paths(log)
-        for event in log.of("save"):
-            writers.setdefault(str(moved.get(event["path"], event["path"])), {})[log.rank] = event
-    for path, by_rank in writers.items():
-        if path and len(by_rank) > 1 and not path.startswith("/dev/"):
-            ranks = " and ".join(str(rank) for rank in sorted(by_rank)[:4])
-            event = by_rank[min(by_rank)]
-            nodes = (
-                ""
-                if seen.run.single or not reads_local(seen)
-                else "; each of them plays local rank 0 of a node of its own"
-            )
-            yield seen.fault(
-                "many-writers", event["at"], f"ranks {ranks} write {PurePath(path).name}{nodes}"
-            )
+def file_name(event: Event) -> str:
+    return PurePath(event["path"]).name
+
+
+def many_writers(evidence: RunEvidence) -> Findings:
+    """Find files that several ranks write."""
+    writers: dict[str, dict[int, Event]] = defaultdict(dict)
+    for log in evidence.run.ranks:
+        renamed = renamed_paths(log)
+        for event in log.select("save"):
+            path = str(renamed.get(event["path"], event["path"]))
+            writers[path][log.rank] = event
+    for path, events in writers.items():
+        if path and len(events) > 1 and not path.startswith("/dev/"):
+            ranks = sorted(events)
+            text = f"ranks {' and '.join(map(str, ranks[:4]))} write {PurePath(path).name}"
+            is_on_several_nodes = not evidence.run.is_single_process
+            if is_on_several_nodes and evidence.source.contains(*READS_LOCAL_RANK):
+                text += "; each of them plays local rank 0 of a node of its own"
+            yield evidence.finding("many-writers", events[ranks[0]]["at"], text)
             return
 
 
-def resumed_in_run(seen: Seen) -> Faults:
-    """A script that goes on from its own snapshot in the same process: which batch comes first
-    after it.
-    """
-    log = seen.run.ranks[0]
-    saves, moved = log.of("save"), final_paths(log)
-    for load in log.of("load"):
-        own = [
-            e
-            for e in saves
-            if e["n"] < load["n"] and moved.get(e["path"], e["path"]) == load["path"]
-        ]
-        starts = [max((e["n"] for e in saves if e["n"] < one["n"]), default=0) for one in own]
-        epochs = [first_rows(log, start, one["n"]) for start, one in zip(starts, own, strict=True)]
-        resumed = first_rows(
-            log, load["n"], min((e["n"] for e in saves if e["n"] > load["n"]), default=1 << 60)
-        )
-        different = len({str(rows) for rows in epochs}) == len(epochs) > 1 and all(epochs)
-        if different and resumed == epochs[-1]:
-            yield seen.fault(
+def resumed_in_run(evidence: RunEvidence) -> Findings:
+    """Find a script that resumes from its snapshot in the same process, and repeats an epoch."""
+    log = evidence.run.ranks[0]
+    for load in log.select("load"):
+        saves = saves_before_load(log, load)
+        epochs = [first_trained_rows(log, previous_save(log, s["n"]), s["n"]) for s in saves]
+        are_all_different = len({str(rows) for rows in epochs}) == len(epochs)
+        if len(epochs) < 2 or not all(epochs) or not are_all_different:
+            continue
+        resumed = first_trained_rows(log, load["n"], next_save(log, load["n"]))
+        if resumed == epochs[-1]:
+            yield evidence.finding(
                 "resume-epoch",
-                own[-1]["at"],
-                f"{PurePath(load['path']).name} was written {len(own)} times, and is loaded again in the same "
-                f"run; what is trained then begins with the batch that the last of these epochs began with",
+                saves[-1]["at"],
+                f"{file_name(load)} was written {len(saves)} times, and is loaded again in the "
+                f"same run; what is trained then begins with the batch that the last of these "
+                f"epochs began with",
             )
             return
 
 
-def first_rows(log: RankLog, after: int, before: int) -> list[str]:
-    """Of the first batch that is trained between two places of the recording."""
-    calls = (e for e in log.of("forward") if e["grad"] and after < e["n"] < before)
-    return list(next(calls, {}).get("rows", []))
+def saves_before_load(log: RankLog, load: Event) -> list[Event]:
+    """Return the earlier saves of the file that is loaded."""
+    renamed = renamed_paths(log)
+    return [
+        save
+        for save in log.select("save")
+        if save["n"] < load["n"] and renamed.get(save["path"], save["path"]) == load["path"]
+    ]
 
 
-def reads_local(seen: Seen) -> bool:
-    return seen.source.has("LOCAL_RANK", "local_rank", "node_rank")
+def previous_save(log: RankLog, number: int) -> int:
+    """Return the number of the last save before an event; 0 where there is none."""
+    return max((save["n"] for save in log.select("save") if save["n"] < number), default=0)
 
 
-def in_place(seen: Seen) -> Faults:
-    for log in [*seen.run.ranks, *seen.run.others]:
-        moved = final_paths(log)
-        times: dict[str, list[Event]] = {}
-        for event in log.of("save"):
-            if event["path"] and event["path"] not in moved and not event.get("opened"):
-                times.setdefault(event["path"], []).append(event)
-        for path, events in times.items():
-            name = PurePath(path).name
-            over = [event for event in events if event["existed"]]
-            if name.endswith((".tmp", ".part", ".partial", ".new")) or path.startswith("/dev/"):
-                continue
-            if over:
-                yield seen.fault(
-                    "in-place-snapshot",
-                    events[0]["at"],
-                    f"{name} is written {len(events)} times, {len(over)} times over the only copy",
-                    log.rank,
-                )
-                return
-            if (
-                path in looked_before(log, events[0])
-                and trained_after(log, events[0])
-                and is_snapshot(events[0])
-            ):
-                yield seen.fault(
-                    "in-place-snapshot",
-                    events[0]["at"],
-                    f"{name}, which the script goes on from when it is there, is written in place",
-                    log.rank,
-                )
+def next_save(log: RankLog, number: int) -> int:
+    """Return the number of the first save after an event; a huge one where there is none."""
+    return min(
+        (save["n"] for save in log.select("save") if save["n"] > number),
+        default=1 << 60,
+    )
+
+
+def first_trained_rows(log: RankLog, after: int, before: int) -> list[str]:
+    """Return the hashes of the first batch that is trained between two numbers of events."""
+    for event in log.select("forward"):
+        if event["grad"] and after < event["n"] < before:
+            return list(event.get("rows", []))
+    return []
+
+
+def in_place(evidence: RunEvidence) -> Findings:
+    """Find snapshots that are written over the only copy."""
+    for log in [*evidence.run.ranks, *evidence.run.other_processes]:
+        for path, saves in saves_in_place(log).items():
+            is_temporary = path.endswith(TEMPORARY_SUFFIXES) or path.startswith("/dev/")
+            text = "" if is_temporary else describe_overwriting(log, saves)
+            if text:
+                yield evidence.finding("in-place-snapshot", saves[0]["at"], text, log.rank)
                 return
 
 
-def looked_before(log: RankLog, event: Event) -> set[str]:
-    """Paths that the script has looked for before this: what it would go on from."""
-    return {e["path"] for e in log.of("looked", "load") if e["n"] < event["n"]}
+def saves_in_place(log: RankLog) -> dict[str, list[Event]]:
+    """Return the saves by path, without files that are renamed afterwards, and open files."""
+    renamed = renamed_paths(log)
+    saves: dict[str, list[Event]] = defaultdict(list)
+    for event in log.select("save"):
+        if event["path"] and event["path"] not in renamed and not event.get("opened"):
+            saves[event["path"]].append(event)
+    return saves
 
 
-def trained_after(log: RankLog, event: Event) -> bool:
-    return any(e["n"] > event["n"] for e in log.of("backward", "enough"))
+def describe_overwriting(log: RankLog, saves: list[Event]) -> str:
+    """Return how these saves of one path endanger the only copy; empty where they do not."""
+    first = saves[0]
+    overwriting = [event for event in saves if event["existed"]]
+    if overwriting:
+        return (
+            f"{file_name(first)} is written {len(saves)} times, {len(overwriting)} times over the "
+            f"only copy"
+        )
+    is_snapshot = first["model"] and not first["bare"]
+    is_resumed_from = first["path"] in paths_searched_before(log, first)
+    if is_snapshot and is_resumed_from and is_trained_after(log, first):
+        return (
+            f"{file_name(first)}, which the script goes on from when it is there, is written in "
+            f"place"
+        )
+    return ""
 
 
-def is_snapshot(event: Event) -> bool:
-    return bool(event["model"]) and not event["bare"]
+def paths_searched_before(log: RankLog, event: Event) -> set[str]:
+    """Return the paths that the script has looked for before an event, to resume from them."""
+    return {e["path"] for e in log.select("looked", "load") if e["n"] < event["n"]}
 
 
-def incomplete(seen: Seen) -> Faults:
-    for log in seen.run.ranks:
-        moved = final_paths(log)
-        groups = grouped(log)
-        for events in groups:
-            models = [event for event in events if event["model"]]
-            if not models or not log.of("step"):
-                continue
-            has = {
-                part: any(e[part] for e in events)
-                for part in ("optimizer", "schedule", "random", "position")
-            }
-            path = models[0]["path"]
-            resumes = bool({path, moved.get(path, path)} & looked_before(log, models[0]))
-            if not (has["optimizer"] or has["schedule"] or has["position"] or resumes):
-                continue
-            missing = missing_in(log, has)
-            if missing and not best_only(seen, models[0]):
-                yield seen.fault(
-                    "incomplete-snapshot",
-                    models[0]["at"],
-                    f"{PurePath(path).name} holds {listed(models[0], has)}; missing: {', '.join(missing)}",
-                    log.rank,
-                    "" if missing != ["random state"] else "note",
-                )
+def is_trained_after(log: RankLog, event: Event) -> bool:
+    return any(e["n"] > event["n"] for e in log.select("backward", "enough"))
+
+
+def incomplete(evidence: RunEvidence) -> Findings:
+    """Find snapshots without a part of the training's state."""
+    for log in evidence.run.ranks:
+        if not log.select("step"):
+            continue
+        for saves in snapshots_of(log):
+            finding = missing_parts(evidence, log, saves)
+            if finding:
+                yield finding
                 return
 
 
-def best_only(seen: Seen, event: Event) -> bool:
-    """A copy of the best weights, beside a snapshot."""
-    return "best" in PurePath(event["path"]).name.lower()
+def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Event]) -> Finding | None:
+    """Return the finding of one snapshot, which consists of these saves, that misses a part."""
+    models = [event for event in saves if event["model"]]
+    if not models:
+        return None
+    model = models[0]
+    has = {part: any(event[part] for event in saves) for part in PARTS}
+    path = model["path"]
+    final_path = renamed_paths(log).get(path, path)
+    is_resumed_from = not paths_searched_before(log, model).isdisjoint({path, final_path})
+    is_snapshot = has["optimizer"] or has["schedule"] or has["position"] or is_resumed_from
+    missing = names_of_missing(log, has)
+    is_copy_of_best = "best" in file_name(model).lower()
+    if not is_snapshot or not missing or is_copy_of_best:
+        return None
+    return evidence.finding(
+        "incomplete-snapshot",
+        model["at"],
+        f"{file_name(model)} holds {describe_content(model, has)}; missing: {', '.join(missing)}",
+        log.rank,
+        "note" if missing == ["random state"] else "",
+    )
 
 
-def grouped(log: RankLog) -> list[list[Event]]:
-    """Saves with no training between them make one snapshot."""
-    found: list[list[Event]] = []
-    fresh = True
-    for event in log.of("save", "backward", "step"):
+def snapshots_of(log: RankLog) -> list[list[Event]]:
+    """Return the saves of each snapshot: those with no training between them."""
+    snapshots: list[list[Event]] = []
+    has_trained = True
+    for event in log.select("save", "backward", "step"):
         if event["k"] != "save":
-            fresh = True
-        elif fresh:
-            found.append([event])
-            fresh = False
+            has_trained = True
+        elif has_trained:
+            snapshots.append([event])
+            has_trained = False
         else:
-            found[-1].append(event)
-    return found
+            snapshots[-1].append(event)
+    return snapshots
 
 
-def listed(event: Event, has: dict[str, bool]) -> str:
+def describe_content(event: Event, has: dict[str, bool]) -> str:
     if event["bare"]:
         return "weights"
-    keys = ", ".join(event["keys"][:8])
-    return keys or ", ".join(["model", *(part for part, there in has.items() if there)])
+    keys = ", ".join(event["keys"][:MOST_KEYS_SHOWN])
+    return keys or ", ".join(["model", *(part for part in PARTS if has[part])])
 
 
-def missing_in(log: RankLog, has: dict[str, bool]) -> list[str]:
+def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     missing = []
     if not has["optimizer"]:
-        state = any(any(e["state"].values()) for e in log.of("step") if "state" in e)
-        missing.append("the optimizer" + (" (it has state: momentum or moments)" if state else ""))
-    if not has["schedule"] and log.of("sched"):
+        states = [event["state"] for event in log.select("step") if "state" in event]
+        has_state = any(any(state.values()) for state in states)
+        detail = " (it has state: momentum or moments)" if has_state else ""
+        missing.append(f"the optimizer{detail}")
+    if not has["schedule"] and log.select("sched"):
         missing.append("the schedule")
     if not has["position"]:
         missing.append("the position (epoch or step)")
-    if not has["random"] and any(e.get("drops") for e in log.of("forward")):
+    if not has["random"] and any(event.get("drops") for event in log.select("forward")):
         missing.append("random state")
     return missing
 
 
-def module_prefix(seen: Seen) -> Faults:
-    others = [(-1, event) for log in seen.run.others for event in log.of("loadsd")]
-    for rank, event in [*seen.run.of("loadsd"), *others]:
-        if event["more"] or event["fewer"]:
-            more = (
-                "the file's keys begin with module. and the model's do not"
-                if event["more"]
-                else "the model's keys begin with module. and the file's do not"
-            )
-            hidden = ", and strict=False hides it" if event["strict"] in (False, "False") else ""
-            yield seen.fault(
-                "module-prefix",
-                event["at"],
-                f"0 of {event['own']} tensors are found in the file: {more}{hidden}",
-                rank,
-            )
-            return
+def module_prefix(evidence: RunEvidence) -> Findings:
+    """Find state dicts that do not fit because of the wrapper's prefix `module.`."""
+    loads = list(evidence.run.select("loadsd"))
+    for log in evidence.run.other_processes:
+        loads += [(-1, event) for event in log.select("loadsd")]
+    for rank, event in loads:
+        if event["more"]:
+            text = "the file's keys begin with module. and the model's do not"
+        elif event["fewer"]:
+            text = "the model's keys begin with module. and the file's do not"
+        else:
+            continue
+        if event["strict"] in (False, "False"):
+            text += ", and strict=False hides it"
+        yield evidence.finding(
+            "module-prefix",
+            event["at"],
+            f"0 of {event['own']} tensors are found in the file: {text}",
+            rank,
+        )
+        return
 
 
-def unsafe_load(seen: Seen) -> Faults:
-    pickled = [event for _, event in seen.run.of("save") if event.get("opened")]
-    for file, call in seen.source.calls("load") if pickled else []:
-        if full_name(call.func) in ("pickle.load", "dill.load", "joblib.load", "cPickle.load"):
-            said = (
-                f"{full_name(call.func)} of what {PurePath(pickled[0]['path']).name} holds: weights"
-            )
-            yield seen.fault("unsafe-load", [file.name, call.lineno, ""], said)
-            return
-    for rank, event in seen.run.of("load"):
+def unsafe_load(evidence: RunEvidence) -> Findings:
+    """Find loads that run code from the file."""
+    pickled = [event for _, event in evidence.run.select("save") if event.get("opened")]
+    if pickled:
+        for file, call in evidence.source.calls("load"):
+            name = dotted_name(call.func)
+            if name in PICKLE_LOADS:
+                text = f"{name} of what {file_name(pickled[0])} holds: weights"
+                yield evidence.finding("unsafe-load", [file.name, call.lineno, ""], text)
+                return
+    for rank, event in evidence.run.select("load"):
         if event["weights_only"] == "False" and event["at"]:
-            yield seen.fault(
+            yield evidence.finding(
                 "unsafe-load",
                 event["at"],
-                f"{PurePath(event['path']).name} is loaded with weights_only=False",
+                f"{file_name(event)} is loaded with weights_only=False",
                 rank,
             )

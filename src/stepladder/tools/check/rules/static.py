@@ -1,244 +1,277 @@
-"""What can be said from the source alone, without a run."""
+"""Rules that examine the source alone, without a run."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
-from stepladder.tools.check.finding import CodeLine, Fault
-from stepladder.tools.check.rules.scaling import LIBRARIES, unscaled_batch
-from stepladder.tools.check.tree import Code, CodeFile, constant, full_name, keyword, last_name
+from stepladder.tools.check.finding import CodeLine, Finding
+from stepladder.tools.check.rules.unscaled_batch import LIBRARIES, unscaled_batch
+from stepladder.tools.check.script_source import (
+    ScriptSource,
+    SourceFile,
+    constant_value,
+    dotted_name,
+    keyword_value,
+    last_name,
+)
+
+DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
+
+PICKLE_LOADERS = ("pickle.load", "cPickle.load", "dill.load", "joblib.load")
+SNAPSHOT_NAMES = (
+    "snapshot",
+    "checkpoint",
+    "ckpt",
+    "resume",
+    "load_state_dict",
+    "state_dict",
+)
+CHOOSES_DEVICES = ("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning")
+HAS_SEVERAL_RANKS = (
+    "init_process_group",
+    "RANK",
+    "DistributedDataParallel",
+    "mp.spawn",
+)
+RUNS_WITHOUT_GPUS = (
+    "is_available",
+    "gloo",
+    "--device",
+    "--backend",
+    "Accelerator(",
+    "Fabric(",
+    "device_count() ",
+    "args.device",
+)
+TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
-def fixed_port(source: Code) -> Iterator[Fault]:
+def finding_at(rule: str, file: SourceFile, node: ast.AST, evidence: str) -> Finding:
+    return Finding(rule, CodeLine(file.name, getattr(node, "lineno", 1)), evidence)
+
+
+def argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
+    """Return an argument of a call that is passed by keyword or by position."""
+    by_position = call.args[index] if len(call.args) > index else None
+    return keyword_value(call, name) or by_position
+
+
+def fixed_port(source: ScriptSource) -> Iterator[Finding]:
+    """Find a port that is written into the script."""
     for file in source.files:
         for node in ast.walk(file.tree):
-            at, port = getattr(node, "lineno", 1), constant(resolved(file, assigned_port(node)))
+            line: ast.AST = node
+            port = constant_value(resolve(file, assigned_port(node)))
             if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
-                method = keyword(node, "init_method") or (
-                    node.args[1] if len(node.args) > 1 else None
-                )
-                text = constant(resolved(file, method))
-                found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
-                port, at = found[1] if found else None, getattr(method, "lineno", at)
+                method = argument(node, 1, "init_method")
+                port = port_of_url(constant_value(resolve(file, method)))
+                line = method or node
             if port and str(port).isdigit() and int(str(port)):
-                yield Fault(
-                    "fixed-port", CodeLine(file.name, at), f"port {port} is written into the script"
-                )
+                text = f"port {port} is written into the script"
+                yield finding_at("fixed-port", file, line, text)
                 return
+
+
+def port_of_url(url: object) -> str | None:
+    match = TCP_PORT.search(url) if isinstance(url, str) else None
+    return match[1] if match else None
 
 
 def assigned_port(node: ast.AST) -> ast.expr | None:
-    """What os.environ["MASTER_PORT"] is set to."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        target = node.targets[0]
-        if constant(target.slice) == "MASTER_PORT" and "environ" in full_name(target.value):
-            return node.value
-    if (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "update"
-        and "environ" in full_name(node.func)
-    ):
-        for part in node.args:
-            if isinstance(part, ast.Dict):
-                return next(
-                    (
-                        v
-                        for k, v in zip(part.keys, part.values, strict=True)
-                        if constant(k) == "MASTER_PORT"
-                    ),
-                    None,
-                )
-        return keyword(node, "MASTER_PORT")
+    """Return what os.environ["MASTER_PORT"] is set to by a statement or by `update`."""
+    if isinstance(node, ast.Assign):
+        return port_of_assignment(node)
+    if isinstance(node, ast.Call):
+        return port_of_update(node)
     return None
 
 
-def resolved(file: CodeFile, node: ast.expr | None) -> ast.expr | None:
-    """A constant behind str() or a name that is set once, at the top of the file."""
+def port_of_assignment(node: ast.Assign) -> ast.expr | None:
+    target = node.targets[0]
+    if not isinstance(target, ast.Subscript):
+        return None
+    is_port = constant_value(target.slice) == "MASTER_PORT"
+    if is_port and "environ" in dotted_name(target.value):
+        return node.value
+    return None
+
+
+def port_of_update(call: ast.Call) -> ast.expr | None:
+    """Return the port in `os.environ.update({"MASTER_PORT": port})`, or by keyword."""
+    if last_name(call.func) != "update" or "environ" not in dotted_name(call.func):
+        return None
+    for table in call.args:
+        if isinstance(table, ast.Dict):
+            items = zip(table.keys, table.values, strict=True)
+            values = (value for key, value in items if constant_value(key) == "MASTER_PORT")
+            return next(values, None)
+    return keyword_value(call, "MASTER_PORT")
+
+
+def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
+    """Return the constant behind `str(...)`, an f-string, or a name set at the top of the file."""
     if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
         node = node.args[0]
-    if isinstance(node, ast.JoinedStr) and all(
-        isinstance(part, ast.Constant) for part in node.values
-    ):
-        return ast.Constant("".join(str(constant(part)) for part in node.values))
-    if isinstance(node, ast.Name):
-        for one in file.tree.body:
-            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id:
-                return one.value
+    if isinstance(node, ast.JoinedStr):
+        if all(isinstance(part, ast.Constant) for part in node.values):
+            return ast.Constant("".join(str(constant_value(part)) for part in node.values))
+    elif isinstance(node, ast.Name):
+        for statement in file.tree.body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.id:
+                return statement.value
     return node
 
 
-def unsafe_load(source: Code) -> Iterator[Fault]:
+def unsafe_load(source: ScriptSource) -> Iterator[Finding]:
+    """Find loads that run code from the file."""
     for file, call in source.calls("load"):
-        name = full_name(call.func)
-        if name == "torch.load" and constant(keyword(call, "weights_only")) is False:
-            yield Fault(
-                "unsafe-load",
-                CodeLine(file.name, call.lineno),
-                "torch.load with weights_only=False",
-            )
-        elif name in ("pickle.load", "cPickle.load", "dill.load", "joblib.load") and of_snapshot(
-            file, call
-        ):
-            yield Fault("unsafe-load", CodeLine(file.name, call.lineno), f"{name} of a snapshot")
+        name = dotted_name(call.func)
+        weights_only = constant_value(keyword_value(call, "weights_only"))
+        if name == "torch.load" and weights_only is False:
+            yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
+        elif name in PICKLE_LOADERS and is_of_snapshot(file, call):
+            yield finding_at("unsafe-load", file, call, f"{name} of a snapshot")
 
 
-def of_snapshot(file: CodeFile, call: ast.Call) -> bool:
-    function = file.function(call)
-    text = ast.unparse(function) if not isinstance(function, ast.Module) else ast.unparse(call)
-    return any(
-        word in text.lower()
-        for word in ("snapshot", "checkpoint", "ckpt", "resume", "load_state_dict", "state_dict")
-    )
+def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
+    """Return whether a load is in a function, or a statement, that speaks of snapshots."""
+    function = file.enclosing_function(call)
+    context = call if isinstance(function, ast.Module) else function
+    text = ast.unparse(context).lower()
+    return any(name in text for name in SNAPSHOT_NAMES)
 
 
-def device_per_rank(source: Code) -> Iterator[Fault]:
-    """A GPU by a constant name, and nowhere a number that could depend on the rank."""
-    if source.has("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning"):
+def device_per_rank(source: ScriptSource) -> Iterator[Finding]:
+    """Find a GPU by a constant name, where no GPU is chosen by the rank."""
+    if source.contains(*CHOOSES_DEVICES) or not source.contains(*HAS_SEVERAL_RANKS):
         return
-    first: tuple[CodeFile, ast.AST] | None = None
-    for file in source.files:
-        for node in ast.walk(file.tree):
-            kind = device_kind(node)
-            if kind == "by rank":
-                return
-            if kind == "constant" and first is None:
-                first = file, node
-    if first and source.has("init_process_group", "RANK", "DistributedDataParallel", "mp.spawn"):
-        file, node = first
-        yield Fault(
-            "device-per-rank",
-            CodeLine(file.name, getattr(node, "lineno", 1)),
-            f"{ast.unparse(node)[:60]} on every rank, and no set_device: all ranks of a node use GPU 0",
-        )
+    choices = [
+        (file, node, device_choice(node)) for file in source.files for node in ast.walk(file.tree)
+    ]
+    if any(choice == "by rank" for _, _, choice in choices):
+        return
+    for file, node, choice in choices:
+        if choice == "constant":
+            text = (
+                f"{ast.unparse(node)[:60]} on every rank, and no set_device: all ranks of a node "
+                f"use GPU 0"
+            )
+            yield finding_at("device-per-rank", file, node, text)
+            return
 
 
-def device_kind(node: ast.AST) -> str:
-    """Whether a call or a text names a GPU, and by what."""
+def device_choice(node: ast.AST) -> DeviceChoice:
+    """Return how a call or a text chooses a GPU; empty where it chooses none."""
     if isinstance(node, ast.JoinedStr):
-        return (
-            "by rank"
-            if "cuda" in ast.unparse(node)
-            and any(isinstance(v, ast.FormattedValue) for v in node.values)
-            else ""
-        )
+        has_variable = any(isinstance(part, ast.FormattedValue) for part in node.values)
+        if has_variable and "cuda" in ast.unparse(node):
+            return "by rank"
+        return ""
     if not isinstance(node, ast.Call):
         return ""
-    name, args = (
-        last_name(node.func),
-        [*node.args, *(k.value for k in node.keywords if k.arg in ("device", "index"))],
-    )
+    name = last_name(node.func)
+    keywords = [word.value for word in node.keywords if word.arg in ("device", "index")]
+    args: list[ast.expr] = [*node.args, *keywords]
     if name == "set_device" or (name == "cuda" and args):
-        return "constant" if args and isinstance(args[0], ast.Constant) else "by rank"
-    if name == "cuda" and isinstance(node.func, ast.Attribute) and not args:
+        return constant_or_by_rank(args[0] if args else None)
+    if name == "cuda" and isinstance(node.func, ast.Attribute):
         return "constant"
-    if name == "device" and args:
-        if len(args) > 1 and constant(args[0]) == "cuda":
-            return "constant" if isinstance(args[1], ast.Constant) else "by rank"
-        return (
-            "constant"
-            if names_cuda(args[0])
-            else "by rank"
-            if isinstance(args[0], ast.Name) and "rank" in args[0].id
-            else ""
-        )
-    if name == "to" and args:
-        if isinstance(args[0], ast.Name) and "rank" in args[0].id:
-            return "by rank"
-        return "constant" if names_cuda(args[0]) else ""
+    if name == "device" and len(args) > 1 and constant_value(args[0]) == "cuda":
+        return constant_or_by_rank(args[1])
+    if name in ("device", "to") and args:
+        return choice_of_device(args[0])
     return ""
 
 
+def constant_or_by_rank(index: ast.expr | None) -> DeviceChoice:
+    if isinstance(index, ast.Constant):
+        return "constant"
+    return "by rank"
+
+
+def choice_of_device(device: ast.expr) -> DeviceChoice:
+    if isinstance(device, ast.Name) and "rank" in device.id:
+        return "by rank"
+    return "constant" if names_cuda(device) else ""
+
+
 def names_cuda(node: ast.expr) -> bool:
-    return any(
-        str(constant(part)).startswith("cuda")
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant)
-    )
+    return any(str(constant_value(part)).startswith("cuda") for part in ast.walk(node))
 
 
-def cuda_only(source: Code) -> Iterator[Fault]:
-    """Without any way for a CPU: nobody asks whether there is a GPU."""
-    if source.has(
-        "is_available",
-        "gloo",
-        "--device",
-        "--backend",
-        "Accelerator(",
-        "Fabric(",
-        "device_count() ",
-        "args.device",
-    ):
+def cuda_only(source: ScriptSource) -> Iterator[Finding]:
+    """Find a script that needs a GPU and never asks whether there is one."""
+    if source.contains(*RUNS_WITHOUT_GPUS):
         return
+    for file, call in source.calls("init_process_group"):
+        backend = constant_value(resolve(file, argument(call, 0, "backend")))
+        if "nccl" in str(backend):
+            text = "the backend is nccl, and the script never asks whether there is a GPU"
+            yield finding_at("cuda-only", file, call, text)
+            return
     for file in source.files:
         for node in ast.walk(file.tree):
-            if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
-                backend = keyword(node, "backend") or (node.args[0] if node.args else None)
-                if "nccl" in str(constant(resolved(file, backend))):
-                    yield Fault(
-                        "cuda-only",
-                        CodeLine(file.name, node.lineno),
-                        "the backend is nccl, and the script never asks whether there is a GPU",
-                    )
-                    return
-    for file in source.files:
-        for node in ast.walk(file.tree):
-            if device_kind(node) and "cuda" in ast.unparse(node):
-                yield Fault(
-                    "cuda-only",
-                    CodeLine(file.name, getattr(node, "lineno", 1)),
-                    f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU",
-                )
+            if device_choice(node) and "cuda" in ast.unparse(node):
+                text = f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU"
+                yield finding_at("cuda-only", file, node, text)
                 return
 
 
-def no_destroy(source: Code) -> Iterator[Fault]:
-    if source.has("destroy_process_group"):
+def no_destroy(source: ScriptSource) -> Iterator[Finding]:
+    """Find a process group that the script makes and never destroys."""
+    if source.contains("destroy_process_group"):
         return
     for file, call in source.calls("init_process_group"):
-        yield Fault(
-            "no-destroy",
-            CodeLine(file.name, call.lineno),
-            "the group is made, and no file of the script calls destroy_process_group",
-        )
+        text = "the group is made, and no file of the script calls destroy_process_group"
+        yield finding_at("no-destroy", file, call, text)
         return
 
 
-def set_epoch(source: Code) -> Iterator[Fault]:
-    """A constant, or never, where there is a loop over epochs and a sampler that shuffles."""
+def set_epoch(source: ScriptSource) -> Iterator[Finding]:
+    """Find a shuffling sampler in a loop over epochs that never gets the epoch, or a constant."""
     for file, call in source.calls("set_epoch"):
         if call.args and isinstance(call.args[0], ast.Constant):
-            yield Fault(
-                "set-epoch",
-                CodeLine(file.name, call.lineno),
-                f"set_epoch({call.args[0].value!r}) in every epoch",
-            )
+            text = f"set_epoch({call.args[0].value!r}) in every epoch"
+            yield finding_at("set-epoch", file, call, text)
             return
-    if source.has("set_epoch") or source.imports(*LIBRARIES):
+    if source.contains("set_epoch") or source.imports(*LIBRARIES):
         return
+    has_epoch_loop = source.contains(" in range(") and source.contains("epoch")
     for file, call in source.calls("DistributedSampler"):
-        shuffled = keyword(call, "shuffle")
-        loops = source.has(" in range(") and source.has("epoch")
-        if loops and (shuffled is None or constant(shuffled) is True):
-            said = "the sampler shuffles, and set_epoch is never called"
-            yield Fault("set-epoch", CodeLine(file.name, call.lineno), said)
+        shuffle = keyword_value(call, "shuffle")
+        is_shuffled = shuffle is None or constant_value(shuffle) is True
+        if has_epoch_loop and is_shuffled:
+            text = "the sampler shuffles, and set_epoch is never called"
+            yield finding_at("set-epoch", file, call, text)
             return
 
 
-def clip_scaled(source: Code) -> Iterator[Fault]:
-    """On a CPU nothing is scaled, so a run shows nothing."""
-    if not (source.has("GradScaler") and source.has(".scale(")) or source.has("unscale_"):
-        return
-    if source.imports(*LIBRARIES):
+def clip_scaled(source: ScriptSource) -> Iterator[Finding]:
+    """Find gradients that are clipped while they are scaled. A run on a CPU scales nothing."""
+    scales_loss = source.contains("GradScaler") and source.contains(".scale(")
+    if not scales_loss or source.contains("unscale_") or source.imports(*LIBRARIES):
         return
     for file, call in source.calls("clip_grad_norm_", "clip_grad_value_"):
-        said = "a GradScaler scales the loss, and no file of the script calls unscale_"
-        yield Fault("clip-scaled", CodeLine(file.name, call.lineno), said)
+        text = "a GradScaler scales the loss, and no file of the script calls unscale_"
+        yield finding_at("clip-scaled", file, call, text)
         return
 
 
-STATIC = (
+StaticRule = Callable[[ScriptSource], Iterator[Finding]]
+
+# The rules to which a run adds nothing.
+RULES_WITHOUT_RUN: tuple[StaticRule, ...] = (
+    fixed_port,
+    unsafe_load,
+    device_per_rank,
+    cuda_only,
+    unscaled_batch,
+    clip_scaled,
+)
+STATIC_RULES: tuple[StaticRule, ...] = (
     fixed_port,
     unsafe_load,
     device_per_rank,
@@ -248,9 +281,9 @@ STATIC = (
     unscaled_batch,
     clip_scaled,
 )
-# a run has nothing to add to these
-ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch, clip_scaled)
 
 
-def judge_static(source: Code, only: tuple[object, ...] = STATIC) -> list[Fault]:
-    return [fault for rule in STATIC if rule in only for fault in rule(source)]
+def apply_static_rules(
+    source: ScriptSource, rules: tuple[StaticRule, ...] = STATIC_RULES
+) -> list[Finding]:
+    return [finding for rule in rules for finding in rule(source)]

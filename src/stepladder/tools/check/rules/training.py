@@ -1,241 +1,265 @@
-"""Steps that go wrong on any number of ranks, and what batch norm sees."""
+"""Rules for optimizer steps that go wrong on any number of ranks, and for batch norm."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from stepladder.tools.check.finding import Fault
-from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.base import Faults, Seen
-from stepladder.tools.check.rules.model import exchanges, is_wrapped
-from stepladder.tools.check.rules.static_tree import keeping_line
+from stepladder.tools.check.finding import Finding
+from stepladder.tools.check.recording import Event, RankLog, group_events
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.model import exchanges_gradients
+from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 
-UNFREEZE = "optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr); leave some of them trainable"
+SYNCHRONIZES_BATCH_NORM = (
+    "SyncBatchNorm",
+    "sync_batchnorm",
+    "SyncBN",
+)  # on GPUs, perhaps
+SMALL_BATCH = 16
+HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more is held
+UNFREEZE = (
+    "optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr); leave some of them "
+    "trainable"
+)
 
 
-def no_gradient(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    by_optimizer: dict[int, list[Event]] = {}
-    for event in log.of("prestep"):
-        by_optimizer.setdefault(event["optimizer"], []).append(event)
-    for events in by_optimizer.values():
+def no_gradient(evidence: RunEvidence) -> Findings:
+    """Find parameters of an optimizer that never have a gradient."""
+    prestep_events = evidence.run.ranks[0].select("prestep")
+    for events in group_events(prestep_events, "optimizer").values():
         if len(events) < 3:
             continue
-        frozen = frozen_in(events)
-        trained = set(events[-1]["before"]) - frozen
-        never = trained - {name for event in events for name in event["grads"]}
-        never = {name for name in never if name in events[0]["before"] and not name.startswith("#")}
-        if never and len(never) < len(trained):
-            shown = ", ".join(sorted(never)[:4]) + ("..." if len(never) > 4 else "")
-            yield seen.fault(
+        trained = set(events[-1]["before"]) - frozen_parameters(events)
+        with_gradient = {name for event in events for name in event["grads"]}
+        without_gradient = [
+            name
+            for name in sorted(trained - with_gradient)
+            if name in events[0]["before"] and not name.startswith("#")
+        ]
+        if without_gradient and len(without_gradient) < len(trained):
+            dots = "..." if len(without_gradient) > 4 else ""
+            yield evidence.finding(
                 "no-gradient",
                 events[0]["at"],
-                f"{len(never)} of {len(trained)} parameters have no gradient "
-                f"in any of {len(events)} steps: {shown}",
+                f"{len(without_gradient)} of {len(trained)} parameters have no gradient in any of "
+                f"{len(events)} steps: {', '.join(without_gradient[:4])}{dots}",
             )
-    return
 
 
-def frozen_in(events: list[Event]) -> set[str]:
-    """Return the parameters that had requires_grad=False in any of these steps: a gradient is not
-    expected.
-    """
+def frozen_parameters(events: list[Event]) -> set[str]:
+    """Return the parameters that had requires_grad=False in any of these steps."""
     return {name for event in events for name in event.get("frozen_names", [])}
 
 
-def small_batch_norm(seen: Seen) -> Faults:
-    if not seen.many or seen.source.has(
-        "SyncBatchNorm", "sync_batchnorm", "SyncBN"
-    ):  # on GPUs, perhaps
+def small_batch_norm(evidence: RunEvidence) -> Findings:
+    """Find batch norm over few samples per rank."""
+    log = evidence.run.ranks[0]
+    if not evidence.has_several_ranks or evidence.source.contains(*SYNCHRONIZES_BATCH_NORM):
         return
-    calls = [e for e in seen.run.ranks[0].of("forward") if e["grad"] and e.get("norms")]
-    if not calls or not (is_wrapped(seen.run.ranks[0]) or exchanges(seen.run.ranks[0])):
+    calls = [e for e in log.select("forward") if e["grad"] and e.get("norms")]
+    if not calls or not exchanges_gradients(log):
         return
-    size = max(e["size"] for e in calls)
-    if 0 < size < 16:
-        yield seen.fault(
+    size = max(event["size"] for event in calls)
+    if 0 < size < SMALL_BATCH:
+        yield evidence.finding(
             "small-batch-norm",
             calls[0]["at"],
-            f"{calls[0]['norms']} batch-norm layers see {size} samples per rank, of a "
-            f"global batch of {size * seen.run.world}",
+            f"{calls[0]['norms']} batch-norm layers see {size} samples per rank, of a global batch "
+            f"of {size * evidence.run.world_size}",
         )
 
 
-def optimizer_params(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    looked = [e for e in log.of("step") if "unheld" in e]
-    by_optimizer: dict[int, list[Event]] = {}
-    for event in looked:
-        by_optimizer.setdefault(event["optimizer"], []).append(event)
+def optimizer_params(evidence: RunEvidence) -> Findings:
+    """Find optimizers that hold other parameters than the models that are called."""
+    steps = [event for event in evidence.run.ranks[0].select("step") if "unheld" in event]
+    by_optimizer = group_events(steps, "optimizer")
     for events in by_optimizer.values():
+        unheld = sorted(set.intersection(*(set(event["unheld"]) for event in events)))
+        if len(events) < 2 or not unheld:
+            continue
         last = events[-1]
-        unheld = set.intersection(*(set(e["unheld"]) for e in events))
-        if len(events) >= 2 and last["strangers"] and unheld:
-            yield seen.fault(
+        names = ", ".join(unheld[:3])
+        if last["strangers"]:
+            yield evidence.finding(
                 "optimizer-params",
                 last["at"],
-                f"{last['strangers']} of the optimizer's {last['held']} parameters belong to no model "
-                f"that is called; {', '.join(sorted(unheld)[:3])} gets a gradient and is in no optimizer",
+                f"{last['strangers']} of the optimizer's {last['held']} parameters belong to no "
+                f"model that is called; {names} gets a gradient and is in no optimizer",
             )
             return
-        if len(events) >= 2 and unheld and len(by_optimizer) == 1:
-            yield seen.fault(
+        if len(by_optimizer) == 1:
+            yield evidence.finding(
                 "optimizer-params",
                 last["at"],
                 f"{len(unheld)} parameters get a gradient in all of {len(events)} steps and are in "
-                f"no optimizer: {', '.join(sorted(unheld)[:3])}",
-                level="warning",
+                f"no optimizer: {names}",
+                severity="warning",
             )
             return
 
 
-def learns_nothing(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    steps = log.of("prestep")
-    losses = [(e["loss"], e["at"]) for e in log.of("backward") if "loss" in e]
-    after = [e for e in log.of("step") if "after" in e]
-    if len(steps) >= 3 and all(e["before"] and set(e["before"]) <= frozen_in([e]) for e in steps):
-        yield all_frozen(seen, steps)
-    elif len(steps) >= 3 and all(e["norm"] == 0 for e in steps):
-        loss = (
-            f"; the loss is {losses[0][0]:.4g} in all of them"
-            if losses and len({x for x, _ in losses}) == 1
-            else ""
-        )
-        at = losses[0][1] if losses else steps[0]["at"]
-        yield seen.fault(
-            "learns-nothing", at, f"the gradient is exactly 0 in all of {len(steps)} steps{loss}"
-        )
-    elif len(losses) >= 5 and len({loss for loss, _ in losses}) == 1:
-        yield seen.fault(
+def learns_nothing(evidence: RunEvidence) -> Findings:
+    """Find trainings in which gradients are 0, or the loss or the weights never change."""
+    log = evidence.run.ranks[0]
+    before_steps = log.select("prestep")
+    with_loss = [event for event in log.select("backward") if "loss" in event]
+    after_steps = [event for event in log.select("step") if "after" in event]
+    has_constant_loss = len({event["loss"] for event in with_loss}) == 1
+    has_one_optimizer = len({event["optimizer"] for event in after_steps}) == 1
+    if len(before_steps) >= 3 and all(map(is_frozen, before_steps)):
+        yield all_frozen(evidence, before_steps)
+    elif len(before_steps) >= 3 and all(event["norm"] == 0 for event in before_steps):
+        text = f"the gradient is exactly 0 in all of {len(before_steps)} steps"
+        if has_constant_loss:
+            text += f"; the loss is {with_loss[0]['loss']:.4g} in all of them"
+        first = with_loss[0] if with_loss else before_steps[0]
+        yield evidence.finding("learns-nothing", first["at"], text)
+    elif len(with_loss) >= 5 and has_constant_loss:
+        yield evidence.finding(
             "learns-nothing",
-            losses[0][1],
-            f"the loss is {losses[0][0]:.6g} in all of {len(losses)} backward passes",
+            with_loss[0]["at"],
+            f"the loss is {with_loss[0]['loss']:.6g} in all of {len(with_loss)} backward passes",
         )
-    elif len(after) >= 5 and len({e["optimizer"] for e in after}) == 1 and _never_moves(after):
-        yield seen.fault(
+    elif len(after_steps) >= 5 and has_one_optimizer and has_constant_weights(after_steps):
+        yield evidence.finding(
             "learns-nothing",
-            after[0]["at"],
-            f"no weight has changed in {len(after)} steps, at a learning rate of {after[-1]['lr'][0]:.4g}",
+            after_steps[0]["at"],
+            f"no weight has changed in {len(after_steps)} steps, at a learning rate of "
+            f"{after_steps[-1]['lr'][0]:.4g}",
         )
 
 
-def all_frozen(seen: Seen, steps: list[Event]) -> Fault:
+def is_frozen(step: Event) -> bool:
+    """Return whether no parameter of a step requires a gradient."""
+    names = set(step["before"])
+    return bool(names) and names <= frozen_parameters([step])
+
+
+def all_frozen(evidence: RunEvidence, steps: list[Event]) -> Finding:
     count = len(steps[-1]["before"])
-    said = f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} steps"
-    return replace(seen.fault("learns-nothing", steps[0]["at"], said), fix=UNFREEZE)
+    finding = evidence.finding(
+        "learns-nothing",
+        steps[0]["at"],
+        f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} "
+        f"steps",
+    )
+    return replace(finding, fix=UNFREEZE)
 
 
-def _never_moves(after: list[Event]) -> bool:
-    """Weights that cannot be hashed, as sharded ones, have an empty hash each."""
-    return any(after[0]["after"].values()) and all(e["after"] == after[0]["after"] for e in after)
+def has_constant_weights(steps: list[Event]) -> bool:
+    """Return whether the weights are equal after all steps.
+
+    Weights that cannot be hashed, such as sharded ones, have an empty hash, and count as changed.
+    """
+    first = steps[0]["after"]
+    return any(first.values()) and all(step["after"] == first for step in steps)
 
 
-def missing_zero_grad(seen: Seen) -> Faults:
-    by_optimizer: dict[int, list[Event]] = {}
-    for event in seen.run.ranks[0].of("prestep"):
-        by_optimizer.setdefault(event["optimizer"], []).append(event)
-    for events in by_optimizer.values():
-        later = [e for e in events if e["step"] > 1]
-        if (
-            len(later) >= 2
-            and not any(e["clean"] for e in later)
-            and any(e["norm"] > 0 for e in later)
-        ):
-            yield seen.fault(
+def missing_zero_grad(evidence: RunEvidence) -> Findings:
+    """Find gradients that are never cleared between optimizer steps."""
+    prestep_events = evidence.run.ranks[0].select("prestep")
+    for events in group_events(prestep_events, "optimizer").values():
+        later = [event for event in events if event["step"] > 1]
+        is_never_clean = not any(event["clean"] for event in later)
+        has_gradient = any(event["norm"] > 0 for event in later)
+        if len(later) >= 2 and is_never_clean and has_gradient:
+            yield evidence.finding(
                 "missing-zero-grad",
                 later[0]["at"],
-                f"in {len(later)} of {len(later)} steps the gradients of the step before are still there; "
-                f"their norm goes from {events[0]['norm']:.4g} to {later[-1]['norm']:.4g}",
+                f"in {len(later)} of {len(later)} steps the gradients of the step before are still "
+                f"there; their norm goes from {events[0]['norm']:.4g} to {later[-1]['norm']:.4g}",
             )
 
 
-def eval_stays(seen: Seen) -> Faults:
-    by_root: dict[Any, list[Event]] = {}
-    log = seen.run.ranks[0]
-    trained = {e["root"] for e in log.of("forward") if e["grad"]}
-    for event in log.of("forward"):
-        if event["grad"] and "moded" in event and event["moded"]:
-            by_root.setdefault(event["root"], []).append(event)
-    for root, events in by_root.items():
-        on = [e for e in events if e["moded_on"]]
-        off = [e for e in events if not e["moded_on"] and trains_after(log, e)]
-        if (
-            on
-            and len(off) >= 2
-            and off[-1] is events[-1]
-            and root in trained
-            and not any(e["n"] > off[0]["n"] for e in on)
-        ):
-            turned = [e for e in log.of("eval") if on[-1]["n"] < e["n"] < off[0]["n"]]
-            at = turned[-1]["at"] if turned else off[0]["at"]
-            yield seen.fault(
+def eval_stays(evidence: RunEvidence) -> Findings:
+    """Find models that stay in evaluation mode for the training after an evaluation."""
+    log = evidence.run.ranks[0]
+    calls = [event for event in log.select("forward") if event["grad"] and event.get("moded")]
+    for events in group_events(calls, "root").values():
+        in_training_mode = [event for event in events if event["moded_on"]]
+        in_eval_mode = [e for e in events if not e["moded_on"] and is_trained(log, e)]
+        if not in_training_mode or len(in_eval_mode) < 2:
+            continue
+        first = in_eval_mode[0]
+        last_in_training_mode = in_training_mode[-1]
+        is_last_call = in_eval_mode[-1] is events[-1]
+        if is_last_call and last_in_training_mode["n"] <= first["n"]:
+            start = last_in_training_mode["n"]
+            eval_calls = [e for e in log.select("eval") if start < e["n"] < first["n"]]
+            line = eval_calls[-1]["at"] if eval_calls else first["at"]
+            yield evidence.finding(
                 "eval-stays",
-                at,
-                f"in {len(off)} training steps none of {off[0]['moded']} layers (dropout, batch norm) is in "
-                f"training mode; "
-                f"in the {len(on)} before they were",
+                line,
+                f"in {len(in_eval_mode)} training steps none of {first['moded']} layers (dropout, "
+                f"batch norm) is in training mode; in the {len(in_training_mode)} before they were",
             )
             return
 
 
-def trains_after(log: RankLog, event: Event) -> bool:
-    later = next((e for e in log.of("backward", "forward") if e["n"] > event["n"]), None)
-    return later is not None and later["k"] == "backward"
+def is_trained(log: RankLog, call: Event) -> bool:
+    """Return whether a backward pass follows this call of a model before the next call."""
+    following = (e for e in log.select("backward", "forward") if e["n"] > call["n"])
+    first = next(following, None)
+    return first is not None and first["k"] == "backward"
 
 
-def activation_twice(seen: Seen) -> Faults:
-    backs = seen.run.ranks[0].of("backward")
-    found = [e for e in backs if e.get("twice")]
-    if len(found) >= 2:
-        yield seen.fault(
+def activation_twice(evidence: RunEvidence) -> Findings:
+    """Find an activation before a loss that applies the same activation."""
+    backwards = evidence.run.ranks[0].select("backward")
+    twice = [event for event in backwards if event.get("twice")]
+    if len(twice) >= 2:
+        yield evidence.finding(
             "activation-twice",
-            found[0]["at"],
-            f"in {len(found)} of {len(backs)} backward passes the loss's input is the output of a "
-            f"{found[0]['twice']}, and the loss includes one",
+            twice[0]["at"],
+            f"in {len(twice)} of {len(backwards)} backward passes the loss's input is the output "
+            f"of a {twice[0]['twice']}, and the loss includes one",
         )
 
 
-def graph_kept(seen: Seen) -> Faults:
-    log = seen.run.ranks[0]
-    backs = log.of("backward")
-    run: list[Event] = []
-    for event in backs:
-        run = [*run, event] if run and event["alive"] == run[-1]["alive"] + 1 else [event]
-        if len(run) >= 7:
+def graph_kept(evidence: RunEvidence) -> Findings:
+    """Find losses whose graphs stay in memory after their backward passes."""
+    growing: list[Event] = []
+    for event in evidence.run.ranks[0].select("backward"):
+        if growing and event["alive"] == growing[-1]["alive"] + 1:
+            growing.append(event)
+        else:
+            growing = [event]
+        if len(growing) >= HELD_GRAPHS:
             break
-    if len(run) >= 7:
-        at = kept_at(seen, run[0]["at"]) or run[0]["at"]
-        yield seen.fault(
+    if len(growing) >= HELD_GRAPHS:
+        yield evidence.finding(
             "graph-kept",
-            at,
-            f"after {len(run)} backward passes in a row the graphs of all {run[-1]['alive']} earlier losses are "
-            f"still in memory",
+            recorded_line_that_keeps_loss(evidence, growing[0]["at"]) or growing[0]["at"],
+            f"after {len(growing)} backward passes in a row the graphs of all "
+            f"{growing[-1]['alive']} earlier losses are still in memory",
         )
 
 
-def kept_at(seen: Seen, at: Any) -> Any:
-    """The line that keeps the loss: in the function of its backward pass, else where it is returned
-    to.
-    """
-    file = seen.source.file(seen.place(at).file) if at else None
-    line = keeping_line(file, int(at[1])) if file else None
-    return [at[0], line, ""] if line else None
+def recorded_line_that_keeps_loss(evidence: RunEvidence, backward: Any) -> Any:
+    """Return the line that keeps the loss of this backward pass, or None."""
+    if not backward:
+        return None
+    file = evidence.source.file(evidence.code_line(backward).file)
+    if file is None:
+        return None
+    line = line_that_keeps_loss(file, int(backward[1]))
+    return [backward[0], line, ""] if line else None
 
 
-def clip_before_average(seen: Seen) -> Faults:
-    for log in seen.run.ranks:
-        clipped: Event | None = None
-        for event in log.of("clip", "coll", "step", "backward"):
+def clip_before_average(evidence: RunEvidence) -> Findings:
+    """Find gradients that are clipped on each rank before they are summed over the ranks."""
+    for log in evidence.run.ranks:
+        clip: Event | None = None
+        for event in log.select("clip", "coll", "step", "backward"):
             if event["k"] == "clip":
-                clipped = event
+                clip = event
             elif event["k"] in ("step", "backward"):
-                clipped = None
-            elif clipped and event.get("ptr") in clipped["ptrs"] and event["op"] == "all_reduce":
-                yield seen.fault(
+                clip = None
+            elif clip and event["op"] == "all_reduce" and event.get("ptr") in clip["ptrs"]:
+                yield evidence.finding(
                     "clip-before-average",
-                    clipped["at"],
+                    clip["at"],
                     "the gradient is clipped on each rank, and then summed over the ranks",
                 )
                 return

@@ -1,1 +1,1 @@
-"""The folder that stands on the ranks' PYTHONPATH."""
+"""The folder of `sitecustomize`, which is on the ranks' PYTHONPATH."""

@@ -1,7 +1,7 @@
-"""Run by each interpreter of a checked or pretending script at its start: waits until torch is
-imported.
+"""The start of each interpreter of a checked script: patches torch after its import.
 
-Python imports one `sitecustomize`, the first on its path, so the user's own is run from here.
+The same is done for a script with simulated GPUs. Python imports one `sitecustomize`, the first on
+its path, so the user's own is run from here.
 """
 
 from __future__ import annotations
@@ -17,66 +17,70 @@ TYPE_CHECKING = False  # typing would slow down every start
 if TYPE_CHECKING:
     from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
+STARTUP_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
+FOLDERS_TO_PACKAGE_ROOT = 4
 
 
 class TorchFinder:
-    """Lets the others find torch, which they may do more than once, and patches it once it is
-    loaded.
+    """A finder of modules that patches torch after its import.
+
+    Other finders find torch. Python may ask for it more than once before it is loaded.
     """
 
-    looks = False
+    def __init__(self) -> None:
+        self.is_searching = False
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or cls.looks:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch" or self.is_searching:
             return None
-        cls.looks = True
+        self.is_searching = True
         try:
             spec: Any = find_spec(name)
         finally:
-            cls.looks = False
+            self.is_searching = False
         if spec is None or spec.loader is None:
             return spec
         original_exec = spec.loader.exec_module
 
-        def load_and_patch(module: ModuleType) -> None:
-            sys.meta_path.remove(cls)
+        def exec_and_patch(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             original_exec(module)
             attach()
 
-        spec.loader.exec_module = load_and_patch
+        spec.loader.exec_module = exec_and_patch
         return spec
 
 
 def attach() -> None:
     if "STEPLADDER_PRETEND_GPUS" in os.environ:
-        ours("stepladder.tools.check.pretend").attach()
+        import_own("stepladder.tools.check.simulated_devices").attach()
     if "STEPLADDER_CHECK" in os.environ:
-        ours("stepladder.tools.check.probe.attach").attach()
+        import_own("stepladder.tools.check.probe.attach").attach()
 
 
-def ours(name: str) -> Any:
-    """Another interpreter than the launcher's may not have the package installed."""
+def import_own(name: str) -> Any:
+    """Import a module of Stepladder, which need not be installed for this interpreter."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        root = HERE
-        for _ in range(4):
+        root = STARTUP_FOLDER
+        for _ in range(FOLDERS_TO_PACKAGE_ROOT):
             root = os.path.dirname(root)  # noqa: PTH120
         sys.path.append(root)
         return import_module(name)
 
 
-def run_the_users() -> None:
-    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != HERE])
+def run_sitecustomize_of_user() -> None:
+    folders = [folder for folder in sys.path if folder != STARTUP_FOLDER]
+    spec = PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
-        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 
 if "STEPLADDER_CHECK" in os.environ:
-    ours("stepladder.tools.check.probe.recorder").begin()
-    ours("stepladder.tools.check.isolation.guard").attach()
-sys.meta_path.insert(0, TorchFinder)
-run_the_users()
+    import_own("stepladder.tools.check.probe.probe_log").start_log()
+    import_own("stepladder.tools.check.isolation.guard").attach()
+sys.meta_path.insert(0, TorchFinder())
+run_sitecustomize_of_user()

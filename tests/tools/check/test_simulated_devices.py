@@ -1,4 +1,4 @@
-"""GPUs that are pretended, in the process of a script."""
+"""Simulated GPUs in the process of a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from stepladder.tools.check.environment import pretending
+from stepladder.tools.check.startup_variables import simulated_gpu_variables
 
 LOOKS_FIRST = """
 import importlib.util
@@ -19,7 +19,7 @@ print(torch.cuda.device_count(), torch.zeros(2, device="cuda").device)
 def test_a_library_may_look_for_torch_before_it_is_loaded() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOKS_FIRST],
-        env=os.environ | pretending(3),
+        env=os.environ | simulated_gpu_variables(3),
         capture_output=True,
         text=True,
         check=False,

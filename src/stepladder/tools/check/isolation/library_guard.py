@@ -1,0 +1,71 @@
+"""The guard of libraries that write files in C or Rust, which no audit event reports.
+
+Each function is wrapped after its library is imported. Those of torch are among the hooks of the
+probe.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
+
+class AfterImport:
+    """A finder of modules that calls a function with a module after its import."""
+
+    def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
+        self.callbacks = callbacks
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        callback = self.callbacks.pop(name, None)
+        if callback is None:
+            return None
+        spec: Any = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        original_exec = spec.loader.exec_module
+
+        def exec_and_call(module: ModuleType) -> None:
+            original_exec(module)
+            callback(module)
+
+        spec.loader.exec_module = exec_and_call
+        return spec
+
+
+def attach(refuse_outside_path: Callable[..., None]) -> None:
+    """Have `refuse_outside_path` called with the path before a library writes it."""
+
+    def guard_safetensors(module: Any) -> None:
+        wrap(module, "serialize_file", 1, lambda path, *_: refuse_outside_path(path))
+
+    def guard_h5py(module: Any) -> None:
+        def check_mode(path: Any, mode: str = "r", *_: Any) -> None:
+            if mode != "r":
+                refuse_outside_path(path)
+
+        wrap(module, "make_fid", 0, check_mode)
+
+    callbacks: dict[str, Callable[[Any], None]] = {
+        "safetensors": guard_safetensors,
+        "h5py._hl.files": guard_h5py,
+    }
+    sys.meta_path.insert(0, AfterImport(callbacks))
+
+
+def wrap(module: Any, name: str, first: int, check: Callable[..., Any]) -> None:
+    """Have `check` called before each call of a function, with its arguments from the first on."""
+    original = getattr(module, name)
+
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
+        all_args = (*args, *kwargs.values())
+        check(*all_args[first:])
+        return original(*args, **kwargs)
+
+    setattr(module, name, check_and_call)

@@ -1,0 +1,130 @@
+"""The summary of files outside the copy: their protection, changes in overlays, refusals."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stepladder.tools.check.failure import NotChecked
+from stepladder.tools.check.isolation.sandbox import OVERLAID, FolderChanges, Sandbox
+from stepladder.tools.check.recording import Event, read_events
+
+MECHANISM_TEXTS = {
+    "namespace": "a read-only mount namespace keeps them as they are",
+    "landlock": (
+        "Landlock keeps them as they are; it does not stop chmod, chown and utime by other programs"
+    ),
+    "audit": (
+        "audit events of Python keep them as they are; they do not see what a library in C writes"
+    ),
+}
+# Texts of the errors in guard.py.
+REFUSAL_TEXTS = (
+    "stepladder check changes nothing there",
+    "no kernel keeps it from that here",
+)
+READ_ONLY_TEXT = os.strerror(errno.EROFS)  # of a program in C
+MOST_FOLDERS_SHOWN = 8
+MOST_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What protected the files of this run, and what the script tried outside of its copy.
+
+    Attributes:
+        mechanism: One of sandbox.MECHANISMS.
+        written: The changes in overlays.
+        refused: The paths whose change was refused.
+        refused_programs: The programs, and functions of C, that were not started.
+    """
+
+    mechanism: str
+    written: tuple[FolderChanges, ...]
+    refused: tuple[str, ...]
+    refused_programs: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return a line for the mechanism, and lines for what the script tried to change."""
+        lines = [f"files outside the copy: {MECHANISM_TEXTS[self.mechanism]}"]
+        lines += [describe_changes(changes) for changes in self.written[:MOST_FOLDERS_SHOWN]]
+        if len(self.written) > MOST_FOLDERS_SHOWN:
+            lines.append(f"  and in {len(self.written) - MOST_FOLDERS_SHOWN} folders more")
+        for path in self.refused[:MOST_FOLDERS_SHOWN]:
+            folder = Path(path).parent
+            lines.append(f"  refused: {path}  HINT: stepladder check --writes {folder} ...")
+        if self.refused_programs:
+            lines.append(f"  refused to start: {shorten_names(self.refused_programs)}")
+        return lines
+
+    def may_explain(self, output: str) -> bool:
+        """Return whether a script may have failed with this output because of a refused change."""
+        return any(text in output for text in (READ_ONLY_TEXT, *REFUSAL_TEXTS))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe_changes(changes: FolderChanges) -> str:
+    texts = []
+    if changes.written:
+        texts.append(f"written {shorten_names(changes.written)}")
+    if changes.removed:
+        texts.append(f"removed {shorten_names(changes.removed)}")
+    return f"  in {changes.folder}, for the script only: {'; '.join(texts)}"
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:MOST_NAMES_SHOWN])
+    if len(names) > MOST_NAMES_SHOWN:
+        text += f" and {len(names) - MOST_NAMES_SHOWN} more"
+    return text
+
+
+def summarize(sandbox: Sandbox) -> Isolation:
+    """Return the summary of a run, while its sandbox is open."""
+    refused: set[str] = set()
+    programs: set[str] = set()
+    for event in events_of_last_starts(sandbox.protected.scratch / "recordings"):
+        if event["k"] == "refused":
+            refused.add(event["path"])
+        elif event["k"] == "refused_program":
+            programs.add(event["name"])
+    changes = merge_changes([*sandbox.earlier_changes, *sandbox.read_changes()])
+    return Isolation(
+        sandbox.mechanism,
+        tuple(changes),
+        tuple(sorted(refused)),
+        tuple(sorted(programs)),
+    )
+
+
+def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
+    """Return changes with one entry for each folder, sorted."""
+    merged: dict[str, FolderChanges] = {}
+    for changes in all_changes:
+        known = merged.get(changes.folder, FolderChanges(changes.folder, (), ()))
+        written = sorted({*known.written, *changes.written})
+        removed = sorted({*known.removed, *changes.removed})
+        merged[changes.folder] = FolderChanges(changes.folder, tuple(written), tuple(removed))
+    return [merged[folder] for folder in sorted(merged)]
+
+
+def events_of_last_starts(recordings: Path) -> Iterator[Event]:
+    """Yield the events of all starts, except for those that were repeated with more overlays."""
+    for folder in recordings.iterdir():
+        if not folder.with_name(f"{folder.name}{OVERLAID}").exists():
+            for path in folder.glob("*.jsonl"):
+                yield from read_events(path)
+
+
+def blame_refusal(reason: NotChecked | None, isolation: Isolation) -> NotChecked | None:
+    """Return the reason, with the check at fault if the script failed because of a refusal."""
+    if reason is None or reason.cause != "script" or not isolation.may_explain(reason.output):
+        return reason
+    line = "the script failed, as above, where a change outside the copy was refused"
+    return replace(reason, cause="check", line=line)

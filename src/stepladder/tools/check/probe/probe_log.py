@@ -1,0 +1,147 @@
+"""The log of a probe: one file of JSON lines per process.
+
+Each line is written at once, so that the log of a rank that hangs ends where it hangs. Imports no
+torch: an interpreter that never needs torch starts as fast as without the probe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+from stepladder.tools.check.probe_settings import (
+    PROBE_SETTINGS,
+    RANK_VARIABLES,
+    ProbeSettings,
+)
+
+CHECK_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,PTH120  # pathlib is slow to import
+MOST_STACK_FRAMES = 12
+
+
+class ProbeLog:
+    """The log of this process.
+
+    Attributes:
+        settings: What the checker asks for.
+        rank: The rank, from the environment or the process group; -1 where it is not known.
+        world_size: The number of ranks, likewise.
+    """
+
+    def __init__(self, settings: ProbeSettings) -> None:
+        self.settings = settings
+        # With a separator, so that /me/train-data is not below /me/train.
+        self.roots = tuple(root + os.sep for root in settings.roots)
+        rank, world_size = (int(os.environ.get(name, -1)) for name in RANK_VARIABLES)
+        self.rank = rank
+        self.world_size = world_size
+        self.parent = 0
+        self.pid = os.getpid()
+        self.count = 0
+        self.file = self.open()
+        self.write_start()
+
+    def open(self) -> int:
+        """Open the file of this process, and return its descriptor."""
+        path = f"{self.settings.folder}/{self.pid}.jsonl"
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def reopen_after_fork(self) -> None:
+        self.parent = self.pid
+        self.pid = os.getpid()
+        self.count = 0
+        os.close(self.file)
+        self.file = self.open()
+        self.write_start()
+
+    def write_start(self) -> None:
+        self.write(
+            "start",
+            rank=self.rank,
+            world=self.world_size,
+            parent=self.parent,
+            worker=-1,
+        )
+
+    def set_group(self, rank: int, world_size: int) -> None:
+        """Record the rank in the process group."""
+        self.rank = rank
+        self.world_size = world_size
+        self.write("who", rank=rank, world=world_size)
+
+    def set_spawned_rank(self, rank: int) -> None:
+        """Record the number of a process that the script has made.
+
+        It is the rank until a process group says otherwise.
+        """
+        self.rank = rank
+        self.write("start", rank=rank, world=-1)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        self.count += 1
+        line = json.dumps({"k": kind, "n": self.count, **fields}, default=str) + "\n"
+        os.write(self.file, line.encode(errors="backslashreplace"))
+
+    def write_with_line(self, kind: str, **fields: Any) -> None:
+        """Write an event with the line of the user's code that causes it."""
+        self.write(kind, at=self.user_line(), **fields)
+
+    def user_line(self) -> list[Any] | None:
+        """Return file, line and function of the innermost frame of the user's code."""
+        frame = self.user_frame()
+        if frame is None:
+            return None
+        return [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+
+    def user_stack(self) -> str:
+        """Return the functions and lines of the user's code, from the innermost one outwards."""
+        calls: list[str] = []
+        frame = self.user_frame()
+        while frame is not None and len(calls) < MOST_STACK_FRAMES:
+            if self.is_user_file(frame.f_code.co_filename):
+                calls.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            frame = frame.f_back
+        return " < ".join(calls)
+
+    def user_frame(self) -> FrameType | None:
+        """Return the innermost frame of the user's code."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame
+
+    def is_called_by_user(self) -> bool:
+        """Return whether the user's code called the function that calls this one, and no library.
+
+        Frames of the check itself, which are wrappers, are skipped.
+        """
+        caller = sys._getframe(2)
+        while caller.f_back is not None and caller.f_code.co_filename.startswith(CHECK_FOLDER):
+            caller = caller.f_back
+        return self.is_user_file(caller.f_code.co_filename)
+
+    def is_user_file(self, name: str) -> bool:
+        if not name.startswith(self.roots):
+            return False
+        return "site-packages" not in name and not name.startswith(CHECK_FOLDER)
+
+
+active_log: ProbeLog | None = None
+
+
+def start_log() -> None:
+    """Start the log of this process where the environment asks for it."""
+    global active_log
+    if active_log is None and PROBE_SETTINGS in os.environ:
+        active_log = ProbeLog(ProbeSettings.from_environment())
+        os.register_at_fork(after_in_child=active_log.reopen_after_fork)
+
+
+def current_log() -> ProbeLog:
+    if active_log is None:
+        start_log()
+    assert active_log is not None
+    return active_log

@@ -1,0 +1,56 @@
+"""The settings that the checker passes to the probes in the environment of the ranks.
+
+Imported before torch, at the start of every interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+PROBE_SETTINGS = "STEPLADDER_CHECK"
+SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
+SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"  # "1" or "0"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """The settings of the probes of one start of the script.
+
+    Attributes:
+        folder: The folder of the recordings.
+        roots: The folders of the user's own code.
+        copy: The copy of the working folder, in which the script runs.
+        original: The working folder.
+        torchrun: Whether the ranks were started as torchrun starts them.
+        epochs: The number of epochs to run; 0 for two, and more as long as the run is short.
+        steps: The number of steps of each epoch; 0 for all.
+        enough_after_s: The seconds until which more than two epochs are run.
+        stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
+        mechanism: What protects the files outside the copy.
+        writable: The folders that may be written.
+    """
+
+    folder: str
+    roots: tuple[str, ...]
+    copy: str
+    original: str
+    torchrun: bool = True
+    epochs: int = 0
+    steps: int = 0
+    enough_after_s: float = 20.0
+    stop_at_snapshot: bool = False
+    mechanism: str = ""
+    writable: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_environment() -> ProbeSettings:
+        fields = json.loads(os.environ[PROBE_SETTINGS])
+        fields["roots"] = tuple(fields["roots"])
+        fields["writable"] = tuple(fields["writable"])
+        return ProbeSettings(**fields)

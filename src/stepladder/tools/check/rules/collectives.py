@@ -1,0 +1,218 @@
+"""Rules for collectives, for the process group itself, and for scripts that need CUDA."""
+
+from __future__ import annotations
+
+import ast
+from itertools import zip_longest
+
+from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+
+HAS_A_CPU_PATH = (
+    "is_available",
+    '"gloo"',
+    "'gloo'",
+    "--device",
+    "--backend",
+    "is_nccl_available",
+    "accelerator",
+)
+
+
+def collective_order(evidence: RunEvidence) -> Findings:
+    """Compare the collectives of two ranks call by call, as far as both ranks have come.
+
+    At the end, also find a rank that waits for the other.
+    """
+    if not evidence.has_several_ranks:
+        return
+    first_calls, second_calls = (
+        [event for event in log.select("coll") if not event["group"]]
+        for log in evidence.run.ranks[:2]
+    )
+    for number, (first, second) in enumerate(zip_longest(first_calls, second_calls), 1):
+        if first is None:
+            yield from unanswered_collective(evidence, 1, second, number)
+            return
+        if second is None:
+            yield from unanswered_collective(evidence, 0, first, number)
+            return
+        if first["op"] != second["op"] or have_different_shapes(first, second):
+            yield evidence.finding(
+                "collective-order",
+                first["at"],
+                f"collective {number} is {describe_collective(evidence, first)} on rank 0 and "
+                f"{describe_collective(evidence, second)} on rank 1",
+                0,
+            )
+            return
+    if evidence.run.has_stalled:
+        yield from unanswered_backward(evidence)
+
+
+def have_different_shapes(first: Event, second: Event) -> bool:
+    """Return whether shapes differ in a collective that needs equal ones."""
+    allows_any_shape = "gather" in first["op"] or first["op"] == "broadcast_object_list"
+    return first.get("shape") != second.get("shape") and not allows_any_shape
+
+
+def describe_collective(evidence: RunEvidence, event: Event) -> str:
+    shape = f" of shape {event['shape']}" if "shape" in event else ""
+    return f"{event['op']}{shape} at {evidence.code_line(event['at'])}"
+
+
+def unanswered_collective(evidence: RunEvidence, rank: int, event: Event, number: int) -> Findings:
+    """Find a rank that waits in a collective which the other rank does not reach."""
+    peer = 1 - rank
+    peer_log = evidence.run.ranks[peer]
+    peer_ended_by_itself = peer_log.has_ended and not peer_log.select("enough")
+    if not evidence.run.has_stalled and not peer_ended_by_itself:
+        return
+    if list(uneven_end(evidence)):  # which has its own finding
+        return
+    yield evidence.finding(
+        "collective-order",
+        event["at"],
+        f"rank {rank} waits in {event['op']} (its collective {number}), and rank {peer} has not "
+        f"come: {describe_last_event(evidence, peer_log)}",
+        rank,
+    )
+
+
+def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
+    if log.has_ended:
+        return "it has ended"
+    events = [event for event in log.events if event.get("at")]
+    if not events:
+        return "it has done nothing"
+    last = events[-1]
+    return f"it was last seen at {evidence.code_line(last['at'])} ({last['k']})"
+
+
+def uneven_end(evidence: RunEvidence) -> Findings:
+    """Find a rank that has left the training loop while the other is still in it.
+
+    Only in a run that stands still, or breaks off.
+    """
+    is_stalled = evidence.run.has_stalled and not evidence.run.select("join")
+    if not evidence.has_several_ranks or not is_stalled:
+        return
+    logs = evidence.run.ranks[:2]
+    backwards = [len(log.select("backward")) for log in logs]
+    passes = [len(log.training_passes) for log in logs]
+    if backwards[0] == backwards[1] or min(backwards) == 0 or min(passes) == 0:
+        return
+    fewer = 0 if backwards[0] < backwards[1] else 1
+    last_pass = logs[fewer].training_passes[-1]
+    # That rank is done with the pass, and does something else before the next one.
+    if passes[0] != passes[1] and last_pass.end is not None:
+        return
+    if logs[fewer].has_ended or has_left_loop(evidence, logs[fewer], last_pass):
+        steps = len(logs[fewer].select("step"))
+        yield evidence.finding(
+            "uneven-steps",
+            last_pass.line,
+            f"rank {fewer} has left the loop after {steps} steps, and rank {1 - fewer} is in its "
+            f"step {backwards[1 - fewer]}",
+            fewer,
+        )
+
+
+def has_left_loop(evidence: RunEvidence, log: RankLog, last_pass: LoaderPass) -> bool:
+    """Return whether the last collective of a rank is outside of the loop over a pass."""
+    collectives = [e for e in log.select("coll") if e["n"] > last_pass.start["n"]]
+    loop = find_loop(evidence, last_pass)
+    if not collectives or loop is None:
+        return False
+    first_line, last_line = loop
+    function_of_loop = last_pass.line[2]
+    for frame in collectives[-1].get("way", "").split(" < "):
+        function, _, line = frame.rpartition(":")
+        if frame and function == function_of_loop and first_line <= int(line) <= last_line:
+            return False
+    return True
+
+
+def find_loop(evidence: RunEvidence, one_pass: LoaderPass) -> tuple[int, int] | None:
+    """Return the first and the last line of the loop over a pass, if the source has it."""
+    if not one_pass.line:
+        return None
+    file = evidence.source.file(evidence.code_line(one_pass.line).file)
+    if file is None:
+        return None
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.For) and node.lineno == one_pass.line[1]:
+            return node.lineno, node.end_lineno or node.lineno
+    return None
+
+
+def unanswered_backward(evidence: RunEvidence) -> Findings:
+    """Find a rank in a backward pass, with the wrapper's collectives, that the other lacks."""
+    backwards = [log.select("backward") for log in evidence.run.ranks[:2]]
+    counts = [len(events) for events in backwards]
+    if counts[0] == counts[1]:
+        return
+    waiting = 0 if counts[0] > counts[1] else 1
+    peer = 1 - waiting
+    event = backwards[waiting][counts[peer]]
+    yield evidence.finding(
+        "collective-order",
+        event["at"],
+        f"rank {waiting} waits in backward pass {counts[peer] + 1}, and rank {peer} makes "
+        f"{counts[peer]}",
+        waiting,
+    )
+
+
+def uneven_backward(evidence: RunEvidence) -> Findings:
+    """Compare the number of backward passes, for loops without a loader."""
+    run = evidence.run
+    if not evidence.has_several_ranks or run.select("join"):
+        return
+    if any(log.training_passes for log in run.ranks):
+        return
+    is_at_end = (run.has_finished or run.has_stalled) and not run.was_cut_short
+    backwards = [log.select("backward") for log in run.ranks[:2]]
+    counts = [len(events) for events in backwards]
+    if is_at_end and counts[0] != counts[1] and min(counts) > 1:
+        more = 0 if counts[0] > counts[1] else 1
+        yield evidence.finding(
+            "uneven-steps",
+            backwards[more][-1]["at"],
+            f"rank 0 makes {counts[0]} backward passes and rank 1 {counts[1]}",
+            more,
+        )
+
+
+def no_destroy(evidence: RunEvidence) -> Findings:
+    """Find a process group that the script makes and never destroys."""
+    run = evidence.run
+    made = [event for _, event in run.select("init") if event["direct"]]
+    if not made or evidence.source.contains("destroy_process_group"):
+        return
+    if run.was_cut_short or run.has_stalled or not run.has_finished:
+        text = "and no file of the script calls destroy_process_group"
+    else:
+        ranks_with_group = [rank for rank, event in run.select("exit") if event["group"]]
+        if not ranks_with_group:
+            return
+        text = f"and is still there when {len(ranks_with_group)} ranks end"
+    yield evidence.finding(
+        "no-destroy", made[0]["at"], f"the group is made on {len(made)} ranks, {text}"
+    )
+
+
+def cuda_only(evidence: RunEvidence) -> Findings:
+    """Find a process group on NCCL in a script that cannot run without a GPU."""
+    if evidence.source.contains(*HAS_A_CPU_PATH):
+        return
+    for rank, event in evidence.run.select("init"):
+        if "nccl" in event["backend"] and event["direct"]:
+            yield evidence.finding(
+                "cuda-only",
+                event["at"],
+                f"the backend is {event['backend']}, and the script never asks whether there is a "
+                f"GPU",
+                rank,
+            )
+            return

@@ -1,0 +1,344 @@
+"""Rules for the samples that the ranks read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+from stepladder.tools.check.finding import Finding
+from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+
+Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
+
+
+def set_epoch(evidence: RunEvidence) -> Findings:
+    """Find passes of one line that read the same samples in the same order."""
+    log = evidence.run.ranks[0]
+    passes_by_line: dict[str, list[LoaderPass]] = defaultdict(list)
+    for one_pass in log.passes:
+        shuffles_for_training = one_pass.calls_no_model and one_pass.start["distributed"]
+        if one_pass.is_training or shuffles_for_training:
+            line = str(one_pass.start.get("way") or one_pass.line)
+            passes_by_line[line].append(one_pass)
+    for passes in passes_by_line.values():
+        for first, second in pairwise(passes):
+            if repeats_order(first, second):
+                yield repeated_order(evidence, log, first, second)
+                break
+
+
+def repeated_order(
+    evidence: RunEvidence, log: RankLog, first: LoaderPass, second: LoaderPass
+) -> Finding:
+    samplers = {first.start["sampler_id"], second.start["sampler_id"]}
+    calls = [event for event in log.select("setepoch") if event["sampler"] in samplers]
+    line = first.line
+    description = "set_epoch was never called"
+    if calls:
+        line = calls[0]["at"]
+        values = ", ".join(str(event["value"]) for event in calls[:4])
+        description = f"set_epoch was called {len(calls)} times, with {values}"
+    count = len(first.indices or first.rows or [])
+    return evidence.finding(
+        "set-epoch",
+        line,
+        f"passes {first.number} and {second.number} read the same {count} samples in the same "
+        f"order; {description}",
+    )
+
+
+def repeats_order(first: LoaderPass, second: LoaderPass) -> bool:
+    """Return whether a sampler that depends on set_epoch shuffled two passes alike."""
+    if not depends_on_set_epoch(first.start):
+        return False
+    if not first.is_complete or not second.is_complete:
+        return False
+    if first.start["length"] != second.start["length"]:
+        return False
+    if first.indices is not None:
+        return second.indices == first.indices and len(set(first.indices)) > 3
+    if first.rows is not None:
+        return second.rows == first.rows and len(set(first.rows)) > 3
+    return False
+
+
+def depends_on_set_epoch(start: Event) -> bool:
+    has_shuffling_sampler = start["settable"] and start["shuffle"]
+    has_iterable_data = start["iterable"] and start["data_settable"]
+    return bool(has_shuffling_sampler or has_iterable_data)
+
+
+def shares_of(passes: list[LoaderPass]) -> list[Share] | None:
+    """Return what each rank read in a pass.
+
+    These are indices if all ranks have the same data set, else hashes of rows, or None where
+    neither was recorded.
+    """
+    indices = [one_pass.indices for one_pass in passes]
+    if have_same_data(passes) and None not in indices:
+        return [list(of_rank or []) for of_rank in indices]
+    rows = [one_pass.rows for one_pass in passes]
+    if None not in rows:
+        return [list(of_rank or []) for of_rank in rows]
+    return None
+
+
+def have_same_data(passes: list[LoaderPass]) -> bool:
+    return len({one_pass.start["print"] for one_pass in passes}) == 1
+
+
+def are_complete(passes: list[LoaderPass]) -> bool:
+    return all(one_pass.is_complete for one_pass in passes)
+
+
+def has_replacement(share: Share) -> bool:
+    """Return whether samples were drawn with replacement: more than 2 % repeat."""
+    return len(share) - len(set(share)) > max(1, len(share) // 50)
+
+
+def same_samples(evidence: RunEvidence) -> Findings:
+    """Find ranks that read the same samples, or shards that overlap."""
+    if not evidence.has_several_ranks:
+        return
+    for passes in evidence.training_passes():
+        shares = shares_of(passes)
+        if shares is None or any(one_pass.end is None for one_pass in passes):
+            continue
+        finding = compare_shares(evidence, passes, shares)
+        if finding is not None:
+            yield finding
+            return
+    yield from same_inputs(evidence)
+
+
+def compare_shares(
+    evidence: RunEvidence, passes: list[LoaderPass], shares: list[Share]
+) -> Finding | None:
+    """Return the finding of two ranks that read the same samples, or of shards that overlap."""
+    sets = [set(share) for share in shares]
+    sizes = [len(samples) for samples in sets]
+    if min(sizes) < 4:
+        return None
+    common = sets[0] & sets[1]
+    draws_with_replacement = any(map(has_replacement, shares))
+    is_nearly_equal = len(common) >= 0.95 * max(sizes) and not draws_with_replacement
+    if shares[0] == shares[1] or is_nearly_equal:
+        return evidence.finding(
+            "same-samples",
+            passes[0].loader_line,
+            f"in pass {passes[0].number} rank 0 and rank 1 read {sizes[0]} and {sizes[1]} "
+            f"samples, {len(common)} of them the same",
+        )
+    if draws_with_replacement:
+        return None
+    return overlapping_shards(evidence, passes, sets)
+
+
+def overlapping_shards(
+    evidence: RunEvidence, passes: list[LoaderPass], sets: list[set[object]]
+) -> Finding | None:
+    """Return the finding of samples that two ranks read, while no rank reads some others.
+
+    Padding, which fills up the last batches, repeats only the first samples.
+    """
+    first = passes[0]
+    common = len(sets[0] & sets[1])
+    length = None if first.indices is None else first.start["length"]
+    unread = max(0, length - len(set.union(*sets))) if length else 0
+    rank_count = len(passes)
+    leaves_samples_out = unread > rank_count and common > rank_count
+    if common <= padding_limit(passes) and not leaves_samples_out:
+        return None
+    if not unread and common <= rank_count * largest_batch(passes):
+        return None
+    text = f"in pass {first.number} {common} samples are read by rank 0 and by rank 1"
+    if length:
+        text += f", {unread} of {length} are read by none"
+    else:
+        text += f", of {len(sets[0])} and {len(sets[1])}"
+    return evidence.finding("overlapping-shards", first.sampler_line, text)
+
+
+def padding_limit(passes: list[LoaderPass]) -> int:
+    """Return the number of samples that ranks may read in common because of padding."""
+    start = passes[0].start
+    if start["class"] == "DataLoader" and start["distributed"]:
+        return len(passes)
+    return len(passes) * largest_batch(passes)
+
+
+def largest_batch(passes: list[LoaderPass]) -> int:
+    return max((batch["size"] for one_pass in passes for batch in one_pass.batches), default=1)
+
+
+def same_inputs(evidence: RunEvidence) -> Findings:
+    """Compare what goes into the model, batch by batch, for loops without a loader."""
+    if any(log.training_passes for log in evidence.run.ranks):
+        return
+    calls = [recorded_training_calls(log) for log in evidence.run.ranks]
+    pairs = [(a, b) for a, b, *_ in zip(*calls, strict=False)][:12]
+    if len(pairs) < 3:
+        return
+    if all(a["rows"] == b["rows"] and len(set(a["rows"])) > 1 for a, b in pairs):
+        first = pairs[0][0]
+        yield evidence.finding(
+            "same-samples",
+            first["at"],
+            f"in {len(pairs)} of {len(pairs)} steps the model gets the same {first['size']} rows "
+            f"on rank 0 and rank 1",
+        )
+
+
+def recorded_training_calls(log: RankLog) -> list[Event]:
+    """Return the forward passes with a gradient whose inputs were hashed."""
+    return [event for event in log.select("forward") if event.get("rows") and event["grad"]]
+
+
+def workers_repeat(evidence: RunEvidence) -> Findings:
+    """Find a stream from which each worker of a loader reads every row."""
+    for one_pass in evidence.run.ranks[0].training_passes:
+        workers = one_pass.start["workers"]
+        if not one_pass.start["iterable"] or workers < 2 or not one_pass.rows:
+            continue
+        counts = Counter(one_pass.rows)
+        # Not all of them, because the data may have equal rows.
+        repeated = sum(count == workers for count in counts.values())
+        if len(counts) >= 4 and repeated >= 0.9 * len(counts):
+            yield evidence.finding(
+                "workers-repeat",
+                one_pass.loader_line,
+                f"{repeated} of {len(counts)} samples of rank 0 come {workers} times in pass "
+                f"{one_pass.number}; there are {workers} workers",
+            )
+            return
+
+
+def samples_lost(evidence: RunEvidence) -> Findings:
+    """Find samples that no rank reads in any pass, or in one pass."""
+    training_passes = evidence.training_passes()
+    never_read: set[object] | None = None
+    for passes in training_passes:
+        unread = unread_samples(passes)
+        if unread is None:
+            return
+        never_read = unread if never_read is None else never_read & unread
+    if not training_passes:
+        return
+    last = training_passes[-1]
+    if not never_read:
+        yield from samples_lost_by_epoch(evidence, last)
+        return
+    length = last[0].start["length"]
+    count = len(never_read)
+    if len(training_passes) > 1 or count > 0.02 * length:
+        yield evidence.finding(
+            "samples-lost",
+            last[0].loader_line,
+            f"{count} of {length} samples ({100 * count / length:.1f} %) are read by no rank, in "
+            f"any of {len(training_passes)} passes{describe_drop_last(last[0])}",
+        )
+
+
+def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Findings:
+    """Find a shuffled remainder that is dropped: other samples in each pass."""
+    unread = unread_samples(passes)
+    if unread:
+        first = passes[0]
+        yield evidence.finding(
+            "samples-lost",
+            first.loader_line,
+            f"{len(unread)} of {first.start['length']} samples are read by no rank in an epoch, "
+            f"others in each{describe_drop_last(first)}",
+            severity="note",
+        )
+
+
+def describe_drop_last(one_pass: LoaderPass) -> str:
+    owners = []
+    if one_pass.start["drop_last"]:
+        owners.append("the loader")
+    if one_pass.start["sampler_drop"]:
+        owners.append("its sampler")
+    if owners:
+        return f"; {' and '.join(owners)} has drop_last"
+    return ""
+
+
+def unread_samples(passes: list[LoaderPass]) -> set[object] | None:
+    """Return the indices that no rank has read; None where that is not known."""
+    start = passes[0].start
+    has_indices = all(one_pass.indices is not None for one_pass in passes)
+    if not are_complete(passes) or not has_indices or not start["length"]:
+        return None
+    if not have_same_data(passes) or start["length"] != start["base_length"]:
+        return None
+    shares: list[Share] = [list(one_pass.indices or []) for one_pass in passes]
+    if any(map(has_replacement, shares)):
+        return None
+    unread: set[object] = set(range(start["length"]))
+    return unread.difference(*shares)
+
+
+def file_over_fork(evidence: RunEvidence) -> Findings:
+    """Find a file of the data set that is open when the loader forks its workers."""
+    for rank, event in evidence.run.select("shared"):
+        yield evidence.finding(
+            "file-over-fork",
+            event["at"],
+            f"{event['path']} is an open {event['module'] or 'file'} {event['type']} when the "
+            f"loader's workers are forked",
+            rank,
+        )
+        return
+
+
+def uneven_steps(evidence: RunEvidence) -> Findings:
+    """Find passes with more batches on one rank than on another."""
+    if not evidence.has_several_ranks or evidence.run.select("join"):
+        return
+    logs = evidence.run.ranks
+    for number in range(max(len(log.training_passes) for log in logs)):
+        present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
+        is_cut = any(one_pass.end is not None and one_pass.end["cut"] for one_pass in present)
+        if len(present) < 2 or is_cut:
+            continue
+        counts = [len(one_pass.batches) for one_pass in present]
+        complete_counts = [len(p.batches) for p in present if p.is_complete]
+        if complete_counts and max(counts) > min(complete_counts):
+            text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            yield evidence.finding(
+                "uneven-steps",
+                present[0].line,
+                f"batches in pass {present[0].number}: {text}",
+            )
+            return
+
+
+def files_unread(evidence: RunEvidence) -> Findings:
+    """Find files of a training set in several files that no rank has opened."""
+    complete = [passes for passes in evidence.training_passes() if are_complete(passes)]
+    if not complete or not evidence.has_several_ranks:
+        return
+    existing: dict[str, set[str]] = defaultdict(set)
+    opened: dict[str, set[str]] = defaultdict(set)
+    for event in read_events_of_all(evidence):
+        existing[event["pattern"]].update(event.get("beside", []))
+        opened[event["pattern"]].add(event["path"])
+    for pattern, paths in opened.items():
+        unread = existing[pattern] - paths
+        is_data_set = len(paths) >= 2 * len(evidence.run.ranks)
+        if is_data_set and 0 < len(unread) < len(paths):
+            yield evidence.finding(
+                "samples-lost",
+                complete[0][0].loader_line,
+                f"{len(unread)} of {len(existing[pattern])} files {pattern} are opened by no "
+                f"rank, in any of {len(complete)} passes",
+            )
+            return
+
+
+def read_events_of_all(evidence: RunEvidence) -> list[Event]:
+    """Return which files the ranks and their workers have opened."""
+    events = [e for log in evidence.run.ranks for e in [*log.select("read"), *log.worker_events]]
+    return [event for event in events if event["k"] == "read"]

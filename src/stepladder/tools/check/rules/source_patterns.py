@@ -1,0 +1,308 @@
+"""Patterns in the source for which rules on recordings ask."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from stepladder.tools.check.script_source import (
+    SourceFile,
+    constant_value,
+    dotted_name,
+    find_nodes,
+    last_name,
+)
+
+DETACHES = (".item()", ".detach()", "float(", ".data", ".tolist()", ".cpu().numpy()")
+LOSS_NAMES = (
+    "loss",
+    "criterion",
+    "cross_entropy",
+    "mse",
+    "nll",
+    "bce",
+    "l1",
+    "mean()",
+    "acc",
+)
+REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
+COLLECTING_METHODS = ("append", "extend", "add")
+SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
+MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
+
+
+def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
+    """Return the line that stores a loss with its graph; None where there is none.
+
+    Args:
+        file: The file of the backward pass.
+        line: A line of the call of `backward`.
+    """
+    calls = (call for call in file.calls("backward") if is_on_line(call, line))
+    backward = next(calls, None)
+    if backward is None or not isinstance(backward.func, ast.Attribute):
+        return None
+    loss = ast.unparse(backward.func.value)
+    for node in ast.walk(file.enclosing_function(backward)):
+        if keeps_loss(node, loss):
+            return getattr(node, "lineno", None)
+    return None
+
+
+def is_on_line(node: ast.expr, line: int) -> bool:
+    last_line = node.end_lineno or node.lineno
+    return node.lineno <= line <= last_line
+
+
+def keeps_loss(node: ast.AST, loss: str) -> bool:
+    """Return whether a loss is added to a sum, or appended to a list, without being detached."""
+    if isinstance(node, ast.AugAssign):
+        return has_name(node.value, loss) and not is_detached(node.value)
+    if isinstance(node, ast.Call):
+        is_collecting = last_name(node.func) in COLLECTING_METHODS
+        is_argument = any(has_name(argument, loss) for argument in node.args)
+        return is_collecting and is_argument and not is_detached(node)
+    if isinstance(node, ast.Assign):
+        return is_running_sum(node, loss) and not is_detached(node.value)
+    return False
+
+
+def is_running_sum(node: ast.Assign, loss: str) -> bool:
+    """Return whether a statement is `total = total + loss`."""
+    if not isinstance(node.value, ast.BinOp):
+        return False
+    total = ast.unparse(node.targets[0])
+    if total == loss:
+        return False
+    return has_name(node.value, loss) and has_name(node.value, total)
+
+
+def has_name(node: ast.AST, name: str) -> bool:
+    """Return whether a name, such as `loss` or `self.loss`, is in an expression."""
+    for part in ast.walk(node):
+        is_name = isinstance(part, (ast.Name, ast.Attribute))
+        if is_name and ast.unparse(part) == name:
+            return True
+    return False
+
+
+def is_detached(node: ast.AST) -> bool:
+    text = ast.unparse(node)
+    return any(word in text for word in DETACHES)
+
+
+def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[int, int]]:
+    """Yield loops that add up a mean per batch, and divide the sum by the number of batches.
+
+    Each is the line of the loop, and the line of the division or of the call of `mean`.
+    """
+    for loop in find_nodes(file.tree, ast.For):
+        sums = list(unweighted_sums(loop))
+        if not sums:
+            continue
+        for node in ast.walk(file.enclosing_function(loop)):
+            line = getattr(node, "lineno", 0)
+            if line <= loop.lineno:
+                continue
+            if divides_by_batches(node, loop, sums) or is_mean_of(node, sums):
+                yield loop.lineno, line
+
+
+def is_division(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+
+
+def dividend_of(division: ast.BinOp) -> str:
+    return ast.unparse(division.left).removesuffix(".item()")
+
+
+def divides_by_batches(node: ast.AST, loop: ast.For, sums: list[str]) -> bool:
+    """Return whether a node divides one of these sums by the number of batches of the loop."""
+    if not is_division(node):
+        return False
+    dividend = dividend_of(node)
+    divisor = ast.unparse(node.right)
+    for values in sums:
+        if dividend == f"sum({values})":
+            return divisor == f"len({values})"
+    if dividend not in sums:
+        return False
+    count = divisor.replace("max(1, ", "")
+    count = count.replace("float(", "")
+    loader = ast.unparse(iterated_object(loop))
+    if count.startswith(f"len({loader}"):
+        return True
+    return count.rstrip(")") in counters(loop)
+
+
+def is_mean_of(node: ast.AST, sums: list[str]) -> bool:
+    """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
+    if not isinstance(node, ast.Call):
+        return False
+    if last_name(node.func) not in ("mean", "fmean"):
+        return False
+    arguments = [ast.unparse(argument) for argument in node.args]
+    function = ast.unparse(node.func)
+    return any(name in arguments or f"({name})" in function for name in sums)
+
+
+def iterated_object(loop: ast.For) -> ast.expr:
+    """Return what a loop iterates over, without enumerate, tqdm and the like."""
+    iterated = loop.iter
+    while isinstance(iterated, ast.Call) and iterated.args:
+        iterated = iterated.args[0]
+    return iterated
+
+
+def counters(loop: ast.For) -> Iterator[str]:
+    """Yield the names that grow by one in a loop."""
+    for node in find_nodes(loop, ast.AugAssign):
+        if constant_value(node.value) == 1:
+            yield ast.unparse(node.target)
+
+
+def unweighted_sums(loop: ast.For) -> Iterator[str]:
+    """Yield the names that the mean of each batch is added or appended to, without its size."""
+    for node in ast.walk(loop):
+        if is_addition(node) and is_mean(node.value, loop):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Call) and is_mean_appended(node, loop):
+            yield ast.unparse(node.func).removesuffix(".append")
+
+
+def is_mean_appended(call: ast.Call, loop: ast.For) -> bool:
+    """Return whether a call is `values.append(mean)`."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
+        return False
+    return len(call.args) == 1 and is_mean(call.args[0], loop)
+
+
+def is_addition(node: ast.AST) -> TypeGuard[ast.AugAssign]:
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+
+
+def is_mean(value: ast.expr, loop: ast.For) -> bool:
+    """Return whether a value is the mean of a loss over a batch."""
+    text = ast.unparse(value)
+    if "sum" in text or has_product(value):
+        return False
+    name = text.split(".")[0]
+    name = name.removeprefix("float(").rstrip(")")
+    texts = [text]
+    for statement in assignments(loop, name):
+        texts.append(ast.unparse(statement.value))
+    joined = " ".join(texts).lower()
+    is_divided = ".mean()" in joined or "/" in joined
+    is_sum = "reduction='sum'" in joined or (".sum()" in joined and not is_divided)
+    return not is_sum and any(loss in joined for loss in LOSS_NAMES)
+
+
+def has_product(node: ast.AST) -> bool:
+    operations = find_nodes(node, ast.BinOp)
+    return any(isinstance(operation.op, ast.Mult) for operation in operations)
+
+
+def assignments(node: ast.AST, name: str) -> Iterator[ast.Assign]:
+    """Yield the statements within a node that assign to a name."""
+    for statement in find_nodes(node, ast.Assign):
+        targets = [ast.unparse(target) for target in statement.targets]
+        if name in targets:
+            yield statement
+
+
+def reduced_quotients(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Yield the reductions of tensors that were made from a quotient or a mean.
+
+    Each is the line, and the name of the function that contains it.
+    """
+    for call in file.calls("all_reduce", "reduce"):
+        is_of_torch = "dist" in dotted_name(call.func)
+        is_collective = is_of_torch or last_name(call.func) == "all_reduce"
+        if not call.args or not is_collective:
+            continue
+        name = ast.unparse(call.args[0])
+        function = file.enclosing_function(call)
+        for statement in assignments(function, name):
+            if statement.lineno >= call.lineno:
+                continue
+            if is_quotient(statement.value, function, file.tree):
+                yield call.lineno, getattr(function, "name", "")
+
+
+def local_quotients(file: SourceFile) -> Iterator[tuple[int, int, str]]:
+    """Yield the totals of all ranks that are divided by the count of one rank.
+
+    Each is the line of the reduction, the line of the quotient, and a description of both.
+    """
+    reductions = [call for call in file.calls("all_reduce") if call.args]
+    reduced = [ast.unparse(call.args[0]) for call in reductions]
+    for call, total in zip(reductions, reduced, strict=True):
+        if not total or any(word in ast.unparse(call) for word in REDUCES_NO_SUM):
+            continue
+        function = file.enclosing_function(call)
+        counts = row_counts_in(function)
+        for division in find_nodes(function, ast.BinOp):
+            if not is_division(division) or division.lineno <= call.lineno:
+                continue
+            divisor = ast.unparse(division.right)
+            is_total = dividend_of(division) in (total, f"float({total})")
+            is_reduced = any(divisor in name for name in reduced)
+            if is_total and divisor in counts and not is_reduced:
+                text = (
+                    f"{total} is summed over the ranks, and {divisor} is what this rank has counted"
+                )
+                yield call.lineno, division.lineno, text
+
+
+def row_counts_in(function: ast.AST) -> set[str]:
+    """Return the names that grow in a loop of a function by the size of a batch."""
+    names: set[str] = set()
+    for loop in find_nodes(function, ast.For):
+        names.update(row_counts(loop))
+    return names
+
+
+def row_counts(loop: ast.For) -> Iterator[str]:
+    """Yield the names that grow in a loop by the size of a batch."""
+    for node in ast.walk(loop):
+        if is_addition(node):
+            value = ast.unparse(node.value)
+            is_size = any(part in value for part in SIZES_OF_TENSORS)
+            if is_size or value.startswith("len("):
+                yield ast.unparse(node.target)
+
+
+def returns_quotient(call: ast.Call, module: ast.Module) -> bool:
+    """Return whether a call is of a function of the same file that always returns a quotient."""
+    name = last_name(call.func)
+    returned: list[ast.expr | None] = []
+    for function in find_nodes(module, ast.FunctionDef):
+        if function.name == name:
+            for statement in find_nodes(function, ast.Return):
+                returned.append(statement.value)
+    return bool(returned) and all(map(is_division, returned))
+
+
+def is_quotient(value: ast.expr, function: ast.AST, module: ast.Module) -> bool:
+    """Return whether a value is a quotient, or a tensor that is made of one.
+
+    For example `tensor(total / count)`, or `tensor(mean)` after `mean = total / count`.
+    """
+    if not isinstance(value, ast.Call) or not value.args:
+        return is_division(value)
+    inner = value.args[0]
+    if isinstance(inner, ast.Call) and returns_quotient(inner, module):
+        return True
+    if isinstance(inner, (ast.List, ast.Tuple)):
+        if len(inner.elts) != 1:
+            return False
+        inner = inner.elts[0]
+    if is_division(inner):
+        return True
+    if not isinstance(inner, ast.Name):
+        return False
+    if last_name(value.func) not in MAKES_TENSOR:
+        return False
+    statements = list(assignments(function, inner.id))
+    return bool(statements) and is_division(statements[-1].value)

@@ -1,0 +1,292 @@
+"""Runs of the script until it trains: alone if it makes its own ranks, on one node, with GPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepladder.tools.check.failure import (
+    Folders,
+    NotChecked,
+    classify_failure,
+    hide_check_frames,
+)
+from stepladder.tools.check.isolation.sandbox import OVERLAID
+from stepladder.tools.check.rank_processes import (
+    LaunchOutcome,
+    RankLaunch,
+    read_refused_paths,
+    run_ranks,
+)
+from stepladder.tools.check.recording import Recording, read_recording
+from stepladder.tools.check.script_source import ScriptSource
+
+WRAPS_ON_GPUS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "fully_shard",
+    "nccl",
+)
+ASKS_FOR_GPUS = ("is_available", "current_accelerator")
+CHOOSES_THE_DEVICE = (
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "transformers",
+)
+KNOWS_ITS_NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")
+MAKES_A_GROUP = (
+    "init_process_group",
+    "accelerate",
+    "lightning",
+    "deepspeed",
+    "transformers",
+)
+COMMUNICATES_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
+IS_MODEL_PARALLEL = (
+    "parallelize_module",
+    "torch.distributed.pipelining",
+    "PipelineStage(",
+)
+TRAINING_EVENTS = ("step", "backward", "graded")
+WORKING_EVENTS = ("forward", "backward", "step", "coll")
+EARLY_READ_INTERVAL_S = 1.5
+MOST_BYTES_READ_EARLY = 4 << 20
+MOST_OUTPUT_LINES = 20
+
+LOST_PEER = re.compile(
+    r"Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed"
+)
+NO_DATA_PARALLELISM = "the script is not data parallel: rules that compare ranks do not apply"
+RAN_ALONE = "the script's processes never meet in a process group: it was run alone, as one process"
+RANKS_NOT_COMPARED = (
+    "the script's processes never meet in a process group: rules that compare ranks do not apply"
+)
+
+Watch = Callable[[Recording], None]
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """One start of the script: how it was started, how it ended, and what was recorded."""
+
+    launch: RankLaunch
+    outcome: LaunchOutcome
+    recording: Recording
+
+    @property
+    def last_output(self) -> str:
+        """The last lines that the first rank has printed."""
+        output = hide_check_frames(self.outcome.output(0), self.folders)
+        return "\n".join(output.rstrip().splitlines()[-MOST_OUTPUT_LINES:])
+
+    @property
+    def has_worked(self) -> bool:
+        return bool(self.recording.select(*WORKING_EVENTS))
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any process has trained, also one that the script has made itself."""
+        logs = [*self.recording.ranks, *self.recording.other_processes]
+        return any(log.select(*TRAINING_EVENTS) for log in logs)
+
+    @property
+    def is_successful(self) -> bool:
+        return self.has_worked and not self.outcome.failed
+
+    @property
+    def depends_on_gpus(self) -> bool:
+        """Whether another answer of `is_available` may help.
+
+        It may if the script has asked and then failed, or done no work, or if a simulation failed.
+        """
+        if self.is_successful or self.outcome.late:
+            return False
+        has_asked = bool(self.recording.select("asked"))
+        return has_asked or (self.failure is not None and self.failure.cause == "check")
+
+    @property
+    def folders(self) -> Folders:
+        return Folders(self.launch.settings.copy, self.launch.settings.original)
+
+    @property
+    def failure(self) -> NotChecked | None:
+        """The reason why ranks have failed: a failure of the check on any rank comes first."""
+        failures = []
+        for rank, code in enumerate(self.outcome.codes):
+            if code not in (0, None):
+                output = self.outcome.output(rank).rstrip() or f"exit code {code}"
+                failures.append(classify_failure(output, self.folders, self.launch.simulates_gpus))
+        if not failures:
+            return None
+        by_check = [failure for failure in failures if failure.cause == "check"]
+        first_to_fail = [failure for failure in failures if not LOST_PEER.search(failure.output)]
+        return [*by_check, *first_to_fail, *failures][0]
+
+
+def expects_gpus(source: ScriptSource) -> bool:
+    """Return what `torch.cuda.is_available()` answers at the first start.
+
+    A script that asks, and wraps its model for several GPUs or names nccl, is meant for a machine
+    with GPUs, and often wraps the model only there. Libraries that choose the device themselves
+    work with either answer, but with GPUs they choose a backend that is not simulated.
+    """
+    asks = source.contains(*WRAPS_ON_GPUS) and source.contains(*ASKS_FOR_GPUS)
+    return asks and not source.imports(*CHOOSES_THE_DEVICE)
+
+
+class ScriptRuns:
+    """Starts one script as often as necessary.
+
+    Args:
+        source: The script's files.
+        watch: Called now and then with the recording of a start that will not be repeated.
+    """
+
+    def __init__(self, source: ScriptSource, watch: Watch) -> None:
+        self.source = source
+        self.watch = watch
+        self.notes: list[str] = []
+        self.last_read = 0.0
+        self.used_copy: Path | None = None
+
+    def run(self, launch: RankLaunch) -> ScriptRun:
+        """Run the script, and return the run that counts. All others leave no trace."""
+        if self.source.contains(*IS_MODEL_PARALLEL):
+            self.notes.append(NO_DATA_PARALLELISM)
+        if launch.gpus_available or not launch.simulates_gpus:
+            return self.rerun_if_separate(self.run_on_nodes(launch, "run", is_last=True))
+        with_gpus = expects_gpus(self.source)
+        first_launch = replace(launch, gpus_available=with_gpus)
+        run = self.run_on_nodes(first_launch, "run", is_last=False)
+        if run.depends_on_gpus:
+            second_launch = replace(launch, gpus_available=not with_gpus)
+            name = "no-gpus" if with_gpus else "gpus"
+            second = self.run_on_nodes(second_launch, name, is_last=True)
+            if second.is_successful or second.launch.gpus_available:
+                run = second
+        return self.rerun_if_separate(run)
+
+    def run_on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+        """Run the script on two simulated nodes.
+
+        If that fails, and the script knows its node, run it on one.
+        """
+        can_have_nodes = launch.nodes > 1 and not launch.is_alone
+        knows_node = can_have_nodes and self.source.contains(*KNOWS_ITS_NODE)
+        run = self.run_once(launch, name, is_last and not knows_node)
+        if run.outcome.failed and knows_node and not run.launch.is_alone:
+            run = self.run_once(replace(launch, nodes=1), f"{name}-one-node", is_last)
+        return run
+
+    def run_once(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+        """Run the script, and once more if it was started in a wrong way.
+
+        It is started again as one process if it makes its ranks itself, and with more overlays if
+        a change outside the copy was refused that an overlay allows.
+        """
+        launch = self.with_fresh_copy(launch, name)
+        outcome = run_ranks(launch, name, self.make_watcher(launch, is_last))
+        if outcome.spawns and not launch.is_alone:
+            name_alone = f"{name}-alone"
+            launch = self.with_fresh_copy(replace(launch, is_alone=True), name_alone)
+            outcome = run_ranks(launch, name_alone, self.make_watcher(launch, is_last))
+        refused = read_refused_paths(outcome.folder)
+        if launch.sandbox.can_cover(refused):
+            name_overlaid = f"{name}{OVERLAID}"
+            launch = self.with_fresh_copy(launch, name_overlaid, refused)
+            outcome = run_ranks(launch, name_overlaid, self.make_watcher(launch, is_last))
+        recording = replace(
+            self.read_recording(outcome.folder, launch),
+            has_stalled=outcome.has_stalled or outcome.failed,
+            has_finished=all(code == 0 for code in outcome.codes),
+        )
+        return ScriptRun(launch, outcome, recording)
+
+    def with_fresh_copy(
+        self, launch: RankLaunch, name: str, writes: Sequence[str] = ()
+    ) -> RankLaunch:
+        """Return a launch in a copy without the files that an earlier start has written.
+
+        The script may resume from those.
+
+        Args:
+            launch: How the script is started.
+            name: The name of this start.
+            writes: Paths outside the copy that the script was seen to write.
+        """
+        copy = Path(launch.settings.copy)
+        if self.used_copy is not None:
+            shutil.rmtree(self.used_copy, ignore_errors=True)
+            copy = copy.parent / f"copy-{name}"
+            launch.sandbox.move_to(copy, writes)
+        self.used_copy = copy
+        return replace(launch, settings=replace(launch.settings, copy=str(copy)))
+
+    def rerun_if_separate(self, run: ScriptRun) -> ScriptRun:
+        """Run a one-process command as such: ranks that never make a group are copies of it.
+
+        The run with ranks counts if the script fails alone, or if it failed and could have made a
+        group later.
+        """
+        could_make_group = run.outcome.failed and self.source.contains(*MAKES_A_GROUP)
+        is_certain = run.launch.is_alone or run.outcome.late or could_make_group
+        if is_certain or not self.are_separate(run.recording):
+            return run
+        note = RAN_ALONE
+        alone = self.run_once(replace(run.launch, is_alone=True), "one-process", is_last=True)
+        if alone.outcome.failed:
+            note = RANKS_NOT_COMPARED
+            alone = run
+        if not alone.outcome.failed:
+            self.notes.append(note)
+        return alone
+
+    def make_watcher(self, launch: RankLaunch, is_last: bool) -> Callable[[Path], None]:
+        """Return a function that passes on the recording of a run, unless it will be repeated."""
+
+        def read_and_watch(folder: Path) -> None:
+            is_early = time.monotonic() - self.last_read < EARLY_READ_INTERVAL_S
+            if not is_last or is_early or size_of_recordings(folder) > MOST_BYTES_READ_EARLY:
+                return
+            recording = self.read_recording(folder, launch)
+            has_group = launch.is_alone or recording.select("who")
+            will_be_repeated = recording.select("refused", "spawns")
+            if has_group and not will_be_repeated:
+                self.watch(recording)
+            self.last_read = time.monotonic()
+
+        return read_and_watch
+
+    def read_recording(self, folder: Path, launch: RankLaunch) -> Recording:
+        recording = read_recording(folder, launch.settings.original, launch.settings.copy)
+        recording = replace(recording, is_single_process=launch.is_alone)
+        if self.are_separate(recording) or self.source.contains(*IS_MODEL_PARALLEL):
+            return recording.as_single_process()
+        return recording
+
+    def are_separate(self, recording: Recording) -> bool:
+        """Return whether the ranks have nothing to do with each other.
+
+        Workers that the script has made itself, and that train nothing, can still be compared by
+        the random numbers that they draw.
+        """
+        has_group = recording.select("who", "init") or shares_samples(recording)
+        only_draws = recording.is_single_process and not recording.select(*TRAINING_EVENTS)
+        if has_group or only_draws:
+            return False
+        return not self.source.contains(*COMMUNICATES_WITHOUT_A_GROUP)
+
+
+def size_of_recordings(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+
+
+def shares_samples(recording: Recording) -> bool:
+    """Return whether a sampler divides the samples: then the ranks are meant to train together."""
+    return any((event.get("replicas") or 1) > 1 for _, event in recording.select("pass"))

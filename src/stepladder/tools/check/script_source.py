@@ -1,0 +1,193 @@
+"""The source of the user's script: its files, parsed, and questions that several rules ask."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from stepladder.core.errors import InputError
+from stepladder.core.python_file import parse_source
+
+Node = TypeVar("Node", bound=ast.AST)
+
+SUPPRESSION = re.compile(r"#\s*stepladder:\s*ignore\[(?P<rules>[\w, -]+)\]\s*(?P<reason>.*)")
+MOST_SOURCE_FILES = 60
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the source; findings show it by its name."""
+
+    path: Path
+    name: str
+    tree: ast.Module
+    text: str
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def line(self, number: int) -> str:
+        """Return the text of a line; empty where the file does not have it."""
+        if 0 < number <= len(self.lines):
+            return self.lines[number - 1]
+        return ""
+
+    def is_suppressed(self, rule: str, line: int) -> bool:
+        """Return whether a comment suppresses the findings of a rule on a line.
+
+        The comment has a reason, and is on the line, or alone on the line above.
+        """
+        candidates = [self.line(line)]
+        line_above = self.line(line - 1).strip()
+        if line_above.startswith("#"):
+            candidates.append(line_above)
+        for text in candidates:
+            comment = SUPPRESSION.search(text)
+            if comment and comment["reason"].strip():
+                rules = comment["rules"].split(",")
+                return rule in [name.strip() for name in rules]
+        return False
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of functions and methods of these names."""
+        for call in find_nodes(self.tree, ast.Call):
+            if last_name(call.func) in names:
+                yield call
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        parents = {}
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                parents[child] = node
+        return parents
+
+    def enclosing_function(self, node: ast.AST) -> ast.AST:
+        """Return the innermost function around a node, or the module."""
+        while node in self.parents:
+            node = self.parents[node]
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return node
+        return self.tree
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """The script, and the modules next to it that it imports."""
+
+    files: tuple[SourceFile, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return "\n".join(file.text for file in self.files)
+
+    def contains(self, *texts: str) -> bool:
+        """Return whether any of these texts is in any file."""
+        return any(text in self.text for text in texts)
+
+    def imports(self, *packages: str) -> bool:
+        """Return whether any file imports one of these packages, or a part of it."""
+        imported: set[str] = set()
+        for file in self.files:
+            imported.update(imported_packages(file.tree))
+        return not imported.isdisjoint(packages)
+
+    def calls(self, *names: str) -> list[tuple[SourceFile, ast.Call]]:
+        return [(file, call) for file in self.files for call in file.calls(*names)]
+
+    def is_suppressed(self, rule: str, name: str, line: int) -> bool:
+        file = self.file(name)
+        return file is not None and file.is_suppressed(rule, line)
+
+    def file(self, name: str) -> SourceFile | None:
+        return next((file for file in self.files if file.name == name), None)
+
+
+def find_nodes(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
+    """Yield the nodes of one type in a tree, in the order of ast.walk."""
+    for node in ast.walk(tree):
+        if isinstance(node, kind):
+            yield node
+
+
+def last_name(node: ast.AST) -> str:
+    """Return `all_reduce` of `dist.all_reduce`; empty where a node is no name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return `dist.all_reduce` of that expression, without the parts that are no names."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}".strip(".")
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword_value(call: ast.Call, name: str) -> ast.expr | None:
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return None
+
+
+def constant_value(node: ast.AST | None) -> object:
+    if isinstance(node, ast.Constant):
+        return node.value
+    return None
+
+
+def read_source(script: Path, folder: Path) -> ScriptSource:
+    """Read a script, the modules next to it that it imports, and the modules that those import."""
+    files: dict[Path, SourceFile] = {}
+    paths = [script]
+    while paths:
+        path = paths.pop()
+        if path in files or len(files) > MOST_SOURCE_FILES:
+            continue
+        try:
+            tree = parse_source(path)
+        except InputError:
+            if path == script:
+                raise
+            continue
+        is_in_folder = path.is_relative_to(folder)
+        name = str(path.relative_to(folder) if is_in_folder else path)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        files[path] = SourceFile(path, name, tree, text)
+        paths += imported_paths(tree, path.parent)
+    return ScriptSource(tuple(files.values()))
+
+
+def imported_packages(tree: ast.Module) -> Iterator[str]:
+    """Yield the top-level packages that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def imported_paths(tree: ast.Module, folder: Path) -> list[Path]:
+    """Return the files in a folder that a file of it imports."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names.append(module)
+            names += [f"{module}.{alias.name}".strip(".") for alias in node.names]
+    paths: list[Path] = []
+    for name in filter(None, names):
+        target = folder / name.replace(".", "/")
+        paths.append(target.with_name(f"{target.name}.py"))
+    for name in filter(None, names):
+        paths.append(folder / name.replace(".", "/") / "__init__.py")
+    return [path.resolve() for path in paths if path.is_file()]
