@@ -175,7 +175,7 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
             (span for spans in shares for span in spans), key=lambda span: span.number
         )
         assert complete == plan.microbatches(step)
-        planned = compute_planned_steps(plan, 0, 3, ranks, in_rounds=True)
+        planned = compute_planned_steps(plan, 0, 3, ranks, round_robin=True)
         for rank, spans in enumerate(shares):
             own_part = np.concatenate(
                 [np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)]
