@@ -17,7 +17,7 @@ import stepladder
 from pages import PAGES, REPOSITORY, blocks, documented_keys, run_blocks
 
 SOURCE = REPOSITORY / "src" / "stepladder"
-MAP = REPOSITORY / "docs" / "map.md"
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 
 PATH_IN_TEXT = re.compile(
     r"(?<![\w./-])(?:src|tests|docs|lessons|benchmarks|slurm|docker)/[\w./-]*\w"
@@ -135,6 +135,7 @@ def test_pages_are_short() -> None:
         "README.md": 120,
         "docs/resume.md": 110,
         "docs/shard.md": 170,
+        "docs/glossary.md": 180,
         "docs/json.md": 250,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 250  # a line per behaviour
@@ -173,14 +174,39 @@ def test_make_and_ci_have_the_readme_s_targets() -> None:
     )
 
 
-def test_the_map_shows_every_room_and_no_other() -> None:
+def test_the_architecture_page_shows_every_package_and_no_other() -> None:
     rooms = {
         path.name + "/" * path.is_dir() for path in SOURCE.iterdir() if path.suffix in ("", ".py")
     }
     rooms -= {"__init__.py", "__main__.py", "__pycache__/"}
-    table = [line for line in MAP.read_text().splitlines() if line.startswith("| `")]
+    section = ARCHITECTURE.read_text().split("## Packages and layers")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
     shown = {name for line in table for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])}
     assert shown == rooms
+
+
+CHANGES = (
+    "a logger",
+    "a rule of `check`",
+    "a sharding variant",
+    "a data source",
+    "a cluster",
+    "an error message",
+    "a metric",
+    "a flag of `train`",
+    "a lesson",
+    "a benchmark",
+)
+
+
+def test_the_architecture_page_names_the_files_of_each_change() -> None:
+    section = ARCHITECTURE.read_text().split("## Where do I change ...?")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| a")]
+    assert [name.strip() for name, _ in rows] == list(CHANGES)
+    for name, files in rows:
+        paths = [text for text in re.findall(r"`([^`]+)`", files) if "/" in text]
+        assert len(paths) >= 2, name
+        assert [path for path in paths if not (REPOSITORY / path).exists()] == [], name
 
 
 @pytest.mark.parametrize("name", ["commands.md", "errors.md"])

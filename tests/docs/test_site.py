@@ -216,7 +216,7 @@ def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
             )
         else:
             shutil.copy(path, tmp_path / "copy" / name)
-    page = tmp_path / "copy" / "docs" / "map.md"
+    page = tmp_path / "copy" / "docs" / "architecture.md"
     page.write_text(page.read_text() + "\n[gone](gone.md)\n")
     built = build(tmp_path / "copy", tmp_path / "site")
     assert built.returncode != 0
