@@ -228,7 +228,9 @@ def test_a_port_is_chosen_when_ranks_are_to_meet_there(
 ) -> None:
     """One that was free days before may be another program's by then."""
     chosen = iter(range(20_000, 20_010))
-    monkeypatch.setattr("stepladder.launcher.nodes.store_consensus.free_port", lambda: next(chosen))
+    monkeypatch.setattr(
+        "stepladder.launcher.nodes.store_consensus.find_free_port", lambda: next(chosen)
+    )
     (council,) = assembled(1)
     assert next(chosen) == 20_000, "none was taken before"
     assert council.address.endswith(":20001")

@@ -313,7 +313,7 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
         path.mkdir()
         (path / "config.json").write_text("another's")
 
-    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.move_aside", slip_in)
+    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.move_run_dir_aside", slip_in)
     with pytest.raises(InputError, match="is in use"):
         agent(fresh=True).join(stores.serve)
     assert (run / "config.json").read_text() == "another's"

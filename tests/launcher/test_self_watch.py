@@ -44,9 +44,9 @@ def test_a_rank_that_goes_on_says_no_more_that_it_has_waited(
     goes_on: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = SelfMonitor(World(rank=0, world_size=2), 2.0, -1)
-    watch.meter.look(watch.pid)
+    watch.meter.poll(watch.pid)
     ranks_here = watch._inspect_ranks()
-    watch.meter.switches = (-2, -2) if goes_on else watch._reported_switches
+    watch.meter.context_switches = (-2, -2) if goes_on else watch._reported_switches
     watch._print_explanation(StoreBoard(HashStore()), [*ranks_here])
     assert ("other ranks have waited" in capsys.readouterr().err) == (not goes_on)
 
