@@ -332,7 +332,7 @@ SETUPS: dict[str, tuple[GpuSetup, str, str]] = {
 @pytest.mark.parametrize("case", SETUPS)
 def test_why_there_is_no_gpu_is_told_by_the_build_the_driver_and_the_variable(case: str) -> None:
     setup, cause, hint = SETUPS[case]
-    absence = setup.absence()
+    absence = setup.explain_absence()
     assert cause in absence[0] and hint in absence[1]
     assert ("a CUDA build" in absence[1]) == (setup.cuda is None)
 

@@ -227,4 +227,4 @@ def test_hosts_that_were_lost_decide_nothing_where_the_others_go_on(
     }
     for process in agents.processes.values():
         process.wait()
-    assert agents._code() == code
+    assert agents._find_exit_code() == code

@@ -74,7 +74,8 @@ def test_a_hundred_are_asked(hosts: list[Host]) -> None:
 def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
     raise_file_limit(3 * MANY)
     assert (
-        RemoteAgents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
+        RemoteAgents([(host, ["run"]) for host in hosts], is_fixed=True, raw_stdout=False).run()
+        == 0
     )
     assert capfd.readouterr().err == ""
 
@@ -85,7 +86,7 @@ def test_the_secret_of_a_launch_stands_on_no_command_line(
     (tmp_path / "local").write_text(
         f'#!/bin/sh\necho "$@" > {tmp_path}/typed\nhead -n 1 > {tmp_path}/given\n'
     )
-    assert RemoteAgents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
+    assert RemoteAgents([(hosts[0], ["run"])], is_fixed=True, raw_stdout=False).run() == 0
     given = (tmp_path / "given").read_text().strip()
     assert len(given) == len(make_secret())
     assert given not in (tmp_path / "typed").read_text() and given not in "".join(
