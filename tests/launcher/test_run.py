@@ -205,7 +205,7 @@ def test_each_rank_has_a_log_and_what_is_shown_can_be_chosen(tmp_path: Path) -> 
 
 def test_a_log_has_whole_lines_of_both_streams(tmp_path: Path) -> None:
     output = Output(prefixed=False, log_dir=tmp_path, shown=lambda *_: False)
-    with output.open("rank-0", 0, 0) as pipes:
+    with output.open_pipes("rank-0", 0, 0) as pipes:
         for stream, text in (
             (0, b"half a"),
             (1, b"one\n"),
