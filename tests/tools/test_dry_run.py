@@ -21,7 +21,7 @@ from processes import JOBS
 from ranks import run_ranks
 from stepladder import Job, Settings, World
 from stepladder.rank.preemption import StopSignals
-from stepladder.tools.dry_run import Estimate, advice
+from stepladder.tools.dry_run import Estimate, advise
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
 from stepladder.train.fake_tensors import FakeModelBuilder
@@ -314,4 +314,4 @@ def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, 
     found = [
         Estimate(nproc, name, MemoryEstimate(0, 0, 0, peak)) for (nproc, name), peak in fits.items()
     ]
-    assert advice(found, asked, shard, 5).startswith(said)
+    assert advise(found, asked, shard, 5).startswith(said)

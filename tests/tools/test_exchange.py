@@ -23,8 +23,8 @@ from stepladder.storage.safetensors_file import write_tensors
 from stepladder.storage.snapshot import read_newest_snapshot, write_snapshot_files
 from stepladder.storage.snapshot_slices import TensorSlice, write_part
 from stepladder.storage.snapshot_store import Snapshots
-from stepladder.tools import export as exports
-from stepladder.tools.export import StoredWeights
+from stepladder.tools import weight_export
+from stepladder.tools.weight_export import StoredWeights
 
 JOB = """
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def test_a_large_model_has_several_files_and_an_index(
     typed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = trained(typed)
-    monkeypatch.setattr(exports, "FILE_BYTES", 300)
+    monkeypatch.setattr(weight_export, "MAX_WEIGHTS_FILE_BYTES", 300)
     assert typed("export", "run", "--to", "safetensors", "out")[0] == 0
     files = sorted(path.name for path in Path("out").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -181,7 +181,7 @@ def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
         about = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
         write_snapshot_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
     for to in ("safetensors", "dcp"):
-        exports.export(tmp_path / "run", to, tmp_path / to)
+        weight_export.export(tmp_path / "run", to, tmp_path / to)
     assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": whole, "n": count})
     found = {name: torch.empty(7, 3, dtype=torch.bfloat16) for name in ("w", "tied")}
     dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -297,7 +297,7 @@ def export_on_a_full_disk(_comm: Any, run_dir: Path, to: str) -> str:
     )  # what is imported late is here now
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
     try:
-        exports.export(run_dir, to, target)
+        weight_export.export(run_dir, to, target)
     except InputError as error:
         return str(error)
     return "nothing was raised"

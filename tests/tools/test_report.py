@@ -24,11 +24,18 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.run_dir import RunDir
-from stepladder.tools.pages.figures import Figure, heat_map, lines, spans, thin, ticks
-from stepladder.tools.pages.page import environment
+from stepladder.tools.pages.figures import (
+    Figure,
+    choose_ticks,
+    draw_heat_map,
+    draw_lines,
+    draw_spans,
+    thin_points,
+)
+from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
-from stepladder.tools.report.record import Record
-from stepladder.tools.report.series import Times
+from stepladder.tools.report.record import RunRecord
+from stepladder.tools.report.series import RankTimes
 from stepladder.train.comm import Comm
 from stepladder.train.trainer import Trainer
 
@@ -58,7 +65,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
-    record = Record(run_dir)
+    record = RunRecord(run_dir)
     assert [step for step, _ in record.losses.points] == list(range(1, 17))
     assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [
         (1, 2, 0, 8),
@@ -113,7 +120,7 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
         "starts",
     ]  # fmt: skip
     own, waits = (
-        Record(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
+        RunRecord(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
     )
     assert own[1] > 2 * own[0] and waits[0] > own[0], (own, waits)
 
@@ -148,11 +155,11 @@ def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
-    assert describe(Record(tmp_path))[0].startswith(
+    assert describe(RunRecord(tmp_path))[0].startswith(
         "mlp: 16 of 16 steps, epoch 3 (not running), 1 process"
     )
     held = RunDir(tmp_path, 0)
-    assert "not running" not in describe(Record(tmp_path))[0]
+    assert "not running" not in describe(RunRecord(tmp_path))[0]
     held.close()
 
 
@@ -176,7 +183,7 @@ def test_a_damaged_file_is_named(
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=found):
-        Record(tmp_path)
+        RunRecord(tmp_path)
 
 
 @pytest.mark.ranks
@@ -210,7 +217,7 @@ def test_a_run_that_goes_on_after_half_a_line_is_read_whole(run_dir: Path, tmp_p
             file.write('{"step": 99, "st')
     flags = "--samples", 256, "--global-batch", 32, "--epochs", 3
     train("mlp", *flags, "--run-dir", tmp_path, cwd=tmp_path)
-    record = Record(tmp_path)
+    record = RunRecord(tmp_path)
     assert [step for step, _ in record.losses.points] == list(range(1, 25))
     assert record.times.cells([0])[..., 0].sum() == 24
     assert len(record.warnings()) == 1 and "timing.jsonl" in record.warnings()[0]
@@ -244,7 +251,7 @@ def test_a_damaged_ledger_is_left_to_the_audit(run_dir: Path, tmp_path: Path) ->
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "ledger").iterdir():
         path.write_text("{\n")
-    assert Record(tmp_path).starts == []
+    assert RunRecord(tmp_path).starts == []
 
 
 @pytest.mark.ranks
@@ -278,34 +285,34 @@ def window(*own: float) -> list[list[float]]:
 def test_stragglers_are_named_by_their_own_work(
     windows: list[list[list[float]]], named: list[int]
 ) -> None:
-    times = Times(TIMING_KEYS)
+    times = RankTimes(TIMING_KEYS)
     for number, rows in enumerate(windows, start=1):
         times.add(10 * number, 10, dict(enumerate(rows)), len(rows))
     assert [rank for rank, _ in times.stragglers()] == named
 
 
 def test_ticks_are_round_and_within() -> None:
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert ticks(0.98, 0.9923) == [0.98, 0.985, 0.99]
-    assert ticks(3, 3) == [3]
+    assert choose_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert choose_ticks(0.98, 0.9923) == [0.98, 0.985, 0.99]
+    assert choose_ticks(3, 3) == [3]
 
 
 def test_a_long_curve_is_thinned_to_means() -> None:
-    points = thin([(float(i), float(i % 2)) for i in range(10_000)])
+    points = thin_points([(float(i), float(i % 2)) for i in range(10_000)])
     assert len(points) == 400 and all(0.4 < y < 0.6 for _, y in points)
 
 
 @pytest.mark.parametrize(
     "plot",
     [
-        lines("none", {"loss": []}, "step", "loss"),
-        lines("one", {"a <b>": [(1, 2)], "c": [(1, 3)]}, "step", "loss"),
-        heat_map("one cell", ["rank 0"], [1.0], np.array([[np.nan]]), "ms"),
-        spans("no step", [("start 1", 0.0, 0.0, "1 process")], "step"),
+        draw_lines("none", {"loss": []}, "step", "loss"),
+        draw_lines("one", {"a <b>": [(1, 2)], "c": [(1, 3)]}, "step", "loss"),
+        draw_heat_map("one cell", ["rank 0"], [1.0], np.array([[np.nan]]), "ms"),
+        draw_spans("no step", [("start 1", 0.0, 0.0, "1 process")], "step"),
     ],
 )
 def test_degenerate_plots_are_drawn(plot: Figure) -> None:
-    drawn = str(environment().get_template("parts.html").module.draw(plot))  # type: ignore[attr-defined]
+    drawn = str(make_environment().get_template("parts.html").module.draw(plot))  # type: ignore[attr-defined]
     assert "nan" not in drawn and "inf" not in drawn
     ElementTree.fromstring(drawn.strip())
 

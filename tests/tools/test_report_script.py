@@ -14,7 +14,7 @@ import pytest
 
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
+from stepladder.tools.report.launches import LAUNCHES_FILE, STEPS_FOLDER, read_launches
 from stepladder.tools.report.live import describe_script
 from stepladder.tools.report.script_record import ScriptRecord
 from stepladder.tools.steps.clock import StepClock, StepRecorder
@@ -118,7 +118,7 @@ def test_a_place_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launches", ["", "{}\n", "word\n", '{"launch": "a", "code": 0}\n'])
 def test_a_damaged_record_is_one_line(launches: str, tmp_path: Path) -> None:
-    (tmp_path / LAUNCHES).write_text(launches)
+    (tmp_path / LAUNCHES_FILE).write_text(launches)
     refused(run("report", tmp_path, cwd=tmp_path), f"{tmp_path} is damaged")
 
 
@@ -157,10 +157,10 @@ def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -
         "python": "3",
         "begun": 1.0,
     }
-    (run_dir / LAUNCHES).write_text(f"{json.dumps(launch)}\n")
-    (run_dir / STEPS).mkdir(exist_ok=True)
+    (run_dir / LAUNCHES_FILE).write_text(f"{json.dumps(launch)}\n")
+    (run_dir / STEPS_FOLDER).mkdir(exist_ok=True)
     text = "".join(f"{json.dumps(line)}\n" for line in lines) + torn
-    (run_dir / STEPS / f"rank-{rank}.jsonl").write_text(text)
+    (run_dir / STEPS_FOLDER / f"rank-{rank}.jsonl").write_text(text)
 
 
 def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:
@@ -226,12 +226,12 @@ def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
         {"launch": key, "ended": ended, "code": code}
         for key, ended, code in (("a", 5.0, 1), ("b", 4.0, 0))
     ]
-    (tmp_path / STEPS).mkdir()
+    (tmp_path / STEPS_FOLDER).mkdir()
     for last, state in (
         (lines[:2] + ends, "ended with exit code 1"),
         (lines + ends, "not running: its launcher ended without a record"),
         ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
     ):
-        (tmp_path / LAUNCHES).write_text("".join(f"{json.dumps(line)}\n" for line in last))
+        (tmp_path / LAUNCHES_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in last))
         assert ScriptRecord(tmp_path).state == state
     assert [one.code for one in read_launches(tmp_path)[0]] == [1, 0, 0]

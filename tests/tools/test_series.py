@@ -18,9 +18,15 @@ from stepladder.rank.timing import (
     is_timing_line,
     make_timing_line,
 )
-from stepladder.tools.report.record import windows
-from stepladder.tools.report.report import compared
-from stepladder.tools.report.series import COLUMNS, MOST_POINTS, MOST_ROWS, Curve, Times
+from stepladder.tools.report.record import group_timing_lines
+from stepladder.tools.report.report import compare_ranks
+from stepladder.tools.report.series import (
+    MAX_CURVE_POINTS,
+    MAX_SHOWN_RANKS,
+    MAX_TIME_COLUMNS,
+    Curve,
+    RankTimes,
+)
 
 
 def line_of(step: int, own: list[float], steps: int = 10) -> Line:
@@ -31,23 +37,25 @@ def line_of(step: int, own: list[float], steps: int = 10) -> Line:
     return dict(line)
 
 
-def times_of(lines: list[Line]) -> Times:
-    times = Times(TIMING_KEYS)
-    for step, steps, size, rows in windows(iter(lines)):
+def times_of(lines: list[Line]) -> RankTimes:
+    times = RankTimes(TIMING_KEYS)
+    for step, steps, size, rows in group_timing_lines(iter(lines)):
         times.add(step, steps, rows, size)
     return times
 
 
-@pytest.mark.parametrize("count", [1, 7, MOST_POINTS - 1, MOST_POINTS, 12_345, 100_000])
+@pytest.mark.parametrize("count", [1, 7, MAX_CURVE_POINTS - 1, MAX_CURVE_POINTS, 12_345, 100_000])
 def test_a_curve_of_any_length_is_few_means(count: int) -> None:
     curve = Curve()
     for x in range(count):
         curve.add(x, 2.0 * x)
     assert curve.last == (count - 1, 2.0 * (count - 1))
-    assert len(curve.points) <= MOST_POINTS
+    assert len(curve.points) <= MAX_CURVE_POINTS
     xs, ys = np.array(curve.points).T
     assert (ys == 2 * xs).all() and (np.diff(xs) > 0).all()
-    assert xs[0] <= 2 * count / MOST_POINTS and xs[-1] >= count - 1 - 2 * count / MOST_POINTS
+    assert (
+        xs[0] <= 2 * count / MAX_CURVE_POINTS and xs[-1] >= count - 1 - 2 * count / MAX_CURVE_POINTS
+    )
 
 
 def test_a_line_has_the_same_length_for_any_number_of_ranks() -> None:
@@ -70,10 +78,10 @@ def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
     ("flushes", "ranks"),
     [
         (3, 2),
-        (3 * COLUMNS, 2),
+        (3 * MAX_TIME_COLUMNS, 2),
         (3, MAX_NAMED_RANKS),
         (3, MAX_NAMED_RANKS + 1),
-        (3 * COLUMNS, 40),
+        (3 * MAX_TIME_COLUMNS, 40),
         (3, 1024),
     ],
 )
@@ -89,7 +97,7 @@ def test_a_slow_rank_is_named_among_any_number(flushes: int, ranks: int) -> None
     times = times_of(lines)
     ((rank, factor),) = times.stragglers()
     assert rank == ranks - 1 and 1.3 < factor < 1.6
-    assert len(times.lasts) <= COLUMNS and times.lasts[-1] == 10 * flushes
+    assert len(times.lasts) <= MAX_TIME_COLUMNS and times.lasts[-1] == 10 * flushes
     steps = times.cells([rank])[0, :, 0].sum()
     assert steps == 10 * flushes
 
@@ -124,16 +132,16 @@ def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
     assert [speed for _, speed in times.speeds.points] == [pytest.approx(10 / 3)] * 3
 
 
-@pytest.mark.parametrize("ranks", [MOST_ROWS, MOST_ROWS + 1, 1024])
+@pytest.mark.parametrize("ranks", [MAX_SHOWN_RANKS, MAX_SHOWN_RANKS + 1, 1024])
 def test_of_many_ranks_the_page_shows_the_spread_and_the_slowest(ranks: int) -> None:
-    times = Times(TIMING_KEYS)
+    times = RankTimes(TIMING_KEYS)
     for flush in range(1, 5):
         own = [[0.0, 1.0 + rank / ranks, 0.0, 0.0, 0.0] for rank in range(ranks)]
         times.add(flush, 1, dict(enumerate(own)), ranks)
-    shown = compared(times)
+    shown = compare_ranks(times)
     assert shown is not None
     labels = [row[0] for row in shown["rows"]]  # type: ignore[index]
-    if ranks <= MOST_ROWS:
+    if ranks <= MAX_SHOWN_RANKS:
         assert labels == [f"rank {rank}" for rank in range(ranks)]
     else:
         assert labels == [*SPREAD, *(f"rank {rank}" for rank in range(ranks - 8, ranks))]

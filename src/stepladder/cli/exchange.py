@@ -26,9 +26,9 @@ def export(run_dir: Path, to: str, target: Path) -> None:
     is Hugging Face's format: model.safetensors, or several files with model.safetensors.index.json.
     dcp is the format of torch.distributed.checkpoint.
     """
-    from stepladder.tools import export as exports
+    from stepladder.tools import weight_export
 
-    echo(exports.export(run_dir, to, target))
+    echo(weight_export.export(run_dir, to, target))
 
 
 class ImportCommand(JobCommand):
@@ -51,9 +51,9 @@ def import_weights(folder: Path, job: str, run_dir: Path, **flags: Any) -> None:
     these weights. "stepladder train JOB --run-dir RUN_DIR" then starts a new run from them, with a
     new optimizer.
     """
-    from stepladder.tools import foreign
+    from stepladder.tools import weight_import
 
     config, job_settings = import_weights.sort_flags(flags)
     settings = Settings(**{**job_settings, "run_dir": run_dir})
     request = TrainRequest(import_weights.job, config, settings, False)
-    echo(foreign.import_weights(folder, request))
+    echo(weight_import.import_weights(folder, request))

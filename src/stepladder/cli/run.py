@@ -218,12 +218,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     if flags["run_dir"] is None:
         work = prepare_run(to_run, options, topology)
     else:
-        from stepladder.tools.report.launches import launched, refuse_place
+        from stepladder.tools.report.launches import run_recorded, validate_script_run_dir
 
         validate_run_dir(flags["run_dir"])
-        refuse_place(flags["run_dir"])
+        validate_script_run_dir(flags["run_dir"])
         run_ranks = prepare_run(to_run, options, topology)
-        work = partial(launched, flags["run_dir"], to_run.name, run_ranks)
+        work = partial(run_recorded, flags["run_dir"], to_run.name, run_ranks)
     with EndWriter() as end:
         end.code = work()
     return exit_if_threads_wait(end.code)

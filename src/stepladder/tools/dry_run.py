@@ -139,7 +139,7 @@ def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None
     found, needs = [], ""
     try:
         found = run.all_estimates(device_memory)
-        needs = advice(found, run.asked, request.settings.shard, device_memory)
+        needs = advise(found, run.asked, request.settings.shard, device_memory)
     except InputError:
         raise
     except Exception as error:  # whatever the job's own code makes of tensors that hold nothing
@@ -173,7 +173,7 @@ def table_of(found: Iterable[Estimate], device_memory: int | None) -> Table:
     return table
 
 
-def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | None) -> str:
+def advise(found: list[Estimate], asked: int, shard: str, device_memory: int | None) -> str:
     """What to type so that it fits, in a sentence."""
     if device_memory is None:
         return "--device-memory SIZE says what fits"

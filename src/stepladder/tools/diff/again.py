@@ -23,7 +23,7 @@ from stepladder.storage.run_files import CONFIG_FILE, SNAPSHOTS_FOLDER
 from stepladder.storage.snapshot import read_snapshot
 from stepladder.storage.snapshot_slices import DamagedSnapshot
 from stepladder.tools.diff.records import CODE, Kept
-from stepladder.tools.ranks import on_ranks
+from stepladder.tools.local_ranks import run_on_ranks
 from stepladder.tools.verify.causes import leaves
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
@@ -197,7 +197,7 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
     if start:
         path = kept.snapshots()[start]
         copytree(path, folder / SNAPSHOTS_FOLDER / path.name)
-    on_ranks(
+    run_on_ranks(
         partial(train_watched, request, start, first), 1, request.settings.threads or 1, request
     )
     seen = [Event(*event) for event in json.loads((folder / SEEN).read_bytes())]

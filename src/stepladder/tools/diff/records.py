@@ -23,7 +23,7 @@ from stepladder.storage.audit import (
 )
 from stepladder.storage.run_config import open_config
 from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER, list_snapshots
-from stepladder.tools.report.record import Stored, is_metrics, result_in
+from stepladder.tools.report.record import StoredConfig, is_metrics_line, read_result
 
 TOLERANCE = 1e-5  # relative, of a loss; in exact mode every bit counts
 MOST_TENSORS = 5  # that are shown of two snapshots
@@ -73,7 +73,7 @@ class Kept:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         with open_config(run_dir) as config:
-            self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
+            self.config, self.plan = convert(config, StoredConfig), Plan.from_json(config["plan"])
             self.by_microbatch = bool(convert(config.get("derived", {}), dict).get("by_microbatch"))
         self.definition, self.environment = self.config.definition, self.config.environment
         self.exact = self.definition.get("sync") == "exact"
@@ -219,7 +219,7 @@ class Records:
 
     def _by_result(self) -> Parting | None:
         """After the last step, where both runs have come to it."""
-        one, other = (result_in(kept.run_dir / RESULT_FILE) for kept in self.both)
+        one, other = (read_result(kept.run_dir / RESULT_FILE) for kept in self.both)
         if not (self.exact and one and other and one.steps == other.steps):
             return None
         if one.weights_sha256 == other.weights_sha256:
@@ -231,7 +231,9 @@ class Records:
 def steps_in(run_dir: Path) -> Iterator[Line]:
     """A line for each step."""
     return (
-        line for line in JsonlReader(run_dir / METRICS_FILE, is_metrics).read_new() if "lr" in line
+        line
+        for line in JsonlReader(run_dir / METRICS_FILE, is_metrics_line).read_new()
+        if "lr" in line
     )
 
 

@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40  # room for the axes' words
 LEFT_OF_BARS, RIGHT_OF_BARS = 110, 90
 ROW = 26  # of bars, and of spans
 WIDTH_OF_NUMBER = 32  # in a bar
-MOST_POINTS = 400  # of a curve: more than pixels can show
+MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
 
 Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
@@ -54,13 +54,13 @@ def words(x: float, y: float, said: str, anchor: str = "start", **attributes: An
     return Mark("text", said, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def lines(
+def draw_lines(
     name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()
 ) -> Figure:
     """Curves over one pair of axes, with a legend where there are several. dots: of which each
     point is marked.
     """
-    series = {label: thin(points) for label, points in series.items() if points}
+    series = {label: thin_points(points) for label, points in series.items() if points}
     every = np.array([point for points in series.values() for point in points], dtype=float)
     if not len(every):
         return Figure(name, [], 0)
@@ -81,7 +81,7 @@ def axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scal
     each.
     """
     (x0, y0), (x1, y1) = points.min(0), points.max(0)
-    x_ticks, y_ticks = ticks(x0, x1), ticks(y0, y1)
+    x_ticks, y_ticks = choose_ticks(x0, x1), choose_ticks(y0, y1)
     y0, y1 = min(y0, y_ticks[0]), max(y1, y_ticks[-1])
     if y1 <= y0:  # a constant: in the middle
         room = abs(y0) / 2 or 1.0
@@ -103,16 +103,17 @@ def scale(lo: float, hi: float, at_lo: float, at_hi: float) -> Scale:
     return lambda value: at_lo + (value - lo) * unit
 
 
-def thin(points: Points) -> Points:
+def thin_points(points: Points) -> Points:
     """At most MOST_POINTS points, each the mean of its neighbours."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_PLOT_POINTS:
         return points
     return [
-        tuple(part.mean(0)) for part in np.array_split(np.array(points, dtype=float), MOST_POINTS)
+        tuple(part.mean(0))
+        for part in np.array_split(np.array(points, dtype=float), MAX_PLOT_POINTS)
     ]
 
 
-def bars(
+def draw_bars(
     name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]
 ) -> Figure:
     """A stacked bar per row, its parts named in a legend: where a step's time goes, one row per
@@ -128,24 +129,26 @@ def bars(
         marks.append(words(x - 8, y + 14, label, "end"))
         for kind, amount in amounts.items():
             width = amount / most * (WIDTH - LEFT_OF_BARS - RIGHT_OF_BARS)
-            title = f"{kind}: {number_of(amount)} {unit}"
+            title = f"{kind}: {format_amount(amount)} {unit}"
             marks.append(
                 Mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind])
             )
             if width > WIDTH_OF_NUMBER:
-                marks.append(words(x + width / 2, y + 13, number_of(amount), "middle", class_="on"))
+                marks.append(
+                    words(x + width / 2, y + 13, format_amount(amount), "middle", class_="on")
+                )
             x += width
         if unit:
-            marks.append(words(x + 6, y + 14, f"{number_of(sum(amounts.values()))} {unit}"))
+            marks.append(words(x + 6, y + 14, f"{format_amount(sum(amounts.values()))} {unit}"))
     return with_legend(name, marks, colours, TOP + len(rows) * ROW)
 
 
-def number_of(amount: float) -> str:
+def format_amount(amount: float) -> str:
     """Three digits, and no exponent."""
     return f"{amount:.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
 
 
-def heat_map(
+def draw_heat_map(
     name: str, rows: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str
 ) -> Figure:
     """One line of cells per row. values: shape (rows, columns), NaN where there is none; darker is
@@ -176,7 +179,7 @@ def heat_map(
     return Figure(name, marks, int(below) + 8)
 
 
-def spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
+def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
     """A horizontal bar per row (label, from, to, words inside) over a common axis."""
     first, last = min(row[1] for row in rows), max(row[2] for row in rows)
     x_of, tall = scale(first, last, LEFT, WIDTH - RIGHT), 24
@@ -192,7 +195,7 @@ def spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str)
     return Figure(name, marks + ends(below, x_name, first, last), below + 8)
 
 
-def ticks(lo: float, hi: float) -> list[float]:
+def choose_ticks(lo: float, hi: float) -> list[float]:
     """About five round numbers within [lo, hi]."""
     if hi <= lo:
         return [lo]

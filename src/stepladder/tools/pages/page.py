@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def render(template: str, **values: object) -> str:
+def render_page(template: str, **values: object) -> str:
     """A template of this folder as text; what stands in `values` is escaped."""
-    return environment().get_template(template).render(values)
+    return make_environment().get_template(template).render(values)
 
 
-def environment() -> Environment:
+def make_environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: 50 ms
 
     return Environment(

@@ -28,7 +28,7 @@ from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
 
-LAUNCHES, STEPS = "launches.jsonl", "steps"
+LAUNCHES_FILE, STEPS_FOLDER = "launches.jsonl", "steps"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LaunchRecord:
     code: int | None = None
 
 
-def refuse_place(run_dir: Path) -> None:
+def validate_script_run_dir(run_dir: Path) -> None:
     """Raises InputError where a script's launches cannot be kept."""
     if os.path.lexists(run_dir / CONFIG_FILE):
         raise InputError(
@@ -55,15 +55,15 @@ def refuse_place(run_dir: Path) -> None:
     validate_run_dir_writable(run_dir)
 
 
-def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
+def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError
     without a place.
     """
     with as_input_error(
         f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
     ):
-        (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
-        file = open_for_append(run_dir / LAUNCHES)
+        (run_dir / STEPS_FOLDER).mkdir(parents=True, exist_ok=True)
+        file = open_for_append(run_dir / LAUNCHES_FILE)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
     os.set_inheritable(file, True)  # where this process becomes the script, that holds it
@@ -77,27 +77,27 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         "python": python,
         "begun": round(begun, 3),
     }
-    write(file, {"launch": key, **about})
+    write_line(file, {"launch": key, **about})
     code = FAILED
     try:
-        with environment(**variables(StepRecorder, folder=(run_dir / STEPS).absolute())):
+        with environment(**variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())):
             code = work()
     except InputError:
         code = BAD_INPUT
         raise
     finally:
-        write(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
+        write_line(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
         os.close(file)
     return code
 
 
-def write(file: int, line: dict[str, Any]) -> None:
+def write_line(file: int, line: dict[str, Any]) -> None:
     os.write(file, f"{json.dumps(line)}\n".encode())
 
 
 def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
     """In the order of their begin, and what was left out. Raises InputError where there is none."""
-    lines = JsonlReader(run_dir / LAUNCHES, lambda line: isinstance(line.get("launch"), str))
+    lines = JsonlReader(run_dir / LAUNCHES_FILE, lambda line: isinstance(line.get("launch"), str))
     found: dict[str, Line] = {}
     for said in lines.read_new():
         found.setdefault(said.pop("launch"), {}).update(said)
@@ -109,7 +109,7 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
             damage = f": {error}"
     if not launches:
         raise InputError(
-            f"{run_dir} is damaged: {LAUNCHES} names no launch{damage}",
+            f"{run_dir} is damaged: {LAUNCHES_FILE} names no launch{damage}",
             f"mv {run_dir} {run_dir}.damaged",
         )
     return launches, [
@@ -120,7 +120,7 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the file; a killed one's lock is gone with its process."""
-    with open_to_read(run_dir / LAUNCHES) as file:
+    with open_to_read(run_dir / LAUNCHES_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -128,7 +128,7 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def state_of(run_dir: Path, launches: list[LaunchRecord]) -> str:
+def describe_state(run_dir: Path, launches: list[LaunchRecord]) -> str:
     """In a word or two: of the last launch, and of those beside it on other nodes."""
     if is_running(run_dir):
         return "running"

@@ -20,9 +20,9 @@ from rich.text import Text
 from stepladder.core.console import make_printable
 from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job
 from stepladder.storage.run_files import CONFIG_FILE
-from stepladder.tools.report.record import Record
-from stepladder.tools.report.script_record import ScriptRecord, is_script
-from stepladder.tools.report.series import Curve, Times
+from stepladder.tools.report.record import RunRecord
+from stepladder.tools.report.script_record import ScriptRecord, is_script_run
+from stepladder.tools.report.series import Curve, RankTimes
 
 BLOCKS, MOST_BLOCKS = "▁▂▃▄▅▆▇█", 40
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -60,7 +60,7 @@ class Follower:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.record: Record | ScriptRecord | None = None
+        self.record: RunRecord | ScriptRecord | None = None
         self.begun: tuple[int, int] | None = None
 
     def look(self) -> Look:
@@ -68,7 +68,7 @@ class Follower:
         begun = self._begun()
         if self.record is None or begun != self.begun:
             self.record, self.begun = (
-                (ScriptRecord if is_script(self.run_dir) else Record)(self.run_dir),
+                (ScriptRecord if is_script_run(self.run_dir) else RunRecord)(self.run_dir),
                 begun,
             )
         else:
@@ -90,7 +90,7 @@ def look_at_job(job: str, followers: dict[Path, Follower]) -> Look:
     run_dir = Path(known.job_dir) if known.job_dir else None
     is_job = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
     lines = [known.describe()]
-    if run_dir is not None and (is_job or is_script(run_dir)):
+    if run_dir is not None and (is_job or is_script_run(run_dir)):
         lines += followers.setdefault(run_dir, Follower(run_dir)).look()[0]
     if not is_job:
         with suppress(OSError):  # there is none as long as the job waits
@@ -114,7 +114,7 @@ def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
             live.update(Text("\n".join(lines)))
 
 
-def describe(record: Record) -> list[str]:
+def describe(record: RunRecord) -> list[str]:
     state = (
         "finished" if record.result else f"epoch {record.done // record.plan.steps_per_epoch + 1}"
     )
@@ -141,12 +141,12 @@ def describe_script(record: ScriptRecord) -> list[str]:
     return lines + slow_ranks(record.times) + record.warnings()
 
 
-def position(record: Record | ScriptRecord, state: str) -> str:
+def position(record: RunRecord | ScriptRecord, state: str) -> str:
     size = record.starts[-1].world_size if record.starts else 0
     return f"{record.name}: {record.progress}, {state}, {size} process(es), {len(record.starts)} start(s)"
 
 
-def slow_ranks(times: Times) -> list[str]:
+def slow_ranks(times: RankTimes) -> list[str]:
     return [
         f"rank {rank} takes {factor:.1f} times as long as the others"
         for rank, factor in times.stragglers()

@@ -28,13 +28,13 @@ from stepladder.storage.run_files import (
     RESULT_FILE,
     TIMING_FILE,
 )
-from stepladder.tools.report.series import Curve, Times
+from stepladder.tools.report.series import Curve, RankTimes
 
 MOST_METRICS = 100
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start of the ranks: by which attempt, on how many, from which step, up to which."""
 
     attempt: int
@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredConfig:
     """What is read of a config.json."""
 
     definition: dict[str, Any]
@@ -53,14 +53,14 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StoredResult:
     """What is read of a result.json."""
 
     steps: int
     weights_sha256: str
 
 
-class Record:
+class RunRecord:
     """A run, as its directory has it, and with `look` what has come since. Raises InputError where
     there is none.
 
@@ -75,11 +75,11 @@ class Record:
             )
         self.run_dir = run_dir
         with open_config(run_dir) as config:
-            self.config, self.plan = convert(config, Stored), Plan.from_json(config["plan"])
+            self.config, self.plan = convert(config, StoredConfig), Plan.from_json(config["plan"])
             self.name = convert(self.config.definition["recipe"], str)
             self.epochs = convert(self.config.config.get("epochs"), int | None)
         self.metrics, self.timing = (
-            JsonlReader(run_dir / METRICS_FILE, is_metrics),
+            JsonlReader(run_dir / METRICS_FILE, is_metrics_line),
             JsonlReader(run_dir / TIMING_FILE, is_timing_line),
         )
         self._begin_curves()
@@ -92,7 +92,7 @@ class Record:
         self.evaluated, self.last_evaluation = 0, dict[str, float]()
 
     def _begin_times(self) -> None:
-        self.times = Times(TIMING_KEYS)
+        self.times = RankTimes(TIMING_KEYS)
 
     def look(self) -> None:
         """Read what is new."""
@@ -102,10 +102,10 @@ class Record:
             self._begin_times()
         for line in self.metrics.read_new():
             self._take(line)
-        for step, steps, size, rows in windows(self.timing.read_new()):
+        for step, steps, size, rows in group_timing_lines(self.timing.read_new()):
             self.times.add(step, steps, rows, size)
-        self.starts = list(starts_in(self.run_dir / LEDGER_FOLDER))
-        self.result = result_in(self.run_dir / RESULT_FILE)
+        self.starts = list(read_starts(self.run_dir / LEDGER_FOLDER))
+        self.result = read_result(self.run_dir / RESULT_FILE)
 
     def _take(self, line: Line) -> None:
         if "lr" in line:
@@ -113,7 +113,7 @@ class Record:
             self.losses.add(self.done, line["loss"])
             self.rates.add(self.done, line["lr"])
             return
-        self.evaluated, self.last_evaluation = line["step"], values_of(line)
+        self.evaluated, self.last_evaluation = line["step"], get_metric_values(line)
         for name, value in self.last_evaluation.items():
             if name in self.evaluations or len(self.evaluations) < MOST_METRICS:
                 self.evaluations.setdefault(name, Curve()).add(line["step"], value)
@@ -139,14 +139,14 @@ class Record:
         ]
 
 
-def is_metrics(line: Line) -> bool:
+def is_metrics_line(line: Line) -> bool:
     """Whether it is a line of a step or of an evaluation."""
     return is_count(line.get("step")) and (
         "lr" not in line or (is_finite_number(line["lr"]) and is_finite_number(line.get("loss")))
     )
 
 
-def values_of(evaluation: Line) -> dict[str, float]:
+def get_metric_values(evaluation: Line) -> dict[str, float]:
     return {
         name: value
         for name, value in evaluation.items()
@@ -154,7 +154,7 @@ def values_of(evaluation: Line) -> dict[str, float]:
     }
 
 
-def windows(
+def group_timing_lines(
     lines: Iterator[Line],
 ) -> Iterator[tuple[int, int, int, Mapping[int | str, list[float]]]]:
     """Per flush its last step, how many, how many ranks, and their seconds.
@@ -164,31 +164,31 @@ def windows(
     group: list[Line] = []
     for line in lines:
         if group and (line.get("rank", 0) == 0):
-            yield window(group)
+            yield make_window(group)
             group = []
         group.append(line)
         if "rank" not in line:
-            yield window(group)
+            yield make_window(group)
             group = []
     if group:
-        yield window(group)
+        yield make_window(group)
 
 
-def window(group: list[Line]) -> tuple[int, int, int, Mapping[int | str, list[float]]]:
+def make_window(group: list[Line]) -> tuple[int, int, int, Mapping[int | str, list[float]]]:
     first = group[0]
     rows = {label: row for line in group for label, row in get_timing_rows(line).items()}
     return first["step"], first["steps"], first.get("world_size", len(rows)), rows
 
 
-def result_in(path: Path) -> Outcome | None:
+def read_result(path: Path) -> StoredResult | None:
     with suppress(FileNotFoundError):
         return typed_file.load_json(
-            path, Outcome, f"rm {path}, and start the run again: it is written anew"
+            path, StoredResult, f"rm {path}, and start the run again: it is written anew"
         )
     return None
 
 
-def starts_in(folder: Path) -> Iterator[Start]:
+def read_starts(folder: Path) -> Iterator[RunStart]:
     """From rank 0's ledgers: the first line says who, the last how far. What is damaged there,
     `audit` says.
     """
@@ -204,7 +204,7 @@ def starts_in(folder: Path) -> Iterator[Start]:
                     for line in read_last_lines(path, MAX_LEDGER_LINE_BYTES)
                     if is_count(line.get("step"))
                 ]
-                yield Start(
+                yield RunStart(
                     header.number,
                     header.world_size,
                     header.start,

@@ -11,17 +11,17 @@ from stepladder.core.console import print_message
 from stepladder.core.masking import mask, mask_command
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.storage.audit import Audit, audit
-from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
-from stepladder.tools.pages.page import render
-from stepladder.tools.report.record import Record
-from stepladder.tools.report.script_record import ScriptRecord, is_script
-from stepladder.tools.report.series import Times, own_work
+from stepladder.tools.pages.figures import Figure, draw_heat_map, draw_lines, draw_spans
+from stepladder.tools.pages.page import render_page
+from stepladder.tools.report.record import RunRecord
+from stepladder.tools.report.script_record import ScriptRecord, is_script_run
+from stepladder.tools.report.series import RankTimes, compute_busy_time
 
 
 def write_report(run_dir: Path, output: Path) -> None:
     """Raises InputError where there is no run, or no place for the page."""
     validate_writable(output, "-o")
-    record = ScriptRecord(run_dir) if is_script(run_dir) else Record(run_dir)
+    record = ScriptRecord(run_dir) if is_script_run(run_dir) else RunRecord(run_dir)
     for warning in record.warnings():
         print_message(warning)
     if isinstance(record, ScriptRecord):
@@ -30,7 +30,7 @@ def write_report(run_dir: Path, output: Path) -> None:
         write_output(output, report(record, audit(run_dir)), "-o")
 
 
-def report(record: Record, audited: Audit) -> str:
+def report(record: RunRecord, audited: Audit) -> str:
     values = record.last_evaluation
     hashed = {"weights_sha256": record.result.weights_sha256} if record.result else {}
     changes = f", {audited.changes} change(s) of processes" if audited.changes else ""
@@ -46,7 +46,7 @@ def report(record: Record, audited: Audit) -> str:
         )
         for s in record.starts
     ]
-    return render(
+    return render_page(
         "run.html",
         title=f"{record.name} in {record.run_dir}",
         outcome=f"{'finished' if record.result else 'not finished'}: {record.progress},"
@@ -55,9 +55,9 @@ def report(record: Record, audited: Audit) -> str:
         audited=audited,
         last_values=[*((name, f"{value:.6g}") for name, value in values.items()), *hashed.items()],
         curves=list(curves(record)),
-        throughput=lines("throughput", {"samples": samples}, "step", "samples per second"),
-        ranks=compared(record.times),
-        starts=starts and spans("starts", starts, "step"),
+        throughput=draw_lines("throughput", {"samples": samples}, "step", "samples per second"),
+        ranks=compare_ranks(record.times),
+        starts=starts and draw_spans("starts", starts, "step"),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
         config=mask(asdict(record.config)),
     )
@@ -86,33 +86,33 @@ def report_of_script(record: ScriptRecord) -> str:
         ]
         for one in record.launches
     ]
-    return render(
+    return render_page(
         "script.html",
         title=f"{record.name} in {record.run_dir}",
         outcome=f"{record.state}: {record.progress}, {len(starts)} start(s){on}",
         record=record,
-        throughput=lines(
+        throughput=draw_lines(
             "throughput", {"steps": record.times.speeds.points}, "step", "steps per second"
         ),
-        ranks=compared(record.times),
-        starts=starts and spans("starts", starts, "second"),
+        ranks=compare_ranks(record.times),
+        starts=starts and draw_spans("starts", starts, "second"),
         launches=launches,
     )
 
 
-def sizes_of(record: Record | ScriptRecord) -> str:
+def sizes_of(record: RunRecord | ScriptRecord) -> str:
     """Numbers of processes, one start after the other."""
     return " > ".join(str(start.world_size) for start in record.starts)
 
 
-def curves(record: Record) -> Iterator[Figure]:
-    yield lines("training loss", {"loss": record.losses.points}, "step", "loss")
-    yield lines("learning rate", {"rate": record.rates.points}, "step", "learning rate")
+def curves(record: RunRecord) -> Iterator[Figure]:
+    yield draw_lines("training loss", {"loss": record.losses.points}, "step", "loss")
+    yield draw_lines("learning rate", {"rate": record.rates.points}, "step", "learning rate")
     for name, curve in record.evaluations.items():
-        yield lines(name, {name: curve.points}, "step", name, dots=[name])
+        yield draw_lines(name, {name: curve.points}, "step", name, dots=[name])
 
 
-def compared(times: Times) -> dict[str, object] | None:
+def compare_ranks(times: RankTimes) -> dict[str, object] | None:
     """How ranks compare, for `times.html`; None where nothing was recorded.
 
     stragglers: (rank, times as long as the others).  rows: milliseconds per step, below `head`.
@@ -126,7 +126,9 @@ def compared(times: Times) -> dict[str, object] | None:
         [label, *(f"{phase:.3g}" for phase in row)]
         for label, row in zip(labels, phases.tolist(), strict=True)
     ]
-    drawn = heat_map("time per step and rank", labels, times.lasts, 1e3 * own_work(cells), "ms")
+    drawn = draw_heat_map(
+        "time per step and rank", labels, times.lasts, 1e3 * compute_busy_time(cells), "ms"
+    )
     return {
         "stragglers": times.stragglers(),
         "heat_map": drawn,

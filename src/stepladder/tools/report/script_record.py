@@ -13,10 +13,15 @@ import numpy as np
 from stepladder.core.jsonl import JsonlReader, Line, is_count, is_finite_number, is_unix_time
 from stepladder.core.world import MAX_RANKS
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches, state_of
-from stepladder.tools.report.series import Times
+from stepladder.tools.report.launches import (
+    LAUNCHES_FILE,
+    STEPS_FOLDER,
+    describe_state,
+    read_launches,
+)
+from stepladder.tools.report.series import RankTimes
 
-MOST_ROWS = 256  # of a rank's start; a multiple of two
+MAX_START_ROWS = 256  # of a rank's start; a multiple of two
 
 
 @dataclass
@@ -38,7 +43,7 @@ class RankPart:
         sums = [total + line[key] for total, key in zip(self.rows[-1][1:], STEP_KEYS, strict=True)]
         self.rows.append((line["step"], *sums))
         self.ended = line["time"]
-        if len(self.rows) == MOST_ROWS + 1:
+        if len(self.rows) == MAX_START_ROWS + 1:
             self.rows = self.rows[::2]
 
     @property
@@ -78,17 +83,17 @@ class ScriptRecord:
         """Read what is new."""
         self.launches, self._said = read_launches(self.run_dir)
         self.state, self.name = (
-            state_of(self.run_dir, self.launches),
+            describe_state(self.run_dir, self.launches),
             Path(self.launches[-1].script).name,
         )
-        for path in (self.run_dir / STEPS).glob("rank-*.jsonl"):
+        for path in (self.run_dir / STEPS_FOLDER).glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
             if number.isascii() and number.isdigit() and int(number[:9]) < MAX_RANKS:
                 self._read(int(number), path)
         self.starts, self.times = starts_of(self.parts)
 
     def _read(self, rank: int, path: Path) -> None:
-        lines = self.lines.setdefault(rank, JsonlReader(path, is_step))
+        lines = self.lines.setdefault(rank, JsonlReader(path, is_step_line))
         if rank not in self.parts or lines.restart_if_replaced():
             self.parts[rank] = []
         parts = self.parts[rank]
@@ -123,11 +128,11 @@ class ScriptRecord:
         return f"{self.steps} optimizer steps"
 
 
-def is_script(run_dir: Path) -> bool:
-    return (run_dir / LAUNCHES).exists()
+def is_script_run(run_dir: Path) -> bool:
+    return (run_dir / LAUNCHES_FILE).exists()
 
 
-def is_step(line: Line) -> bool:
+def is_step_line(line: Line) -> bool:
     """Whether it begins a start, or says how far the rank has come since."""
     if not is_unix_time(line.get("time")):
         return False
@@ -137,10 +142,10 @@ def is_step(line: Line) -> bool:
     return is_count(line.get("step")) and all(is_finite_number(line.get(key)) for key in STEP_KEYS)
 
 
-def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], Times]:
+def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], RankTimes]:
     """In the order of time: rank 0's, each with what the other ranks say of it."""
     starts: list[ScriptStart] = []
-    times = Times(STEP_KEYS)
+    times = RankTimes(STEP_KEYS)
     before = 0  # steps of earlier starts
     for own in parts.get(0, []):
         found = [_same_start(own, parts.get(rank, [])) for rank in range(own.world_size)]
@@ -160,7 +165,7 @@ def _same_start(own: RankPart, parts: list[RankPart]) -> RankPart | None:
     return min(same, key=lambda part: abs(part.begun - own.begun), default=None)
 
 
-def _add_windows(times: Times, ranks: list[RankPart], before: int) -> None:
+def _add_windows(times: RankTimes, ranks: list[RankPart], before: int) -> None:
     """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are
     equally long.
     """

@@ -9,9 +9,9 @@ import numpy as np
 from stepladder.rank.timing import SPREAD
 
 Label = int | str  # a rank, or one of SPREAD
-MOST_POINTS = 800  # of a curve
-COLUMNS = 240
-MOST_ROWS = 32  # ranks that are shown one by one
+MAX_CURVE_POINTS = 800  # of a curve
+MAX_TIME_COLUMNS = 240
+MAX_SHOWN_RANKS = 32  # ranks that are shown one by one
 SLOWEST = 8  # that are, where there are more
 AT_ONCE = 10_000
 LEAST_SECONDS = 1e-9  # of a window that was measured
@@ -33,7 +33,7 @@ class Curve:
         if self.count == self.width:
             self.done.append((self.x / self.count, self.y / self.count))
             self.count, self.x, self.y = 0, 0.0, 0.0
-            if len(self.done) == MOST_POINTS:
+            if len(self.done) == MAX_CURVE_POINTS:
                 pairs = zip(self.done[::2], self.done[1::2], strict=True)
                 self.done = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in pairs]
                 self.width *= 2
@@ -43,7 +43,7 @@ class Curve:
         return [*self.done, (self.x / self.count, self.y / self.count)] if self.count else self.done
 
 
-class Times:
+class RankTimes:
     """Seconds by phase of ranks, window by window, summed into at most COLUMNS columns.
 
     keys: of the phases; the first two are a rank's own work.  speeds: steps per second, by step.
@@ -54,7 +54,7 @@ class Times:
         self.keys, self.speeds, self.size, self.since = keys, Curve(), 0, 0
         self.lasts: list[int] = []
         self.places: dict[Label, int] = {}
-        self._cells = np.zeros((4, COLUMNS, 1 + len(keys)))  # steps, and seconds by phase
+        self._cells = np.zeros((4, MAX_TIME_COLUMNS, 1 + len(keys)))  # steps, and seconds by phase
         self._waiting: list[tuple[float, ...]] = []
         self._width, self._room = (
             1,
@@ -67,7 +67,7 @@ class Times:
         if whole > LEAST_SECONDS:
             self.speeds.add(last, count / whole)
         if not self._room or size != self.size:
-            if len(self.lasts) == COLUMNS:
+            if len(self.lasts) == MAX_TIME_COLUMNS:
                 self._fold()
             self.lasts.append(last)
             self._room = self._width
@@ -93,8 +93,8 @@ class Times:
     def _fold(self) -> None:
         """Two columns into one each."""
         self._sum()
-        self._cells[:, : COLUMNS // 2] = self._cells[:, ::2] + self._cells[:, 1::2]
-        self._cells[:, COLUMNS // 2 :] = 0
+        self._cells[:, : MAX_TIME_COLUMNS // 2] = self._cells[:, ::2] + self._cells[:, 1::2]
+        self._cells[:, MAX_TIME_COLUMNS // 2 :] = 0
         self.lasts, self.since, self._width = (
             self.lasts[1::2],
             (self.since + 1) // 2,
@@ -116,18 +116,22 @@ class Times:
         slowest ones.
         """
         ranks = self.ranks
-        if SPREAD[0] not in self.places and len(ranks) <= MOST_ROWS:
+        if SPREAD[0] not in self.places and len(ranks) <= MAX_SHOWN_RANKS:
             return [f"rank {rank}" for rank in ranks], self.cells(ranks)
         medians = dict(self._medians(ranks))
         slowest = sorted(sorted(ranks, key=lambda rank: -medians[rank])[:SLOWEST])
-        spread = self.cells(SPREAD) if SPREAD[0] in self.places else spread_of(self.cells(ranks))
+        spread = (
+            self.cells(SPREAD) if SPREAD[0] in self.places else compute_spread(self.cells(ranks))
+        )
         return [*SPREAD, *(f"rank {rank}" for rank in slowest)], np.concatenate(
             [spread, self.cells(slowest)]
         )
 
     def _medians(self, labels: Sequence[Label], since: int = 0) -> Iterator[tuple[Label, float]]:
         """Seconds per step of own work; of a label that is in less than half of the columns, 0."""
-        for label, own in zip(labels, own_work(self.cells(labels)[:, since:]), strict=True):
+        for label, own in zip(
+            labels, compute_busy_time(self.cells(labels)[:, since:]), strict=True
+        ):
             known = own[np.isfinite(own)]
             yield label, float(np.median(known)) if 2 * len(known) >= own.size > 0 else 0.0
 
@@ -151,7 +155,7 @@ class Times:
         return found
 
 
-def own_work(cells: np.ndarray) -> np.ndarray:
+def compute_busy_time(cells: np.ndarray) -> np.ndarray:
     """Seconds per step before a rank waits for others, NaN where there is nothing; shape (labels,
     columns).
     """
@@ -160,7 +164,7 @@ def own_work(cells: np.ndarray) -> np.ndarray:
     return own
 
 
-def spread_of(cells: np.ndarray) -> np.ndarray:
+def compute_spread(cells: np.ndarray) -> np.ndarray:
     """The least, median and most of all ranks in each column."""
     there = np.where(cells[..., :1] > 0, cells, np.nan)
     spread: np.ndarray = np.nan_to_num(np.nanquantile(there, [0, 0.5, 1], axis=0))

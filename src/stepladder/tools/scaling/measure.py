@@ -30,8 +30,8 @@ from stepladder.launcher.local.supervisor import handle_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
-from stepladder.tools.pages.figures import number_of
-from stepladder.tools.ranks import on_ranks
+from stepladder.tools.local_ranks import run_on_ranks
+from stepladder.tools.pages.figures import format_amount
 from stepladder.tools.scaling.loss import PARTS, TIMES, Size, parts_of, trimmed
 from stepladder.tools.scaling.on_ranks import time_steps
 from stepladder.tools.steps.clock import StepTimer, times_file
@@ -79,7 +79,7 @@ def measured(
     found: dict[int, list[Round]] = {size: [] for size in sizes}
     for number, size in turns(sizes, rounds):
         found[size].append(run(number, size))
-        step = number_of(1e3 * found[size][-1].seconds)
+        step = format_amount(1e3 * found[size][-1].seconds)
         count = found[size][-1].times.shape[1]
         capped = (
             f", in {count} steps, where the job's schedule ends"
@@ -140,7 +140,7 @@ class TimedJob:
 
     def run(self, ranks: int, folder: Path) -> Round:
         began, threads = time.time(), self.request.settings.threads or 1
-        on_ranks(
+        run_on_ranks(
             partial(time_steps, self.asked(folder), self.weak, self.warmup),
             ranks,
             threads,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from stepladder.tools.pages.figures import COLOURS, Figure, bars, lines, number_of
-from stepladder.tools.pages.page import render
+from stepladder.tools.pages.figures import COLOURS, Figure, draw_bars, draw_lines, format_amount
+from stepladder.tools.pages.page import render_page
 from stepladder.tools.scaling.loss import MOST_PROCESSES, PARTS, UNTOLD, Size, fitted, useful_range
 
 # What can be told of a script from outside: other words where it means something else than in a
@@ -153,7 +153,8 @@ def as_table(scaling: Scaling) -> Table:
 def row(size: Size, one: Size) -> list[str]:
     """Below HEAD."""
     milliseconds = [
-        number_of(1e3 * seconds) for seconds in (size.seconds, min(size.rounds), max(size.rounds))
+        format_amount(1e3 * seconds)
+        for seconds in (size.seconds, min(size.rounds), max(size.rounds))
     ]
     return [
         processes(size),
@@ -181,14 +182,14 @@ def as_page(scaling: Scaling) -> str:
     names = " and ".join(
         filter(None, [", ".join(str(s.nproc) for s in sizes[:-1]), str(sizes[-1].nproc)])
     )
-    return render(
+    return render_page(
         "scaling.html",
         title=f"{scaling.job} on {names} process{'es' * (names != '1')}",
         scaling=scaling,
         lost=_lost(scaling) if len(sizes) > 1 else None,
         times=_times(scaling),
         speed_up=_speed_up(sizes),
-        steps=bars("a step's time by part", _steps(sizes), "ms", COLOUR_OF),
+        steps=draw_bars("a step's time by part", _steps(sizes), "ms", COLOUR_OF),
     )
 
 
@@ -206,17 +207,17 @@ def _lost(scaling: Scaling) -> dict[str, object]:
     rows = [
         [
             name,
-            number_of(1e3 * shares[name] * last.seconds),
+            format_amount(1e3 * shares[name] * last.seconds),
             f"{shares[name]:.0%}",
             *scaling.parts[name],
         ]
         for name in sorted(shares, key=lambda name: -shares[name])
     ]
-    figure = bars("where the efficiency went, by part", bars_of, "", COLOUR_OF)
+    figure = draw_bars("where the efficiency went, by part", bars_of, "", COLOUR_OF)
     return {
         "figure": figure,
         "nproc": last.nproc,
-        "milliseconds": number_of(1e3 * last.seconds),
+        "milliseconds": format_amount(1e3 * last.seconds),
         "rows": rows,
     }
 
@@ -227,7 +228,7 @@ def _times(scaling: Scaling) -> dict[str, object]:
     if not scaling.outside:
         head.insert(3, "samples per s")
         for shown, size in zip(rows, scaling.sizes, strict=True):
-            shown.insert(3, number_of(size.batch / size.seconds))
+            shown.insert(3, format_amount(size.batch / size.seconds))
     return {"head": head, "rows": rows}
 
 
@@ -239,7 +240,7 @@ def _speed_up(sizes: list[Size]) -> Figure:
         "fitted law": [(float(n), law.speedup(n) / start) for n in np.linspace(one.nproc, far, 60)],
         "measured": [(float(s.nproc), s.speedup(one)) for s in sizes],
     }
-    return lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
+    return draw_lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
 
 
 def _steps(sizes: list[Size]) -> dict[str, dict[str, float]]:

@@ -20,7 +20,7 @@ from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.run_files import CONFIG_FILE
-from stepladder.tools.ranks import on_ranks
+from stepladder.tools.local_ranks import run_on_ranks
 from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
 from stepladder.tools.verify.trial import (
     WEIGHTS_TO_LOSS,
@@ -195,7 +195,7 @@ class Comparison:
             ]
 
     def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
-        on_ranks(work, size, self.request.settings.threads or 1, self.request)
+        run_on_ranks(work, size, self.request.settings.threads or 1, self.request)
 
 
 def verdict(proof: Proof, exact: bool) -> str:

@@ -21,7 +21,7 @@ from stepladder.storage.snapshot import MODEL_FILE, write_snapshot_files
 from stepladder.storage.snapshot_store import Snapshots
 from stepladder.storage.staging import split_tied_tensors
 from stepladder.tools import dcp
-from stepladder.tools.export import INDEX, opened, refuse_existing
+from stepladder.tools.weight_export import SAFETENSORS_INDEX, open_safetensors, validate_new_path
 from stepladder.train.job_runner import load_job
 
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError)
@@ -44,7 +44,7 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
     Returns what to say of it. Raises InputError where the folder holds none, names or shapes
     differ, or the run directory is there already or cannot be written."""
     run_dir = request.settings.run_dir
-    refuse_existing(run_dir, "another --run-dir")
+    validate_new_path(run_dir, "another --run-dir")
     foreign = found_in(folder)
     build, recipe = load_job(request, World())
     model = build().model
@@ -76,29 +76,31 @@ def begin(run_dir: Path, model: torch.nn.Module) -> None:
 def found_in(folder: Path) -> Foreign:
     """Raises InputError where it is none of the layouts, or damaged."""
     try:
-        if (folder / INDEX).exists():
-            places = typed_file.parse_json(typed_file.read_file(folder / INDEX, MOST_BYTES), dict)[
-                "weight_map"
-            ]
+        if (folder / SAFETENSORS_INDEX).exists():
+            places = typed_file.parse_json(
+                typed_file.read_file(folder / SAFETENSORS_INDEX, MOST_BYTES), dict
+            )["weight_map"]
             return of_safetensors(folder, typed_file.convert(places, dict[str, str], "weight_map"))
         if (folder / MODEL_FILE).exists():
             return of_safetensors(
-                folder, dict.fromkeys(opened(folder / MODEL_FILE).keys(), MODEL_FILE)
+                folder, dict.fromkeys(open_safetensors(folder / MODEL_FILE).keys(), MODEL_FILE)
             )
         if (folder / dcp.METADATA).exists():
             checkpoint = dcp.Checkpoint(folder)
             return Foreign(checkpoint.shapes, checkpoint.read)
     except UNREADABLE as error:
         raise InputError(f"{folder} cannot be read: {to_one_line(error)}", HINT) from error
-    raise InputError(f"{folder} holds neither {MODEL_FILE} nor {INDEX} nor {dcp.METADATA}", HINT)
+    raise InputError(
+        f"{folder} holds neither {MODEL_FILE} nor {SAFETENSORS_INDEX} nor {dcp.METADATA}", HINT
+    )
 
 
 def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:
     """places: the file of each tensor."""
     for file in places.values():
         if Path(file).name != file:
-            raise ValueError(f"{INDEX} leads out of the folder, to {file}")
-    files = {file: opened(folder / file) for file in sorted({*places.values()})}
+            raise ValueError(f"{SAFETENSORS_INDEX} leads out of the folder, to {file}")
+    files = {file: open_safetensors(folder / file) for file in sorted({*places.values()})}
 
     def fill(name: str, target: torch.Tensor) -> None:
         target.copy_(files[places[name]].get_tensor(name))

@@ -27,11 +27,11 @@ from stepladder.storage.safetensors_file import write_tensors
 from stepladder.storage.snapshot import MODEL_FILE, Snapshot, read_newest_snapshot
 from stepladder.storage.snapshot_slices import MODEL_PREFIX
 
-FILE_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
+MAX_WEIGHTS_FILE_BYTES = 5 * 10**9
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
-def opened(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Return a safetensors file, of which each tensor is read when it is asked for.
 
     Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is
@@ -49,7 +49,7 @@ class StoredWeights:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.rows = snapshot.reader
-        self.whole = opened(Path(snapshot.folder) / MODEL_FILE)
+        self.whole = open_safetensors(Path(snapshot.folder) / MODEL_FILE)
         self.aliases: dict[str, str] = snapshot.manifest["aliases"]
         self.forms: dict[str, torch.Tensor] = {}
         for name in self.whole.keys():  # noqa: SIM118 - it is no dict
@@ -79,7 +79,7 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     run_dir: or one of its snapshots.  to: "safetensors" or "dcp".
     Raises InputError where there is no snapshot, `target` is there already, or cannot be written.
     """
-    refuse_existing(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
+    validate_new_path(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
     snapshot = read_newest_snapshot(run_dir, with_model=False)
     weights = StoredWeights(snapshot)
     with durable.name_write_errors(target, "free space there, or choose another DIR"):
@@ -92,7 +92,7 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     )
 
 
-def refuse_existing(target: Path, hint: str) -> None:
+def validate_new_path(target: Path, hint: str) -> None:
     """Raises InputError where something is at the path: nothing is written over."""
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} is there already", hint)
@@ -102,7 +102,10 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
     """Tied weights once, as the library asks."""
     files: list[dict[str, torch.Tensor]] = [{}]
     for name, form in weights.forms.items():
-        if files[-1] and sum(one.nbytes for one in files[-1].values()) + form.nbytes > FILE_BYTES:
+        if (
+            files[-1]
+            and sum(one.nbytes for one in files[-1].values()) + form.nbytes > MAX_WEIGHTS_FILE_BYTES
+        ):
             files.append({})
         files[-1][name] = form
     stem, _, suffix = MODEL_FILE.partition(".")
@@ -116,7 +119,9 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
     if len(files) > 1:
         total = sum(form.nbytes for form in weights.forms.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / SAFETENSORS_INDEX).write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def write_dcp(folder: Path, weights: StoredWeights) -> None:

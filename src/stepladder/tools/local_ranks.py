@@ -13,7 +13,7 @@ from stepladder.train.job_file import RECIPES_FOLDER
 from stepladder.train.job_source import relative_to_cwd
 
 # Flags of `train` that a tool may have been given for the job, beside those of its Config.
-SETTINGS = (
+JOB_SETTINGS = (
     "global_batch",
     "microbatch",
     "sync",
@@ -29,7 +29,7 @@ SETTINGS = (
 )
 
 
-def on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:
+def run_on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:
     """Do `work()` on each of so many ranks, to its end.
 
     Args:
@@ -49,14 +49,14 @@ def on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRe
     if code:
         raise InputError(
             f"training on {ranks} process{'es' if ranks > 1 else ''} ended with exit code {code}",
-            train_command(request, ranks),
+            make_train_command(request, ranks),
         )
 
 
-def train_command(request: TrainRequest, ranks: int) -> str:
+def make_train_command(request: TrainRequest, ranks: int) -> str:
     """Return the command that trains the same job, with the flags that were given."""
     defaults = Settings(run_dir=request.settings.run_dir)
-    given = {name: getattr(request.settings, name) for name in SETTINGS}
+    given = {name: getattr(request.settings, name) for name in JOB_SETTINGS}
     changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     job = request.job.stem if request.job.parent == RECIPES_FOLDER else relative_to_cwd(request.job)
     words = ["stepladder", "train", job]
