@@ -33,8 +33,8 @@ from doctor_faults import FAULTS, HARMLESS, WITH_GPUS, Changes, Fault, network
 from report import Report, table
 
 import stepladder
-from stepladder.tools.doctor.machine_facts import SHOWN
 from stepladder.tools.doctor.rules import RULES
+from stepladder.tools.doctor.variables import shown_variables
 
 Finding = dict[str, str]
 SECONDS, TRIES, PAUSE = 300.0, 6, 20.0
@@ -82,11 +82,8 @@ def planted(
             args = "--load $T/bundle.json"
         holder.bind(("", 0))
         holder.listen(1)
-        env = {
-            k: v
-            for k, v in os.environ.items()
-            if not SHOWN.fullmatch(k) and k != "PYTHONUNBUFFERED"
-        }
+        left_out = {*shown_variables(os.environ), "PYTHONUNBUFFERED"}
+        env = {name: value for name, value in os.environ.items() if name not in left_out}
         env |= {
             "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")])),
             "T": name, "PYTHON": sys.executable, "NAME": platform.node(), "PORT": str(holder.getsockname()[1]),

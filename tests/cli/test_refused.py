@@ -257,8 +257,8 @@ AT_THE_END = """
 import threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from stepladder.cli import refuse
-from stepladder.launcher.nodes.local_node import WATCH
+from stepladder.cli import exit_with_error
+from stepladder.launcher.nodes.local_node import SELF_MONITOR_THREAD_NAME
 
 class Slow:
     def __del__(self):
@@ -266,9 +266,9 @@ class Slow:
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 asks = lambda: store.wait(["never"], timedelta(seconds=1))
-threading.Thread(target=asks, name=WATCH, daemon=True).start()
+threading.Thread(target=asks, name=SELF_MONITOR_THREAD_NAME, daemon=True).start()
 slow = Slow()
-refuse("found. HINT: type", True)
+exit_with_error("found. HINT: type", True)
 """
 
 

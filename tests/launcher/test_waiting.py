@@ -53,16 +53,16 @@ def test_a_process_that_has_left_a_wait_ends_with_its_code_and_in_order(tmp_path
     program = f"""
 import atexit, sys, time
 from pathlib import Path
-from stepladder.launcher.nodes.local_node import end_process_if_waiting, interruptible
+from stepladder.launcher.nodes.local_node import exit_if_threads_wait, wait_interruptibly
 
 def check():
     raise InterruptedError
 
 atexit.register(lambda: Path({str(tmp_path / "done")!r}).touch())
 try:
-    interruptible(lambda: time.sleep(1000), check)
+    wait_interruptibly(lambda: time.sleep(1000), check)
 except InterruptedError:
-    end_process_if_waiting(75)
+    exit_if_threads_wait(75)
 sys.exit("not reached")
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 75
