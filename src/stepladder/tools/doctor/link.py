@@ -31,7 +31,7 @@ from stepladder.tools.doctor.finding import (
 )
 from stepladder.tools.doctor.network import find_interfaces
 
-TENSOR_BYTES = tuple(4 * 4**k for k in range(13))  # 4 bytes to 64 MiB
+MEASURED_BYTES = tuple(4 * 4**k for k in range(13))  # 4 bytes to 64 MiB
 SIZE_BUDGET_S = 0.25  # for all rounds of one size
 LAST_SIZE_S = 0.6  # no larger size follows one that takes so long
 FEWEST_ROUNDS = 5
@@ -39,7 +39,7 @@ MOST_ROUNDS = 200
 WARM_UP_ROUNDS = 2
 MEASUREMENT_TIMEOUT_S = 120.0
 RENDEZVOUS_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 10.0
+STREAM_CONNECT_TIMEOUT_S = 10.0
 STREAM_S = 0.5
 STREAM_CHUNK_BYTES = 1 << 20
 MAX_CLOCK_SKEW_S = 1.0
@@ -222,7 +222,7 @@ def measure_speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
         ranks: Their number.
     """
     speeds: list[Speed] = []
-    for size in TENSOR_BYTES:
+    for size in MEASURED_BYTES:
         speed = measure_speed(comm, among, ranks, size)
         speeds.append(speed)
         if speed.microseconds > 1e6 * LAST_SIZE_S:
@@ -297,7 +297,7 @@ def open_listener(host: str, is_one_machine: bool) -> socket.socket:
 
 
 def send_stream(host: str, port: int) -> None:
-    with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as connection:
+    with socket.create_connection((host, port), STREAM_CONNECT_TIMEOUT_S) as connection:
         chunk = bytes(STREAM_CHUNK_BYTES)
         deadline = time.monotonic() + STREAM_S
         while time.monotonic() < deadline:
@@ -306,10 +306,10 @@ def send_stream(host: str, port: int) -> None:
 
 def receive_stream(server: socket.socket) -> float:
     """Return the GB/s that arrive until the sender closes the connection."""
-    server.settimeout(CONNECT_TIMEOUT_S)
+    server.settimeout(STREAM_CONNECT_TIMEOUT_S)
     connection, _ = server.accept()
     with connection:
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.settimeout(STREAM_CONNECT_TIMEOUT_S)
         buffer = bytearray(STREAM_CHUNK_BYTES)
         received = connection.recv_into(bytearray(1))
         began = time.perf_counter()

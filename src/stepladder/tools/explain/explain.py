@@ -16,7 +16,7 @@ COMMON_WORDS = {
     "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that", "error",
     "runtimeerror",
 }  # fmt: skip
-SYNONYMS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
+EXPANDED_TERMS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def score(terms: set[str], error: KnownError) -> Score:
 def significant_terms(text: str) -> set[str]:
     """Return the terms of a message that identify it, without their endings."""
     expanded = text.lower()
-    for short, long in SYNONYMS.items():
+    for short, long in EXPANDED_TERMS.items():
         expanded = re.sub(rf"\b{short}\b", long, expanded)
     terms = {term for term in re.findall(r"[a-z]+", expanded) if len(term) >= MIN_TERM_LETTERS}
     return {re.sub(r"(ing|ed|s|e)$", "", term) for term in terms - COMMON_WORDS}

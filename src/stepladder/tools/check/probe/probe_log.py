@@ -14,7 +14,7 @@ from typing import Any
 
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
-    RANK_VARIABLES,
+    RANK_AND_WORLD_SIZE,
     ProbeSettings,
 )
 
@@ -35,7 +35,7 @@ class ProbeLog:
         self.settings = settings
         # With a separator, so that /me/train-data is not below /me/train.
         self.roots = tuple(root + os.sep for root in settings.roots)
-        rank, world_size = (int(os.environ.get(name, -1)) for name in RANK_VARIABLES)
+        rank, world_size = (int(os.environ.get(name, -1)) for name in RANK_AND_WORLD_SIZE)
         self.rank = rank
         self.world_size = world_size
         self.parent = 0

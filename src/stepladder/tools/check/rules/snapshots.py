@@ -13,7 +13,7 @@ from stepladder.tools.check.script_source import dotted_name
 READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
 TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
-PARTS = ("optimizer", "schedule", "random", "position")
+SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MOST_KEYS_SHOWN = 8
 
 
@@ -164,7 +164,7 @@ def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Event]) -> Fi
     if not models:
         return None
     model = models[0]
-    has = {part: any(event[part] for event in saves) for part in PARTS}
+    has = {part: any(event[part] for event in saves) for part in SNAPSHOT_PARTS}
     path = model["path"]
     final_path = renamed_paths(log).get(path, path)
     is_resumed_from = not paths_searched_before(log, model).isdisjoint({path, final_path})
@@ -201,7 +201,7 @@ def describe_content(event: Event, has: dict[str, bool]) -> str:
     if event["bare"]:
         return "weights"
     keys = ", ".join(event["keys"][:MOST_KEYS_SHOWN])
-    return keys or ", ".join(["model", *(part for part in PARTS if has[part])])
+    return keys or ", ".join(["model", *(part for part in SNAPSHOT_PARTS if has[part])])
 
 
 def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:

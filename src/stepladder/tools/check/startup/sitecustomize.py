@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # typing would slow down every start
 if TYPE_CHECKING:
     from typing import Any
 
-STARTUP_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
+SITECUSTOMIZE_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
 FOLDERS_TO_PACKAGE_ROOT = 4
 
 
@@ -63,7 +63,7 @@ def import_own(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        root = STARTUP_FOLDER
+        root = SITECUSTOMIZE_FOLDER
         for _ in range(FOLDERS_TO_PACKAGE_ROOT):
             root = os.path.dirname(root)  # noqa: PTH120
         sys.path.append(root)
@@ -71,7 +71,7 @@ def import_own(name: str) -> Any:
 
 
 def run_sitecustomize_of_user() -> None:
-    folders = [folder for folder in sys.path if folder != STARTUP_FOLDER]
+    folders = [folder for folder in sys.path if folder != SITECUSTOMIZE_FOLDER]
     spec = PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)
