@@ -132,7 +132,7 @@ def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is()
             "bundle.json cannot be written: there is no such folder",
         ),
         (("--save", "."), "--save . cannot be written: it is a folder"),
-        (("--load", "a", "--comm"), "--load judges a stored bundle"),
+        (("--load", "a", "--comm"), "--load inspects a saved file"),
         (("missing.py",), "missing.py cannot be read: No such file"),
         (("--port", "70000"), "--port"),
         (("--comm", "--nproc", "1"), "--comm measures between processes"),
