@@ -53,7 +53,7 @@ class StoredConfig:
 
 
 @dataclass(frozen=True)
-class StoredResult:
+class ResultSummary:
     """What is read of a result.json."""
 
     steps: int
@@ -180,10 +180,10 @@ def make_window(group: list[Line]) -> tuple[int, int, int, Mapping[int | str, li
     return first["step"], first["steps"], first.get("world_size", len(rows)), rows
 
 
-def read_result(path: Path) -> StoredResult | None:
+def read_result(path: Path) -> ResultSummary | None:
     with suppress(FileNotFoundError):
         return typed_file.load_json(
-            path, StoredResult, f"rm {path}, and start the run again: it is written anew"
+            path, ResultSummary, f"rm {path}, and start the run again: it is written anew"
         )
     return None
 
