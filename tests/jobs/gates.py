@@ -86,7 +86,9 @@ def is_first() -> bool:
 
 
 def asked_to_stop() -> bool:
-    return getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "asked", False)
+    return getattr(
+        getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "stop_requested", False
+    )
 
 
 def hang(marker: Path) -> None:

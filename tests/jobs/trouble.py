@@ -83,7 +83,9 @@ def hold(_step: int) -> float:
     """Stand still until this process is asked to stop; at step 0 nobody listens, and the signal
     ends it.
     """
-    while not getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "asked", False):
+    while not getattr(
+        getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "stop_requested", False
+    ):
         time.sleep(0.01)
     return 1.0
 
