@@ -144,7 +144,7 @@ def describe(machine: Machine) -> str:
 
 def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
     """The exit code and the section of one part, which is ended after so many seconds."""
-    from stepladder.tools.learn.check import run_command
+    from stepladder.tools.learn.command import run_command
 
     head = f"## {part.name}\n\n{part.title} {datetime.date.today().isoformat()}"
     if seconds < 1:
@@ -170,8 +170,8 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
         )
         took = time.monotonic() - began
         if file.is_file():
-            return done.code, f"{head}, {took:.0f} s.\n\n{file.read_text(encoding='utf-8')}"
-    why = f"no end within {seconds:.0f} s" if done.timed_out else f"exit code {done.code}"
+            return done.exit_code, f"{head}, {took:.0f} s.\n\n{file.read_text(encoding='utf-8')}"
+    why = f"no end within {seconds:.0f} s" if done.timed_out else f"exit code {done.exit_code}"
     return (
         1,
         f"{head}, {took:.0f} s.\n\n{failed(chr(10).join([why, *done.output.splitlines()[-15:]]))}",

@@ -354,11 +354,12 @@ def on_one_node(folder: str, command: str) -> str:
 
 def claim_of(argv: list[str]) -> tuple[str | None, str]:
     """The claim that the lesson came to, or None; and its last line."""
-    from stepladder.tools.learn.check import CLAIM, run_command
+    from stepladder.tools.learn.check import CLAIM_PREFIX
+    from stepladder.tools.learn.command import run_command
 
     with tempfile.TemporaryDirectory() as folder:
         done = run_command(argv, Path(folder), lambda line: print(line, file=sys.stderr), 60)
-    return None if done.code else done.last_line(CLAIM) or None, (
+    return None if done.exit_code else done.find_last_line(CLAIM_PREFIX) or None, (
         done.output.strip().splitlines() or ["no word"]
     )[-1]
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from report import Report, table
 
-from stepladder.tools.learn.check import check_lesson, what_is_missing
+from stepladder.tools.learn.check import check_lesson, find_missing_requirement
 from stepladder.tools.learn.course import load_course
 
 SECONDS_AT_MOST = 20.0
@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report("lessons.py", "The lessons: what they take", ["torch", "stepladder"], "all")
     course = load_course()
-    lessons = [lesson for lesson in course.lessons if what_is_missing(lesson) is None]
+    lessons = [lesson for lesson in course.lessons if find_missing_requirement(lesson) is None]
     seconds: dict[str, list[float]] = {lesson.folder: [] for lesson in lessons}
     failed: list[str] = []
     outputs: dict[str, str] = {}

@@ -83,7 +83,6 @@ MAX_LINES_OF_MOST_FUNCTIONS = 35
 TO_SPLIT = {
     "tools/dcp.py",
     "rank_profile",
-    "run_command",
 }
 
 

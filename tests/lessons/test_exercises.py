@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.tools.learn.check import check_exercise
-from stepladder.tools.learn.course import CHECK_LINE, Exercise, load_course, part_of_check
+from stepladder.tools.learn.course import CHECK_LINE, Exercise, extract_check, load_course
 from warm import Server
 
 COURSE = load_course()
@@ -27,7 +27,7 @@ run_exercises = pytest.mark.parametrize(
 
 
 def shipped(exercise: Exercise) -> Path:
-    return COURSE.folder(exercise) / "exercise.py"
+    return COURSE.item_folder(exercise) / "exercise.py"
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def test_it_fails_as_shipped_for_the_stated_reason(exercise: Exercise) -> None:
 @pytest.mark.usefixtures("warm_python")
 @run_exercises
 def test_its_solution_passes(exercise: Exercise) -> None:
-    verdict = check_exercise(COURSE, exercise, COURSE.solution(exercise), print)
+    verdict = check_exercise(COURSE, exercise, COURSE.solution_file(exercise), print)
     assert verdict.passed, verdict.text
 
 
@@ -135,7 +135,7 @@ def test_a_plausible_mistake_is_found(
 ) -> None:
     name, from_solution, old, new, says = attempt
     exercise = EXERCISES[name]
-    text = (COURSE.solution(exercise) if from_solution else shipped(exercise)).read_text()
+    text = (COURSE.solution_file(exercise) if from_solution else shipped(exercise)).read_text()
     assert old in text
     file = tmp_path / "exercise.py"
     file.write_text(text.replace(old, new))
@@ -160,9 +160,9 @@ def test_the_table_lists_what_is_there() -> None:
 
 @every_exercise
 def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
-    given, solved = shipped(exercise).read_text(), COURSE.solution(exercise).read_text()
+    given, solved = shipped(exercise).read_text(), COURSE.solution_file(exercise).read_text()
     assert given.count(CHECK_LINE) == solved.count(CHECK_LINE) == 1
-    assert part_of_check(given) == part_of_check(solved)
+    assert extract_check(given) == extract_check(solved)
     assert given != solved
     docstring = given.split('"""')[1]
     assert docstring == solved.split('"""')[1]
@@ -174,7 +174,7 @@ def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
 def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(
     exercise: Exercise,
 ) -> None:
-    for file in (shipped(exercise), COURSE.solution(exercise)):
+    for file in (shipped(exercise), COURSE.solution_file(exercise)):
         text = file.read_text()
         assert len(text.splitlines()) <= MOST_LINES
         assert "import stepladder" not in text
@@ -184,7 +184,7 @@ def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(
 @every_exercise
 def test_its_page_names_its_lesson(exercise: Exercise) -> None:
     (lesson,) = (lesson for lesson in COURSE.lessons if lesson.number == exercise.lesson)
-    page = (COURSE.folder(exercise) / "README.md").read_text()
+    page = (COURSE.item_folder(exercise) / "README.md").read_text()
     assert page.startswith(f"# {exercise.title}\n")
     assert f"[lesson {lesson.number}](../../{lesson.folder}/README.md)" in page
 

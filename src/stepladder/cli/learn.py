@@ -15,12 +15,12 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import make_console
 from stepladder.tools.learn.check import (
-    NOT_YET,
+    NOT_YET_PREFIX,
     check_item,
-    next_of,
+    find_missing_requirement,
+    find_next_item,
     run_exercise,
     run_lesson,
-    what_is_missing,
 )
 from stepladder.tools.learn.course import (
     Course,
@@ -64,7 +64,7 @@ def list_() -> None:
 
 def say_next(course: Course, progress: CourseProgress) -> None:
     """Print the next lesson or exercise."""
-    following = next_of(course, progress)
+    following = find_next_item(course, progress)
     if following is not None:
         name = following.number if isinstance(following, Lesson) else following.name
         echo(f"next: stepladder learn show {name}")
@@ -75,7 +75,7 @@ def say_next(course: Course, progress: CourseProgress) -> None:
 def show(name: str) -> None:
     """Show a lesson's or an exercise's page."""
     course = load_course()
-    item = course.find(name)
+    item = course.find_item(name)
     if isinstance(item, Lesson):
         echo(f"lesson {item.number}: {item.idea}")
         echo(f"run:    {item.command}")
@@ -83,7 +83,7 @@ def show(name: str) -> None:
             echo(f"then:   stepladder learn show {exercise.name}")
     else:
         echo(f"edit:   {load_progress().exercise_file(course, item)}")
-    page = course.folder(item) / "README.md"
+    page = course.item_folder(item) / "README.md"
     echo(f"page:   {page}\n")
     text = COMMENT.sub("", page.read_text(encoding="utf-8"))
     if not sys.stdout.isatty():
@@ -102,11 +102,11 @@ def show(name: str) -> None:
 def run(name: str, args: tuple[str, ...]) -> int:
     """Run a lesson, or your file of an exercise, with ARGS, and end with its exit code."""
     course = load_course()
-    item = course.find(name)
+    item = course.find_item(name)
     if isinstance(item, Lesson):
-        return run_lesson(course, item, args, echo).code
+        return run_lesson(course, item, args, echo).exit_code
     file = load_progress().exercise_file(course, item)
-    return run_exercise(item, file, args, echo).code
+    return run_exercise(item, file, args, echo).exit_code
 
 
 @command.command()
@@ -141,7 +141,7 @@ def check(name: str | None, all_: bool) -> int:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
     if all_:
         return check_all(course)
-    item = course.find(name) if name else next_of(course, progress)
+    item = course.find_item(name) if name else find_next_item(course, progress)
     if item is None:
         echo("all passed")
         return 0
@@ -162,7 +162,7 @@ def check_all(course: Course) -> int:
     for item in course:
         name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
         label = f"{name:24}"
-        missing = what_is_missing(item)
+        missing = find_missing_requirement(item)
         if missing is not None:
             echo(f"{label} skipped: needs {missing}")
             continue
@@ -170,7 +170,7 @@ def check_all(course: Course) -> int:
         verdict = check_item(course, item, output.append)
         failed += not verdict.passed
         echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
-        if not verdict.passed and not any(line.startswith(NOT_YET) for line in output):
+        if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
             echo("".join(f"    {line}\n" for line in output), end="")
     return int(failed > 0)
 
@@ -181,7 +181,7 @@ def check_all(course: Course) -> int:
 def solution(name: str, yes: bool) -> None:
     """Show an exercise's solution."""
     course = load_course()
-    file = course.solution(course.find_exercise(name))
+    file = course.solution_file(course.find_exercise(name))
     if not yes:
         raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
     echo(f"# {file}\n\n{file.read_text(encoding='utf-8')}", end="")

@@ -13,7 +13,12 @@ from processes import started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab.lab import Lab, lab_folder
 from stepladder.slurm.lab.layout import Layout
-from stepladder.tools.learn.check import check_exercise, check_lesson, run_command, what_is_missing
+from stepladder.tools.learn.check import (
+    check_exercise,
+    check_lesson,
+    find_missing_requirement,
+)
+from stepladder.tools.learn.command import run_command
 from stepladder.tools.learn.course import Course, load_course
 
 FAMILY = """
@@ -64,7 +69,7 @@ def test_an_exercise_that_breaks_is_not_passed(course: Course) -> None:
 def test_an_exercise_that_ends_before_its_check_is_not_passed(course: Course) -> None:
     assert verdict_of(course, EXERCISE.replace("return a\n", "raise SystemExit\n")) == (
         False,
-        "it did not come to its check",
+        "it ended before its check",
     )
 
 
@@ -99,7 +104,7 @@ def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Cou
         == "it ended with exit code 3, see its output"
     )
     change(course, "01-first/lesson.py", "claim holds", "I claim")
-    assert check_lesson(course, course.lessons[0], quiet).text == "it did not come to its claim"
+    assert check_lesson(course, course.lessons[0], quiet).text == "it did not print its claim"
     change(course, "01-first/lesson.py", "print('I claim", "sys.exit('claim holds")
     assert not check_lesson(course, course.lessons[0], quiet).passed, "a claim and exit code 1"
 
@@ -121,7 +126,7 @@ def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     tmp_path: Path, elsewhere: bool, wait: str
 ) -> None:
     code = FAMILY.replace("ELSEWHERE", str(elsewhere)).replace("WAIT", wait)
-    ended = run_command([sys.executable, "-c", code], tmp_path, quiet, timeout=8)
+    ended = run_command([sys.executable, "-c", code], tmp_path, quiet, timeout_s=8)
     assert ended.timed_out
     pids, stacks = [int(word) for word in ended.output.split("\n")[0].split()], ended.output
     assert len(pids) == 2
@@ -148,17 +153,17 @@ def test_what_a_lesson_needs(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     hint = "Slurm: stepladder lab up --nodes 2"
-    assert [what_is_missing(item) for item in course] == [None, None, hint, None]
+    assert [find_missing_requirement(item) for item in course] == [None, None, hint, None]
     folder = lab_folder()
     folder.mkdir(parents=True)
     Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).save()
-    assert what_is_missing(course.lessons[1]) is None
+    assert find_missing_requirement(course.lessons[1]) is None
 
 
 STARTS = """
 import sys
 from pathlib import Path
-from stepladder.tools.learn.check import run_command
+from stepladder.tools.learn.command import run_command
 
 code = "import pathlib, time; pathlib.Path('begun').write_text('x'); time.sleep(600)"
 run_command([sys.executable, "-c", code], Path.cwd(), print, None)

@@ -24,7 +24,7 @@ def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
 def test_a_folder_below_is_in_the_checkout_too(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(course.folder(course.lessons[0]))
+    monkeypatch.chdir(course.item_folder(course.lessons[0]))
     assert load_course() == course
 
 
@@ -37,7 +37,7 @@ def test_lessons_come_with_their_exercises(course: Course) -> None:
     [("1", "01-first"), ("01", "01-first"), ("02-second", "02-second"), ("add", "add")],
 )
 def test_names_that_are_found(course: Course, name: str, key: str) -> None:
-    assert course.load_running(name).key == key
+    assert course.find_item(name).key == key
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_names_that_are_found(course: Course, name: str, key: str) -> None:
 )
 def test_names_that_are_not(course: Course, name: str, hint: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' is neither a lesson.*HINT: .*{hint}"):
-        course.load_running(name)
+        course.find_item(name)
 
 
 def test_a_lesson_is_no_exercise(course: Course) -> None:
@@ -123,27 +123,31 @@ def test_progress_that_cannot_be_written(
 def test_exercises_are_edited_in_place_until_they_are_copied(
     course: Course, tmp_path: Path
 ) -> None:
-    add, progress, mine = course.find_exercise("add"), load_progress(), tmp_path / "mine"
-    shipped = course.folder(add) / "exercise.py"
+    add = course.find_exercise("add")
+    progress = load_progress()
+    copies = tmp_path / "copies"
+    shipped = course.item_folder(add) / "exercise.py"
     assert progress.exercise_file(course, add) == shipped
-    assert progress.copy_exercises(course, mine) == (2, 0)
+    assert progress.copy_exercises(course, copies) == (2, 0)
     copy = load_progress().exercise_file(course, add)
-    assert copy == mine / "add" / "exercise.py"
+    assert copy == copies / "add" / "exercise.py"
     assert copy.read_bytes() == shipped.read_bytes()
-    assert sorted(path.name for path in mine.iterdir()) == ["add", "stop"], "and no solution"
+    assert sorted(path.name for path in copies.iterdir()) == ["add", "stop"], "and no solution"
 
 
 def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
-    progress, mine = load_progress(), tmp_path / "mine"
-    progress.copy_exercises(course, mine)
-    edited, removed = mine / "add" / "exercise.py", mine / "stop" / "exercise.py"
+    progress = load_progress()
+    copies = tmp_path / "copies"
+    progress.copy_exercises(course, copies)
+    edited = copies / "add" / "exercise.py"
+    removed = copies / "stop" / "exercise.py"
     edited.write_text("mine")
     removed.unlink()
     with pytest.raises(
-        InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"
+        InputError, match=r"stop/exercise.py does not exist. HINT: stepladder learn start"
     ):
         progress.exercise_file(course, course.find_exercise("stop"))
-    assert progress.copy_exercises(course, mine) == (1, 1)
+    assert progress.copy_exercises(course, copies) == (1, 1)
     assert edited.read_text() == "mine"
 
 

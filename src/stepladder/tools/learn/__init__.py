@@ -1,1 +1,1 @@
-"""The course in lessons/: what it consists of, what was passed, and checking by running."""
+"""The course in lessons/: its lessons and exercises, the learner's progress, and the checks."""

@@ -1,7 +1,7 @@
-"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them, and the
+"""The lessons and exercises listed in lessons/ladder.toml and lessons/exercises.toml, and the
 learner's progress.
 
-The course is part of the repository and of no wheel: it is there to be read and changed.
+The course is in the repository and in no wheel, because learners read and change it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from stepladder.core.folders import find_file_above, find_obstacle, get_state_fo
 Kind = TypeVar("Kind")
 
 LADDER = "lessons/ladder.toml"
-CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
+CHECK_LINE = "# -- the check"  # learners edit only what is above this line
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A folder under lessons/. command: runs it from the repository's root. seconds: a guess.
-
-    needs: what a machine may lack: "slurm", or nothing.
-    """
+    """A folder under lessons/, with the command that runs it from the repository's root."""
 
     number: int
     folder: str
     title: str
     idea: str
     command: str
-    seconds: int
-    needs: tuple[str, ...] = ()
+    seconds: int  # an estimate of how long it runs
+    needs: tuple[str, ...] = ()  # requirements that a machine may lack: only "slurm" so far
 
     @property
     def key(self) -> str:
@@ -46,17 +43,14 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Exercise:
-    """A folder under lessons/exercises/. lesson: the number of the lesson it belongs to.
-
-    reason: what its check says as long as nothing was done. hints: each says more than the one
-    before."""
+    """A folder under lessons/exercises/."""
 
     name: str
-    lesson: int
+    lesson: int  # the number of its lesson
     title: str
-    seconds: int
-    reason: str
-    hints: tuple[str, ...]
+    seconds: int  # an estimate of how long it runs
+    reason: str  # why the unchanged exercise fails its check
+    hints: tuple[str, ...]  # from the vaguest to the most precise
     launcher: str = "python"
 
     @property
@@ -66,14 +60,14 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Course:
-    """root: the repository."""
+    """All lessons and exercises of a repository."""
 
-    root: Path
+    root: Path  # of the repository
     lessons: tuple[Lesson, ...]
     exercises: tuple[Exercise, ...]
 
     def __iter__(self) -> Iterator[Lesson | Exercise]:
-        """Lessons in order, each followed by its exercises."""
+        """Yield the lessons in order, each followed by its exercises."""
         for lesson in self.lessons:
             yield lesson
             yield from self.exercises_of(lesson)
@@ -81,109 +75,118 @@ class Course:
     def exercises_of(self, lesson: Lesson) -> list[Exercise]:
         return [exercise for exercise in self.exercises if exercise.lesson == lesson.number]
 
-    def find(self, name: str) -> Lesson | Exercise:
-        """A lesson by number or folder, or an exercise by name."""
+    def find_item(self, name: str) -> Lesson | Exercise:
+        """Return a lesson by its number or folder, or an exercise by its name."""
         for item in self:
-            if name == item.key or (
+            is_its_number = (
                 isinstance(item, Lesson) and name.isdecimal() and int(name) == item.number
-            ):
+            )
+            if is_its_number or name == item.key:
                 return item
-        near = difflib.get_close_matches(name, [item.key for item in self], 1)
-        hint = f"stepladder learn show {near[0]}" if near else "stepladder learn  lists them all"
+        similar = difflib.get_close_matches(name, [item.key for item in self], 1)
+        hint = "stepladder learn  lists them all"
+        if similar:
+            hint = f"stepladder learn show {similar[0]}"
         raise InputError(f"{name!r} is neither a lesson nor an exercise", hint)
 
     def find_exercise(self, name: str) -> Exercise:
-        found = self.find(name)
-        if isinstance(found, Exercise):
-            return found
-        names = ", ".join(e.name for e in self.exercises_of(found)) or "none"
+        item = self.find_item(name)
+        if isinstance(item, Exercise):
+            return item
+        names = ", ".join(exercise.name for exercise in self.exercises_of(item)) or "none"
         raise InputError(f"{name} is a lesson, not an exercise", f"its exercises: {names}")
 
-    def folder(self, item: Lesson | Exercise) -> Path:
+    def item_folder(self, item: Lesson | Exercise) -> Path:
         lessons = self.root / "lessons"
-        return (
-            lessons / item.folder if isinstance(item, Lesson) else lessons / "exercises" / item.name
-        )
+        if isinstance(item, Lesson):
+            return lessons / item.folder
+        return lessons / "exercises" / item.name
 
-    def solution(self, exercise: Exercise) -> Path:
+    def solution_file(self, exercise: Exercise) -> Path:
         return self.root / "lessons" / "solutions" / f"{exercise.name}.py"
 
 
 def load_course() -> Course:
-    """The course of the checkout around the current folder, or of the one that stepladder was
-    installed from.
+    """Load the course of the checkout around the current folder.
+
+    Outside of any checkout, load the course of the checkout that stepladder was installed from.
     """
-    own = Path(__file__).parents[4] / LADDER
-    inside = Path.cwd().is_relative_to(
-        own.parents[1]
-    )  # it has this very code, whoever may write there
-    ladder = own if inside and own.is_file() else find_file_above(LADDER) or own
+    ladder = find_ladder()
     if not ladder.is_file():
         raise InputError(
             f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
             "cd into a checkout of the stepladder repository, and type this again",
         )
-    lessons = read(ladder, "lesson", Lesson)
-    return Course(
-        ladder.parents[1], lessons, read(ladder.with_name("exercises.toml"), "exercise", Exercise)
-    )
+    lessons = read_tables(ladder, "lesson", Lesson)
+    exercises = read_tables(ladder.with_name("exercises.toml"), "exercise", Exercise)
+    return Course(ladder.parents[1], lessons, exercises)
 
 
-def read(path: Path, table: str, kind: type[Kind]) -> tuple[Kind, ...]:
-    """The file's tables of this name; keys that `kind` does not have serve others."""
+def find_ladder() -> Path:
+    """Return the path of ladder.toml, which may not exist."""
+    installed = Path(__file__).parents[4] / LADDER
+    # The checkout of the running code is trusted whoever may write to it, because its code runs
+    # already. find_file_above() validates who owns any other folder.
+    is_inside = Path.cwd().is_relative_to(installed.parents[1])
+    if is_inside and installed.is_file():
+        return installed
+    return find_file_above(LADDER) or installed
+
+
+def read_tables(path: Path, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
+    """Return the tables of a name in a TOML file; keys that are no field of `kind` are ignored."""
     with as_input_error(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
-        tables = typed_file.read_toml(path).get(table)
-        return tuple(
-            typed_file.convert(entry, kind, table)
-            for entry in typed_file.convert(tables, list, table)
-        )
+        tables = typed_file.convert(typed_file.read_toml(path).get(name), list, name)
+        return tuple(typed_file.convert(table, kind, name) for table in tables)
 
 
-def part_of_check(text: str) -> str:
-    """What stands below an exercise's check line, or "" where that line is gone."""
+def extract_check(text: str) -> str:
+    """Return the text below an exercise's check line, or an empty text without such a line."""
     return text.partition(CHECK_LINE)[2]
 
 
 @dataclass
 class CourseProgress:
-    """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the
-    learner's copies.
-    """
+    """The learner's progress, which is saved in the state folder."""
 
     schema: Literal[1] = 1
-    passed: set[str] = field(default_factory=set)
-    hints: dict[str, int] = field(default_factory=dict)
-    folder: Path | None = None
+    passed: set[str] = field(default_factory=set)  # keys of lessons and exercises
+    hints: dict[str, int] = field(default_factory=dict)  # shown so far, by exercise
+    folder: Path | None = None  # of the learner's copies of the exercises
 
     def exercise_file(self, course: Course, exercise: Exercise) -> Path:
-        """The learner's copy; where `learn start` was never called, the file in the checkout."""
-        folder = course.folder(exercise) if self.folder is None else self.folder / exercise.name
+        """Return the learner's copy, or without `learn start` the file in the checkout."""
+        if self.folder is None:
+            folder = course.item_folder(exercise)
+        else:
+            folder = self.folder / exercise.name
         file = folder / "exercise.py"
         if not file.is_file():
             raise InputError(
-                f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}"
+                f"{file} does not exist", f"stepladder learn start {self.folder or 'my-exercises'}"
             )
         return file
 
     def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
-        """Copy them to `folder`, keep what is there. Returns how many were copied, and how many
-        kept.
+        """Copy the exercises to a folder, but keep existing files.
+
+        Returns how many were copied, and how many kept.
         """
         targets = {
             exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
         }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
-        if place := next(
-            filter(None, (find_obstacle(target.parent) for target in missing.values())), None
-        ):
-            raise InputError(
-                f"{folder} cannot be written: {place} is in the way", "name another folder"
-            )
-        self.save()  # before they are made: there may be no place for it
+        for target in missing.values():
+            obstacle = find_obstacle(target.parent)
+            if obstacle is not None:
+                raise InputError(
+                    f"{folder} cannot be written: {obstacle} is in the way", "name another folder"
+                )
+        self.save()  # first: if the progress cannot be saved, nothing is copied
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
+                durable.write(target, (course.item_folder(exercise) / "exercise.py").read_bytes())
         self.folder = folder.resolve()
         self.save()
         return len(missing), len(targets) - len(missing)
@@ -202,7 +205,7 @@ class CourseProgress:
 
 
 def load_progress() -> CourseProgress:
-    """As it was saved; nothing passed where it never was."""
+    """Return the saved progress, or an empty one if none was saved."""
     progress = CourseProgress()
     with suppress(FileNotFoundError):
         progress = typed_file.load_json(
