@@ -1,4 +1,4 @@
-"""Does `stepladder diff` say where two runs part, and why?
+"""Does `stepladder diff` find where two runs diverge, and why?
 
     python benchmarks/diff.py [--only WORD] [--write]
 

@@ -90,7 +90,7 @@ PLANTS = {
         code=("nn.Dropout(dropout)", "nn.Dropout(2 * dropout)"),
     ),
     "function": Plant(
-        "an operation outside of a module", "operation", 1, "what goes into last in microbatch 1",
+        "an operation outside of a module", "operation", 1, "the input of last in microbatch 1",
         code=("x = self.drop(x)", "x = self.drop(x) * 1.001"),
     ),
     "randomness": Plant(

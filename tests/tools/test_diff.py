@@ -1,6 +1,4 @@
-"""`diff` names the first step at which two runs differ, and why; of equal runs it says that they
-are equal.
-"""
+"""`stepladder diff` names the first step at which two runs diverge, and the cause."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from processes import refused, run
 from stepladder.cli import cli
 from stepladder.storage.snapshot import MODEL_FILE, read_snapshot
 from stepladder.storage.snapshot_store import Snapshots
-from stepladder.tools.diff.again import Again, Event, first_unlike
-from stepladder.tools.diff.records import Kept, in_step
-from stepladder.tools.diff.verdict import plain
+from stepladder.tools.diff.recorded_run import RecordedRun, pair_by_step
+from stepladder.tools.diff.step_events import Event, find_first_difference
+from stepladder.tools.diff.verdict import to_json_value
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from diff_plants import PLANTS, pair
 
 pytestmark = pytest.mark.ranks
-# Of each kind of evidence one: the others are of kinds that take as long.
+# One plant for each kind of evidence.
 QUICK = ("seed", "order", "edited", "data", "activation", "weight", "same")
 
 
@@ -46,45 +44,46 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(name: str, folder: Path) -> tuple[Path, Path]:
-    def train(words: list[str], env: dict[str, str]) -> None:
-        done = run(*words, cwd=folder, env=env)
-        assert done.returncode == 0, done.stderr
+    def train(args: list[str], env: dict[str, str]) -> None:
+        process = run(*args, cwd=folder, env=env)
+        assert process.returncode == 0, process.stderr
 
     return pair(name, folder, train)
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> tuple[Path, Path]:
-    """Two equal ones."""
+    """Two equal runs."""
     return trained("same", folder)
 
 
 @pytest.fixture
 def copied(runs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """The first one, and a copy of it that may be changed."""
+    """A run, and a copy of it that a test may change."""
     shutil.copytree(runs[0], tmp_path / "copy")
     yield runs[0], tmp_path / "copy"
 
 
-def called(*args: object, cwd: Path) -> tuple[int, str, str]:
-    """In this process, where the server that ranks are forked from is warm: exit code, stdout,
-    stderr.
+def call_diff(*args: object, cwd: Path) -> tuple[int, str, str]:
+    """Run `stepladder diff` in this process, whose server that forks ranks is warm.
+
+    Returns the exit code, stdout and stderr.
     """
     before = Path.cwd()
     os.chdir(cwd)
     try:
-        done = CliRunner().invoke(cli, ["diff", *map(str, args)], standalone_mode=False)
+        result = CliRunner().invoke(cli, ["diff", *map(str, args)], standalone_mode=False)
     finally:
         os.chdir(before)
-    assert done.exception is None, done.exception
-    return done.return_value, done.stdout, done.stderr
+    assert result.exception is None, result.exception
+    return result.return_value, result.stdout, result.stderr
 
 
-def compared(runs: tuple[Path, Path], cwd: Path, *flags: object) -> dict[str, Any]:
-    code, out, _ = called(*runs, "--json", *flags, cwd=cwd)
-    found = json.loads(out.splitlines()[-1])
-    assert code == (not found["equal"])
-    return found
+def compare(runs: tuple[Path, Path], cwd: Path, *flags: object) -> dict[str, Any]:
+    code, out, _ = call_diff(*runs, "--json", *flags, cwd=cwd)
+    verdict = json.loads(out.splitlines()[-1])
+    assert code == (not verdict["equal"])
+    return verdict
 
 
 SLOW = [name for name in PLANTS if name not in QUICK][::3]  # benchmarks/diff.py tries them all
@@ -94,13 +93,14 @@ SLOW = [name for name in PLANTS if name not in QUICK][::3]  # benchmarks/diff.py
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_what_is_planted_is_named(folder: Path, name: str) -> None:
-    plant, both = PLANTS[name], trained(name, folder)
-    found = compared(both, folder)
-    assert (found["kind"] or "") == plant.kind, found
-    assert plant.step in (None, found["step"]), found
-    assert re.search(plant.words, found["sentence"]), found["sentence"]
+    plant = PLANTS[name]
+    both = trained(name, folder)
+    verdict = compare(both, folder)
+    assert (verdict["kind"] or "") == plant.kind, verdict
+    assert plant.step in (None, verdict["step"]), verdict
+    assert re.search(plant.sentence, verdict["sentence"]), verdict["sentence"]
     if plant.kind == "wrong result":
-        assert found["run"] == str(both[1])
+        assert verdict["run"] == str(both[1])
 
 
 def test_at_least_twelve_kinds_are_planted() -> None:
@@ -110,27 +110,29 @@ def test_at_least_twelve_kinds_are_planted() -> None:
 def test_the_same_directory_twice_is_equal_and_keys_are_those_of_the_page(
     runs: tuple[Path, Path],
 ) -> None:
-    found = compared((runs[0], runs[0]), runs[0])
-    assert found["equal"]
-    assert (found["step"], found["kind"], found["records"]) == (None, None, [])
+    verdict = compare((runs[0], runs[0]), runs[0])
+    assert verdict["equal"]
+    assert (verdict["step"], verdict["kind"], verdict["records"]) == (None, None, [])
     assert (
-        found["sentence"] == "the runs are equal: every bit of what both recorded in 8 common steps"
+        verdict["sentence"]
+        == "the runs are equal: every bit of what both recorded in 8 common steps"
     )
-    assert found.keys() == documented_keys("diff")
+    assert verdict.keys() == documented_keys("diff")
 
 
 def test_a_shorter_run_is_compared_over_the_common_steps(copied: tuple[Path, Path]) -> None:
-    cut(copied[1], lambda line: line["step"] <= 3)
-    found = compared(copied, copied[1].parent)
+    filter_lines(copied[1], lambda line: line["step"] <= 3)
+    verdict = compare(copied, copied[1].parent)
     assert (
-        found["sentence"] == "the runs are equal: every bit of what both recorded in 3 common steps"
+        verdict["sentence"]
+        == "the runs are equal: every bit of what both recorded in 3 common steps"
     )
 
 
-def cut(run_dir: Path, wanted: Any) -> None:
+def filter_lines(run_dir: Path, is_kept: Any) -> None:
     path = run_dir / "metrics.jsonl"
     lines = [
-        line for line in path.read_text().splitlines(keepends=True) if wanted(json.loads(line))
+        line for line in path.read_text().splitlines(keepends=True) if is_kept(json.loads(line))
     ]
     path.write_text("".join(lines))
 
@@ -140,11 +142,11 @@ def test_a_table_names_both_values_and_the_sentence_is_the_last_line(
 ) -> None:
     change(copied[1], lambda config: config["definition"].update(lr=0.25, seed=7))
     rewrite_losses(copied[1], 4)
-    code, out, _ = called(*copied, cwd=copied[1].parent)
+    code, out, _ = call_diff(*copied, cwd=copied[1].parent)
     assert code == 1
     *table, sentence = out.splitlines()
     assert sentence.startswith(
-        "the runs part at step 4 (setting): seed is 0 in the first run and 7 in the second"
+        "the runs diverge at step 4 (setting): seed is 0 in the first run and 7 in the second"
     )
     assert sentence.endswith("; also different: lr")
     assert any(line.split() == ["seed", "0", "7"] for line in table), out
@@ -159,7 +161,7 @@ def change(run_dir: Path, how: Any) -> None:
 
 
 def rewrite_losses(run_dir: Path, first: int, factor: float = 2.0) -> None:
-    """From this step on the losses are other ones."""
+    """Multiply the losses from a step on."""
     path = run_dir / "metrics.jsonl"
     lines = list(map(json.loads, path.read_text().splitlines()))
     for line in lines:
@@ -184,11 +186,11 @@ def test_without_exact_mode_rounding_counts_as_equal(
         change(run_dir, lambda config: config["definition"].update(sync="ddp"))
     rewrite_losses(copied[1], 2, 1 + 1e-7)
     assert (
-        compared((first, copied[1]), tmp_path)["sentence"]
+        compare((first, copied[1]), tmp_path)["sentence"]
         == "the runs are equal: losses within 1e-05 in 8 common steps"
     )
     rewrite_losses(copied[1], 2, 1 + 1e-4)
-    assert compared((first, copied[1]), tmp_path)["step"] == 2
+    assert compare((first, copied[1]), tmp_path)["step"] == 2
 
 
 @pytest.mark.usefixtures("stranger")
@@ -197,7 +199,7 @@ def test_versions_are_named_where_the_job_file_is_not_to_be_run(
 ) -> None:
     change(copied[1], lambda config: config["environment"].update(torch="1.0"))
     rewrite_losses(copied[1], 3)
-    code, out, err = called(*copied, cwd=tmp_path)
+    code, out, err = call_diff(*copied, cwd=tmp_path)
     assert code == 1
     assert "(versions): torch is 2." in out.splitlines()[-1]
     assert (
@@ -209,9 +211,9 @@ def test_versions_are_named_where_the_job_file_is_not_to_be_run(
 
 def test_a_run_that_is_not_what_its_job_file_gives_is_found(copied: tuple[Path, Path]) -> None:
     rewrite_losses(copied[1], 6)
-    found = compared(copied, copied[1].parent, "--trust-job-file")
-    assert (found["kind"], found["step"], found["run"]) == ("wrong result", 6, str(copied[1]))
-    assert found["trained_again"]
+    verdict = compare(copied, copied[1].parent, "--trust-job-file")
+    assert (verdict["kind"], verdict["step"], verdict["run"]) == ("wrong result", 6, str(copied[1]))
+    assert verdict["trained_again"]
 
 
 def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, Path]) -> None:
@@ -229,9 +231,9 @@ def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, P
     written = Snapshots(path.parent)
     written.save(8, model, snapshot.state(), {"ledger": snapshot.manifest["ledger"]})
     written.wait()
-    found = compared(copied, copied[1].parent, "--trust-job-file")
-    assert (found["kind"], found["step"], found["run"]) == ("wrong result", 8, str(copied[1]))
-    assert "weights last.bias after step 8" in [row["name"] for row in found["records"]]
+    verdict = compare(copied, copied[1].parent, "--trust-job-file")
+    assert (verdict["kind"], verdict["step"], verdict["run"]) == ("wrong result", 8, str(copied[1]))
+    assert "weights last.bias after step 8" in [row["name"] for row in verdict["records"]]
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "fifo", "config", "script", "no run"])
@@ -252,20 +254,22 @@ def test_what_is_no_run_is_refused_in_one_line(copied: tuple[Path, Path], damage
         (run_dir / "launches.jsonl").write_text("{}\n")
     else:
         shutil.rmtree(run_dir)
-    words = {
+    messages = {
         "gone": "has no step",
         "empty": "has no step",
         "fifo": "cannot be read",
         "config": "is damaged",
     }
     for both in (copied, copied[::-1]):
-        refused(run("diff", *both, cwd=run_dir.parent), words.get(damage, "is not a run directory"))
+        refused(
+            run("diff", *both, cwd=run_dir.parent), messages.get(damage, "is not a run directory")
+        )
 
 
 def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> None:
     with (copied[1] / "snapshots" / "step_00000008" / "model.safetensors").open("r+b") as file:
         file.truncate(100)
-    code, out, err = called(*copied, cwd=copied[1].parent)
+    code, out, err = call_diff(*copied, cwd=copied[1].parent)
     assert (code, out) == (
         0,
         "the runs are equal: every bit of what both recorded in 8 common steps\n",
@@ -279,7 +283,7 @@ def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(
     (copied[1] / "ledger" / "attempt-0001.rank-0.jsonl").write_text("no ledger\n" * 5)
     (copied[1] / "snapshots" / "step_other").mkdir()
     rewrite_losses(copied[1], 6)
-    code, out, err = called(*copied, "--trust-job-file", cwd=copied[1].parent)
+    code, out, err = call_diff(*copied, "--trust-job-file", cwd=copied[1].parent)
     assert code == 1
     assert "step 6 (loss): loss of step 6 is " in out.splitlines()[-1]
     assert "and no record says why" in out.splitlines()[-1]
@@ -293,26 +297,26 @@ def test_a_run_directory_of_an_older_version_is_read(copied: tuple[Path, Path]) 
         copied[1],
         lambda config: [config["environment"].pop(name) for name in ("job_sha256", "threads")],
     )
-    assert compared(copied, copied[1].parent)["records"] == []
+    assert compare(copied, copied[1].parent)["records"] == []
     change(copied[1], lambda config: config.pop("environment"))
-    assert compared(copied, copied[1].parent)["equal"]
+    assert compare(copied, copied[1].parent)["equal"]
 
 
 def test_lines_of_the_same_step_come_together() -> None:
-    one, other = ([{"step": step} for step in steps] for steps in ([1, 2, 4, 5], [2, 3, 4]))
-    assert [a["step"] for a, _ in in_step(iter(one), iter(other))] == [2, 4]
+    first = [{"step": step} for step in (1, 2, 4, 5)]
+    second = [{"step": step} for step in (2, 3, 4)]
+    assert [line["step"] for line, _ in pair_by_step(iter(first), iter(second))] == [2, 4]
 
 
-def test_the_first_event_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
+def test_the_first_event_that_only_one_run_has_is_a_difference() -> None:
     events = [Event(1, 1, "data", "tensor 0", "a", ""), Event(1, 1, "loss", "the loss", "b", "")]
-    one, other = Again(tmp_path, 0, events), Again(tmp_path, 0, events[:1])
-    assert first_unlike(one, one) is None
-    assert first_unlike(one, other) == (events[1], None)
-    assert first_unlike(other, one) == (None, events[1])
+    assert find_first_difference(events, events) is None
+    assert find_first_difference(events, events[:1]) == (events[1], None)
+    assert find_first_difference(events[:1], events) == (None, events[1])
 
 
 def test_what_json_has_no_word_for_is_text() -> None:
-    assert [plain(value) for value in (None, 1, 0.5, float("nan"), [1])] == [
+    assert [to_json_value(value) for value in (None, 1, 0.5, float("nan"), [1])] == [
         None,
         1,
         0.5,
@@ -322,6 +326,6 @@ def test_what_json_has_no_word_for_is_text() -> None:
 
 
 def test_a_ledger_of_the_planned_samples_is_off_nowhere(runs: tuple[Path, Path]) -> None:
-    kept = Kept(runs[0])
-    assert kept.off == {}
-    assert kept.processes(8) == 1
+    run = RecordedRun(runs[0])
+    assert run.sample_differences == {}
+    assert run.world_size_at(8) == 1

@@ -74,22 +74,22 @@ def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
     compared bit by bit, losses of others to 1e-5. Exit code 1 if something differs.
     """
     from stepladder.tools.diff.compare import compare
-    from stepladder.tools.diff.verdict import table_of
+    from stepladder.tools.diff.verdict import make_table
     from stepladder.train.job_file import load_stored_job
 
-    def may_run(run_dir: Path) -> None:
+    def validate_job_file(run_dir: Path) -> None:
         announce_job_file(
             load_stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}"
         )
 
-    difference = compare(first, second, may_run, print_message)
+    verdict = compare(first, second, validate_job_file, print_message)
     if as_json:
-        echo(json.dumps(difference.as_json()))
+        echo(json.dumps(verdict.to_json()))
     else:
-        if difference.records:
-            print_tables([table_of(difference)], DIFF_TABLE_WIDTH)
-        echo(difference.sentence)
-    return int(difference.step is not None)
+        if verdict.values:
+            print_tables([make_table(verdict)], DIFF_TABLE_WIDTH)
+        echo(verdict.sentence)
+    return int(verdict.step is not None)
 
 
 @click.command()

@@ -1,6 +1,4 @@
-"""Two run directories, compared: by their records, and where these do not say why, by training both
-again.
-"""
+"""Compare two run directories: first their records, and then, if need be, a rerun of both."""
 
 from __future__ import annotations
 
@@ -10,37 +8,51 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.scratch import get_scratch_folder
-from stepladder.tools.diff.records import Kept, Records
-from stepladder.tools.diff.verdict import Answer, by_records, without_training
+from stepladder.tools.diff.record_comparison import RecordComparison
+from stepladder.tools.diff.recorded_run import RecordedRun
+from stepladder.tools.diff.verdict import (
+    DiffVerdict,
+    explain_by_records,
+    explain_without_rerun,
+)
 
 
 def compare(
     first: Path,
     second: Path,
-    may_run: Callable[[Path], None],
-    say: Callable[[str], None] = lambda _: None,
-) -> Answer:
-    """Compare two run directories. Raises InputError where one of them is none.
+    validate_job_file: Callable[[Path], None],
+    notify: Callable[[str], None] = lambda _: None,
+) -> DiffVerdict:
+    """Compare two run directories.
 
-    may_run: raises InputError where a run directory's job file is not to be run.  say: gets what
-    was left out."""
-    both = Kept(first), Kept(second)
-    records = Records(*both)
-    found = by_records(records)
-    if found.step is not None and not found.kind:
+    Args:
+        first: A run directory.
+        second: Another run directory.
+        validate_job_file: Raises InputError if the job file of a run directory must not be run.
+        notify: Gets a message for each thing that could not be compared.
+
+    Raises:
+        InputError: One of them is no run directory.
+    """
+    runs = (RecordedRun(first), RecordedRun(second))
+    records = RecordComparison(*runs)
+    verdict = explain_by_records(records)
+    if not verdict.is_explained:
         try:
-            for kept in both:
-                may_run(kept.run_dir)
-            from stepladder.tools.diff.retrial import (
-                Retrial,
-            )  # late: torch, and what is needed to train
-
-            with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-                found = Retrial(records, found, Path(folder)).verdict()
+            for run in runs:
+                validate_job_file(run.run_dir)
+            verdict = compare_reruns(records, verdict)
         except InputError as error:
-            say(f"the runs were not trained again: {error}")
-            found = without_training(records, found)
-    for kept in both:
-        for problem in kept.problems[:1]:
-            say(f"{kept.run_dir}: {problem}")
-    return found
+            notify(f"the runs were not trained again: {error}")
+            verdict = explain_without_rerun(records, verdict)
+    for run in runs:
+        for problem in run.problems[:1]:
+            notify(f"{run.run_dir}: {problem}")
+    return verdict
+
+
+def compare_reruns(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
+    from stepladder.tools.diff.rerun_comparison import RerunComparison  # late: torch, and training
+
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
+        return RerunComparison(records, verdict, Path(folder)).find_cause()

@@ -1,4 +1,4 @@
-"""What is said of two runs: one sentence and one table, here from their records alone."""
+"""The verdict on two runs, one sentence and one table, and how their records explain it."""
 
 from __future__ import annotations
 
@@ -12,106 +12,170 @@ from rich.table import Table
 
 from stepladder.core.console import make_printable
 from stepladder.core.errors import to_one_line
-from stepladder.tools.diff.records import CODE, ENVIRONMENT, SETTINGS, TOLERANCE, Records, Unlike
+from stepladder.tools.diff.record_comparison import (
+    JOB_HASH,
+    KIND_OF_ENVIRONMENT,
+    KIND_OF_SETTING,
+    DifferingValue,
+    RecordComparison,
+)
+from stepladder.tools.diff.recorded_run import LOSS_TOLERANCE
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What is said of two runs.
+class Cause:
+    """The reason why two runs diverge."""
 
-    step: the first that differs, None where all are equal.  steps: how many were compared.  kind,
-    what: the cause. run: the one that went wrong, where it is known.  trained_again: whether both
-    were, to find the cause."""
+    kind: str | None
+    name: str | None  # of the setting, tensor or operation that differs
+    run: str | None = None  # the run that went wrong, if that is known
+
+
+UNKNOWN_CAUSE = Cause(None, None)
+
+
+@dataclass(frozen=True)
+class DiffVerdict:
+    """The verdict on two runs."""
 
     sentence: str
-    step: int | None
-    kind: str | None
-    what: str | None
-    run: str | None
-    steps: int
-    exact: bool
-    trained_again: bool
-    records: list[Unlike]
+    step: int | None  # the first that differs; None if all are equal
+    cause: Cause
+    compared_steps: int
+    is_exact: bool
+    was_rerun: bool  # whether both runs were trained again to find the cause
+    values: list[DifferingValue]
 
-    def as_json(self) -> dict[str, Any]:
-        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.records]
-        return {"schema": 1, "equal": self.step is None, **asdict(self), "records": rows}
+    @property
+    def is_explained(self) -> bool:
+        """Whether the runs are equal, or the cause of their divergence is known."""
+        return self.step is None or self.cause != UNKNOWN_CAUSE
+
+    def to_json(self) -> dict[str, Any]:
+        records = [
+            {name: to_json_value(field) for name, field in asdict(value).items()}
+            for value in self.values
+        ]
+        return {
+            "schema": 1,
+            "equal": self.step is None,
+            "sentence": self.sentence,
+            "step": self.step,
+            "kind": self.cause.kind,
+            "what": self.cause.name,
+            "run": self.cause.run,
+            "steps": self.compared_steps,
+            "exact": self.is_exact,
+            "trained_again": self.was_rerun,
+            "records": records,
+        }
+
+    def with_cause(self, cause: Cause, reason: str) -> DiffVerdict:
+        """Return this verdict with a cause, and a sentence that gives the reason."""
+        sentence = f"the runs diverge at step {self.step} ({cause.kind}): {reason}"
+        return replace(self, cause=cause, sentence=" ".join(sentence.split()))
 
 
-def table_of(found: Answer) -> Table:
-    """A row per record that differs."""
+def make_table(verdict: DiffVerdict) -> Table:
+    """Return a table with a row for each value that differs."""
     table = Table(box=None, pad_edge=False)
-    for name in ("what", "first", "second"):
-        table.add_column(name, overflow="fold")
-    for row in found.records:
-        table.add_row(*(escape(make_printable(short(value))) for value in asdict(row).values()))
+    for title in ("what", "first", "second"):
+        table.add_column(title, overflow="fold")
+    for value in verdict.values:
+        cells = (value.name, value.first, value.second)
+        table.add_row(*(escape(make_printable(shorten(cell))) for cell in cells))
     return table
 
 
-def short(value: Any) -> str:
-    """In one line; of a hash its beginning."""
-    return re.sub(r"\b[0-9a-f]{64}\b", lambda found: found[0][:16], to_one_line(str(value)))
+def shorten(value: Any) -> str:
+    """Return a value as one line in which each SHA-256 is cut to 16 digits."""
+    return re.sub(r"\b[0-9a-f]{64}\b", lambda match: match[0][:16], to_one_line(str(value)))
 
 
-def by_records(records: Records) -> Answer:
-    """`kind` is empty where they do not say why."""
-    parting, told = records.parting, precision(records)
-    steps = f"{records.common} common step{'s' * (records.common != 1)}"
-    bare = Answer("", None, None, None, None, records.common, records.exact, False, records.rows)
-    if parting is None:
-        spoken = f"; their settings differ in {names(records.settings)}" if records.settings else ""
-        return replace(bare, sentence=f"the runs are equal: {told} in {steps}{spoken}")
-    found = replace(bare, step=parting.step, kind="", what=parting.what)
+def explain_by_records(records: RecordComparison) -> DiffVerdict:
+    """Return a verdict, whose cause is unknown if the records do not give it."""
+    verdict = DiffVerdict(
+        sentence="",
+        step=None,
+        cause=UNKNOWN_CAUSE,
+        compared_steps=records.common_steps,
+        is_exact=records.is_exact,
+        was_rerun=False,
+        values=records.values,
+    )
+    divergence = records.divergence
+    if divergence is None:
+        return replace(verdict, sentence=describe_equality(records))
+    verdict = replace(verdict, step=divergence.step)
     if records.settings:
-        row = records.settings[0]
-        kind = SETTINGS.get(row.name, "processes" if row.name == "processes" else "setting")
-        if kind == "processor" and any(
-            ENVIRONMENT.get(row.name) == "versions" for row in records.environment
-        ):
-            kind = "versions"
-        return said(
-            found, kind, names(records.settings), f"{values(row)}{others(records.settings)}"
-        )
-    if parting.kind in ("sample order", "learning rate"):
-        return said(found, parting.kind, parting.what, values(parting.records[-1]))
-    return found
+        cause = Cause(kind_of_settings(records), join_names(records.settings))
+        return verdict.with_cause(cause, describe_values(records.settings))
+    if divergence.kind in ("sample order", "learning rate"):
+        cause = Cause(divergence.kind, divergence.name)
+        return verdict.with_cause(cause, describe_value(divergence.values[-1]))
+    return verdict
 
 
-def without_training(records: Records, found: Answer) -> Answer:
-    """The likeliest cause that the records know."""
-    for row in records.environment:
-        if row.name == CODE:
-            return said(found, "code", "job file", "the two runs had different job files")
-    if rows := [row for row in records.environment if row.name in ENVIRONMENT]:
-        return said(found, ENVIRONMENT[rows[0].name], names(rows), values(rows[0]) + others(rows))
-    assert records.parting is not None
-    why = f"{values(records.parting.records[0])}, and no record says why"
-    return said(found, records.parting.kind, records.parting.what, why)
+def kind_of_settings(records: RecordComparison) -> str:
+    """Return the kind of cause that the first setting that differs stands for."""
+    name = records.settings[0].name
+    if name == "processes":
+        return name
+    kind = KIND_OF_SETTING.get(name, "setting")
+    # Another version of torch may name the same processor in another way.
+    have_other_versions = any(
+        KIND_OF_ENVIRONMENT.get(value.name) == "versions" for value in records.environment
+    )
+    return "versions" if kind == "processor" and have_other_versions else kind
 
 
-def said(found: Answer, kind: str, what: str, why: str, run: str | None = None) -> Answer:
-    sentence = f"the runs part at step {found.step} ({kind}): {why}"
-    return replace(found, kind=kind, what=what, run=run, sentence=" ".join(sentence.split()))
+def explain_without_rerun(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
+    """Return the verdict with the likeliest cause that the records give."""
+    if any(value.name == JOB_HASH for value in records.environment):
+        return verdict.with_cause(Cause("code", "job file"), "the two runs had different job files")
+    values = [value for value in records.environment if value.name in KIND_OF_ENVIRONMENT]
+    if values:
+        cause = Cause(KIND_OF_ENVIRONMENT[values[0].name], join_names(values))
+        return verdict.with_cause(cause, describe_values(values))
+    divergence = records.divergence
+    assert divergence is not None
+    cause = Cause(divergence.kind, divergence.name)
+    return verdict.with_cause(
+        cause, f"{describe_value(divergence.values[0])}, and no record says why"
+    )
 
 
-def precision(records: Records) -> str:
-    return "every bit of what both recorded" if records.exact else f"losses within {TOLERANCE:g}"
+def describe_equality(records: RecordComparison) -> str:
+    count = records.common_steps
+    steps = f"{count} common step" if count == 1 else f"{count} common steps"
+    precision = f"losses within {LOSS_TOLERANCE:g}"
+    if records.is_exact:
+        precision = "every bit of what both recorded"
+    sentence = f"the runs are equal: {precision} in {steps}"
+    if records.settings:
+        sentence += f"; their settings differ in {join_names(records.settings)}"
+    return sentence
 
 
-def plain(value: Any) -> Any:
-    """As JSON has it: not every number is one there."""
-    is_number = isinstance(value, int) or (isinstance(value, float) and isfinite(value))
-    return value if is_number or value is None else to_one_line(str(value))
+def describe_values(values: list[DifferingValue]) -> str:
+    """Describe the first value that differs, and name the remaining ones."""
+    text = describe_value(values[0])
+    if len(values) > 1:
+        text += f"; also different: {join_names(values[1:])}"
+    return text
 
 
-def values(row: Unlike) -> str:
-    first, second = (to_one_line(str(value)) for value in (row.first, row.second))
-    return f"{row.name} is {first} in the first run and {second} in the second"
+def describe_value(value: DifferingValue) -> str:
+    first = to_one_line(str(value.first))
+    second = to_one_line(str(value.second))
+    return f"{value.name} is {first} in the first run and {second} in the second"
 
 
-def names(rows: list[Unlike]) -> str:
-    return ", ".join(row.name for row in rows)
+def join_names(values: list[DifferingValue]) -> str:
+    return ", ".join(value.name for value in values)
 
 
-def others(rows: list[Unlike]) -> str:
-    return f"; also different: {names(rows[1:])}" if rows[1:] else ""
+def to_json_value(value: Any) -> Any:
+    """Return an integer, a finite number or None as it is, and all else as text."""
+    is_finite = isinstance(value, int) or (isinstance(value, float) and isfinite(value))
+    return value if is_finite or value is None else to_one_line(str(value))
