@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pickles as p
 from fuzzing import Fuzz
-from stepladder.tools import dcp
+from stepladder.tools import dcp, dcp_pickle
 
 pytestmark = pytest.mark.ranks
 
@@ -51,7 +51,7 @@ ATTRIBUTES = (
     "_value_",
     "__members__",
 )
-KNOWN = [p.name(*text.split()) for text in sorted(dcp.NAMES)]
+KNOWN = [p.name(*text.split()) for text in sorted(dcp_pickle.ALLOWED_NAMES)]
 UNKNOWN = [
     p.name(*text)
     for text in (

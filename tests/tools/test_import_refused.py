@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import pickles as p
 import stepladder.cli
 from stepladder.storage.snapshot import read_newest_snapshot
-from stepladder.tools import dcp
+from stepladder.tools import dcp_pickle
 
 JOB = """
 from dataclasses import dataclass
@@ -342,18 +342,20 @@ def test_metadata_may_name_a_member_by_getattr_and_nothing_else() -> None:
             return getattr, self.asked
 
     format_kind = dcp_metadata._MEM_FORMAT_ENCODING
-    assert dcp.Interpreter().run(pickle.dumps([Asks(format_kind, "TORCH_CHANNELS_LAST")])) == [None]
+    assert dcp_pickle.Interpreter().run(
+        pickle.dumps([Asks(format_kind, "TORCH_CHANNELS_LAST")])
+    ) == [None]
     for asked in (
         (dcp_metadata.Metadata, "__init__"),
         (format_kind, 3),
         (torch.serialization._get_layout, "cache"),
     ):
         with pytest.raises(ValueError, match="it calls builtins"):
-            dcp.Interpreter().run(pickle.dumps([Asks(*asked)]))
+            dcp_pickle.Interpreter().run(pickle.dumps([Asks(*asked)]))
 
 
 def test_the_path_of_each_python_is_known() -> None:
     for module in ("pathlib", "pathlib._local"):  # Python 3.13 has them in a module of its own
         for kind in ("PosixPath", "WindowsPath"):
             data = p.PROTOCOL + p.name(module, kind) + p.value(("a", "b")) + p.REDUCE + p.STOP
-            assert dcp.Interpreter().run(data) is None
+            assert dcp_pickle.Interpreter().run(data) is None

@@ -34,7 +34,7 @@ from stepladder.tools.pages.figures import (
 )
 from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
-from stepladder.tools.report.record import RunRecord
+from stepladder.tools.report.record import read_run
 from stepladder.tools.report.series import RankTimes
 from stepladder.train.comm import Comm
 from stepladder.train.trainer import Trainer
@@ -65,14 +65,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
-    record = RunRecord(run_dir)
-    assert [step for step, _ in record.losses.points] == list(range(1, 17))
-    assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [
+    record = read_run(run_dir)
+    assert [step for step, _ in record.metrics.losses.points] == list(range(1, 17))
+    assert [
+        (start.attempt, start.world_size, start.first, start.last) for start in record.starts
+    ] == [
         (1, 2, 0, 8),
         (2, 1, 8, 16),
     ]
-    assert [int(steps) for steps in record.times.cells([0, 1])[..., 0].sum(1)] == [16, 8]
-    assert record.times.size == 1
+    assert [int(steps) for steps in record.times.get_cells([0, 1])[..., 0].sum(1)] == [16, 8]
+    assert record.times.world_size == 1
     assert record.progress == "16 of 16 steps"
 
 
@@ -120,7 +122,7 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
         "starts",
     ]  # fmt: skip
     own, waits = (
-        RunRecord(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
+        read_run(tmp_path / "r").times.get_cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
     )
     assert own[1] > 2 * own[0] and waits[0] > own[0], (own, waits)
 
@@ -155,11 +157,11 @@ def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
-    assert describe(RunRecord(tmp_path))[0].startswith(
+    assert describe(read_run(tmp_path))[0].startswith(
         "mlp: 16 of 16 steps, epoch 3 (not running), 1 process"
     )
     held = RunDir(tmp_path, 0)
-    assert "not running" not in describe(RunRecord(tmp_path))[0]
+    assert "not running" not in describe(read_run(tmp_path))[0]
     held.close()
 
 
@@ -183,7 +185,7 @@ def test_a_damaged_file_is_named(
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=found):
-        RunRecord(tmp_path)
+        read_run(tmp_path)
 
 
 @pytest.mark.ranks
@@ -217,10 +219,10 @@ def test_a_run_that_goes_on_after_half_a_line_is_read_whole(run_dir: Path, tmp_p
             file.write('{"step": 99, "st')
     flags = "--samples", 256, "--global-batch", 32, "--epochs", 3
     train("mlp", *flags, "--run-dir", tmp_path, cwd=tmp_path)
-    record = RunRecord(tmp_path)
-    assert [step for step, _ in record.losses.points] == list(range(1, 25))
-    assert record.times.cells([0])[..., 0].sum() == 24
-    assert len(record.warnings()) == 1 and "timing.jsonl" in record.warnings()[0]
+    record = read_run(tmp_path)
+    assert [step for step, _ in record.metrics.losses.points] == list(range(1, 25))
+    assert record.times.get_cells([0])[..., 0].sum() == 24
+    assert len(record.warnings) == 1 and "timing.jsonl" in record.warnings[0]
 
 
 def test_a_look_reads_what_is_new_alone(tmp_path: Path) -> None:
@@ -230,20 +232,20 @@ def test_a_look_reads_what_is_new_alone(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f'{{"step": {step}, "loss": {step}, "lr": 1}}\n' for step in (1, 2)))
     follower = Follower(tmp_path)
-    assert follower.look()[0][0].startswith("x: 2 steps")
+    assert follower.poll()[0][0].startswith("x: 2 steps")
     with metrics.open("r+b") as file:  # what was read is not read again
         file.write(b"x" * 10)
         file.seek(0, 2)
         file.write(b'{"step": 3, "loss": 3, "lr": 1}\n')
-    lines, is_over = follower.look()
+    lines, is_over = follower.poll()
     assert lines[0].startswith("x: 3 steps") and lines[1].startswith("loss 3") and not is_over
     assert not any("left out" in line for line in lines)
     (tmp_path / "new").write_text('{"step": 1, "loss": 1, "lr": 1}\n')
     (tmp_path / "new").replace(metrics)  # resumed, and cut
-    assert follower.look()[0][0].startswith("x: 1 steps")
+    assert follower.poll()[0][0].startswith("x: 1 steps")
     (tmp_path / "new").write_text(json.dumps(config | {"definition": {"recipe": "y"}}))
     (tmp_path / "new").replace(tmp_path / "config.json")  # begun anew
-    assert follower.look()[0][0].startswith("y: 1 steps")
+    assert follower.poll()[0][0].startswith("y: 1 steps")
 
 
 @pytest.mark.ranks
@@ -251,7 +253,7 @@ def test_a_damaged_ledger_is_left_to_the_audit(run_dir: Path, tmp_path: Path) ->
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "ledger").iterdir():
         path.write_text("{\n")
-    assert RunRecord(tmp_path).starts == []
+    assert read_run(tmp_path).starts == []
 
 
 @pytest.mark.ranks
@@ -288,7 +290,7 @@ def test_stragglers_are_named_by_their_own_work(
     times = RankTimes(TIMING_KEYS)
     for number, rows in enumerate(windows, start=1):
         times.add(10 * number, 10, dict(enumerate(rows)), len(rows))
-    assert [rank for rank, _ in times.stragglers()] == named
+    assert [rank for rank, _ in times.find_stragglers()] == named
 
 
 def test_ticks_are_round_and_within() -> None:

@@ -16,7 +16,7 @@ from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import LAUNCHES_FILE, STEPS_FOLDER, read_launches
 from stepladder.tools.report.live import describe_script
-from stepladder.tools.report.script_record import ScriptRecord
+from stepladder.tools.report.script_record import read_script_run
 from stepladder.tools.steps.clock import StepClock, StepRecorder
 
 SLOW = JOBS / "slow_rank.py"
@@ -34,22 +34,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
-    record = ScriptRecord(run_dir)
+    record = read_script_run(run_dir)
     assert record.state == "finished"
     assert [start.world_size for start in record.starts] == [2, 2]
     assert 1 <= record.starts[0].steps <= 20 and record.starts[1].steps == 40
-    counted, compute = record.times.cells([0, 1])[..., [0, 1 + STEP_KEYS.index("compute")]].sum(1).T
+    counted, compute = (
+        record.times.get_cells([0, 1])[..., [0, 1 + STEP_KEYS.index("compute")]].sum(1).T
+    )
     made = (
         record.starts[0].steps + record.starts[1].steps - 2
     )  # nobody saw the beginning of a start's first
     assert (
         counted[0] == counted[1] and 39 <= counted[0] <= made
     )  # of the killed one, as far as both have come
-    assert record.times.lasts[-1] == record.steps
+    assert record.times.last_steps[-1] == record.steps
     assert (
         compute[1] > 39 * 0.06 and compute[1] > compute[0]
     )  # time in the queue for a core counts for both
-    assert [rank for rank, _ in record.times.stragglers()] == [1]
+    assert [rank for rank, _ in record.times.find_stragglers()] == [1]
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert logs == {f"attempt-{attempt}.rank-{rank}.log" for attempt in (0, 1) for rank in (0, 1)}
 
@@ -59,14 +61,14 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
     done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
-    for said in (
+    for text_part in (
         "slow_rank.py in ",
         "finished: ",
         "2 start(s) on 2 &gt; 2 process(es)",
         "rank 1 takes ",
         "--run-dir its",
     ):
-        assert said in text
+        assert text_part in text
     assert not re.search(r"<script|https?://|@import|url\(", text) and "nan" not in text
     HTMLParser().feed(text)
     for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
@@ -88,19 +90,20 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
     script = JOBS / "script.py"
     with started("run", "--run-dir", "its", script, "hold", "held", cwd=tmp_path) as launcher:
         wait_until((tmp_path / "held.0").exists)
-        assert describe_script(ScriptRecord(tmp_path / "its"))[0].startswith(
+        assert describe_script(read_script_run(tmp_path / "its"))[0].startswith(
             "script.py: 0 optimizer steps, running"
         )
         launcher.look()
         launcher.process.kill()
-        wait_until(lambda: ScriptRecord(tmp_path / "its").state != "running")
+        wait_until(lambda: read_script_run(tmp_path / "its").state != "running")
     assert (
-        ScriptRecord(tmp_path / "its").state == "not running: its launcher ended without a record"
+        read_script_run(tmp_path / "its").state
+        == "not running: its launcher ended without a record"
     )
     assert run("report", "its", cwd=tmp_path).returncode == 0
     assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
     assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
-    record = ScriptRecord(tmp_path / "its")
+    record = read_script_run(tmp_path / "its")
     assert (record.state, len(record.launches)) == ("ended with exit code 1", 2)
 
 
@@ -173,9 +176,9 @@ def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Pa
         step(16, 10, 3.0, 2.0),
         torn='{"step": 3',
     )
-    times = ScriptRecord(tmp_path).times
-    assert times.lasts == [11]  # rank 1 has not come to step 21
-    cells = times.cells([0, 1])
+    times = read_script_run(tmp_path).times
+    assert times.last_steps == [11]  # rank 1 has not come to step 21
+    cells = times.get_cells([0, 1])
     assert cells[:, 0, 0].tolist() == [10, 10]
     assert cells[:, 0, 1 + STEP_KEYS.index("compute")].tolist() == [1.0, 2.0]
 
@@ -192,10 +195,10 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
     leave(
         tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0)
     )  # killed in its first step
-    record = ScriptRecord(tmp_path)
+    record = read_script_run(tmp_path)
     first, second = record.starts
     assert (first.missing, second.missing) == ([2], [])
-    assert record.times.lasts == [11 + 6] and record.times.cells([1])[..., 1:].sum() == 3.0
+    assert record.times.last_steps == [11 + 6] and record.times.get_cells([1])[..., 1:].sum() == 3.0
 
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,5 +236,5 @@ def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
         ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
     ):
         (tmp_path / LAUNCHES_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in last))
-        assert ScriptRecord(tmp_path).state == state
-    assert [one.code for one in read_launches(tmp_path)[0]] == [1, 0, 0]
+        assert read_script_run(tmp_path).state == state
+    assert [launch.code for launch in read_launches(tmp_path)[0]] == [1, 0, 0]

@@ -39,8 +39,8 @@ def line_of(step: int, own: list[float], steps: int = 10) -> Line:
 
 def times_of(lines: list[Line]) -> RankTimes:
     times = RankTimes(TIMING_KEYS)
-    for step, steps, size, rows in group_timing_lines(iter(lines)):
-        times.add(step, steps, rows, size)
+    for window in group_timing_lines(iter(lines)):
+        times.add(window.last_step, window.steps, window.rows, window.world_size)
     return times
 
 
@@ -49,7 +49,7 @@ def test_a_curve_of_any_length_is_few_means(count: int) -> None:
     curve = Curve()
     for x in range(count):
         curve.add(x, 2.0 * x)
-    assert curve.last == (count - 1, 2.0 * (count - 1))
+    assert curve.newest == (count - 1, 2.0 * (count - 1))
     assert len(curve.points) <= MAX_CURVE_POINTS
     xs, ys = np.array(curve.points).T
     assert (ys == 2 * xs).all() and (np.diff(xs) > 0).all()
@@ -95,10 +95,10 @@ def test_a_slow_rank_is_named_among_any_number(flushes: int, ranks: int) -> None
         for n in range(1, flushes + 1)
     ]
     times = times_of(lines)
-    ((rank, factor),) = times.stragglers()
+    ((rank, factor),) = times.find_stragglers()
     assert rank == ranks - 1 and 1.3 < factor < 1.6
-    assert len(times.lasts) <= MAX_TIME_COLUMNS and times.lasts[-1] == 10 * flushes
-    steps = times.cells([rank])[0, :, 0].sum()
+    assert len(times.last_steps) <= MAX_TIME_COLUMNS and times.last_steps[-1] == 10 * flushes
+    steps = times.get_cells([rank])[0, :, 0].sum()
     assert steps == 10 * flushes
 
 
@@ -107,7 +107,7 @@ def test_ranks_of_equal_speed_are_not_named_where_few_of_them_are_known() -> Non
     times = times_of(
         [line_of(10 * n, (1 + 0.05 * noise.random(40)).tolist()) for n in range(1, 30)]
     )
-    assert times.stragglers() == []
+    assert times.find_stragglers() == []
 
 
 def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
@@ -124,7 +124,7 @@ def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
     ]
     assert all(map(is_timing_line, lines))
     times = times_of(lines)
-    assert (times.size, times.lasts, [rank for rank, _ in times.stragglers()]) == (
+    assert (times.world_size, times.last_steps, [rank for rank, _ in times.find_stragglers()]) == (
         3,
         [10, 20, 30],
         [2],

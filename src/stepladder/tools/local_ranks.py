@@ -1,8 +1,9 @@
-"""Ranks of a job on this machine, started by a tool to look at them."""
+"""Start the ranks of a job on this machine for a tool that measures or compares them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.core.masking import mask_command
@@ -12,7 +13,7 @@ from stepladder.launcher.local.supervisor import run_local
 from stepladder.train.job_file import RECIPES_FOLDER
 from stepladder.train.job_source import relative_to_cwd
 
-# Flags of `train` that a tool may have been given for the job, beside those of its Config.
+# The flags of `train` that tools also have; the flags of the job's Config come on top.
 JOB_SETTINGS = (
     "global_batch",
     "microbatch",
@@ -30,25 +31,26 @@ JOB_SETTINGS = (
 
 
 def run_on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:
-    """Do `work()` on each of so many ranks, to its end.
+    """Run `work()` on each of so many ranks until it returns.
 
     Args:
-        work: What each rank does. It returns the rank's exit code.
-        ranks: Their number.
-        threads: Intra-op threads of each.
-        request: The job, for the HINT with the command that shows the failure alone.
+        work: The function of each rank; it returns the rank's exit code.
+        ranks: The number of ranks.
+        threads: The intra-op threads of each rank.
+        request: The job. The hint of an error has the command that trains it alone.
 
     Raises:
-        KeyboardInterrupt: They were stopped.
-        InputError: They failed.
+        KeyboardInterrupt: A signal stopped the ranks.
+        InputError: A rank failed.
     """
     group = LocalGroup(work, threads)
     code = run_local(group, ranks)
     if code == STOPPED or group.stop_signal:  # also while the ranks were ending by themselves
         raise KeyboardInterrupt
     if code:
+        processes = "process" if ranks == 1 else "processes"
         raise InputError(
-            f"training on {ranks} process{'es' if ranks > 1 else ''} ended with exit code {code}",
+            f"training on {ranks} {processes} ended with exit code {code}",
             make_train_command(request, ranks),
         )
 
@@ -56,14 +58,19 @@ def run_on_ranks(work: Callable[[], int], ranks: int, threads: int, request: Tra
 def make_train_command(request: TrainRequest, ranks: int) -> str:
     """Return the command that trains the same job, with the flags that were given."""
     defaults = Settings(run_dir=request.settings.run_dir)
-    given = {name: getattr(request.settings, name) for name in JOB_SETTINGS}
-    changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
-    job = request.job.stem if request.job.parent == RECIPES_FOLDER else relative_to_cwd(request.job)
-    words = ["stepladder", "train", job]
-    for name, value in (changed | request.config).items():
+    flags: dict[str, Any] = {}
+    for name in JOB_SETTINGS:
+        value = getattr(request.settings, name)
+        if value != getattr(defaults, name):
+            flags[name] = value
+    flags |= request.config
+    is_recipe = request.job.parent == RECIPES_FOLDER
+    job = request.job.stem if is_recipe else relative_to_cwd(request.job)
+    command = ["stepladder", "train", job]
+    for name, value in flags.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            command.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words += [f"--{flag}", str(value)]
-    return mask_command([*words, "--nproc", str(ranks)])
+            command += [f"--{flag}", str(value)]
+    return mask_command([*command, "--nproc", str(ranks)])

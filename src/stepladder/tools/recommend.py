@@ -1,11 +1,9 @@
-"""What a trained run of recipe movielens would show a user: the newest good snapshot's model, and
-titles.
-"""
+"""Recommend items to a user with the model of a run of recipe movielens."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,68 +15,88 @@ from stepladder.recipes import movielens
 from stepladder.storage.run_config import read_recipe_config
 from stepladder.storage.snapshot import read_newest_snapshot
 
-HINT = "stepladder train movielens, then stepladder recipe recommend runs/movielens --user 42"
+RECOMMEND_HINT = (
+    "stepladder train movielens, then stepladder recipe recommend runs/movielens --user 42"
+)
 
 
 def recommend(
     run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None
 ) -> dict[str, Any]:
-    """The `top` items that the user has not rated, best first, as `--json` has them. user: as in
-    the data's files.
+    """Return the best items that the user has not rated, best first, as `--json` prints them.
 
-    popular: the user has no training rating: these are what most users rated, and a score is how
-    many did. titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir:
-    where the data is now. Raises InputError for a run of another recipe, an unknown user, a missing
-    snapshot or missing data."""
+    A user without ratings in the training data gets the items with the most ratings; then "popular"
+    is true, and a score is a number of ratings.
+
+    Args:
+        run_dir: The run of recipe movielens.
+        user: The user's number in the files of the data.
+        top: The number of items.
+        titles: A movies.csv, or a folder or zip that has one; None for that of the data.
+        data_dir: The folder of the data, if it is not where it was in training.
+
+    Raises:
+        InputError: The run is of another recipe, or the user, a snapshot or the data is missing.
+    """
     if top < 1:
         raise InputError(f"--top {top}", "--top 10")
-    config = read_recipe_config(run_dir, "movielens", movielens.Config, "recommends nothing", HINT)
+    config = read_recipe_config(
+        run_dir, "movielens", movielens.Config, "recommends nothing", RECOMMEND_HINT
+    )
     if data_dir is not None:
         config.data_dir = str(data_dir)
     snapshot = read_newest_snapshot(run_dir)
     data = movielens.load(config)
-    known = np.flatnonzero(data.user_ids == user)
-    if not len(known):
+    user_indices = np.flatnonzero(data.user_ids == user)
+    if not len(user_indices):
         raise InputError(
             f"there is no user {user} among the {len(data.user_ids)} of {config.data_dir}",
             f"--user {data.user_ids.min()} to {data.user_ids.max()}",
         )
+    user_index = user_indices[0]
     job = movielens.build(config, data)
     snapshot.restore_model(job.model)
-    counts, in_training, rated = items_of(data, job.train_data, known[0])
-    popular = not in_training.any()
+    ratings = get_user_ratings(data, job.train_data, user_index)
+    popular = not ratings.in_training.any()
     if popular:
-        scores = counts.float()
+        scores = ratings.counts.float()
     else:
         job.model.eval()
         with torch.no_grad():
-            scores = job.model(torch.tensor([known[0]]), in_training[None]).squeeze(0)
-    scores[rated] = -torch.inf
-    best = scores.nan_to_num(-torch.inf).topk(min(top, int((scores > -torch.inf).sum())))
-    names = read_titles(titles or Path(config.data_dir))
-    ids = [int(data.item_ids[item]) for item in best.indices.tolist()]
-    items = [
-        {"movie_id": movie, "title": names.get(movie), "score": score}
-        for movie, score in zip(ids, best.values.tolist(), strict=True)
-    ]
+            scores = job.model(torch.tensor([user_index]), ratings.in_training[None]).squeeze(0)
+    scores[ratings.rated] = -torch.inf
+    num_candidates = int((scores > -torch.inf).sum())
+    best = scores.nan_to_num(-torch.inf).topk(min(top, num_candidates))
+    title_of = read_titles(titles or Path(config.data_dir))
+    items = []
+    for index, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        movie_id = int(data.item_ids[index])
+        items.append({"movie_id": movie_id, "title": title_of.get(movie_id), "score": score})
     return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}
 
 
-def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, ...]:
-    """How many training users have each item, and 1 where this user has it: both of shape (items,).
+class UserRatings(NamedTuple):
+    """The ratings of a user.
 
-    Then the numbers of all items that the user is known to have rated, held-out ones too.
+    Attributes:
+        counts: The number of training users that rated each item, shape (items,).
+        in_training: 1 for each item that this user rated in training, else 0, shape (items,).
+        rated: The indices of all items that this user rated, also in the held-out data.
     """
-    rated = data.items[data.users == user]
+
+    counts: torch.Tensor
+    in_training: torch.Tensor
+    rated: torch.Tensor
+
+
+def get_user_ratings(data: Ratings | LeaveOneOut, train_data: Any, user_index: int) -> UserRatings:
+    rated = data.items[data.users == user_index]
     if isinstance(data, LeaveOneOut):
-        training = torch.from_numpy(data.rated_matrix())
-        return (
-            training.sum(0),
-            training[user],
-            torch.from_numpy(np.append(rated, data.held_out[user])),
-        )
+        matrix = torch.from_numpy(data.rated_matrix())
+        rated = np.append(rated, data.held_out[user_index])
+        return UserRatings(matrix.sum(0), matrix[user_index], torch.from_numpy(rated))
     users, items = train_data[:2]
-    counts, own = (
-        torch.bincount(some, minlength=len(data.item_ids)) for some in (items, items[users == user])
-    )
-    return counts, own, torch.from_numpy(rated)
+    num_items = len(data.item_ids)
+    counts = torch.bincount(items, minlength=num_items)
+    in_training = torch.bincount(items[users == user_index], minlength=num_items)
+    return UserRatings(counts, in_training, torch.from_numpy(rated))

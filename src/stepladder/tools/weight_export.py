@@ -1,8 +1,9 @@
-"""`stepladder export`: a run's weights as other programs read them, one tensor at a time.
+"""`stepladder export`: write a run's weights in a format of other programs, tensor by tensor.
 
-safetensors   Hugging Face's layout: model.safetensors; of a large model several files of at most FILE_BYTES, and
-              model.safetensors.index.json, which says where each tensor is
-dcp           torch.distributed.checkpoint: .metadata, and a file for each tensor
+safetensors is Hugging Face's layout: model.safetensors, or several files of at most
+MAX_WEIGHTS_FILE_BYTES with model.safetensors.index.json, which has the file of each tensor.
+
+dcp is the layout of torch.distributed.checkpoint: .metadata, and a file for each tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
 def open_safetensors(path: Path) -> Any:
-    """Return a safetensors file, of which each tensor is read when it is asked for.
+    """Open a safetensors file; each tensor is read when it is used.
 
-    Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is
-    no file else."""
+    Raises ValueError if the path is no regular file: opening a FIFO would wait for a writer.
+    """
     try:
         typed_file.open_to_read(path).close()
     except ValueError as error:
@@ -44,101 +45,119 @@ def open_safetensors(path: Path) -> Any:
 
 
 class StoredWeights:
-    """A snapshot's weights on its disk. forms: their shapes and types, without values.  aliases: of
-    tied ones, the name that each is stored by."""
+    """The weights of a snapshot on its disk.
+
+    Attributes:
+        meta_tensors: A tensor on the meta device for each weight: its shape and type.
+        aliases: The stored name of each tied weight.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.rows = snapshot.reader
-        self.whole = open_safetensors(Path(snapshot.folder) / MODEL_FILE)
         self.aliases: dict[str, str] = snapshot.manifest["aliases"]
-        self.forms: dict[str, torch.Tensor] = {}
-        for name in self.whole.keys():  # noqa: SIM118 - it is no dict
-            part = self.whole.get_slice(name)
-            shape = part.get_shape()
-            like = part[:0] if shape else self.whole.get_tensor(name)  # a single number has no rows
-            self.forms[name] = torch.empty(shape, dtype=like.dtype, device="meta")
-        for name in self.rows.names(MODEL_PREFIX):
-            none = self.rows.read_rows(MODEL_PREFIX + name, 0, 0)
-            self.forms[name] = torch.empty(
-                self.rows.shape(MODEL_PREFIX + name), dtype=none.dtype, device="meta"
-            )
+        self.meta_tensors: dict[str, torch.Tensor] = {}
+        self._slices = snapshot.reader
+        self._model_file = open_safetensors(Path(snapshot.folder) / MODEL_FILE)
+        for name in self._model_file.keys():  # noqa: SIM118 - it is no dict
+            tensor_slice = self._model_file.get_slice(name)
+            shape = tensor_slice.get_shape()
+            # The type is that of an empty slice; a tensor without dimensions has no slices.
+            sample = tensor_slice[:0] if shape else self._model_file.get_tensor(name)
+            self.meta_tensors[name] = torch.empty(shape, dtype=sample.dtype, device="meta")
+        for name in self._slices.names(MODEL_PREFIX):
+            sample = self._slices.read_rows(MODEL_PREFIX + name, 0, 0)
+            shape = self._slices.shape(MODEL_PREFIX + name)
+            self.meta_tensors[name] = torch.empty(shape, dtype=sample.dtype, device="meta")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.meta_tensors.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """The values of one, also by a name that is tied to it."""
+        """Return the values of a weight; a tied weight has several names."""
         name = self.aliases.get(name, name)
-        if MODEL_PREFIX + name in self.rows.slices:
-            return self.rows.read_tensor(MODEL_PREFIX + name)
-        found: torch.Tensor = self.whole.get_tensor(name)
-        return found
+        if MODEL_PREFIX + name in self._slices.slices:
+            return self._slices.read_tensor(MODEL_PREFIX + name)
+        tensor: torch.Tensor = self._model_file.get_tensor(name)
+        return tensor
 
 
 def export(run_dir: Path, to: str, target: Path) -> str:
-    """Write the weights of a run's newest good snapshot into a new folder. Returns what to say of
-    it.
+    """Write the weights of a run's newest good snapshot into a new folder.
 
-    run_dir: or one of its snapshots.  to: "safetensors" or "dcp".
-    Raises InputError where there is no snapshot, `target` is there already, or cannot be written.
+    The run directory may also be a snapshot. The format is "safetensors" or "dcp". Returns a
+    sentence for the user. Raises InputError if there is no snapshot, or the target exists already
+    or cannot be written.
     """
     validate_new_path(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
     snapshot = read_newest_snapshot(run_dir, with_model=False)
     weights = StoredWeights(snapshot)
     with durable.name_write_errors(target, "free space there, or choose another DIR"):
         durable.make_folder(target.absolute().parent)
-        with durable.replace_folder(target) as aside:
-            (write_safetensors if to == "safetensors" else write_dcp)(aside, weights)
-    size = sum(form.nbytes for form in weights.forms.values())
-    return (
-        f"written: {target}: {len(weights.forms)} tensors, {size / 1e6:,.1f} MB, of {snapshot.name}"
-    )
+        with durable.replace_folder(target) as temporary:
+            if to == "safetensors":
+                write_safetensors(temporary, weights)
+            else:
+                write_dcp(temporary, weights)
+    num_tensors = len(weights.meta_tensors)
+    megabytes = weights.num_bytes / 1e6
+    return f"written: {target}: {num_tensors} tensors, {megabytes:,.1f} MB, of {snapshot.name}"
 
 
 def validate_new_path(target: Path, hint: str) -> None:
-    """Raises InputError where something is at the path: nothing is written over."""
+    """Raise InputError if the path exists: nothing is overwritten."""
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} is there already", hint)
 
 
 def write_safetensors(folder: Path, weights: StoredWeights) -> None:
-    """Tied weights once, as the library asks."""
-    files: list[dict[str, torch.Tensor]] = [{}]
-    for name, form in weights.forms.items():
-        if (
-            files[-1]
-            and sum(one.nbytes for one in files[-1].values()) + form.nbytes > MAX_WEIGHTS_FILE_BYTES
-        ):
-            files.append({})
-        files[-1][name] = form
+    """Write each weight once: the format has no tied weights."""
+    files = split_into_files(weights.meta_tensors)
+    if len(files) == 1:
+        write_tensors(folder / MODEL_FILE, files[0], weights.read, {"format": "pt"})
+        return
     stem, _, suffix = MODEL_FILE.partition(".")
-    names = [
-        f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}" for number in range(1, len(files) + 1)
-    ]
-    places: dict[str, str] = {}
-    for file, forms in zip([MODEL_FILE] if len(files) == 1 else names, files, strict=True):
-        write_tensors(folder / file, forms, weights.read, {"format": "pt"})
-        places |= dict.fromkeys(forms, file)
-    if len(files) > 1:
-        total = sum(form.nbytes for form in weights.forms.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (folder / SAFETENSORS_INDEX).write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(files, start=1):
+        file = f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}"
+        write_tensors(folder / file, tensors, weights.read, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {
+        "metadata": {"total_size": weights.num_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
+
+
+def split_into_files(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Split into files of at most MAX_WEIGHTS_FILE_BYTES; a larger tensor has its own file."""
+    files: list[dict[str, torch.Tensor]] = [{}]
+    file_bytes = 0
+    for name, tensor in tensors.items():
+        if files[-1] and file_bytes + tensor.nbytes > MAX_WEIGHTS_FILE_BYTES:
+            files.append({})
+            file_bytes = 0
+        files[-1][name] = tensor
+        file_bytes += tensor.nbytes
+    return files
 
 
 def write_dcp(folder: Path, weights: StoredWeights) -> None:
-    """By all names, as a model's state_dict has them."""
-    forms = weights.forms | {alias: weights.forms[name] for alias, name in weights.aliases.items()}
-    writer = NamelessWriter(
-        folder, single_file_per_rank=False
-    )  # one file for all would keep all in memory
-    with (
-        torchs_errors(),
-        warnings.catch_warnings(action="ignore", category=UserWarning),
-    ):  # there is one process
-        save(forms, storage_writer=writer, planner=OneByOne(weights), no_dist=True)
+    """Write each weight by all of its names, as a model's state_dict has them."""
+    tensors = dict(weights.meta_tensors)
+    for alias, name in weights.aliases.items():
+        tensors[alias] = weights.meta_tensors[name]
+    # A single file would keep all tensors in memory.
+    writer = AnonymousWriter(folder, single_file_per_rank=False)
+    planner = LazySavePlanner(weights)
+    with raise_first_failure(), warnings.catch_warnings():
+        # torch warns that there is only one process.
+        warnings.simplefilter("ignore", UserWarning)
+        save(tensors, storage_writer=writer, planner=planner, no_dist=True)
 
 
-class OneByOne(DefaultSavePlanner):
-    """Reads a tensor when it is to be written."""
+class LazySavePlanner(DefaultSavePlanner):
+    """Reads a tensor only when it is to be written."""
 
     def __init__(self, weights: StoredWeights) -> None:
         super().__init__()
@@ -148,18 +167,16 @@ class OneByOne(DefaultSavePlanner):
         return self.weights.read(index.fqn)
 
 
-class NamelessWriter(FileSystemWriter):
-    """Does not say in `.metadata` where it has written."""
+class AnonymousWriter(FileSystemWriter):
+    """Writes no path of this machine into `.metadata`."""
 
     def storage_meta(self) -> None:
         return None
 
 
 @contextmanager
-def torchs_errors() -> Iterator[None]:
-    """The first error that torch.distributed.checkpoint has met, in place of its own that holds all
-    ranks'.
-    """
+def raise_first_failure() -> Iterator[None]:
+    """Raise the first failure of a rank in place of torch's CheckpointException, which holds all."""
     try:
         yield
     except CheckpointException as error:

@@ -1,13 +1,14 @@
-"""`stepladder import`: weights that another program has written become the start of a run.
+"""`stepladder import`: make a run directory whose run starts from weights of another program.
 
-Nothing that comes from outside is unpickled: safetensors hold no code, and `dcp` reads the
-checkpoints of torch.distributed.checkpoint by rules of its own."""
+No file of the other program is unpickled: safetensors hold no code, and `dcp` reads checkpoints of
+torch.distributed.checkpoint without Python's unpickler.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -24,116 +25,152 @@ from stepladder.tools import dcp
 from stepladder.tools.weight_export import SAFETENSORS_INDEX, open_safetensors, validate_new_path
 from stepladder.train.job_runner import load_job
 
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError)
-MOST_BYTES = 2**30  # of an index
-PREFIX = "model."  # of names where a checkpoint holds more than the model
-HINT = "a folder that stepladder export, Hugging Face's save_pretrained or torch.distributed.checkpoint has written"
+READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError)
+MAX_SAFETENSORS_INDEX_BYTES = 2**30
+CHECKPOINT_MODEL_PREFIX = "model."  # before the model's names if a checkpoint holds more than it
+FORMATS_HINT = (
+    "a folder that stepladder export, Hugging Face's save_pretrained or"
+    " torch.distributed.checkpoint has written"
+)
 
 
-class Foreign(NamedTuple):
-    """What a folder holds. shapes: of its tensors.  fill: copies one into a tensor of its shape."""
+class WeightFolder(NamedTuple):
+    """The weights in a folder.
+
+    Attributes:
+        shapes: The shape of each tensor.
+        read: Copies the tensor of a name into a target of its shape.
+    """
 
     shapes: dict[str, list[int]]
-    fill: Callable[[str, torch.Tensor], None]
+    read: Callable[[str, torch.Tensor], None]
 
 
 def import_weights(folder: Path, request: TrainRequest) -> str:
-    """Build the job, copy the weights of `folder` into its model one after the other, and begin a
-    run with them.
+    """Build the job, copy the weights of the folder into its model, and make its run directory.
 
-    Returns what to say of it. Raises InputError where the folder holds none, names or shapes
-    differ, or the run directory is there already or cannot be written."""
+    Returns a sentence for the user. Raises InputError if the folder holds no weights, names or
+    shapes differ, or the run directory exists already or cannot be written.
+    """
     run_dir = request.settings.run_dir
     validate_new_path(run_dir, "another --run-dir")
-    foreign = found_in(folder)
+    weights = open_weights(folder)
     build, recipe = load_job(request, World())
     model = build().model
     targets = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    names = matched(folder, targets, foreign.shapes)
+    stored_names = match_names(folder, targets, weights.shapes)
     try:
         for name, target in targets.items():
-            if name in names:
-                foreign.fill(names[name], target)
-    except (*UNREADABLE, RuntimeError) as error:
+            if name in stored_names:
+                weights.read(stored_names[name], target)
+    except (*READ_ERRORS, RuntimeError) as error:
         raise InputError(f"{folder} is damaged: {to_one_line(error)}", "copy it anew") from error
     with durable.name_write_errors(run_dir, "free space there, or choose another --run-dir"):
         durable.make_folder(run_dir.absolute().parent)
-        with durable.replace_folder(run_dir) as aside:
-            begin(aside, model)
+        with durable.replace_folder(run_dir) as temporary:
+            write_first_snapshot(temporary, model)
     return (
-        f"written: {run_dir}: {len(names)} tensors, which a run of {recipe.name} there begins with"
+        f"written: {run_dir}: {len(stored_names)} tensors,"
+        f" which a run of {recipe.name} there begins with"
     )
 
 
-def begin(run_dir: Path, model: torch.nn.Module) -> None:
-    """A run directory whose first snapshot, before any step, has these weights and nothing else."""
+def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
+    """Write a snapshot of step 0 that holds the model and no other state."""
     tensors, aliases = split_tied_tensors(model.state_dict())
-    about = {"step": 0, "aliases": aliases, "ledger": ""}
-    with Snapshots(run_dir / SNAPSHOTS_FOLDER).create(0) as aside:
-        write_snapshot_files(aside, {"model": tensors, "state": {}}, about, [])
+    manifest = {"step": 0, "aliases": aliases, "ledger": ""}
+    with Snapshots(run_dir / SNAPSHOTS_FOLDER).create(0) as temporary:
+        write_snapshot_files(temporary, {"model": tensors, "state": {}}, manifest, [])
 
 
-def found_in(folder: Path) -> Foreign:
-    """Raises InputError where it is none of the layouts, or damaged."""
+def open_weights(folder: Path) -> WeightFolder:
+    """Open a folder of any known format. Raises InputError if it has none, or is damaged."""
     try:
         if (folder / SAFETENSORS_INDEX).exists():
-            places = typed_file.parse_json(
-                typed_file.read_file(folder / SAFETENSORS_INDEX, MOST_BYTES), dict
-            )["weight_map"]
-            return of_safetensors(folder, typed_file.convert(places, dict[str, str], "weight_map"))
+            return open_safetensors_folder(folder, read_safetensors_index(folder))
         if (folder / MODEL_FILE).exists():
-            return of_safetensors(
-                folder, dict.fromkeys(open_safetensors(folder / MODEL_FILE).keys(), MODEL_FILE)
-            )
+            names = open_safetensors(folder / MODEL_FILE).keys()
+            return open_safetensors_folder(folder, dict.fromkeys(names, MODEL_FILE))
         if (folder / dcp.METADATA).exists():
             checkpoint = dcp.Checkpoint(folder)
-            return Foreign(checkpoint.shapes, checkpoint.read)
-    except UNREADABLE as error:
-        raise InputError(f"{folder} cannot be read: {to_one_line(error)}", HINT) from error
+            return WeightFolder(checkpoint.shapes, checkpoint.read)
+    except READ_ERRORS as error:
+        raise InputError(f"{folder} cannot be read: {to_one_line(error)}", FORMATS_HINT) from error
     raise InputError(
-        f"{folder} holds neither {MODEL_FILE} nor {SAFETENSORS_INDEX} nor {dcp.METADATA}", HINT
+        f"{folder} holds neither {MODEL_FILE} nor {SAFETENSORS_INDEX} nor {dcp.METADATA}",
+        FORMATS_HINT,
     )
 
 
-def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:
-    """places: the file of each tensor."""
-    for file in places.values():
+def read_safetensors_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    text = typed_file.read_file(folder / SAFETENSORS_INDEX, MAX_SAFETENSORS_INDEX_BYTES)
+    index: dict[str, Any] = typed_file.parse_json(text, dict)
+    weight_map: dict[str, str] = typed_file.convert(
+        index["weight_map"], dict[str, str], "weight_map"
+    )
+    return weight_map
+
+
+def open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> WeightFolder:
+    for file in file_of_tensor.values():
         if Path(file).name != file:
             raise ValueError(f"{SAFETENSORS_INDEX} leads out of the folder, to {file}")
-    files = {file: open_safetensors(folder / file) for file in sorted({*places.values()})}
+    files = {file: open_safetensors(folder / file) for file in sorted(set(file_of_tensor.values()))}
+    shapes = {
+        name: files[file].get_slice(name).get_shape() for name, file in file_of_tensor.items()
+    }
 
-    def fill(name: str, target: torch.Tensor) -> None:
-        target.copy_(files[places[name]].get_tensor(name))
+    def read(name: str, target: torch.Tensor) -> None:
+        target.copy_(files[file_of_tensor[name]].get_tensor(name))
 
-    return Foreign(
-        {name: files[file].get_slice(name).get_shape() for name, file in places.items()}, fill
-    )
+    return WeightFolder(shapes, read)
 
 
-def matched(
+def match_names(
     folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]
 ) -> dict[str, str]:
-    """The folder's name of each of the model's tensors; of tied ones one is enough.
+    """Return the folder's name of each of the model's tensors; of tied tensors one is enough.
 
-    Raises InputError for the first that is on one side only, or has another shape.
+    Raises InputError for the first tensor that only one side has, or whose shapes differ.
     """
-    within = {name.removeprefix(PREFIX): name for name in shapes if name.startswith(PREFIX)}
-    prefixed = not targets.keys() & shapes.keys() and targets.keys() & within.keys()
-    names = within if prefixed else {name: name for name in shapes}
     hint = "the job, with the flags, whose model these weights are of"
-    there = {
-        targets[name].data_ptr() for name in names.keys() & targets.keys() if targets[name].numel()
+    stored_names = strip_model_prefix(targets, shapes)
+    stored_tensors = {
+        targets[name].data_ptr()
+        for name in stored_names.keys() & targets.keys()
+        if targets[name].numel()
     }
     for name, target in targets.items():
-        if name not in names and target.data_ptr() not in there:
+        if name not in stored_names and target.data_ptr() not in stored_tensors:
             raise InputError(f"{folder} has no {name}, which the model has", hint)
-    for name in names:
+    for name, stored_name in stored_names.items():
         if name not in targets:
-            raise InputError(f"{folder} has {names[name]}, which the model has not", hint)
-        if shapes[names[name]] != list(targets[name].shape):
-            shape = list(targets[name].shape)
+            raise InputError(f"{folder} has {stored_name}, which the model has not", hint)
+        stored_shape = shapes[stored_name]
+        shape = list(targets[name].shape)
+        if stored_shape != shape:
             raise InputError(
-                f"{names[name]} has shape {shapes[names[name]]} in {folder}, {shape} in the model",
-                hint,
+                f"{stored_name} has shape {stored_shape} in {folder}, {shape} in the model", hint
             )
-    return names
+    return stored_names
+
+
+def strip_model_prefix(
+    targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]
+) -> dict[str, str]:
+    """Return the folder's names by the model's names.
+
+    If no name is one of the model's, and some are with the prefix "model.", only the names with the
+    prefix count: the checkpoint also holds an optimizer, say.
+    """
+    without_prefix = {
+        name.removeprefix(CHECKPOINT_MODEL_PREFIX): name
+        for name in shapes
+        if name.startswith(CHECKPOINT_MODEL_PREFIX)
+    }
+    has_plain_names = bool(targets.keys() & shapes.keys())
+    has_prefixed_names = bool(targets.keys() & without_prefix.keys())
+    if has_prefixed_names and not has_plain_names:
+        return without_prefix
+    return {name: name for name in shapes}

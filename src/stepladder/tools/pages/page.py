@@ -1,6 +1,4 @@
-"""One self-contained HTML page from a template: no script, no network, readable on a phone and in
-the dark.
-"""
+"""Make a self-contained HTML page from a template: no script, no network, fit for a phone."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def render_page(template: str, **values: object) -> str:
-    """A template of this folder as text; what stands in `values` is escaped."""
+    """Return a template of this folder as text; the values are escaped."""
     return make_environment().get_template(template).render(values)
 
 

@@ -1,7 +1,7 @@
-"""The launches of a script in its run directory: what was typed, where, and how it ended.
+"""The launches of a script in its run directory: the command, the host, and how it ended.
 
-launches.jsonl  two lines per launcher, at its begin and its end      steps/  times of steps, per rank
-log/            what each rank printed
+launches.jsonl has two lines per launcher, at its begin and its end. The folder steps/ has the times
+of steps by rank, and the folder log/ has what each rank printed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
 
-LAUNCHES_FILE, STEPS_FOLDER = "launches.jsonl", "steps"
+LAUNCHES_FILE = "launches.jsonl"
+STEPS_FOLDER = "steps"
 
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """One launcher. begun, ended: Unix time in seconds; ended and code: None as long as it has not
-    ended.
+    """One launcher of a script.
+
+    Attributes:
+        begun: Unix time in seconds.
+        ended: Unix time in seconds; None as long as the launcher has not ended.
+        code: Its exit code; None as long as it has not ended.
     """
 
     script: str
@@ -47,7 +52,7 @@ class LaunchRecord:
 
 
 def validate_script_run_dir(run_dir: Path) -> None:
-    """Raises InputError where a script's launches cannot be kept."""
+    """Raise InputError if the launches of a script cannot be recorded in the folder."""
     if os.path.lexists(run_dir / CONFIG_FILE):
         raise InputError(
             f"{run_dir} is the run directory of a job: it has a {CONFIG_FILE}", "another --run-dir"
@@ -56,8 +61,9 @@ def validate_script_run_dir(run_dir: Path) -> None:
 
 
 def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
-    """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError
-    without a place.
+    """Record the launch, and the times of steps on the ranks that `work()` starts.
+
+    Returns the exit code of `work()`. Raises InputError if the folder cannot be written.
     """
     with as_input_error(
         f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
@@ -65,19 +71,20 @@ def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         (run_dir / STEPS_FOLDER).mkdir(parents=True, exist_ok=True)
         file = open_for_append(run_dir / LAUNCHES_FILE)
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
-    os.set_inheritable(file, True)  # where this process becomes the script, that holds it
-    begun, host = time.time(), socket.gethostname()
+        fcntl.flock(file, fcntl.LOCK_SH)  # shared: each node's launcher holds one
+    os.set_inheritable(file, True)  # if this process becomes the script, the script holds the lock
+    begun = time.time()
+    host = socket.gethostname()
     key = f"{host} {os.getpid()} {begun:.3f}"
-    command, python = mask_command(["stepladder", *sys.argv[1:]]), platform.python_version()
-    about = {
+    first_line = {
+        "launch": key,
         "script": script,
-        "command": command,
+        "command": mask_command(["stepladder", *sys.argv[1:]]),
         "host": host,
-        "python": python,
+        "python": platform.python_version(),
         "begun": round(begun, 3),
     }
-    write_line(file, {"launch": key, **about})
+    write_line(file, first_line)
     code = FAILED
     try:
         with environment(**variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())):
@@ -96,15 +103,19 @@ def write_line(file: int, line: dict[str, Any]) -> None:
 
 
 def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
-    """In the order of their begin, and what was left out. Raises InputError where there is none."""
-    lines = JsonlReader(run_dir / LAUNCHES_FILE, lambda line: isinstance(line.get("launch"), str))
-    found: dict[str, Line] = {}
-    for said in lines.read_new():
-        found.setdefault(said.pop("launch"), {}).update(said)
-    launches, damage = [], ""
-    for said in found.values():
+    """Return the launches in the order of their begin, and sentences about damaged lines.
+
+    Raises InputError if there is no launch.
+    """
+    reader = JsonlReader(run_dir / LAUNCHES_FILE, lambda line: isinstance(line.get("launch"), str))
+    fields_by_key: dict[str, Line] = {}
+    for line in reader.read_new():
+        fields_by_key.setdefault(line.pop("launch"), {}).update(line)
+    launches = []
+    damage = ""
+    for fields in fields_by_key.values():
         try:
-            launches.append(convert(said, LaunchRecord))
+            launches.append(convert(fields, LaunchRecord))
         except ValueError as error:
             damage = f": {error}"
     if not launches:
@@ -112,14 +123,14 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
             f"{run_dir} is damaged: {LAUNCHES_FILE} names no launch{damage}",
             f"mv {run_dir} {run_dir}.damaged",
         )
-    return launches, [
-        *lines.describe_damage(is_growing=True),
-        *([f"a launch in {lines.path} is damaged{damage}"] if damage else []),
-    ]
+    warnings = list(reader.describe_damage(is_growing=True))
+    if damage:
+        warnings.append(f"a launch in {reader.path} is damaged{damage}")
+    return launches, warnings
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether a launcher holds the file; a killed one's lock is gone with its process."""
+    """Return whether a launcher holds the lock; the kernel releases that of a killed process."""
     with open_to_read(run_dir / LAUNCHES_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,12 +140,12 @@ def is_running(run_dir: Path) -> bool:
 
 
 def describe_state(run_dir: Path, launches: list[LaunchRecord]) -> str:
-    """In a word or two: of the last launch, and of those beside it on other nodes."""
+    """Return the state of the last launch and of those at the same time on other nodes."""
     if is_running(run_dir):
         return "running"
     last = launches[-1]
-    codes = [one.code for one in launches if (one.ended or last.begun) >= last.begun]
     if last.code is None:
         return "not running: its launcher ended without a record"
-    code = max(code for code in codes if code is not None)
+    concurrent = [launch for launch in launches if (launch.ended or last.begun) >= last.begun]
+    code = max(launch.code for launch in concurrent if launch.code is not None)
     return "finished" if code == 0 else f"ended with exit code {code}"

@@ -1,7 +1,8 @@
-"""`stepladder watch`: a run's progress in the terminal, from its files alone, so on any machine
-that sees them.
+"""`stepladder watch`: show a run's progress in the terminal.
 
-Of a batch job also what Slurm says."""
+It reads only the files of the run, so it works on any machine that has them. For a batch job it
+also asks Slurm for the job's state.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -20,142 +22,161 @@ from rich.text import Text
 from stepladder.core.console import make_printable
 from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job
 from stepladder.storage.run_files import CONFIG_FILE
-from stepladder.tools.report.record import RunRecord
-from stepladder.tools.report.script_record import ScriptRecord, is_script_run
+from stepladder.tools.report.record import RunReader, RunRecord
+from stepladder.tools.report.script_record import ScriptRecord, ScriptRunReader, is_script_run
 from stepladder.tools.report.series import Curve, RankTimes
 
-BLOCKS, MOST_BLOCKS = "▁▂▃▄▅▆▇█", 40
-SECONDS_BETWEEN_LOOKS = 1.0
+SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_SPARKLINE_LENGTH = 40
+RUN_POLL_INTERVAL_S = 1.0
+JOB_NUMBER = re.compile(r"[0-9]{1,16}(_[0-9]{1,9})?")  # array tasks have an index
 
-Look = tuple[list[str], bool]  # lines, and whether there will be no others
+
+class Progress(NamedTuple):
+    """The lines to show, and whether they will not change any more."""
+
+    lines: list[str]
+    is_final: bool
 
 
 def watch(target: str, once: bool, console: Console) -> None:
-    """Show the run of a run directory until it has finished, or a batch job until it is over; or
-    once.
+    """Show a run until it has finished, or a batch job until it has ended; or show it once.
 
-    Raises InputError where there is neither.
+    The target is a run directory or a job number. Raises InputError if it is neither.
     """
-    if re.fullmatch(r"[0-9]{1,16}(_[0-9]{1,9})?", target) and not Path(target).exists():
+    if JOB_NUMBER.fullmatch(target) and not Path(target).exists():
         followers: dict[Path, Follower] = {}
-        show(looks(lambda: look_at_job(target, followers), SLURM_POLL_INTERVAL_S), once, console)
+        updates = poll_repeatedly(lambda: poll_job(target, followers), SLURM_POLL_INTERVAL_S)
     else:
-        show(looks(Follower(Path(target)).look, SECONDS_BETWEEN_LOOKS), once, console)
+        updates = poll_repeatedly(Follower(Path(target)).poll, RUN_POLL_INTERVAL_S)
+    show(updates, once, console)
 
 
-def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
-    """Again and again, and at last when it is over."""
+def poll_repeatedly(poll: Callable[[], Progress], interval_s: float) -> Iterator[list[str]]:
+    """Yield the lines of each poll, up to the final one."""
     while True:
-        lines, is_over = look()
+        lines, is_final = poll()
         yield [make_printable(line) for line in lines]
-        if is_over:
+        if is_final:
             return
-        time.sleep(seconds)
+        time.sleep(interval_s)
 
 
 class Follower:
-    """Reads of a run what has come since the last look. With another run in its place, it begins
-    again.
+    """Follows the run in a run directory; each poll reads only what is new.
+
+    When another run has replaced it in the directory, the new run is read from its begin.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.record: RunRecord | ScriptRecord | None = None
-        self.begun: tuple[int, int] | None = None
+        self._reader: RunReader | ScriptRunReader | None = None
+        self._config_identity: tuple[int, int] | None = None
 
-    def look(self) -> Look:
-        """A job's run is over with its result, a script's with its launchers."""
-        begun = self._begun()
-        if self.record is None or begun != self.begun:
-            self.record, self.begun = (
-                (ScriptRecord if is_script_run(self.run_dir) else RunRecord)(self.run_dir),
-                begun,
-            )
-        else:
-            self.record.look()
-        if isinstance(self.record, ScriptRecord):
-            return describe_script(self.record), self.record.state != "running"
-        return describe(self.record), self.record.result is not None
+    def poll(self) -> Progress:
+        """Return the run's progress. It is final with a job's result, or a script's launchers."""
+        config_identity = self._get_config_identity()
+        if self._reader is None or config_identity != self._config_identity:
+            make_reader = ScriptRunReader if is_script_run(self.run_dir) else RunReader
+            self._reader = make_reader(self.run_dir)
+            self._config_identity = config_identity
+        record = self._reader.read()
+        if isinstance(record, ScriptRecord):
+            return Progress(describe_script(record), record.state != "running")
+        return Progress(describe(record), record.result is not None)
 
-    def _begun(self) -> tuple[int, int] | None:
+    def _get_config_identity(self) -> tuple[int, int] | None:
         with suppress(OSError):
-            about = (self.run_dir / CONFIG_FILE).stat()
-            return about.st_ino, about.st_mtime_ns
+            status = (self.run_dir / CONFIG_FILE).stat()
+            return status.st_ino, status.st_mtime_ns
         return None
 
 
-def look_at_job(job: str, followers: dict[Path, Follower]) -> Look:
-    """By Slurm's word, and its run; of a script the last line that it printed."""
-    known = find_job(job)
-    run_dir = Path(known.job_dir) if known.job_dir else None
-    is_job = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
-    lines = [known.describe()]
-    if run_dir is not None and (is_job or is_script_run(run_dir)):
-        lines += followers.setdefault(run_dir, Follower(run_dir)).look()[0]
-    if not is_job:
-        with suppress(OSError):  # there is none as long as the job waits
-            printed = Path(known.output).read_text(errors="replace", encoding="utf-8").splitlines()
-            lines += [line for line in printed if line.strip()][-1:]
-    return lines, known.is_over
+def poll_job(number: str, followers: dict[Path, Follower]) -> Progress:
+    """Return a batch job's state in the queue, and the progress of its run.
+
+    Other scripts have the last line of their output in place of a run.
+    """
+    job = find_job(number)
+    run_dir = Path(job.job_dir) if job.job_dir else None
+    is_job_run = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
+    lines = [job.describe()]
+    if run_dir is not None and (is_job_run or is_script_run(run_dir)):
+        follower = followers.setdefault(run_dir, Follower(run_dir))
+        lines += follower.poll().lines
+    if not is_job_run:
+        with suppress(OSError):  # there is no output while the job waits in the queue
+            output = Path(job.output).read_text(errors="replace", encoding="utf-8").splitlines()
+            lines += [line for line in output if line.strip()][-1:]
+    return Progress(lines, job.is_over)
 
 
-def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
-    """Lines where there is no terminal, when they change."""
+def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
+    """Show the updates in place in a terminal; elsewhere print lines when they change."""
     if once or not console.is_terminal:
-        seen: list[str] = []
-        for lines in islice(looks, 1) if once else looks:
-            if lines != seen:
+        shown: list[str] = []
+        for lines in islice(updates, 1) if once else updates:
+            if lines != shown:
                 console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-            seen = lines
+            shown = lines
         return
-    first = next(looks)  # what is refused is refused before the display begins
+    first = next(updates)  # an InputError comes before the display begins
     with Live(Text("\n".join(first)), console=console, refresh_per_second=4) as live:
-        for lines in looks:
+        for lines in updates:
             live.update(Text("\n".join(lines)))
 
 
 def describe(record: RunRecord) -> list[str]:
-    state = (
-        "finished" if record.result else f"epoch {record.done // record.plan.steps_per_epoch + 1}"
-    )
-    if not record.result and not record.is_running:
-        state += " (not running)"
-    lines = [position(record, state)]
-    if record.losses.last is not None:
-        lines.append(f"loss {record.losses.last[1]:.4g}  {sparkline(record.losses)}")
-    if record.last_evaluation:
-        values = (f"{name} {value:.4g}" for name, value in record.last_evaluation.items())
-        lines.append(f"evaluated after step {record.evaluated}: " + "  ".join(values))
-    if record.times.speeds.last is not None:
-        lines.append(
-            f"{record.times.speeds.last[1] * record.plan.global_batch:.0f} samples per second"
-        )
-    return lines + slow_ranks(record.times) + record.warnings()
+    metrics = record.metrics
+    lines = [describe_position(record, describe_epoch(record))]
+    if metrics.losses.newest is not None:
+        lines.append(f"loss {metrics.losses.newest[1]:.4g}  {draw_sparkline(metrics.losses)}")
+    if metrics.last_evaluation:
+        values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.last_evaluation.items())
+        lines.append(f"evaluated after step {metrics.evaluated_step}: {values}")
+    if record.times.speeds.newest is not None:
+        samples_per_s = record.times.speeds.newest[1] * record.plan.global_batch
+        lines.append(f"{samples_per_s:.0f} samples per second")
+    return lines + describe_stragglers(record.times) + record.warnings
+
+
+def describe_epoch(record: RunRecord) -> str:
+    if record.result:
+        return "finished"
+    epoch = record.metrics.step // record.plan.steps_per_epoch + 1
+    return f"epoch {epoch}" if record.is_running else f"epoch {epoch} (not running)"
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
-    lines = [position(record, record.state)]
+    lines = [describe_position(record, record.state)]
     speeds = record.times.speeds
-    if speeds.last is not None:
-        lines.append(f"{speeds.last[1]:.3g} steps per second  {sparkline(speeds)}")
-    return lines + slow_ranks(record.times) + record.warnings()
+    if speeds.newest is not None:
+        lines.append(f"{speeds.newest[1]:.3g} steps per second  {draw_sparkline(speeds)}")
+    return lines + describe_stragglers(record.times) + record.warnings
 
 
-def position(record: RunRecord | ScriptRecord, state: str) -> str:
-    size = record.starts[-1].world_size if record.starts else 0
-    return f"{record.name}: {record.progress}, {state}, {size} process(es), {len(record.starts)} start(s)"
+def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
+    starts = record.starts
+    world_size = starts[-1].world_size if starts else 0
+    return (
+        f"{record.name}: {record.progress}, {state}, {world_size} process(es),"
+        f" {len(starts)} start(s)"
+    )
 
 
-def slow_ranks(times: RankTimes) -> list[str]:
+def describe_stragglers(times: RankTimes) -> list[str]:
     return [
         f"rank {rank} takes {factor:.1f} times as long as the others"
-        for rank, factor in times.stragglers()
+        for rank, factor in times.find_stragglers()
     ]
 
 
-def sparkline(curve: Curve) -> str:
-    """The curve in one line of blocks: means of a few parts, from their least to their most."""
+def draw_sparkline(curve: Curve) -> str:
+    """Return the curve as one line of blocks, each the mean of a part, from minimum to maximum."""
     values = [value for _, value in curve.points]
-    means = [float(part.mean()) for part in np.array_split(values, min(len(values), MOST_BLOCKS))]
+    parts = np.array_split(values, min(len(values), MAX_SPARKLINE_LENGTH))
+    means = [float(part.mean()) for part in parts]
     lo, hi = min(means), max(means)
-    return "".join(BLOCKS[int((mean - lo) / (hi - lo) * 7.999) if hi > lo else 0] for mean in means)
+    if hi <= lo:
+        return SPARKLINE_BLOCKS[0] * len(means)
+    return "".join(SPARKLINE_BLOCKS[int((mean - lo) / (hi - lo) * 7.999)] for mean in means)

@@ -1,13 +1,17 @@
-"""What a run directory says of its run: curves, times of every rank, starts. Read without torch,
-also of a run that is under way, and in little memory. What is damaged is left out, and said."""
+"""The run of a job as its run directory has it: curves, times of every rank, starts.
+
+It is read without torch and in little memory, also while the run is under way. Damaged lines are
+left out, with a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepladder.core import typed_file
 from stepladder.core.errors import InputError
@@ -28,14 +32,14 @@ from stepladder.storage.run_files import (
     RESULT_FILE,
     TIMING_FILE,
 )
-from stepladder.tools.report.series import Curve, RankTimes
+from stepladder.tools.report.series import Curve, Label, RankTimes
 
-MOST_METRICS = 100
+MAX_METRICS = 100
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of the ranks: by which attempt, on how many, from which step, up to which."""
+    """One start of the ranks: the steps `first` to `last` of an attempt on `world_size` ranks."""
 
     attempt: int
     world_size: int
@@ -45,7 +49,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """What is read of a config.json."""
+    """The parts of a config.json that a record needs."""
 
     definition: dict[str, Any]
     config: dict[str, Any]
@@ -54,18 +58,84 @@ class StoredConfig:
 
 @dataclass(frozen=True)
 class ResultSummary:
-    """What is read of a result.json."""
+    """The parts of a result.json that a record needs."""
 
     steps: int
     weights_sha256: str
 
 
-class RunRecord:
-    """A run, as its directory has it, and with `look` what has come since. Raises InputError where
-    there is none.
+class MetricCurves:
+    """The curves of a metrics.jsonl.
 
-    epochs: as the job's Config has them, if it does.  losses, rates: by step.  evaluations: by
-    metric and step. last_evaluation: of all metrics; its step."""
+    Attributes:
+        step: The last step.
+        losses: The training loss by step.
+        rates: The learning rate by step.
+        evaluations: The curve of each metric of the evaluations, at most MAX_METRICS.
+        evaluated_step: The step of the last evaluation.
+        last_evaluation: The values of the last evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.losses = Curve()
+        self.rates = Curve()
+        self.evaluations: dict[str, Curve] = {}
+        self.evaluated_step = 0
+        self.last_evaluation: dict[str, float] = {}
+
+    def add(self, line: Line) -> None:
+        if "lr" in line:
+            self.step = line["step"]
+            self.losses.add(self.step, line["loss"])
+            self.rates.add(self.step, line["lr"])
+            return
+        self.evaluated_step = line["step"]
+        self.last_evaluation = get_metric_values(line)
+        for name, value in self.last_evaluation.items():
+            if name in self.evaluations or len(self.evaluations) < MAX_METRICS:
+                self.evaluations.setdefault(name, Curve()).add(line["step"], value)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a job's run at one moment.
+
+    Attributes:
+        name: The recipe or job.
+        epochs: The epochs of the job's Config, if it has such a field.
+        result: None until the run has finished.
+        is_running: A process holds the lock of the run directory.
+        warnings: Sentences about damaged lines.
+    """
+
+    run_dir: Path
+    name: str
+    config: StoredConfig
+    plan: Plan
+    epochs: int | None
+    metrics: MetricCurves
+    times: RankTimes
+    starts: list[RunStart]
+    result: ResultSummary | None
+    is_running: bool
+    warnings: list[str]
+
+    @property
+    def progress(self) -> str:
+        """Such as "120 of 470 steps"; without epochs the number of all steps is not known."""
+        if self.result is not None:
+            return f"{self.result.steps} of {self.result.steps} steps"
+        if self.epochs:
+            return f"{self.metrics.step} of {self.epochs * self.plan.steps_per_epoch} steps"
+        return f"{self.metrics.step} steps"
+
+
+class RunReader:
+    """Reads the files of a job's run; each `read` reads only the lines that are new.
+
+    Raises InputError if the folder is no run directory, or config.json is damaged.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         if not (run_dir / CONFIG_FILE).exists():
@@ -75,75 +145,60 @@ class RunRecord:
             )
         self.run_dir = run_dir
         with open_config(run_dir) as config:
-            self.config, self.plan = convert(config, StoredConfig), Plan.from_json(config["plan"])
+            self.config = convert(config, StoredConfig)
+            self.plan = Plan.from_json(config["plan"])
             self.name = convert(self.config.definition["recipe"], str)
             self.epochs = convert(self.config.config.get("epochs"), int | None)
-        self.metrics, self.timing = (
-            JsonlReader(run_dir / METRICS_FILE, is_metrics_line),
-            JsonlReader(run_dir / TIMING_FILE, is_timing_line),
-        )
-        self._begin_curves()
-        self._begin_times()
-        self.look()
+        self._metrics_reader = JsonlReader(run_dir / METRICS_FILE, is_metrics_line)
+        self._timing_reader = JsonlReader(run_dir / TIMING_FILE, is_timing_line)
+        self._metrics = MetricCurves()
+        self._times = RankTimes(TIMING_KEYS)
 
-    def _begin_curves(self) -> None:
-        self.done, self.losses, self.rates = 0, Curve(), Curve()
-        self.evaluations: dict[str, Curve] = {}
-        self.evaluated, self.last_evaluation = 0, dict[str, float]()
-
-    def _begin_times(self) -> None:
-        self.times = RankTimes(TIMING_KEYS)
-
-    def look(self) -> None:
-        """Read what is new."""
-        if self.metrics.restart_if_replaced():
-            self._begin_curves()
-        if self.timing.restart_if_replaced():
-            self._begin_times()
-        for line in self.metrics.read_new():
-            self._take(line)
-        for step, steps, size, rows in group_timing_lines(self.timing.read_new()):
-            self.times.add(step, steps, rows, size)
-        self.starts = list(read_starts(self.run_dir / LEDGER_FOLDER))
-        self.result = read_result(self.run_dir / RESULT_FILE)
-
-    def _take(self, line: Line) -> None:
-        if "lr" in line:
-            self.done = line["step"]
-            self.losses.add(self.done, line["loss"])
-            self.rates.add(self.done, line["lr"])
-            return
-        self.evaluated, self.last_evaluation = line["step"], get_metric_values(line)
-        for name, value in self.last_evaluation.items():
-            if name in self.evaluations or len(self.evaluations) < MOST_METRICS:
-                self.evaluations.setdefault(name, Curve()).add(line["step"], value)
-
-    @property
-    def progress(self) -> str:
-        """Such as "120 of 470 steps"; no end is known without epochs."""
-        if self.result is not None:
-            return f"{self.result.steps} of {self.result.steps} steps"
-        in_all = f" of {self.epochs * self.plan.steps_per_epoch}" if self.epochs else ""
-        return f"{self.done}{in_all} steps"
-
-    @property
-    def is_running(self) -> bool:
-        return self.result is None and is_locked(self.run_dir)
-
-    def warnings(self) -> list[str]:
-        """What was left out. Of a running run the last line may be half written."""
-        return [
-            text
-            for lines in (self.metrics, self.timing)
-            for text in lines.describe_damage(self.is_running)
+    def read(self) -> RunRecord:
+        """Return the run as it is now. Raises InputError if result.json is damaged."""
+        if self._metrics_reader.restart_if_replaced():
+            self._metrics = MetricCurves()
+        if self._timing_reader.restart_if_replaced():
+            self._times = RankTimes(TIMING_KEYS)
+        for line in self._metrics_reader.read_new():
+            self._metrics.add(line)
+        for window in group_timing_lines(self._timing_reader.read_new()):
+            self._times.add(window.last_step, window.steps, window.rows, window.world_size)
+        starts = list(read_starts(self.run_dir / LEDGER_FOLDER))
+        result = read_result(self.run_dir / RESULT_FILE)
+        is_running = result is None and is_locked(self.run_dir)
+        # The last line of a file that is being written may be half written, which is no damage.
+        warnings = [
+            *self._metrics_reader.describe_damage(is_running),
+            *self._timing_reader.describe_damage(is_running),
         ]
+        return RunRecord(
+            run_dir=self.run_dir,
+            name=self.name,
+            config=self.config,
+            plan=self.plan,
+            epochs=self.epochs,
+            metrics=self._metrics,
+            times=self._times,
+            starts=starts,
+            result=result,
+            is_running=is_running,
+            warnings=warnings,
+        )
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Return the run as it is now. Raises InputError if there is none, or it is damaged."""
+    return RunReader(run_dir).read()
 
 
 def is_metrics_line(line: Line) -> bool:
-    """Whether it is a line of a step or of an evaluation."""
-    return is_count(line.get("step")) and (
-        "lr" not in line or (is_finite_number(line["lr"]) and is_finite_number(line.get("loss")))
-    )
+    """Return whether the line has the values of a step or of an evaluation."""
+    if not is_count(line.get("step")):
+        return False
+    if "lr" not in line:
+        return True
+    return is_finite_number(line["lr"]) and is_finite_number(line.get("loss"))
 
 
 def get_metric_values(evaluation: Line) -> dict[str, float]:
@@ -154,16 +209,23 @@ def get_metric_values(evaluation: Line) -> dict[str, float]:
     }
 
 
-def group_timing_lines(
-    lines: Iterator[Line],
-) -> Iterator[tuple[int, int, int, Mapping[int | str, list[float]]]]:
-    """Per flush its last step, how many, how many ranks, and their seconds.
+class TimingWindow(NamedTuple):
+    """The seconds of ranks by phase in `steps` steps up to `last_step`."""
 
-    Where there is a line for each rank, those of ranks 0, 1, ... in a row are one.
+    last_step: int
+    steps: int
+    world_size: int
+    rows: dict[Label, list[float]]
+
+
+def group_timing_lines(lines: Iterator[Line]) -> Iterator[TimingWindow]:
+    """Yield the window of each line.
+
+    Older runs have one line for each rank: those of ranks 0, 1, ... in a row are one window.
     """
     group: list[Line] = []
     for line in lines:
-        if group and (line.get("rank", 0) == 0):
+        if group and line.get("rank", 0) == 0:
             yield make_window(group)
             group = []
         group.append(line)
@@ -174,10 +236,12 @@ def group_timing_lines(
         yield make_window(group)
 
 
-def make_window(group: list[Line]) -> tuple[int, int, int, Mapping[int | str, list[float]]]:
+def make_window(group: list[Line]) -> TimingWindow:
     first = group[0]
-    rows = {label: row for line in group for label, row in get_timing_rows(line).items()}
-    return first["step"], first["steps"], first.get("world_size", len(rows)), rows
+    rows: dict[Label, list[float]] = {}
+    for line in group:
+        rows.update(get_timing_rows(line))
+    return TimingWindow(first["step"], first["steps"], first.get("world_size", len(rows)), rows)
 
 
 def read_result(path: Path) -> ResultSummary | None:
@@ -189,24 +253,25 @@ def read_result(path: Path) -> ResultSummary | None:
 
 
 def read_starts(folder: Path) -> Iterator[RunStart]:
-    """From rank 0's ledgers: the first line says who, the last how far. What is damaged there,
-    `audit` says.
-    """
+    """Yield the start of each ledger of rank 0; damaged ledgers are left to `audit`."""
     for path in sorted(folder.glob("attempt-*.rank-0.jsonl")):
-        found = LEDGER_FILE_NAME.fullmatch(path.name)
-        with suppress(OSError, ValueError), open_to_read(path) as file:
-            header = (
-                parse_header(file.readline(MAX_LEDGER_LINE_BYTES), int(found[1])) if found else None
-            )
-            if header is not None:
-                steps = [
-                    line["step"]
-                    for line in read_last_lines(path, MAX_LEDGER_LINE_BYTES)
-                    if is_count(line.get("step"))
-                ]
-                yield RunStart(
-                    header.number,
-                    header.world_size,
-                    header.start,
-                    steps[-1] if steps else header.start,
-                )
+        match = LEDGER_FILE_NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        with suppress(OSError, ValueError):
+            start = read_start(path, match)
+            if start is not None:
+                yield start
+
+
+def read_start(path: Path, match: re.Match[str]) -> RunStart | None:
+    """Return the start of a ledger: its first line has the attempt, its last line the last step."""
+    with open_to_read(path) as file:
+        header = parse_header(file.readline(MAX_LEDGER_LINE_BYTES), int(match[1]))
+    if header is None:
+        return None
+    last = header.start
+    for line in read_last_lines(path, MAX_LEDGER_LINE_BYTES):
+        if is_count(line.get("step")):
+            last = line["step"]
+    return RunStart(header.number, header.world_size, header.start, last)

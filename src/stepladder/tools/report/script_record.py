@@ -1,10 +1,8 @@
-"""What the run directory of a script says: its launches, and the times of its optimizer steps on
-each rank.
-"""
+"""The run of a script as its run directory has it: launches, and the step times of each rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,47 +14,60 @@ from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import (
     LAUNCHES_FILE,
     STEPS_FOLDER,
+    LaunchRecord,
     describe_state,
     read_launches,
 )
 from stepladder.tools.report.series import RankTimes
 
-MAX_START_ROWS = 256  # of a rank's start; a multiple of two
+MAX_START_ROWS = 256  # a multiple of two
 
 
-@dataclass
-class RankPart:
-    """One start of one rank. rows: steps that it had made, and what they had taken in all by phase;
-    the first knows nothing of its first step. Of many every other one is kept: what was added up
-    stays right."""
+class RankStart:
+    """One start of one rank.
 
-    start: str
-    world_size: int
-    begun: float
-    gpu: bool
-    ended: float = 0.0
-    rows: list[tuple[float, ...]] = field(
-        default_factory=lambda: [(1.0, *(0.0 for _ in STEP_KEYS))]
-    )
+    Attributes:
+        start: The name of the start, which all of its ranks write.
+        begun: Unix time of its first line.
+        ended: Unix time of its newest line.
+        has_gpu: The phases of a step could not be measured one by one.
+        rows: (steps so far, seconds so far of each phase). The first row is at step 1, whose own
+            time is not known. If there are many rows, every second one is dropped, which leaves the
+            sums right.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.start: str = line["start"]
+        self.world_size: int = line["world_size"]
+        self.begun: float = line["time"]
+        self.ended: float = line["time"]
+        self.has_gpu = bool(line.get("gpu"))
+        self.rows: list[tuple[float, ...]] = [(1.0, *(0.0 for _ in STEP_KEYS))]
 
     def add(self, line: Line) -> None:
-        sums = [total + line[key] for total, key in zip(self.rows[-1][1:], STEP_KEYS, strict=True)]
+        previous = self.rows[-1][1:]
+        sums = [total + line[key] for total, key in zip(previous, STEP_KEYS, strict=True)]
         self.rows.append((line["step"], *sums))
         self.ended = line["time"]
         if len(self.rows) == MAX_START_ROWS + 1:
             self.rows = self.rows[::2]
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         return int(self.rows[-1][0])
 
 
 @dataclass(frozen=True)
 class ScriptStart:
-    """One start of the ranks. steps: that rank 0 has made.  missing: ranks that left no times here.
+    """One start of all ranks.
 
-    begun, ended: Unix time of its first and last known step.  gpu: the parts of a step could not be
-    told."""
+    Attributes:
+        steps: The steps that rank 0 has made.
+        begun: Unix time of its first line.
+        ended: Unix time of its last known step.
+        missing: The ranks that wrote no times into this folder.
+        gpu: The phases of a step could not be measured one by one.
+    """
 
     world_size: int
     steps: int
@@ -66,61 +77,26 @@ class ScriptStart:
     gpu: bool
 
 
+@dataclass(frozen=True)
 class ScriptRecord:
-    """A script's run, and with `look` what has come since. Raises InputError where a file is not
-    what was written.
+    """The files of a script's run at one moment.
 
-    state: such as "running" or "finished".
+    Attributes:
+        state: Such as "running" or "finished".
+        name: The script's file name.
+        warnings: Sentences about damaged lines.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.lines: dict[int, JsonlReader] = {}
-        self.parts: dict[int, list[RankPart]] = {}
-        self.look()
-
-    def look(self) -> None:
-        """Read what is new."""
-        self.launches, self._said = read_launches(self.run_dir)
-        self.state, self.name = (
-            describe_state(self.run_dir, self.launches),
-            Path(self.launches[-1].script).name,
-        )
-        for path in (self.run_dir / STEPS_FOLDER).glob("rank-*.jsonl"):
-            number = path.stem.removeprefix("rank-")
-            if number.isascii() and number.isdigit() and int(number[:9]) < MAX_RANKS:
-                self._read(int(number), path)
-        self.starts, self.times = starts_of(self.parts)
-
-    def _read(self, rank: int, path: Path) -> None:
-        lines = self.lines.setdefault(rank, JsonlReader(path, is_step_line))
-        if rank not in self.parts or lines.restart_if_replaced():
-            self.parts[rank] = []
-        parts = self.parts[rank]
-        for line in lines.read_new():
-            if "start" in line:
-                parts.append(
-                    RankPart(
-                        line["start"],
-                        line["world_size"],
-                        line["time"],
-                        bool(line.get("gpu")),
-                        line["time"],
-                    )
-                )
-            elif parts and line["step"] > parts[-1].last:
-                parts[-1].add(line)
-
-    def warnings(self) -> list[str]:
-        growing = self.state == "running"
-        return [
-            *self._said,
-            *(text for lines in self.lines.values() for text in lines.describe_damage(growing)),
-        ]
+    launches: list[LaunchRecord]
+    state: str
+    name: str
+    starts: list[ScriptStart]
+    times: RankTimes
+    warnings: list[str]
 
     @property
     def steps(self) -> int:
-        """Of all starts: a script that resumes may make some again."""
+        """The steps of all starts; a script that resumes may repeat some."""
         return sum(start.steps for start in self.starts)
 
     @property
@@ -128,12 +104,51 @@ class ScriptRecord:
         return f"{self.steps} optimizer steps"
 
 
+class ScriptRunReader:
+    """Reads the files of a script's run; each `read` reads only the lines that are new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._readers: dict[int, JsonlReader] = {}
+        self._starts_of_rank: dict[int, list[RankStart]] = {}
+
+    def read(self) -> ScriptRecord:
+        """Return the run as it is now. Raises InputError if launches.jsonl is damaged."""
+        launches, warnings = read_launches(self.run_dir)
+        state = describe_state(self.run_dir, launches)
+        for path in (self.run_dir / STEPS_FOLDER).glob("rank-*.jsonl"):
+            rank = path.stem.removeprefix("rank-")
+            if rank.isascii() and rank.isdigit() and int(rank[:9]) < MAX_RANKS:
+                self._read_rank(int(rank), path)
+        for reader in self._readers.values():
+            warnings += reader.describe_damage(is_growing=state == "running")
+        starts, times = combine_ranks(self._starts_of_rank)
+        name = Path(launches[-1].script).name
+        return ScriptRecord(launches, state, name, starts, times, warnings)
+
+    def _read_rank(self, rank: int, path: Path) -> None:
+        reader = self._readers.setdefault(rank, JsonlReader(path, is_step_line))
+        if rank not in self._starts_of_rank or reader.restart_if_replaced():
+            self._starts_of_rank[rank] = []
+        starts = self._starts_of_rank[rank]
+        for line in reader.read_new():
+            if "start" in line:
+                starts.append(RankStart(line))
+            elif starts and line["step"] > starts[-1].last_step:
+                starts[-1].add(line)
+
+
+def read_script_run(run_dir: Path) -> ScriptRecord:
+    """Return the script's run as it is now. Raises InputError if launches.jsonl is damaged."""
+    return ScriptRunReader(run_dir).read()
+
+
 def is_script_run(run_dir: Path) -> bool:
     return (run_dir / LAUNCHES_FILE).exists()
 
 
 def is_step_line(line: Line) -> bool:
-    """Whether it begins a start, or says how far the rank has come since."""
+    """Return whether the line begins a start, or has the steps and seconds since the last line."""
     if not is_unix_time(line.get("time")):
         return False
     if "start" in line:
@@ -142,42 +157,62 @@ def is_step_line(line: Line) -> bool:
     return is_count(line.get("step")) and all(is_finite_number(line.get(key)) for key in STEP_KEYS)
 
 
-def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], RankTimes]:
-    """In the order of time: rank 0's, each with what the other ranks say of it."""
+def combine_ranks(
+    starts_of_rank: dict[int, list[RankStart]],
+) -> tuple[list[ScriptStart], RankTimes]:
+    """Return the starts of rank 0, each with the other ranks' part of it, and the times of all."""
     starts: list[ScriptStart] = []
     times = RankTimes(STEP_KEYS)
-    before = 0  # steps of earlier starts
-    for own in parts.get(0, []):
-        found = [_same_start(own, parts.get(rank, [])) for rank in range(own.world_size)]
-        missing = [rank for rank, part in enumerate(found) if part is None]
+    earlier_steps = 0
+    for start in starts_of_rank.get(0, []):
+        missing = []
+        parts = []
+        for rank in range(start.world_size):
+            part = _find_same_start(start, starts_of_rank.get(rank, []))
+            if part is None:
+                missing.append(rank)
+            else:
+                parts.append(part)
         if not missing:
-            _add_windows(times, [part for part in found if part is not None], before)
-        starts.append(ScriptStart(len(found), own.last, own.begun, own.ended, missing, own.gpu))
-        before += own.last
+            _add_windows(times, parts, earlier_steps)
+        starts.append(
+            ScriptStart(
+                start.world_size,
+                start.last_step,
+                start.begun,
+                start.ended,
+                missing,
+                start.has_gpu,
+            )
+        )
+        earlier_steps += start.last_step
     return starts, times
 
 
-def _same_start(own: RankPart, parts: list[RankPart]) -> RankPart | None:
-    """A rank's part of the start that rank 0 calls so, if any; the nearest, for a fixed port comes
-    again.
+def _find_same_start(start: RankStart, candidates: list[RankStart]) -> RankStart | None:
+    """Return a rank's part of rank 0's start, if any.
+
+    Two starts with the same port have the same name; the one nearest in time is returned.
     """
-    same = [part for part in parts if part.start == own.start]
-    return min(same, key=lambda part: abs(part.begun - own.begun), default=None)
+    same_name = [candidate for candidate in candidates if candidate.start == start.start]
+    return min(same_name, key=lambda part: abs(part.begun - start.begun), default=None)
 
 
-def _add_windows(times: RankTimes, ranks: list[RankPart], before: int) -> None:
-    """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are
-    equally long.
+def _add_windows(times: RankTimes, parts: list[RankStart], earlier_steps: int) -> None:
+    """Add the windows of rank 0's lines, up to the step that all ranks have reached.
+
+    Other ranks write at other steps: the steps within one of their lines count as equally long.
     """
-    reached = min(part.last for part in ranks)
-    edges = [int(row[0]) for row in ranks[0].rows if row[0] <= reached]
-    seconds = np.diff([_spent(part, edges) for part in ranks], axis=1)  # (ranks, windows, phases)
-    for number, (first, last) in enumerate(pairwise(edges)):
-        rows: dict[int | str, list[float]] = dict(enumerate(seconds[:, number].tolist()))
-        times.add(before + last, last - first, rows, len(ranks))
+    reached = min(part.last_step for part in parts)
+    edges = [int(row[0]) for row in parts[0].rows if row[0] <= reached]
+    sums = [_interpolate_sums(part, edges) for part in parts]
+    seconds = np.diff(sums, axis=1)  # (ranks, windows, phases)
+    for window, (first, last) in enumerate(pairwise(edges)):
+        rows: dict[int | str, list[float]] = dict(enumerate(seconds[:, window].tolist()))
+        times.add(earlier_steps + last, last - first, rows, len(parts))
 
 
-def _spent(part: RankPart, edges: list[int]) -> np.ndarray:
-    """Seconds by phase from this rank's first step to each of `edges`; shape (edges, phases)."""
+def _interpolate_sums(part: RankStart, edges: list[int]) -> np.ndarray:
+    """Return the rank's seconds by phase from its first step to each edge, (edges, phases)."""
     steps, *sums = zip(*part.rows, strict=True)
     return np.stack([np.interp(edges, steps, column) for column in sums], axis=1)

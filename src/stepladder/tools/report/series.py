@@ -1,171 +1,212 @@
-"""Series of any length in little memory: curves of means, and the ranks' times in columns."""
+"""Series of any length in little memory: curves of means, and the times of ranks in columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from stepladder.rank.timing import SPREAD
 
 Label = int | str  # a rank, or one of SPREAD
-MAX_CURVE_POINTS = 800  # of a curve
+MAX_CURVE_POINTS = 800
 MAX_TIME_COLUMNS = 240
-MAX_SHOWN_RANKS = 32  # ranks that are shown one by one
-SLOWEST = 8  # that are, where there are more
-AT_ONCE = 10_000
-LEAST_SECONDS = 1e-9  # of a window that was measured
+MAX_SHOWN_RANKS = 32  # of more ranks, only the spread and the slowest are shown
+NUM_SLOWEST_SHOWN = 8
+MAX_PENDING_ROWS = 10_000
+MIN_WINDOW_S = 1e-9  # a shorter window was not measured
 
 
 class Curve:
-    """Points, each the mean of as many neighbours as keep them few. last: the newest one, as it was
-    given.
+    """A curve of at most MAX_CURVE_POINTS points, each the mean of `width` neighbours.
+
+    The width is doubled whenever the points become too many.
+
+    Attributes:
+        newest: The last point that was added, unchanged.
     """
 
     def __init__(self) -> None:
-        self.done: list[tuple[float, float]] = []
-        self.width, self.count, self.x, self.y = 1, 0, 0.0, 0.0
-        self.last: tuple[float, float] | None = None
+        self.newest: tuple[float, float] | None = None
+        self._means: list[tuple[float, float]] = []
+        self._width = 1
+        # The points that have no mean yet.
+        self._count = 0
+        self._x_sum = 0.0
+        self._y_sum = 0.0
 
     def add(self, x: float, y: float) -> None:
-        self.last = (x, y)
-        self.x, self.y, self.count = self.x + x, self.y + y, self.count + 1
-        if self.count == self.width:
-            self.done.append((self.x / self.count, self.y / self.count))
-            self.count, self.x, self.y = 0, 0.0, 0.0
-            if len(self.done) == MAX_CURVE_POINTS:
-                pairs = zip(self.done[::2], self.done[1::2], strict=True)
-                self.done = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in pairs]
-                self.width *= 2
+        self.newest = (x, y)
+        self._x_sum += x
+        self._y_sum += y
+        self._count += 1
+        if self._count == self._width:
+            self._means.append(self._get_mean())
+            self._count = 0
+            self._x_sum = 0.0
+            self._y_sum = 0.0
+            if len(self._means) == MAX_CURVE_POINTS:
+                self._merge_neighbours()
+
+    def _get_mean(self) -> tuple[float, float]:
+        return self._x_sum / self._count, self._y_sum / self._count
+
+    def _merge_neighbours(self) -> None:
+        pairs = zip(self._means[::2], self._means[1::2], strict=True)
+        self._means = [((x0 + x1) / 2, (y0 + y1) / 2) for (x0, y0), (x1, y1) in pairs]
+        self._width *= 2
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        return [*self.done, (self.x / self.count, self.y / self.count)] if self.count else self.done
+        return [*self._means, self._get_mean()] if self._count else self._means
 
 
 class RankTimes:
-    """Seconds by phase of ranks, window by window, summed into at most COLUMNS columns.
+    """The seconds of each rank by phase, summed into at most MAX_TIME_COLUMNS columns of windows.
 
-    keys: of the phases; the first two are a rank's own work.  speeds: steps per second, by step.
-    lasts: the last step of each column.  size: ranks of the last start, whose columns begin with
-    `since`."""
+    A column is closed when the number of ranks changes.
+
+    Attributes:
+        keys: The names of the phases. The first two are the rank's busy time.
+        speeds: Steps per second, by step.
+        last_steps: The last step of each column.
+        world_size: The number of ranks of the last start.
+        start_column: The first column of the last start.
+        row_of: The row of each label in the table of sums.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self.keys, self.speeds, self.size, self.since = keys, Curve(), 0, 0
-        self.lasts: list[int] = []
-        self.places: dict[Label, int] = {}
-        self._cells = np.zeros((4, MAX_TIME_COLUMNS, 1 + len(keys)))  # steps, and seconds by phase
-        self._waiting: list[tuple[float, ...]] = []
-        self._width, self._room = (
-            1,
-            0,
-        )  # windows of a column; those that the last column still takes
+        self.keys = keys
+        self.speeds = Curve()
+        self.world_size = 0
+        self.start_column = 0
+        self.last_steps: list[int] = []
+        self.row_of: dict[Label, int] = {}
+        # The values of a cell: steps, and seconds by phase.
+        self._sums = np.zeros((4, MAX_TIME_COLUMNS, 1 + len(keys)))
+        self._pending: list[tuple[float, ...]] = []  # (row, column, *values of a cell)
+        self._column_width = 1  # windows that a column holds
+        self._free_windows = 0  # windows that still go into the last column
 
-    def add(self, last: int, count: int, rows: Mapping[Label, Sequence[float]], size: int) -> None:
-        """A window: `count` steps up to the `last` one, by some or all of `size` ranks."""
-        whole = max(sum(row) for label, row in rows.items() if label not in SPREAD)
-        if whole > LEAST_SECONDS:
-            self.speeds.add(last, count / whole)
-        if not self._room or size != self.size:
-            if len(self.lasts) == MAX_TIME_COLUMNS:
-                self._fold()
-            self.lasts.append(last)
-            self._room = self._width
-        if size != self.size:
-            self.size, self.since = size, len(self.lasts) - 1
-        self.lasts[-1] = last
-        self._room -= 1
+    def add(
+        self, last_step: int, steps: int, rows: Mapping[Label, Sequence[float]], world_size: int
+    ) -> None:
+        """Add a window of so many steps up to `last_step`: the seconds by phase of some ranks."""
+        window_s = max(sum(row) for label, row in rows.items() if label not in SPREAD)
+        if window_s > MIN_WINDOW_S:
+            self.speeds.add(last_step, steps / window_s)
+        if self._free_windows == 0 or world_size != self.world_size:
+            self._open_column(last_step)
+        if world_size != self.world_size:
+            self.world_size = world_size
+            self.start_column = len(self.last_steps) - 1
+        self.last_steps[-1] = last_step
+        self._free_windows -= 1
+        column = len(self.last_steps) - 1
         for label, row in rows.items():
-            place = self.places.setdefault(label, len(self.places))
-            self._waiting.append((place, len(self.lasts) - 1, count, *row))
-        if len(self._waiting) > AT_ONCE:
-            self._sum()
+            index = self.row_of.setdefault(label, len(self.row_of))
+            self._pending.append((index, column, steps, *row))
+        if len(self._pending) > MAX_PENDING_ROWS:
+            self._sum_pending()
 
-    def _sum(self) -> None:
-        if missing := max(0, len(self.places) - len(self._cells)):
-            more = np.zeros((max(missing, len(self._cells)), *self._cells.shape[1:]))
-            self._cells = np.concatenate([self._cells, more])
-        if self._waiting:
-            rows = np.array(self._waiting)
-            np.add.at(self._cells, tuple(rows[:, :2].T.astype(int)), rows[:, 2:])
-            self._waiting.clear()
+    def _open_column(self, last_step: int) -> None:
+        if len(self.last_steps) == MAX_TIME_COLUMNS:
+            self._merge_columns()
+        self.last_steps.append(last_step)
+        self._free_windows = self._column_width
 
-    def _fold(self) -> None:
-        """Two columns into one each."""
-        self._sum()
-        self._cells[:, : MAX_TIME_COLUMNS // 2] = self._cells[:, ::2] + self._cells[:, 1::2]
-        self._cells[:, MAX_TIME_COLUMNS // 2 :] = 0
-        self.lasts, self.since, self._width = (
-            self.lasts[1::2],
-            (self.since + 1) // 2,
-            2 * self._width,
-        )
+    def _sum_pending(self) -> None:
+        missing = len(self.row_of) - len(self._sums)
+        if missing > 0:
+            new_rows = np.zeros((max(missing, len(self._sums)), *self._sums.shape[1:]))
+            self._sums = np.concatenate([self._sums, new_rows])
+        if self._pending:
+            rows = np.array(self._pending)
+            np.add.at(self._sums, tuple(rows[:, :2].T.astype(int)), rows[:, 2:])
+            self._pending.clear()
 
-    def cells(self, labels: Sequence[Label]) -> np.ndarray:
-        """Steps and seconds by phase of these, shape (labels, columns, 1 + phases)."""
-        self._sum()
-        found: np.ndarray = self._cells[[self.places[label] for label in labels], : len(self.lasts)]
-        return found
+    def _merge_columns(self) -> None:
+        """Merge each two neighbouring columns into one."""
+        self._sum_pending()
+        half = MAX_TIME_COLUMNS // 2
+        self._sums[:, :half] = self._sums[:, ::2] + self._sums[:, 1::2]
+        self._sums[:, half:] = 0
+        self.last_steps = self.last_steps[1::2]
+        self.start_column = (self.start_column + 1) // 2
+        self._column_width *= 2
+
+    def get_cells(self, labels: Sequence[Label]) -> np.ndarray:
+        """Return the steps and the seconds by phase, shape (labels, columns, 1 + phases)."""
+        self._sum_pending()
+        indices = [self.row_of[label] for label in labels]
+        cells: np.ndarray = self._sums[indices, : len(self.last_steps)]
+        return cells
 
     @property
     def ranks(self) -> list[int]:
-        return sorted(label for label in self.places if isinstance(label, int))
+        return sorted(label for label in self.row_of if isinstance(label, int))
 
-    def rows(self) -> tuple[list[str], np.ndarray]:
-        """What can be shown: names, and their cells. All ranks, or of many the spread and the
-        slowest ones.
-        """
+    def get_shown_rows(self) -> tuple[list[str], np.ndarray]:
+        """Return the names and cells to show: all ranks, or the spread and the slowest ranks."""
         ranks = self.ranks
-        if SPREAD[0] not in self.places and len(ranks) <= MAX_SHOWN_RANKS:
-            return [f"rank {rank}" for rank in ranks], self.cells(ranks)
-        medians = dict(self._medians(ranks))
-        slowest = sorted(sorted(ranks, key=lambda rank: -medians[rank])[:SLOWEST])
-        spread = (
-            self.cells(SPREAD) if SPREAD[0] in self.places else compute_spread(self.cells(ranks))
-        )
-        return [*SPREAD, *(f"rank {rank}" for rank in slowest)], np.concatenate(
-            [spread, self.cells(slowest)]
-        )
+        has_spread = SPREAD[0] in self.row_of
+        if not has_spread and len(ranks) <= MAX_SHOWN_RANKS:
+            return [f"rank {rank}" for rank in ranks], self.get_cells(ranks)
+        busy_of = dict(zip(ranks, self._get_median_busy_times(ranks), strict=True))
+        by_busy_time = sorted(ranks, key=lambda rank: -busy_of[rank])
+        slowest = sorted(by_busy_time[:NUM_SLOWEST_SHOWN])
+        spread = self.get_cells(SPREAD) if has_spread else compute_spread(self.get_cells(ranks))
+        names = [*SPREAD, *(f"rank {rank}" for rank in slowest)]
+        return names, np.concatenate([spread, self.get_cells(slowest)])
 
-    def _medians(self, labels: Sequence[Label], since: int = 0) -> Iterator[tuple[Label, float]]:
-        """Seconds per step of own work; of a label that is in less than half of the columns, 0."""
-        for label, own in zip(
-            labels, compute_busy_time(self.cells(labels)[:, since:]), strict=True
-        ):
-            known = own[np.isfinite(own)]
-            yield label, float(np.median(known)) if 2 * len(known) >= own.size > 0 else 0.0
+    def _get_median_busy_times(self, labels: Sequence[Label], start_column: int = 0) -> list[float]:
+        """Return the busy seconds per step of each label, the median of its columns.
 
-    def stragglers(self, factor: float = 1.2) -> list[tuple[int, float]]:
-        """(rank, how many times the others' time) of ranks that take `factor` times as long for
-        their own share.
-
-        Of the last start. Medians over columns and over ranks: one slow moment names nobody.
+        A label that is in fewer than half of the columns has 0.
         """
-        ranks = [rank for rank in self.ranks if rank < self.size] if self.size > 1 else []
-        own = np.array([seconds for _, seconds in self._medians(ranks, self.since)])
-        of_all = [
-            label for label in ("median",) if label in self.places
-        ]  # where not every rank is known
-        found = []
-        for place, rank in enumerate(ranks):
-            others = sum(seconds for _, seconds in self._medians(of_all, self.since))
-            others = others or float(np.median(np.delete(own, place))) if len(own) > 1 else others
-            if others > 0 and own[place] > factor * others:
-                found.append((rank, float(own[place] / others)))
-        return found
+        medians = []
+        for busy_s in compute_busy_time(self.get_cells(labels)[:, start_column:]):
+            known = busy_s[np.isfinite(busy_s)]
+            is_known = 2 * len(known) >= busy_s.size > 0
+            medians.append(float(np.median(known)) if is_known else 0.0)
+        return medians
+
+    def find_stragglers(self, factor: float = 1.2) -> list[tuple[int, float]]:
+        """Return the ranks that are busy `factor` times as long as the others, and how many times.
+
+        Only the last start counts. Medians over columns and over ranks are compared, so one slow
+        moment makes no straggler.
+        """
+        if self.world_size <= 1:
+            return []
+        ranks = [rank for rank in self.ranks if rank < self.world_size]
+        busy_times = self._get_median_busy_times(ranks, self.start_column)
+        # The recording has the median of all ranks where it does not have every rank.
+        median_of_all = 0.0
+        if "median" in self.row_of:
+            (median_of_all,) = self._get_median_busy_times(["median"], self.start_column)
+        stragglers = []
+        for index, (rank, busy_s) in enumerate(zip(ranks, busy_times, strict=True)):
+            reference_s = median_of_all
+            if not reference_s and len(ranks) > 1:
+                reference_s = float(np.median(np.delete(busy_times, index)))
+            if reference_s > 0 and busy_s > factor * reference_s:
+                stragglers.append((rank, float(busy_s / reference_s)))
+        return stragglers
 
 
 def compute_busy_time(cells: np.ndarray) -> np.ndarray:
-    """Seconds per step before a rank waits for others, NaN where there is nothing; shape (labels,
-    columns).
+    """Return the seconds per step before a rank waits for others, shape (labels, columns).
+
+    A column without steps has NaN.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        own: np.ndarray = cells[..., 1:3].sum(-1) / cells[..., 0]
-    return own
+        busy_s: np.ndarray = cells[..., 1:3].sum(-1) / cells[..., 0]
+    return busy_s
 
 
 def compute_spread(cells: np.ndarray) -> np.ndarray:
-    """The least, median and most of all ranks in each column."""
-    there = np.where(cells[..., :1] > 0, cells, np.nan)
-    spread: np.ndarray = np.nan_to_num(np.nanquantile(there, [0, 0.5, 1], axis=0))
+    """Return the minimum, median and maximum over the ranks in each column."""
+    known = np.where(cells[..., :1] > 0, cells, np.nan)
+    spread: np.ndarray = np.nan_to_num(np.nanquantile(known, [0, 0.5, 1], axis=0))
     return spread
