@@ -47,13 +47,7 @@ def recommend(
         config.data_dir = str(data_dir)
     snapshot = read_newest_snapshot(run_dir)
     data = movielens.load(config)
-    user_indices = np.flatnonzero(data.user_ids == user)
-    if not len(user_indices):
-        raise InputError(
-            f"there is no user {user} among the {len(data.user_ids)} of {config.data_dir}",
-            f"--user {data.user_ids.min()} to {data.user_ids.max()}",
-        )
-    user_index = user_indices[0]
+    user_index = find_user(data, user, config.data_dir)
     job = movielens.build(config, data)
     snapshot.restore_model(job.model)
     ratings = get_user_ratings(data, job.train_data, user_index)
@@ -73,6 +67,17 @@ def recommend(
         movie_id = int(data.item_ids[index])
         items.append({"movie_id": movie_id, "title": title_of.get(movie_id), "score": score})
     return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}
+
+
+def find_user(data: Ratings | LeaveOneOut, user: int, data_dir: str) -> int:
+    """Return the user's index in the data. Raises InputError if there is no such user."""
+    indices = np.flatnonzero(data.user_ids == user)
+    if not len(indices):
+        raise InputError(
+            f"there is no user {user} among the {len(data.user_ids)} of {data_dir}",
+            f"--user {data.user_ids.min()} to {data.user_ids.max()}",
+        )
+    return int(indices[0])
 
 
 class UserRatings(NamedTuple):

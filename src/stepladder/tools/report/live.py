@@ -32,7 +32,7 @@ RUN_POLL_INTERVAL_S = 1.0
 JOB_NUMBER = re.compile(r"[0-9]{1,16}(_[0-9]{1,9})?")  # array tasks have an index
 
 
-class Progress(NamedTuple):
+class RunView(NamedTuple):
     """The lines to show, and whether they will not change any more."""
 
     lines: list[str]
@@ -52,7 +52,7 @@ def watch(target: str, once: bool, console: Console) -> None:
     show(updates, once, console)
 
 
-def poll_repeatedly(poll: Callable[[], Progress], interval_s: float) -> Iterator[list[str]]:
+def poll_repeatedly(poll: Callable[[], RunView], interval_s: float) -> Iterator[list[str]]:
     """Yield the lines of each poll, up to the final one."""
     while True:
         lines, is_final = poll()
@@ -73,8 +73,8 @@ class Follower:
         self._reader: RunReader | ScriptRunReader | None = None
         self._config_identity: tuple[int, int] | None = None
 
-    def poll(self) -> Progress:
-        """Return the run's progress. It is final with a job's result, or a script's launchers."""
+    def poll(self) -> RunView:
+        """Return the view of the run. It is final with a job's result, or a script's launchers."""
         config_identity = self._get_config_identity()
         if self._reader is None or config_identity != self._config_identity:
             make_reader = ScriptRunReader if is_script_run(self.run_dir) else RunReader
@@ -82,8 +82,8 @@ class Follower:
             self._config_identity = config_identity
         record = self._reader.read()
         if isinstance(record, ScriptRecord):
-            return Progress(describe_script(record), record.state != "running")
-        return Progress(describe(record), record.result is not None)
+            return RunView(describe_script(record), record.state != "running")
+        return RunView(describe(record), record.result is not None)
 
     def _get_config_identity(self) -> tuple[int, int] | None:
         with suppress(OSError):
@@ -92,8 +92,8 @@ class Follower:
         return None
 
 
-def poll_job(number: str, followers: dict[Path, Follower]) -> Progress:
-    """Return a batch job's state in the queue, and the progress of its run.
+def poll_job(number: str, followers: dict[Path, Follower]) -> RunView:
+    """Return a batch job's state in the queue, and the view of its run.
 
     Other scripts have the last line of their output in place of a run.
     """
@@ -108,7 +108,7 @@ def poll_job(number: str, followers: dict[Path, Follower]) -> Progress:
         with suppress(OSError):  # there is no output while the job waits in the queue
             output = Path(job.output).read_text(errors="replace", encoding="utf-8").splitlines()
             lines += [line for line in output if line.strip()][-1:]
-    return Progress(lines, job.is_over)
+    return RunView(lines, job.is_over)
 
 
 def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
