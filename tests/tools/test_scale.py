@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from processes import refused, run
-from stepladder.tools.scaling.loss import (
-    MOST_PROCESSES,
-    PARTS,
-    Fit,
-    Size,
-    fit,
-    parts_of,
-    useful_range,
+from stepladder.tools.scaling.efficiency import (
+    MAX_PREDICTED_PROCESSES,
+    STEP_PARTS,
+    ScalingLaw,
+    SizeResult,
+    compute_parts,
+    estimate_useful_range,
+    fit_law,
 )
-from stepladder.tools.scaling.measure import Round, summed_up
-from stepladder.tools.scaling.scale import Scaling, as_page, verdict
+from stepladder.tools.scaling.measure import Round, summarize_rounds
+from stepladder.tools.scaling.scaling_report import Scaling, describe_size, render_scaling_page
 from stepladder.tools.steps.clock import Queue
 
 STEPS = 40
@@ -61,13 +61,13 @@ def times(
     ],
 )
 def test_a_steps_parts_are_what_was_planted(planted: np.ndarray, found: dict[str, float]) -> None:
-    parts = parts_of(planted)
-    assert parts == pytest.approx({name: found.get(name, 0.0) for name in PARTS})
+    parts = compute_parts(planted)
+    assert parts == pytest.approx({name: found.get(name, 0.0) for name in STEP_PARTS})
     assert sum(parts.values()) == pytest.approx(planted[:, :, 0].mean())
 
 
 def test_a_kernel_that_does_not_tell_the_queue_takes_nothing_from_the_rest() -> None:
-    parts = parts_of(times(1, [[4], [4]], 3, 2, queued=math.nan))
+    parts = compute_parts(times(1, [[4], [4]], 3, 2, queued=math.nan))
     assert math.isnan(parts["cores"])
     assert (parts["data"], parts["compute"], parts["communication"], parts["replicated"]) == (
         1,
@@ -82,12 +82,14 @@ def test_one_pause_of_the_machine_is_left_out() -> None:
     paused = times(0, [[4], [4]], 0, 0)
     paused[:, 7, 0] += 1000
     paused[1, 7, 3] += 1000
-    assert parts_of(paused)["compute"] == pytest.approx(4)
-    assert parts_of(paused)["communication"] == pytest.approx(0)
+    assert compute_parts(paused)["compute"] == pytest.approx(4)
+    assert compute_parts(paused)["communication"] == pytest.approx(0)
 
 
-def size(nproc: int, seconds: float, batch: int = 64, **parts: float) -> Size:
-    return Size(nproc, batch, [seconds] * 3, {name: parts.get(name, 0.0) for name in PARTS}, 1.0)
+def size(nproc: int, seconds: float, batch: int = 64, **parts: float) -> SizeResult:
+    return SizeResult(
+        nproc, batch, [seconds] * 3, {name: parts.get(name, 0.0) for name in STEP_PARTS}, 1.0
+    )
 
 
 ONE = size(1, 8, compute=8)
@@ -96,8 +98,8 @@ ONE = size(1, 8, compute=8)
 def test_speed_up_and_loss_with_a_fixed_batch() -> None:
     two = size(2, 5, compute=4, communication=1)
     assert (two.speedup(ONE), two.efficiency(ONE)) == (1.6, 0.8)
-    assert two.lost(ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
-    assert verdict(two, ONE).startswith(
+    assert two.lost_seconds(ONE) == {**dict.fromkeys(STEP_PARTS, 0.0), "communication": 1.0}
+    assert describe_size(two, ONE).startswith(
         "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to: communication 20%."
     )
 
@@ -105,33 +107,36 @@ def test_speed_up_and_loss_with_a_fixed_batch() -> None:
 def test_speed_up_and_loss_with_a_batch_that_grows() -> None:
     two = size(2, 10, batch=128, compute=8, imbalance=2)
     assert (two.speedup(ONE), two.efficiency(ONE)) == (1.6, 0.8)
-    assert two.lost(ONE)["imbalance"] == 2 and two.lost(ONE)["compute"] == 0
+    assert two.lost_seconds(ONE)["imbalance"] == 2 and two.lost_seconds(ONE)["compute"] == 0
 
 
 def test_a_perfect_size_has_nothing_to_blame() -> None:
     assert (
-        verdict(size(4, 2, compute=2), ONE)
+        describe_size(size(4, 2, compute=2), ONE)
         == "4 processes: 4.00 times as fast as 1, efficiency 100%."
     )
 
 
-@pytest.mark.parametrize("law", [Fit(0.0, 0.0), Fit(0.1, 0.0), Fit(0.0, 0.02), Fit(0.05, 0.01)])
-def test_the_law_that_made_the_times_is_found(law: Fit) -> None:
+@pytest.mark.parametrize(
+    "law",
+    [ScalingLaw(0.0, 0.0), ScalingLaw(0.1, 0.0), ScalingLaw(0.0, 0.02), ScalingLaw(0.05, 0.01)],
+)
+def test_the_law_that_made_the_times_is_found(law: ScalingLaw) -> None:
     sizes = [1, 2, 4, 8]
-    found = fit(sizes, [law.speedup(n) for n in sizes])
+    found = fit_law(sizes, [law.speedup(n) for n in sizes])
     assert (found.contention, found.coherency) == pytest.approx(
         (law.contention, law.coherency), abs=1e-9
     )
 
 
 def test_the_useful_number_of_processes() -> None:
-    assert Fit(0.1, 0.0).useful() == 11  # 1 + 0.1 (N - 1) = 2
-    assert Fit(0.0, 0.0).useful() == MOST_PROCESSES
+    assert ScalingLaw(0.1, 0.0).find_useful_size() == 11  # 1 + 0.1 (N - 1) = 2
+    assert ScalingLaw(0.0, 0.0).find_useful_size() == MAX_PREDICTED_PROCESSES
     noisy = [
-        Size(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0)
+        SizeResult(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0)
         for n in (1, 2, 4)
     ]
-    middle, low, high = useful_range(noisy)
+    middle, low, high = estimate_useful_range(noisy)
     assert 5 <= low <= middle <= high <= 11 and low < high
 
 
@@ -139,7 +144,7 @@ def test_what_cannot_be_relied_on_is_said() -> None:
     busy = replace(ONE, parts=ONE.parts | {"compute": 4.0, "cores": 4.0})
     said = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
     assert "on 1 process(es), for 50% of a step's time no core was free" in said
-    assert "nothing is said of more of them" in said
+    assert "no prediction for more of them" in said
     quiet = " ".join(
         Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
     )
@@ -147,27 +152,27 @@ def test_what_cannot_be_relied_on_is_said() -> None:
 
 
 def test_faster_than_ideal_is_no_negative_cost() -> None:
-    assert fit([1, 2, 4], [1, 2.2, 4.6]) == Fit(0.0, 0.0)
+    assert fit_law([1, 2, 4], [1, 2.2, 4.6]) == ScalingLaw(0.0, 0.0)
 
 
 @pytest.mark.parametrize("seconds", [(5, 9, 1), (4, 6, 9, 1)])
 def test_parts_are_the_median_round_s_and_add_up_to_its_time(seconds: tuple[int, ...]) -> None:
     """So that what is lost adds up to what the efficiency lacks."""
-    size = summed_up(
+    size = summarize_rounds(
         [Round(times(1, [[s - 1.0], [s - 1.5]], 0.25, 0), 64, 1.0 + s) for s in seconds]
     )
     assert sum(size.parts.values()) == pytest.approx(size.seconds) == pytest.approx(5.25)
     assert size.launch == 2
-    assert sum(size.shares_lost(ONE).values()) == pytest.approx(1 - size.efficiency(ONE))
+    assert sum(size.lost_shares(ONE).values()) == pytest.approx(1 - size.efficiency(ONE))
 
 
 def test_the_page_of_one_size_is_whole() -> None:
-    text = as_page(Scaling("job", False, [ONE]))
+    text = render_scaling_page(Scaling("job", False, [ONE]))
     assert "Where the efficiency went" not in text and "nan" not in text
 
 
 def test_what_is_not_ours_is_escaped_on_a_page() -> None:
-    text = as_page(Scaling("<script>&", False, [ONE]))
+    text = render_scaling_page(Scaling("<script>&", False, [ONE]))
     assert "&lt;script&gt;&amp;" in text and "<script" not in text
 
 
@@ -179,7 +184,7 @@ def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert [s["nproc"] for s in found["sizes"]] == [1, 2]
     for one in found["sizes"]:
-        assert set(one["lost"]) == set(PARTS) and len(one["rounds"]) == 2
+        assert set(one["lost"]) == set(STEP_PARTS) and len(one["rounds"]) == 2
     assert found["sizes"][0]["speedup"] == found["sizes"][0]["efficiency"] == 1
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert [float(row["seconds_per_step"]) for row in rows] == [

@@ -10,7 +10,7 @@ import pytest
 
 from labs import LAB_POLL_INTERVAL_S, TestLab
 from processes import JOBS, refused, run, started, wait_until
-from stepladder.tools.scaling.loss import PARTS
+from stepladder.tools.scaling.efficiency import STEP_PARTS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ def test_one_and_two_nodes(words: tuple[object, ...], lab: TestLab, tmp_path: Pa
     found = json.loads(done.stdout.splitlines()[-1])
     assert [(size["nodes"], size["nproc"]) for size in found["sizes"]] == [(1, 1), (2, 2)]
     assert (
-        set(found["sizes"][1]["lost"]) == set(PARTS)
+        set(found["sizes"][1]["lost"]) == set(STEP_PARTS)
         and None not in found["sizes"][1]["lost"].values()
     )
     assert all(size["launch_seconds"] > 0 for size in found["sizes"])

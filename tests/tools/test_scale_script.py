@@ -18,9 +18,14 @@ from rich.console import Console
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
-from stepladder.tools.scaling.loss import PARTS, Size
+from stepladder.tools.scaling.efficiency import STEP_PARTS, SizeResult
 from stepladder.tools.scaling.measure import TimedScript
-from stepladder.tools.scaling.scale import OUTSIDE, Scaling, as_page, as_table
+from stepladder.tools.scaling.scaling_report import (
+    SCRIPT_PARTS,
+    Scaling,
+    make_table,
+    render_scaling_page,
+)
 from stepladder.tools.steps.clock import COLUMNS, times_file
 from stepladder.tools.steps.hook import count_file
 
@@ -48,14 +53,14 @@ def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()  # the script's own words are not shown
     found = json.loads(line)
     lost = found["sizes"][1]["lost"]
-    assert set(lost) == set(PARTS)
+    assert set(lost) == set(STEP_PARTS)
     assert lost[part] > 0.04, lost
     assert all(
         lost[other] < 0.04 for other in ("data", "compute", "replicated") if other != part
     ), lost
     assert found["outside"] and found["weak"] and found["sizes"][0]["samples_per_second"] is None
     page = (tmp_path / "page.html").read_text()
-    assert OUTSIDE[part][0] in page and "samples per s" not in page and "nan" not in page
+    assert SCRIPT_PARTS[part][0] in page and "samples per s" not in page and "nan" not in page
     assert {path.name for path in tmp_path.iterdir()} == {"page.html"}
 
 
@@ -100,17 +105,20 @@ def test_processes_that_never_meet_are_no_speed_up(tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_hides_is_null_a_dash_and_one_colour(tmp_path: Path) -> None:
-    hidden = dict.fromkeys(PARTS, math.nan) | {"data": 0.01}
-    sizes = [Size(1, 1, [0.10], hidden, 1.0), Size(2, 2, [0.16], hidden | {"data": 0.03}, 1.0)]
-    found = Scaling("train", True, sizes, outside=True)
-    assert found.as_json()["sizes"][1]["lost"] == dict.fromkeys(PARTS) | {
+    hidden = dict.fromkeys(STEP_PARTS, math.nan) | {"data": 0.01}
+    sizes = [
+        SizeResult(1, 1, [0.10], hidden, 1.0),
+        SizeResult(2, 2, [0.16], hidden | {"data": 0.03}, 1.0),
+    ]
+    found = Scaling("train", True, sizes, is_script=True)
+    assert found.as_json()["sizes"][1]["lost"] == dict.fromkeys(STEP_PARTS) | {
         "data": pytest.approx(0.02)
     }
     assert "Of each step's time, lost to: not told apart 25%, data 12%. " in found.verdicts()[0]
-    page = as_page(found)
+    page = render_scaling_page(found)
     assert "not told apart: 130 ms" in page and "nan" not in page
     console = Console(record=True, width=150, file=io.StringIO())
-    console.print(as_table(found))
+    console.print(make_table(found))
     assert [cell.strip() for cell in console.export_text().splitlines()[-2].split("│")[6:13]] == [
         "12%",
         *"------",

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from processes import JOBS, refused, run
 from stepladder import InputError, Plan, Settings
 from stepladder.cli import cli
-from stepladder.tools.verify.proof import Proof, prove, verdict
-from stepladder.tools.verify.trial import last_step, steps_to_train
+from stepladder.tools.verify.proof import Proof, describe_proof, prove
+from stepladder.tools.verify.trial import choose_num_steps, compute_last_step
 from stepladder.train.job_file import load_stored_job
 
 pytestmark = pytest.mark.ranks
@@ -184,7 +184,7 @@ def test_what_is_planted_is_found_and_its_cause_named(job: Path, plant: str) -> 
     assert found is not None
     assert cause in found.cause
     assert (found.step, found.kind, found.sizes) == where
-    assert cause in verdict(proof, exact=True)
+    assert cause in describe_proof(proof, exact=True)
 
 
 def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
@@ -197,7 +197,9 @@ def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
         "calls",
         [2],
     )
-    assert "forward changes the buffer calls" in verdict(proof, exact=True) and proof.sizes == [2]
+    assert "forward changes the buffer calls" in describe_proof(
+        proof, exact=True
+    ) and proof.sizes == [2]
 
 
 def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
@@ -221,9 +223,12 @@ def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
     ],
 )
 def test_the_verdict_is_one_sentence(proof: Proof, sentence: str) -> None:
-    assert verdict(proof, exact=True) == f"equal: every bit of every loss and weight, {sentence}"
     assert (
-        verdict(proof, exact=False)
+        describe_proof(proof, exact=True)
+        == f"equal: every bit of every loss and weight, {sentence}"
+    )
+    assert (
+        describe_proof(proof, exact=False)
         == f"equal: losses within 1e-05, weights within 0.001, {sentence}"
     )
 
@@ -318,12 +323,12 @@ def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
 
 def test_about_a_dozen_steps_and_a_short_last_batch_where_it_is_near() -> None:
     def steps(samples: int, num_steps: int, asked: int | None = None) -> int:
-        return steps_to_train(Plan(samples, 10, 5), num_steps, asked)
+        return choose_num_steps(Plan(samples, 10, 5), num_steps, asked)
 
     assert steps(1000, 500) == 12  # 100 steps per epoch
     assert steps(195, 500) == 21  # past the 20th, which is short
     assert steps(35, 500) == 12
     assert steps(35, 8) == 8
     assert steps(1000, 500, 30) == 30 and steps(35, 8, 30) == 8
-    assert [last_step(12, part, 3) for part in (1, 2, 3)] == [4, 8, 12]
-    assert [last_step(4, part, 3) for part in (1, 2, 3)] == [1, 2, 4]
+    assert [compute_last_step(12, part, 3) for part in (1, 2, 3)] == [4, 8, 12]
+    assert [compute_last_step(4, part, 3) for part in (1, 2, 3)] == [1, 2, 4]

@@ -28,7 +28,7 @@ from stepladder.slurm.site_defaults import find_site_defaults
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
-    from stepladder.tools.scaling.scale import Scaling
+    from stepladder.tools.scaling.scaling_report import Scaling
 
 SLURM_FLAGS = {
     "gpus_per_node": "--gpus-per-node",
@@ -125,20 +125,20 @@ def command(
         file = flags[f"{kind}_file"]
         if file is not None:
             validate_writable(file, f"--{kind}")
-    from stepladder.tools.scaling.scale import Scaling
+    from stepladder.tools.scaling.scaling_report import Scaling
 
     subject = make_subject(args, flags)
     rounds = flags["rounds"]
     report = (lambda _: None) if flags["as_json"] else partial(echo, err=True)
     if nodes:
-        from stepladder.tools.scaling.batch_jobs import measured_on_nodes
+        from stepladder.tools.scaling.batch_jobs import measure_on_nodes
 
         job = make_measurement_job(nproc, flags)
-        sizes = measured_on_nodes(subject, job, sorted(nodes), rounds, report)
+        sizes = measure_on_nodes(subject, job, sorted(nodes), rounds, report)
     else:
-        from stepladder.tools.scaling.measure import measured_here
+        from stepladder.tools.scaling.measure import measure_locally
 
-        sizes = measured_here(subject, sorted(nproc or DEFAULT_NPROC), rounds, report)
+        sizes = measure_locally(subject, sorted(nproc or DEFAULT_NPROC), rounds, report)
     show_scaling(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
 
 
@@ -191,15 +191,15 @@ def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> Batc
 
 def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
     """Print the measurements, and write the files that the flags ask for."""
-    from stepladder.tools.scaling.scale import as_csv, as_page, as_table
+    from stepladder.tools.scaling.scaling_report import format_csv, make_table, render_scaling_page
 
-    for kind, make_text in zip(OUTPUT_FORMATS, (as_csv, as_page), strict=True):
+    for kind, make_text in zip(OUTPUT_FORMATS, (format_csv, render_scaling_page), strict=True):
         file = flags[f"{kind}_file"]
         if file is not None:
             write_output(file, make_text(scaling), f"--{kind}")
     if flags["as_json"]:
         echo(json.dumps(scaling.as_json()))
         return
-    print_tables([as_table(scaling)], SCALING_TABLE_WIDTH)
+    print_tables([make_table(scaling)], SCALING_TABLE_WIDTH)
     for line in scaling.verdicts():
         echo(line)

@@ -97,7 +97,7 @@ def command(
         announce_job_file(command.job, Path(job), trust_job_file, f"verify {job}")
     defaults = {"run_dir": Path("runs"), "sync": "exact"}
     settings = Settings(**{**defaults, **command.stored_settings, **job_settings})
-    from stepladder.tools.verify.proof import prove, verdict
+    from stepladder.tools.verify.proof import describe_proof, prove
 
     as_json = flags["as_json"]
     report = (lambda _: None) if as_json else echo
@@ -106,5 +106,5 @@ def command(
     if as_json:
         echo(json.dumps(proof.as_json()))
     else:
-        echo(verdict(proof, settings.sync == "exact"))
+        echo(describe_proof(proof, settings.sync == "exact"))
     return int(proof.difference is not None)

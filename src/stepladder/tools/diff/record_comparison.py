@@ -218,13 +218,14 @@ def compare_tensors(
     A damaged snapshot is added to the problems.
     """
     from stepladder.storage.snapshot_slices import DamagedSnapshot  # late: torch
-    from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, distance, pairs
+    from stepladder.tools.verify.trial import WEIGHT_TOLERANCE_FACTOR, measure_distance, pair_values
 
     tensors: list[DifferingValue] = []
     optimizer_settings: list[DifferingValue] = []
     try:
-        for kind, name, first, second in pairs(*paths):
-            if distance(first, second) <= WEIGHTS_TO_LOSS * tolerance:  # false for NaN
+        for kind, name, first, second in pair_values(*paths):
+            relative = measure_distance(first, second)
+            if relative <= WEIGHT_TOLERANCE_FACTOR * tolerance:  # false for NaN
                 continue
             value = DifferingValue(
                 f"{kind} {name} after step {step}", describe_value(first), describe_value(second)

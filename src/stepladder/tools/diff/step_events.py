@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.tools.verify.causes import leaves
+from stepladder.tools.verify.causes import list_leaves
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
 from stepladder.train.phases import STEPPING
@@ -77,7 +77,7 @@ class EventRecorder:
         """Compute the job's loss, and record the batch, the random generator and the loss."""
         self.microbatch += 1
         self.on_gpu = next(model.parameters()).is_cuda
-        for index, tensor in enumerate(leaves(batch)):
+        for index, tensor in enumerate(list_leaves(batch)):
             self.record(DATA, f"tensor {index} of the batch", tensor)
         self._record_generator("the loss")
         result = self.job.loss(model, batch)
@@ -146,7 +146,7 @@ def compute_digest(value: Any) -> str:
 
     Other objects have no comparable bits: they count only as present.
     """
-    return fingerprint([fingerprint(to_hashable(leaf)) for leaf in leaves(value)]).hex()
+    return fingerprint([fingerprint(to_hashable(leaf)) for leaf in list_leaves(value)]).hex()
 
 
 def to_hashable(leaf: Any) -> Any:

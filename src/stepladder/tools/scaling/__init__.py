@@ -1,1 +1,1 @@
-"""How much faster on more processes, and why not more."""
+"""Measure how much faster a training is on more processes, and explain what limits it."""

@@ -1,5 +1,7 @@
-"""`stepladder scale --nodes`: each measurement is a batch job; they run one after the other, and
-none is left.
+"""Measure on several numbers of nodes with Slurm, for `stepladder scale --nodes`.
+
+Each measurement is a batch job. The jobs run one after the other, and all are cancelled when the
+command ends.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepladder.core.console import echo
@@ -20,119 +22,164 @@ from stepladder.slurm.batch_job import BatchJob
 from stepladder.slurm.client import run_slurm
 from stepladder.slurm.partitions import find_job_warnings, list_partitions, validate_job_fits
 from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job, submit
-from stepladder.tools.scaling.loss import Size
-from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
+from stepladder.tools.scaling.efficiency import SizeResult
+from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, list_turns, measure
 
-BEGAN = "began"  # a file: when a job's script began
-SECONDS_TO_CANCEL = 90.0
-SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node has written
+START_TIME_FILE = "began"  # the time at which a job's script has started
+CANCEL_TIMEOUT_S = 90.0
+FILE_VISIBILITY_TIMEOUT_S = 30.0  # until a network file system shows another node's files
+CANCEL_POLL_INTERVAL_S = 0.5
+MAX_OUTPUT_LINES = 20  # shown of a failed job
 
 
-def measured_on_nodes(
+@dataclass(frozen=True)
+class SubmittedRound:
+    """A batch job that measures on a number of nodes, and its number."""
+
+    job_id: str
+    job: BatchJob
+
+    @property
+    def num_nodes(self) -> int:
+        return self.job.nodes[0]
+
+
+def measure_on_nodes(
     subject: TimedJob | TimedScript,
-    like: BatchJob,
+    base_job: BatchJob,
     sizes: list[int],
     rounds: int,
-    say: Callable[[str], None],
-) -> list[Size]:
-    """On numbers of nodes. like: what all batch jobs have in common, with the processes per node.
+    report: Callable[[str], None],
+) -> list[SizeResult]:
+    """Measure on each of these numbers of nodes.
 
-    Raises InputError where there is no Slurm, where the cluster has no place for the largest size,
-    or with the cause why a job failed."""
-    validate_job_fits(replace(like, nodes=(max(sizes), max(sizes))), list_partitions())
-    folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
-    for doubt in find_job_warnings(replace(like, job_dir=str(folder))):
-        say(f"warning: {doubt}")
+    Args:
+        subject: The job or script to measure.
+        base_job: What all batch jobs have in common, with the number of processes per node.
+        sizes: The numbers of nodes.
+        rounds: Measurements per number of nodes.
+        report: Is called with a line per measurement.
+
+    Raises:
+        InputError: There is no Slurm, the largest size does not fit, or a job has failed.
+    """
+    validate_job_fits(replace(base_job, nodes=(max(sizes), max(sizes))), list_partitions())
+    # The working directory, as all nodes must see the folder.
+    folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"
+    for warning in find_job_warnings(replace(base_job, job_dir=str(folder))):
+        report(f"warning: {warning}")
     with as_input_error(f"{folder} cannot be made", "cd to a folder that all nodes see"):
-        folder.mkdir(mode=0o700)  # for in it is the job, with its secrets
-    jobs: dict[tuple[int, int], tuple[str, BatchJob]] = {}
+        folder.mkdir(mode=0o700)  # the folder will hold the job with its secrets
+    submitted: dict[tuple[int, int], SubmittedRound] = {}
+    job_ids: list[str] = []
+
+    def run(number: int, size: int) -> Round:
+        return wait_for_round(subject, submitted[number, size])
+
     try:
-        with ending_on_signals():
-            for number, nodes in turns(sizes, rounds):
-                after = [f"--dependency=afterany:{last}" for last, _ in list(jobs.values())[-1:]]
-                job = job_for(subject, like, nodes, folder / f"{nodes}-{number}", after)
-                jobs[number, nodes] = submit(job), job
-            say(f"batch jobs {', '.join(job for job, _ in jobs.values())}, one after the other")
-            found = measured(
-                sizes, rounds, lambda *turn: waited_for(subject, *jobs[turn]), say, "node(s)"
-            )
+        with interrupt_on_signals():
+            for number, size in list_turns(sizes, rounds):
+                dependency = [f"--dependency=afterany:{job_id}" for job_id in job_ids[-1:]]
+                job_dir = folder / f"{size}-{number}"
+                job = make_round_job(subject, base_job, size, job_dir, dependency)
+                job_id = submit(job)
+                job_ids.append(job_id)
+                submitted[number, size] = SubmittedRound(job_id, job)
+            report(f"batch jobs {', '.join(job_ids)}, one after the other")
+            results = measure(sizes, rounds, run, report, "node(s)")
     finally:
-        cancel(folder.name, [job for job, _ in jobs.values()])
+        cancel_jobs(folder.name, job_ids)
         shutil.rmtree(folder, ignore_errors=True)
-    return [replace(size, nodes=nodes) for nodes, size in found.items()]
+    return [replace(result, nodes=size) for size, result in results.items()]
 
 
-def job_for(
-    subject: TimedJob | TimedScript, like: BatchJob, nodes: int, place: Path, after: list[str]
+def make_round_job(
+    subject: TimedJob | TimedScript,
+    base_job: BatchJob,
+    num_nodes: int,
+    job_dir: Path,
+    sbatch_args: list[str],
 ) -> BatchJob:
-    """One measurement of the subject, which leaves its times in `place`."""
-    place.mkdir()
-    command, env = subject.batch(place)
+    """Return the batch job of one measurement, which writes its times to `job_dir`."""
+    job_dir.mkdir()
+    command, env = subject.make_command(job_dir)
     setup = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
-    setup.append(f"date +%s.%N > {shlex.quote(str(place / BEGAN))}")
+    setup.append(f"date +%s.%N > {shlex.quote(str(job_dir / START_TIME_FILE))}")
     return replace(
-        like,
+        base_job,
         command=tuple(command),
-        job_dir=str(place),
-        name=place.parent.name,
-        nodes=(nodes, nodes),
-        output=str(place / "output"),
-        setup=(*like.setup, *setup),
-        sbatch_args=(*like.sbatch_args, "--no-requeue", *after),
+        job_dir=str(job_dir),
+        name=job_dir.parent.name,
+        nodes=(num_nodes, num_nodes),
+        output=str(job_dir / "output"),
+        setup=(*base_job.setup, *setup),
+        sbatch_args=(*base_job.sbatch_args, "--no-requeue", *sbatch_args),
     )
 
 
-def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> Round:
-    """The job's measurement, once it has ended. Raises InputError with its cause where it failed."""
-    while not (known := find_job(number)).is_over:
+def wait_for_round(subject: TimedJob | TimedScript, submitted: SubmittedRound) -> Round:
+    """Return a batch job's measurement when it has ended; raise InputError if it has failed."""
+    status = find_job(submitted.job_id)
+    while not status.is_over:
         time.sleep(SLURM_POLL_INTERVAL_S)
-    place, nodes = Path(job.job_dir), job.nodes[0]
-    deadline = time.monotonic() + SECONDS_FOR_FILES * (known.state in ("COMPLETED", ""))
+        status = find_job(submitted.job_id)
+    job_dir = Path(submitted.job.job_dir)
+    nproc = submitted.num_nodes * int(submitted.job.nproc)
+    deadline = time.monotonic()
+    if status.state in ("COMPLETED", ""):
+        deadline += FILE_VISIBILITY_TIMEOUT_S
     while True:
         try:
-            return subject.read(nodes * int(job.nproc), place, float((place / BEGAN).read_bytes()))
+            start_time = float((job_dir / START_TIME_FILE).read_bytes())
+            return subject.read(nproc, job_dir, start_time)
         except (InputError, OSError, ValueError) as error:
             if time.monotonic() > deadline:
-                raise why(number, nodes, known.state, Path(job.output), error) from error
+                raise make_job_error(submitted, status.state, error) from error
         time.sleep(1)
 
 
-def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> InputError:
-    """What the job says was wrong with the input; else its last words are shown, and it is named."""
-    said = (
-        output.read_text(errors="replace", encoding="utf-8").splitlines() if output.exists() else []
-    )
-    for line in reversed(said):
+def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> InputError:
+    """Return the InputError that the job has printed; else show the end of its output."""
+    output = Path(submitted.job.output)
+    lines: list[str] = []
+    if output.exists():
+        lines = output.read_text(errors="replace", encoding="utf-8").splitlines()
+    for line in reversed(lines):
         if line.startswith("error: ") and ". HINT: " in line:
-            found, _, hint = line.removeprefix("error: ").partition(". HINT: ")
-            return InputError(found, hint)
+            problem, _, hint = line.removeprefix("error: ").partition(". HINT: ")
+            return InputError(problem, hint)
     if state == "COMPLETED" and isinstance(error, InputError):
         return error
-    echo("\n".join(said[-20:]), err=True)
+    echo("\n".join(lines[-MAX_OUTPUT_LINES:]), err=True)
     return InputError(
-        f"job {job} on {nodes} node(s) ended as {state or 'unknown'}, see above", "sinfo, squeue"
+        f"job {submitted.job_id} on {submitted.num_nodes} node(s) ended as"
+        f" {state or 'unknown'}, see above",
+        "sinfo, squeue",
     )
 
 
-def cancel(name: str, jobs: list[str]) -> None:
-    """What is left of them, also one whose number we have not heard; waits until they write no
-    more.
+def cancel_jobs(name: str, job_ids: list[str]) -> None:
+    """Cancel the jobs that are not over, and wait until they write no more.
+
+    They are cancelled by their name, as sbatch may have submitted a job and been interrupted
+    before it printed the job's number.
     """
-    left = [job for job in jobs if not find_job(job).is_over]
-    if not left and jobs:
+    running = [job_id for job_id in job_ids if not find_job(job_id).is_over]
+    if job_ids and not running:
         return
     run_slurm("scancel", f"--name={name}")
-    deadline = time.monotonic() + SECONDS_TO_CANCEL
-    while any(not find_job(job).is_over for job in left) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    deadline = time.monotonic() + CANCEL_TIMEOUT_S
+    while any(not find_job(job_id).is_over for job_id in running):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(CANCEL_POLL_INTERVAL_S)
 
 
 @contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does."""
-    with ExitStack() as at_end:
+def interrupt_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does."""
+    with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
-            at_end.callback(
-                signal.signal, number, signal.signal(number, signal.default_int_handler)
-            )
+            previous = signal.signal(number, signal.default_int_handler)
+            stack.callback(signal.signal, number, previous)
         yield

@@ -1,10 +1,13 @@
-"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch
-job is.
+"""Measure a job or an unmodified script on several numbers of processes.
 
-Both subjects have these. folder: of one measurement, empty at first.  weak: N processes do N times the work.
-run     measures on so many processes of this machine; InputError where it cannot be trained on them
-batch   the words after `stepladder` that do the same, and variables for their environment
-read    what was measured; InputError where it is not whole
+TimedJob and TimedScript, the subjects of a measurement, have the same methods:
+
+- `run` measures on a number of processes of this machine,
+- `make_command` returns the arguments after `stepladder`, and the environment, of a batch job that
+  measures,
+- `read` returns the measurement that either has written to a folder, which was empty before.
+
+`run` and `read` raise InputError if the measurement has failed or is incomplete.
 """
 
 from __future__ import annotations
@@ -32,20 +35,30 @@ from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.local_ranks import run_on_ranks
 from stepladder.tools.pages.figures import format_amount
-from stepladder.tools.scaling.loss import PARTS, TIMES, Size, parts_of, trimmed
-from stepladder.tools.scaling.on_ranks import time_steps
+from stepladder.tools.scaling.efficiency import (
+    STEP_PARTS,
+    TIMES_FILE,
+    SizeResult,
+    compute_parts,
+    trim_steps,
+)
+from stepladder.tools.scaling.step_times import time_steps
 from stepladder.tools.steps.clock import StepTimer, times_file
 from stepladder.tools.steps.hook import OBSERVER, count_file, environment, variables
 
-SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
-LINES_TO_SHOW = 20  # of what the rank that failed has printed
+SCRIPT_END_TIMEOUT_S = 10.0
+MAX_LOG_LINES = 20  # shown of the rank that has failed
 
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement. times: shape (ranks, steps, COLUMNS), warm-up left out.  batch: samples per
-    step, or what stands for them.  launch: seconds to the first step's end.  optimizers: how many
-    step in turn. is_capped: the job's schedule has no more steps."""
+    """One measurement on a number of processes.
+
+    `times` has seconds, of shape (ranks, steps, COLUMNS), without the warm-up. `batch` has the
+    samples per step, or a number in proportion to them. `launch` has the seconds from the start to
+    the end of the first step. So many `optimizers` step in turn. `is_capped` says whether the job's
+    schedule has fewer steps than were requested.
+    """
 
     times: np.ndarray
     batch: int
@@ -55,70 +68,87 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """Per step: what the parts add up to."""
-        return float(trimmed(self.times)[:, :, 0].mean())
+        """The mean seconds per step, to which the parts add up."""
+        return float(trim_steps(self.times)[:, :, 0].mean())
 
 
-def turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
-    """(round, size) in order: every second round goes backwards, so a machine that slows down meets
-    all alike.
+def list_turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
+    """Return (round, size) in the order of the measurements.
+
+    Every second round goes backwards, so a machine that gets slower affects all sizes alike.
     """
-    return [
-        (number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]
-    ]
+    turns = []
+    for number in range(rounds):
+        ordered = sizes[::-1] if number % 2 else sizes
+        turns += [(number, size) for size in ordered]
+    return turns
 
 
-def measured(
+def measure(
     sizes: list[int],
     rounds: int,
     run: Callable[[int, int], Round],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     unit: str,
-) -> dict[int, Size]:
-    """run(round, size) in turns; what came of it, by size."""
-    found: dict[int, list[Round]] = {size: [] for size in sizes}
-    for number, size in turns(sizes, rounds):
-        found[size].append(run(number, size))
-        step = format_amount(1e3 * found[size][-1].seconds)
-        count = found[size][-1].times.shape[1]
-        capped = (
-            f", in {count} steps, where the job's schedule ends"
-            if found[size][-1].is_capped
-            else ""
-        )
-        say(f"round {number + 1} of {rounds}: {size} {unit}, {step} ms per step{capped}")
-    return {size: summed_up(each) for size, each in found.items()}
+) -> dict[int, SizeResult]:
+    """Call run(round, size) in turns, and return the results by size."""
+    measured: dict[int, list[Round]] = {size: [] for size in sizes}
+    for number, size in list_turns(sizes, rounds):
+        result = run(number, size)
+        measured[size].append(result)
+        milliseconds = format_amount(1e3 * result.seconds)
+        line = f"round {number + 1} of {rounds}: {size} {unit}, {milliseconds} ms per step"
+        if result.is_capped:
+            line += f", in {result.times.shape[1]} steps, where the job's schedule ends"
+        report(line)
+    return {size: summarize_rounds(results) for size, results in measured.items()}
 
 
-def measured_here(
-    subject: TimedJob | TimedScript, sizes: list[int], rounds: int, say: Callable[[str], None]
-) -> list[Size]:
-    """On numbers of processes of this machine. Raises InputError where they are too many for it."""
+def measure_locally(
+    subject: TimedJob | TimedScript,
+    sizes: list[int],
+    rounds: int,
+    report: Callable[[str], None],
+) -> list[SizeResult]:
+    """Measure on these numbers of processes; raise InputError if they are too many."""
     validate_process_count(max(sizes))
-    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as scratch:
 
         def run(number: int, size: int) -> Round:
-            place = Path(folder) / f"{size}-{number}"
-            place.mkdir()
-            return subject.run(size, place)
+            folder = Path(scratch) / f"{size}-{number}"
+            folder.mkdir()
+            return subject.run(size, folder)
 
-        return list(measured(sizes, rounds, run, say, "process(es)").values())
+        return list(measure(sizes, rounds, run, report, "process(es)").values())
 
 
-def summed_up(rounds: list[Round]) -> Size:
-    """One size from all its rounds; its parts are those of the median, or of the two in the middle."""
-    ordered = sorted(rounds, key=lambda one: one.seconds)
-    middle = [parts_of(one.times) for one in ordered[(len(rounds) - 1) // 2 : len(rounds) // 2 + 1]]
-    parts = {name: sum(parts[name] for parts in middle) / len(middle) for name in PARTS}
-    launch, last = min(one.launch for one in rounds), rounds[-1]
-    seconds = [one.seconds for one in rounds]
-    return Size(len(last.times), last.batch, seconds, parts, launch, optimizers=last.optimizers)
+def summarize_rounds(rounds: list[Round]) -> SizeResult:
+    """Return the result of one size, with the parts of the median round.
+
+    With an even number of rounds, they are the mean of the two in the middle.
+    """
+    ordered = sorted(rounds, key=lambda result: result.seconds)
+    median_rounds = ordered[(len(rounds) - 1) // 2 : len(rounds) // 2 + 1]
+    median_parts = [compute_parts(result.times) for result in median_rounds]
+    parts = {
+        name: sum(parts[name] for parts in median_parts) / len(median_parts) for name in STEP_PARTS
+    }
+    last = rounds[-1]
+    return SizeResult(
+        nproc=len(last.times),
+        batch=last.batch,
+        rounds=[result.seconds for result in rounds],
+        parts=parts,
+        launch=min(result.launch for result in rounds),
+        optimizers=last.optimizers,
+    )
 
 
 @dataclass(frozen=True)
 class TimedJob:
-    """A recipe or job file. Its settings' steps are measured after `warmup` more. weak: the global
-    batch grows.
+    """A recipe or job file, of which the settings' steps are measured after `warmup` more.
+
+    With `weak` the global batch grows with the number of processes.
     """
 
     request: TrainRequest
@@ -129,55 +159,57 @@ class TimedJob:
     def name(self) -> str:
         return self.request.job.stem
 
-    def asked(self, folder: Path) -> TrainRequest:
-        settings, run_dir = self.request.settings, folder.absolute() / "run"
-        assert settings.steps is not None
-        steps = settings.steps + self.warmup
-        settings = replace(
-            settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir
-        )
-        return replace(self.request, settings=settings)
+    @property
+    def threads(self) -> int:
+        return self.request.settings.threads or 1
 
-    def run(self, ranks: int, folder: Path) -> Round:
-        began, threads = time.time(), self.request.settings.threads or 1
-        run_on_ranks(
-            partial(time_steps, self.asked(folder), self.weak, self.warmup),
-            ranks,
-            threads,
-            self.request,
-        )
-        return self.read(ranks, folder, began)
+    def run(self, nproc: int, folder: Path) -> Round:
+        start_time = time.time()
+        function = partial(time_steps, self._make_request(folder), self.weak, self.warmup)
+        run_on_ranks(function, nproc, self.threads, self.request)
+        return self.read(nproc, folder, start_time)
 
-    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        file, threads = folder.absolute() / "asked.json", self.request.settings.threads or 1
-        file.write_text(
-            json.dumps(
-                {**asdict(self.asked(folder)), "weak": self.weak, "warmup": self.warmup},
-                default=str,
-            ),
-            encoding="utf-8",
-        )
-        words = ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)]
-        return words, {"OMP_NUM_THREADS": str(threads)}
+    def make_command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        request = asdict(self._make_request(folder))
+        content = {**request, "weak": self.weak, "warmup": self.warmup}
+        file = folder.absolute() / "request.json"
+        file.write_text(json.dumps(content, default=str), encoding="utf-8")
+        args = ["run", "-m", "stepladder.tools.scaling.step_times", str(file)]
+        return args, {"OMP_NUM_THREADS": str(self.threads)}
 
-    def read(self, ranks: int, folder: Path, began: float) -> Round:
+    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
         try:
-            found = np.load(folder / "run" / TIMES)
+            content = np.load(folder / "run" / TIMES_FILE)
         except OSError as error:
             raise InputError(
-                f"{self.name} has left no times", f"stepladder train {self.name}"
+                f"{self.name} has written no times", f"stepladder train {self.name}"
             ) from error
-        times = found["times"][:, self.warmup :]
-        is_capped = times.shape[1] < (self.request.settings.steps or 0)
+        times = content["times"][:, self.warmup :]
         return Round(
-            times, int(found["batch"]), float(found["first_at"]) - began, is_capped=is_capped
+            times,
+            batch=int(content["batch"]),
+            launch=float(content["first_at"]) - start_time,
+            is_capped=times.shape[1] < (self.request.settings.steps or 0),
         )
+
+    def _make_request(self, folder: Path) -> TrainRequest:
+        settings = self.request.settings
+        assert settings.steps is not None
+        settings = replace(
+            settings,
+            steps=settings.steps + self.warmup,
+            snapshot_every=10**9,
+            progress=False,
+            run_dir=folder.absolute() / "run",
+        )
+        return replace(self.request, settings=settings)
 
 
 @dataclass(frozen=True)
 class TimedScript:
-    """A script as it is. weak: its batch per process stays; else it shares one out among its
-    processes itself.
+    """An unmodified script.
+
+    With `weak` it has a fixed batch per process; else it divides one batch among its processes.
     """
 
     script: Script
@@ -190,70 +222,80 @@ class TimedScript:
     def name(self) -> str:
         return Path(self.script.name).stem
 
-    def run(self, ranks: int, folder: Path) -> Round:
+    def run(self, nproc: int, folder: Path) -> Round:
         os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
-        began, env = time.time(), self._observer(folder)
+        start_time = time.time()
+        env = self._make_observer(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with environment(**env):
             group = make_script_group(
-                self.script, options, ranks, alone=False, variables={OBSERVER: env[OBSERVER]}
+                self.script, options, nproc, alone=False, variables={OBSERVER: env[OBSERVER]}
             )
             with handle_signals(group):
-                group.start_single_node(ranks)
+                group.start_single_node(nproc)
                 while not group.poll():
-                    if self._is_measured(folder, ranks):
-                        group.end_within(SECONDS_TO_LEAVE)
+                    if self._is_measured(folder, nproc):
+                        group.end_within(SCRIPT_END_TIMEOUT_S)
                 outcome = group.end()
         if group.stop_signal:
             raise KeyboardInterrupt
         if isinstance(outcome, BadInput):
             raise outcome.input_error
-        if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
-            for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
-                for line in file.read_text(errors="replace", encoding="utf-8").splitlines()[
-                    -LINES_TO_SHOW:
-                ]:
-                    echo(line, err=True)
+        if isinstance(outcome, Failure) and not self._is_measured(folder, nproc):
+            show_log(folder / "log", outcome.rank or 0)
             group.restart_policy.report(outcome)
-            command = f"stepladder run --nproc {ranks} {self.script.name}"
-            raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
-        return self.read(ranks, folder, began)
+            command = f"stepladder run --nproc {nproc} {self.script.name}"
+            raise InputError(f"{self.name} failed on {nproc} process(es), see above", command)
+        return self.read(nproc, folder, start_time)
 
-    def _is_measured(self, folder: Path, ranks: int) -> bool:
-        return all(times_file(folder, rank).exists() for rank in range(ranks))
-
-    def _observer(self, folder: Path) -> dict[str, str]:
-        return variables(StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
-
-    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        env = self._observer(folder) | {"OMP_NUM_THREADS": str(self.threads)}
+    def make_command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        env = self._make_observer(folder) | {"OMP_NUM_THREADS": str(self.threads)}
         return ["run", self.script.name, *self.script.args], env
 
-    def read(self, ranks: int, folder: Path, began: float) -> Round:
-        if not self._is_measured(folder, ranks):
-            raise self._too_short(ranks, folder)
-        each = [np.load(times_file(folder, rank)) for rank in range(ranks)]
-        if ranks > 1 and not all(one["together"] for one in each):
+    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
+        if not self._is_measured(folder, nproc):
+            raise self._make_incomplete_error(nproc, folder)
+        results = [np.load(times_file(folder, rank)) for rank in range(nproc)]
+        if nproc > 1 and not all(result["together"] for result in results):
             raise InputError(
-                f"{self.script.name} opened no process group: each of its {ranks} processes trained alone",
-                "init_process_group and DistributedDataParallel, or a job file: stepladder train --help",
+                f"{self.script.name} opened no process group: each of its {nproc} processes trained"
+                " alone",
+                "init_process_group and DistributedDataParallel, or a job file: stepladder train"
+                " --help",
             )
-        times = np.stack([one["times"] for one in each])
-        first = float(each[0]["first_at"]) - began
-        return Round(times, ranks if self.weak else 1, first, int(each[0]["optimizers"]))
+        return Round(
+            times=np.stack([result["times"] for result in results]),
+            batch=nproc if self.weak else 1,
+            launch=float(results[0]["first_at"]) - start_time,
+            optimizers=int(results[0]["optimizers"]),
+        )
 
-    def _too_short(self, ranks: int, folder: Path) -> InputError:
-        """For a script that has ended well, but before it was measured."""
-        shorts = [count_file(folder, rank) for rank in range(ranks)]
-        made = [int(file.read_bytes()) for file in shorts if file.exists()]
-        if not any(made):
+    def _make_observer(self, folder: Path) -> dict[str, str]:
+        """Return the environment that makes the ranks of the script write their times."""
+        return variables(StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
+
+    def _is_measured(self, folder: Path, nproc: int) -> bool:
+        return all(times_file(folder, rank).exists() for rank in range(nproc))
+
+    def _make_incomplete_error(self, nproc: int, folder: Path) -> InputError:
+        """Return the error of a script that has ended without failure before it was measured."""
+        files = [count_file(folder, rank) for rank in range(nproc)]
+        counts = [int(file.read_bytes()) for file in files if file.exists()]
+        if not any(counts):
             return InputError(
-                f"{self.script.name} made no step of a torch optimizer on {ranks} process(es)",
+                f"{self.script.name} made no step of a torch optimizer on {nproc} process(es)",
                 "a script that trains with torch.optim, and its arguments",
             )
-        needed = self.warmup + self.steps
         return InputError(
-            f"{self.script.name} made {min(made)} optimizer steps on {ranks} process(es), of {needed} needed"
-            f" (--warmup {self.warmup}, --steps {self.steps})",
+            f"{self.script.name} made {min(counts)} optimizer steps on {nproc} process(es), of"
+            f" {self.warmup + self.steps} needed (--warmup {self.warmup}, --steps {self.steps})",
             "fewer --steps, or arguments that let it train longer",
         )
+
+
+def show_log(log_dir: Path, rank: int) -> None:
+    """Print the end of a rank's log to stderr."""
+    for file in sorted(log_dir.glob(f"*rank-{rank}.log")):
+        lines = file.read_text(errors="replace", encoding="utf-8").splitlines()
+        for line in lines[-MAX_LOG_LINES:]:
+            echo(line, err=True)

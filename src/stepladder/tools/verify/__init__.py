@@ -1,1 +1,1 @@
-"""Proves on the user's own machine that the number of processes changes nothing, or says what does."""
+"""Prove on the user's machine that the number of processes changes nothing, or name the cause."""

@@ -1,12 +1,14 @@
-"""Why two trainings differ: what the job answers to the same questions on every rank, and what that
-speaks for.
+"""Find the likely cause of a difference between two trainings.
+
+A probe asks the job the same questions on every rank and for both numbers of processes. The first
+row of CAUSES for which the answers give evidence is the likely cause.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,188 +25,288 @@ from stepladder.train.job import Job
 from stepladder.train.job_runner import join_process_group
 from stepladder.train.run_spec import RunSpec
 
-PROBED_SAMPLES = 8  # at least: enough for two uneven parts
-ROUNDING = 1e-4  # of a loss in fp32, over a batch and over its parts
+MIN_PROBED_SAMPLES = 8  # enough for two uneven parts
+LOSS_ROUNDING = 1e-4  # relative difference of an fp32 loss of a batch and of its parts
+ROUNDING_LIMIT = 1e-2  # a larger relative difference is no amplified rounding
 
-NONDETERMINISTIC = "a non-deterministic operation, or a random number without a seed: two equal runs differ as well"
+NONDETERMINISTIC = (
+    "a non-deterministic operation, or a random number without a seed: two equal runs differ as"
+    " well"
+)
+UNKNOWN_CAUSE = (
+    "not found: the job's loss gives every rank the same answer; look at what else reads the number"
+    " of processes"
+)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one rank has measured on the first batch. A loss is a pair [sum, count]."""
+
+    threads: int
+    num_samples: int
+    batch_hash: str
+    loss: list[float]
+    rerun_loss: list[float]
+    eval_loss: list[float]
+    eval_part_losses: list[list[float]]  # of two uneven parts of the batch
+    changed_buffers: list[str]
+    has_batch_norm: bool
+    has_dropout: bool
 
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What is known of a difference. answers: those of every rank, on both numbers of processes.
+    """A difference and what is known of it.
 
-    resumed: one of the two runs was stopped and resumed.
+    `results` has those of every rank, for both numbers of processes; `is_resumed` says whether one
+    of the two trainings was stopped and resumed.
     """
 
-    found: Difference
-    answers: list[dict[str, Any]]
+    difference: Difference
+    results: list[ProbeResult]
     settings: Settings
-    resumed: bool
+    is_resumed: bool
 
     @property
-    def exact(self) -> bool:
-        """Equal bits were asked for."""
+    def is_exact(self) -> bool:
         return self.settings.sync == "exact"
 
     @property
-    def one_pass(self) -> bool:
-        """Each rank takes its share in one pass."""
-        return not self.exact and self.settings.microbatch is None
+    def is_one_pass(self) -> bool:
+        """Whether each rank computes its share of a batch in one forward pass."""
+        return not self.is_exact and self.settings.microbatch is None
 
-    def values(self, name: str) -> list[Any]:
-        """Every rank's answer, if they are not all the same; else nothing."""
-        values = [answer[name] for answer in self.answers]
-        return values if any(value != values[0] for value in values) else []
-
-
-def likely_cause(symptoms: Symptoms) -> str:
-    """The first cause that the symptoms speak for, as a sentence."""
-    return next(text.format(what) for speaks, text in CAUSES if (what := speaks(symptoms)))
+    def differs(self, name: str) -> bool:
+        """Return whether ranks have different values in this field of ProbeResult."""
+        values = [getattr(result, name) for result in self.results]
+        return any(value != values[0] for value in values)
 
 
-def different_counts(symptoms: Symptoms) -> str:
-    """What the loss counts for one batch, where ranks do not agree."""
-    counts = {count for _, count in (answer["loss"] for answer in symptoms.answers)}
-    return " and ".join(f"{count:g}" for count in sorted(counts)) if len(counts) > 1 else ""
+def find_likely_cause(symptoms: Symptoms) -> str:
+    """Return the first cause for which there is evidence, as a sentence."""
+    for find_evidence, text in CAUSES:
+        evidence = find_evidence(symptoms)
+        if evidence:
+            return text.format(evidence)
+    return UNKNOWN_CAUSE
 
 
-def is_no_sum(symptoms: Symptoms) -> bool:
-    """Whether the loss of a batch is another than that of its parts."""
-    answer = symptoms.answers[0]
-    if symptoms.exact or not answer["parts"]:
+def find_thread_counts(symptoms: Symptoms) -> str:
+    if not symptoms.differs("threads"):
+        return ""
+    counts = {result.threads for result in symptoms.results}
+    return " and ".join(map(str, sorted(counts)))
+
+
+def find_loss_counts(symptoms: Symptoms) -> str:
+    """Return the counts that the loss gives for one batch, if ranks do not agree on them."""
+    counts = {count for _, count in (result.loss for result in symptoms.results)}
+    if len(counts) < 2:
+        return ""
+    return " and ".join(f"{count:g}" for count in sorted(counts))
+
+
+def find_changed_buffers(symptoms: Symptoms) -> str:
+    if symptoms.difference.kind != "buffer":
+        return ""
+    return ", ".join(symptoms.results[0].changed_buffers)
+
+
+def has_other_initial_weights(symptoms: Symptoms) -> bool:
+    difference = symptoms.difference
+    return difference.step == 0 and difference.kind in ("parameter", "buffer")
+
+
+def has_other_data(symptoms: Symptoms) -> bool:
+    return symptoms.differs("batch_hash") or symptoms.differs("num_samples")
+
+
+def is_loss_stateful(symptoms: Symptoms) -> bool:
+    return any(result.rerun_loss != result.loss for result in symptoms.results)
+
+
+def is_loss_not_additive(symptoms: Symptoms) -> bool:
+    """Return whether the loss of a batch differs from that of its parts together."""
+    result = symptoms.results[0]
+    if symptoms.is_exact or not result.eval_part_losses:
         return False
-    whole, parts = answer["whole"], [sum(values) for values in zip(*answer["parts"], strict=True)]
-    means = [total / count for total, count in (whole, parts) if count]
-    return len(means) == 2 and abs(means[0] - means[1]) > ROUNDING * max(map(abs, means))
+    total, count = result.eval_loss
+    parts_total, parts_count = (
+        sum(values) for values in zip(*result.eval_part_losses, strict=True)
+    )
+    if not count or not parts_count:
+        return False
+    mean = total / count
+    parts_mean = parts_total / parts_count
+    rounding = LOSS_ROUNDING * max(abs(mean), abs(parts_mean))
+    return bool(abs(mean - parts_mean) > rounding)
 
 
-# What of the symptoms speaks for a cause, and the cause, with {} for that.
+def is_amplified_rounding(symptoms: Symptoms) -> bool:
+    difference = symptoms.difference
+    relative = difference.relative or 1
+    return not symptoms.is_exact and difference.step > 1 and relative < ROUNDING_LIMIT
+
+
+# A function that returns the evidence for a cause, and the cause, with {} for the evidence.
 CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
     (
-        lambda s: " and ".join(map(str, sorted(set(s.values("threads"))))),
-        "another thread count: ranks compute with {} threads; leave torch.set_num_threads to --threads",
+        find_thread_counts,
+        "another thread count: ranks compute with {} threads; leave torch.set_num_threads to"
+        " --threads",
     ),
     (
-        lambda s: s.found.step == 0 and s.found.kind in ("parameter", "buffer"),
+        has_other_initial_weights,
         "weights initialised by the rank or the number of processes: seed them by --seed alone",
     ),
     (
-        lambda s: s.values("data") or s.values("samples"),
-        "a rank-seeded random number in the data: build makes other data by rank or number of processes",
+        has_other_data,
+        "a rank-seeded random number in the data: build makes other data by rank or number of"
+        " processes",
     ),
     (
-        different_counts,
+        find_loss_counts,
         "a mean of means: for one batch the loss counts {}, by the number of processes",
     ),
     (
-        lambda s: s.values("loss"),
-        "a rank-seeded random number: with equal weights, batch and seed the loss is another on another rank or"
-        " number of processes",
+        lambda symptoms: symptoms.differs("loss"),
+        "a rank-seeded random number: with equal weights, batch and seed the loss differs between"
+        " ranks or numbers of processes",
     ),
     (
-        lambda s: s.found.kind == "buffer" and ", ".join(s.answers[0]["buffers"]),
-        "a buffer that forward changes ({}), from what one rank alone has seen",
+        find_changed_buffers,
+        "a buffer that forward changes ({}), from what one rank alone has computed",
     ),
     (
-        lambda s: any(answer["again"] != answer["loss"] for answer in s.answers),
-        "state kept from one call of the loss to the next: a random generator of the job's own, a counter or a"
-        " buffer; draw from torch's default generator, which is seeded for each pass",
+        is_loss_stateful,
+        "state kept from one call of the loss to the next: a random generator of the job's own, a"
+        " counter or a buffer; draw from torch's default generator, which is seeded for each pass",
     ),
     (
-        is_no_sum,
-        "a mean of means: the loss of a batch is not the sum over its parts; return the sum and what it counts (or"
-        " the loss relates samples of a batch to each other: --microbatch)",
+        is_loss_not_additive,
+        "a mean of means: the loss of a batch is not the sum over its parts; return the sum and"
+        " what it counts (or the loss relates samples of a batch to each other: --microbatch)",
     ),
     (
-        lambda s: s.one_pass and s.answers[0]["batch_norm"],
+        lambda symptoms: symptoms.is_one_pass and symptoms.results[0].has_batch_norm,
         "a batch-norm: it sees each process's own share in one pass; with --microbatch it does not",
     ),
     (
-        lambda s: s.one_pass and s.answers[0]["dropout"],
-        "dropout: its random numbers are drawn per share in one pass; with --microbatch they are not",
+        lambda symptoms: symptoms.is_one_pass and symptoms.results[0].has_dropout,
+        "dropout: its random numbers are drawn per share in one pass; with --microbatch they are"
+        " not",
     ),
     (
-        lambda s: s.resumed,
-        "state that a snapshot does not hold: what is neither parameter, buffer nor optimizer state",
+        lambda symptoms: symptoms.is_resumed,
+        "state that a snapshot does not hold: what is neither parameter, buffer nor optimizer"
+        " state",
     ),
     (
-        lambda s: not s.exact and s.found.step > 1 and (s.found.relative or 1) < 1e-2,
-        "rounding that training has amplified, if the steps before agree; with --sync exact there is none",
-    ),
-    (
-        lambda s: True,
-        "not found: the job's loss gives every rank the same answer; look at what else reads the number of"
-        " processes",
+        is_amplified_rounding,
+        "rounding that training has amplified, if the steps before agree; with --sync exact there"
+        " is none",
     ),
 )
 
 
-def answer(request: TrainRequest, folder: Path) -> int:
-    """Leave this rank's answers in `folder`: the same questions for every rank and number of
-    processes.
-    """
+def write_probe_result(request: TrainRequest, folder: Path) -> int:
+    """Probe the job on this rank and write the result to `folder`; return the exit code."""
     with join_process_group(request) as (build, recipe, comm):
         job = build()
         spec = RunSpec.make(job, request.settings, recipe, comm)
         torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)
-        answers = Probe(job, spec).answers()
-    (folder / f"{comm.world.rank}.json").write_text(json.dumps(answers), encoding="utf-8")
+        result = Probe(job, spec).run()
+    path = probe_file(folder, comm.world.rank)
+    path.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 
 
+def read_probe_results(folder: Path, nproc: int) -> list[ProbeResult]:
+    paths = [probe_file(folder, rank) for rank in range(nproc)]
+    return [ProbeResult(**json.loads(path.read_bytes())) for path in paths]
+
+
+def probe_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.json"
+
+
 class Probe:
-    """Asks a job's loss the same thing in several ways, with equal weights, data and seeds."""
+    """Computes the loss of the first batch in several ways, with equal weights, data and seeds."""
 
     def __init__(self, job: Job, spec: RunSpec) -> None:
-        self.job, self.spec, self.model = job, spec, job.model
+        self.job = job
+        self.model = job.model
+        self.spec = spec
         lo, hi = spec.plan.batch(0)
-        self.count = min(hi - lo, max(spec.plan.microbatch, PROBED_SAMPLES))
+        self.num_samples = min(hi - lo, max(spec.plan.microbatch, MIN_PROBED_SAMPLES))
 
-    def answers(self) -> dict[str, Any]:
+    def run(self) -> ProbeResult:
+        count = self.num_samples
         norms = find_batch_norms(self.model)
-        known = {id(b) for layer in norms for b in layer.buffers()}
-        watched = {
-            name: fingerprint(b) for name, b in self.model.named_buffers() if id(b) not in known
-        }
+        hashes = self.hash_buffers(norms)
         self.model.train()
-        first, again = self.ask(0, self.count), self.ask(0, self.count)
-        buffers = dict(self.model.named_buffers())
-        changed = [name for name, before in watched.items() if fingerprint(buffers[name]) != before]
-        self.model.eval()  # dropout and batch norm may depend on the batch: the loss itself may not
-        third = self.count // 3
+        loss = self.compute_loss(0, count)
+        rerun_loss = self.compute_loss(0, count)
+        new_hashes = self.hash_buffers(norms)
+        changed = [name for name, before in hashes.items() if new_hashes[name] != before]
+        # Dropout and batch norm may depend on the batch; the loss itself may not.
+        self.model.eval()
+        values = list_leaves(self.load_batch(0, count))
+        eval_loss = self.compute_loss(0, count)
+        third = count // 3
+        part_losses = []
+        if third:
+            part_losses = [self.compute_loss(0, third), self.compute_loss(third, count)]
+        return ProbeResult(
+            threads=torch.get_num_threads(),
+            num_samples=self.spec.plan.num_samples,
+            batch_hash=fingerprint([fingerprint(value) for value in values]).hex(),
+            loss=loss,
+            rerun_loss=rerun_loss,
+            eval_loss=eval_loss,
+            eval_part_losses=part_losses,
+            changed_buffers=changed,
+            has_batch_norm=bool(norms),
+            has_dropout=any(isinstance(m, Dropout) and m.p for m in self.model.modules()),
+        )
+
+    def hash_buffers(self, norms: Sequence[torch.nn.Module]) -> dict[str, bytes]:
+        """Return a hash of each buffer, without those of batch norms, which forward may change."""
+        excluded = {id(buffer) for layer in norms for buffer in layer.buffers()}
         return {
-            "threads": torch.get_num_threads(),
-            "samples": self.spec.plan.num_samples,
-            "data": fingerprint(list(map(fingerprint, leaves(self.batch(0, self.count))))).hex(),
-            "loss": first,
-            "again": again,
-            "whole": self.ask(0, self.count),
-            "parts": [self.ask(0, third), self.ask(third, self.count)] if third else [],
-            "buffers": changed,
-            "batch_norm": bool(norms),
-            "dropout": any(isinstance(m, Dropout) and m.p for m in self.model.modules()),
+            name: fingerprint(buffer)
+            for name, buffer in self.model.named_buffers()
+            if id(buffer) not in excluded
         }
 
-    def batch(self, lo: int, hi: int) -> Any:
+    def load_batch(self, lo: int, hi: int) -> Any:
         indices = self.spec.plan.indices(0, Span(0, lo, hi))
-        return next(iter(self.spec.train_source.batches([(0, indices)])))[1]
+        _, batch = next(iter(self.spec.train_source.batches([(0, indices)])))
+        return batch
 
     @torch.no_grad()
-    def ask(self, lo: int, hi: int) -> list[float]:
-        """The loss's sum and count over samples [lo, hi) of the first step."""
-        batch = self.batch(lo, hi)
+    def compute_loss(self, lo: int, hi: int) -> list[float]:
+        """Return the loss's sum and count over samples [lo, hi) of the first step."""
+        batch = self.load_batch(lo, hi)
         torch.manual_seed(derive_seed(self.spec.plan.seed, "probe"))
         result = self.job.loss(self.model, batch)
-        total, count = result if isinstance(result, tuple) else (result * (hi - lo), hi - lo)
+        if isinstance(result, tuple):
+            total, count = result
+        else:
+            count = hi - lo
+            total = result * count
         return [float(total), float(count)]
 
 
-def leaves(tree: Any) -> list[Any]:
-    """The tensors and other values of a nested batch, in order."""
+def list_leaves(tree: Any) -> list[Any]:
+    """Return the tensors and other values of a nested batch, in order."""
     if isinstance(tree, dict):
-        return [leaf for value in tree.values() for leaf in leaves(value)]
+        return [leaf for value in tree.values() for leaf in list_leaves(value)]
     if isinstance(tree, (list, tuple)):
-        return [leaf for value in tree for leaf in leaves(value)]
-    return leaves(vars(tree)) if is_dataclass(tree) and not isinstance(tree, type) else [tree]
+        return [leaf for value in tree for leaf in list_leaves(value)]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return list_leaves(vars(tree))
+    return [tree]

@@ -1,10 +1,11 @@
-"""Trains the same steps on several numbers of processes, resumes on others, compares, and says what
-differs.
+"""Train the same steps on several numbers of processes and compare every step.
+
+One more training is stopped and resumed on other numbers of processes. The first difference ends
+the comparison and is reported with its likely cause.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,12 +22,19 @@ from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.local_ranks import run_on_ranks
-from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
+from stepladder.tools.verify.causes import (
+    NONDETERMINISTIC,
+    ProbeResult,
+    Symptoms,
+    find_likely_cause,
+    read_probe_results,
+    write_probe_result,
+)
 from stepladder.tools.verify.trial import (
-    WEIGHTS_TO_LOSS,
+    WEIGHT_TOLERANCE_FACTOR,
     Difference,
     Trial,
-    first_difference,
+    find_first_difference,
     train_part,
 )
 
@@ -37,7 +45,10 @@ DDP_TOLERANCE = 1e-5  # relative; in exact mode every bit counts
 
 @dataclass(frozen=True)
 class Proof:
-    """What was trained, and where it first differed. resumed: [from, to] numbers of processes."""
+    """The trainings that were compared, and their first difference.
+
+    `resumed` has pairs [from, to] of numbers of processes.
+    """
 
     sizes: list[int]
     resumed: list[list[int]]
@@ -46,34 +57,42 @@ class Proof:
     weights_sha256: str | None
 
     def as_json(self) -> dict[str, Any]:
-        first = None
-        if found := self.difference:
-            first = {name: value for name, value in asdict(found).items() if name != "relative"}
+        fields = None
+        if self.difference:
+            fields = asdict(self.difference)
+            del fields["relative"]
         return {
             "schema": 1,
-            "equal": first is None,
+            "equal": fields is None,
             "sizes": self.sizes,
             "resumed": self.resumed,
             "steps": self.steps,
-            "first_difference": first,
+            "first_difference": fields,
             "weights_sha256": self.weights_sha256,
         }
 
 
 def prove(
     job_file: Path,
-    given: dict[str, Any],
+    config: dict[str, Any],
     settings: Settings,
     sizes: list[int] | None = None,
     steps: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Proof:
-    """Train the job of `job_file` on each number of processes, and compare losses and weights at
-    every step.
+    """Train a job on each number of processes, and compare losses and weights at every step.
 
-    given: fields of its Config.  steps: None for about 12, never more than the job has.  say: gets
-    a line per training.  Raises InputError where the job, or a number of processes, cannot be
-    trained."""
+    Args:
+        job_file: The job file, or the name of a recipe.
+        config: Fields of the job's Config.
+        settings: The settings of every training.
+        sizes: The numbers of processes. None for DEFAULT_SIZES.
+        steps: How many steps to train. None for about 12, never more than the job has.
+        report: Is called with a line per training.
+
+    Raises:
+        InputError: The job cannot be trained on one of the numbers of processes.
+    """
     if settings.batch_per_rank is not None:
         raise InputError(
             "with --batch-per-rank the batch grows with the processes", "--global-batch B"
@@ -82,91 +101,105 @@ def prove(
         raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
     validate_process_count(max(sizes or DEFAULT_SIZES))
     settings = replace(settings, steps=None, threads=settings.threads or 1)
+    request = TrainRequest(job_file, config, settings)
     with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-        return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(
-            sizes
-        )
+        return Comparison(Path(folder), request, steps, report).run(sizes)
 
 
 class Comparison:
-    """The first training is the reference; each other one is compared with it, and forgotten."""
+    """Compares trainings with the first one, the reference, and deletes those that are equal."""
 
     def __init__(
-        self, folder: Path, request: TrainRequest, steps: int | None, say: Callable[[str], None]
+        self,
+        folder: Path,
+        request: TrainRequest,
+        steps: int | None,
+        report: Callable[[str], None],
     ) -> None:
-        self.folder, self.request, self.steps, self.say = folder, request, steps, say
+        self.folder = folder
+        self.request = request
+        self.steps = steps
+        self.report = report
         self.tolerance = 0.0 if request.settings.sync == "exact" else DDP_TOLERANCE
-        self.trials = 0
+        self.num_trials = 0
 
-    def run(self, asked: list[int] | None) -> Proof:
-        first = (asked or DEFAULT_SIZES)[0]
-        reference = self.train([first])
-        if (found := self.own(reference)) is not None:
-            return Proof([first], [], reference.steps, found, reference.weights_sha256)
-        most = Plan.from_json(reference.read(CONFIG_FILE)["plan"]).num_microbatches
-        sizes = asked or [size for size in DEFAULT_SIZES if size <= most]
-        chain = ([*sizes[-1:], *sizes[:-1]] if len(sizes) > 1 else sizes * 2)[: reference.steps]
-        done, resumed = [first], []
-        for size in sizes[1:]:
-            if found is None:
-                found = self.compare(reference, [size])
-                done.append(size)
-        if found is None and len(chain) > 1:
-            found = self.compare(reference, chain)
-            resumed = [list(pair) for pair in pairwise(chain)]
-        return Proof(done, resumed, reference.steps, found, reference.weights_sha256)
+    def run(self, requested_sizes: list[int] | None) -> Proof:
+        first_size = (requested_sizes or DEFAULT_SIZES)[0]
+        reference = self.train([first_size])
+        difference = self.check_trial(reference)
+        trained = [first_size]
+        resumed: list[list[int]] = []
+        if difference is None:
+            sizes = requested_sizes or self.find_possible_sizes(reference)
+            for size in sizes[1:]:
+                trained.append(size)
+                difference = self.compare(reference, [size])
+                if difference is not None:
+                    break
+            resume_sizes = make_resume_sizes(sizes, reference.steps)
+            if difference is None and len(resume_sizes) > 1:
+                difference = self.compare(reference, resume_sizes)
+                resumed = [list(pair) for pair in pairwise(resume_sizes)]
+        return Proof(trained, resumed, reference.steps, difference, reference.weights_sha256)
 
-    def own(self, trial: Trial) -> Difference | None:
-        """A difference within one training; a row of the table where there is none."""
-        found = trial.own_difference()
-        if found is None:
-            last = list(trial.losses().values())[-1]
-            sizes = " > ".join(map(str, trial.sizes))
-            if self.trials == 1:
-                self.say(HEADER)
-            self.say(
-                f"{sizes:<12} {trial.steps:>5}  {last:<20.12g} {(trial.weights_sha256 or '')[:16]}  ok"
-            )
-        return found
+    def find_possible_sizes(self, reference: Trial) -> list[int]:
+        """Return the default sizes of which each process has at least one microbatch."""
+        plan = Plan.from_json(reference.read(CONFIG_FILE)["plan"])
+        return [size for size in DEFAULT_SIZES if size <= plan.num_microbatches]
+
+    def check_trial(self, trial: Trial) -> Difference | None:
+        """Return the difference within one training; report a row of the table if there is none."""
+        difference = trial.find_inner_difference()
+        if difference is not None:
+            return difference
+        if self.num_trials == 1:
+            self.report(HEADER)
+        sizes = " > ".join(map(str, trial.sizes))
+        last_loss = list(trial.read_losses().values())[-1]
+        weights = (trial.weights_sha256 or "")[:16]
+        self.report(f"{sizes:<12} {trial.steps:>5}  {last_loss:<20.12g} {weights}  ok")
+        return None
 
     def compare(self, reference: Trial, sizes: list[int]) -> Difference | None:
         """Train on `sizes` and compare; a difference comes with its likely cause."""
-        other = self.train(sizes)
-        broken = self.own(other)
-        found = broken or first_difference(reference, other, self.tolerance)
-        if found is None:
-            shutil.rmtree(other.folder)
+        trial = self.train(sizes)
+        inner = self.check_trial(trial)
+        difference = inner or find_first_difference(reference, trial, self.tolerance)
+        if difference is None:
+            shutil.rmtree(trial.folder)
             return None
-        return self.repeated(reference, other, broken) or self.explained(found, reference, other)
+        # A training that differs within itself, or was resumed, is not repeated.
+        trials = [reference] if inner or len(sizes) > 1 else [reference, trial]
+        return self.find_nondeterminism(trials) or self.add_cause(difference, reference, trial)
 
-    def repeated(
-        self, reference: Trial, other: Trial, broken: Difference | None
-    ) -> Difference | None:
-        """The difference between two equal runs, if there is one: then no number of processes is to
-        blame.
+    def find_nondeterminism(self, trials: list[Trial]) -> Difference | None:
+        """Repeat each training and return the first difference between two equal ones.
+
+        If there is one, the number of processes is not its cause.
         """
-        for trial in [reference] if broken or len(other.sizes) > 1 else [reference, other]:
-            again = self.train(trial.sizes)
-            if again.own_difference() is None and (
-                found := first_difference(trial, again, self.tolerance)
-            ):
-                return replace(found, cause=NONDETERMINISTIC)
-            shutil.rmtree(again.folder)
+        for trial in trials:
+            rerun = self.train(trial.sizes)
+            if rerun.find_inner_difference() is None:
+                difference = find_first_difference(trial, rerun, self.tolerance)
+                if difference:
+                    return replace(difference, cause=NONDETERMINISTIC)
+            shutil.rmtree(rerun.folder)
         return None
 
-    def explained(self, found: Difference, reference: Trial, other: Trial) -> Difference:
-        if found.cause:
-            return found
-        answers = [
-            answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.ask(size)
-        ]
-        symptoms = Symptoms(found, answers, self.request.settings, resumed=len(other.sizes) > 1)
-        return replace(found, cause=likely_cause(symptoms))
+    def add_cause(self, difference: Difference, reference: Trial, trial: Trial) -> Difference:
+        if difference.cause:
+            return difference
+        results: list[ProbeResult] = []
+        for size in sorted({*reference.sizes, *trial.sizes}):
+            results += self.probe(size)
+        is_resumed = len(trial.sizes) > 1
+        symptoms = Symptoms(difference, results, self.request.settings, is_resumed)
+        return replace(difference, cause=find_likely_cause(symptoms))
 
     def train(self, sizes: list[int]) -> Trial:
-        """Train on so many processes; with several numbers, stop and resume on the next one."""
-        self.trials += 1
-        trial = Trial(self.folder / f"trial-{self.trials}", sizes)
+        """Train a part of the steps on each of `sizes`, each part resuming the one before."""
+        self.num_trials += 1
+        trial = Trial(self.folder / f"trial-{self.num_trials}", sizes)
         settings = replace(
             self.request.settings,
             run_dir=trial.folder,
@@ -175,49 +208,69 @@ class Comparison:
             guard_every=1,
             progress=False,
         )
-        for number, size in enumerate(sizes, 1):
-            request = replace(self.request, settings=settings)
+        request = replace(self.request, settings=settings)
+        for part, size in enumerate(sizes, 1):
             try:
-                self._on_ranks(size, partial(train_part, request, self.steps, number, len(sizes)))
+                self._run_on_ranks(size, partial(train_part, request, self.steps, part, len(sizes)))
             except InputError:
-                if not trial.stopped:
+                if not trial.guard_report:
                     raise
-            if trial.stopped:
+            if trial.guard_report:
                 break
         return trial
 
-    def ask(self, size: int) -> list[dict[str, Any]]:
-        """Every rank's answers about the job, on so many processes."""
+    def probe(self, size: int) -> list[ProbeResult]:
+        """Return the probe's result of every rank, on this number of processes."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            self._on_ranks(size, partial(answer, self.request, Path(folder)))
-            return [
-                json.loads((Path(folder) / f"{rank}.json").read_bytes()) for rank in range(size)
-            ]
+            self._run_on_ranks(size, partial(write_probe_result, self.request, Path(folder)))
+            return read_probe_results(Path(folder), size)
 
-    def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
-        run_on_ranks(work, size, self.request.settings.threads or 1, self.request)
+    def _run_on_ranks(self, size: int, function: Callable[[], int]) -> None:
+        run_on_ranks(function, size, self.request.settings.threads or 1, self.request)
 
 
-def verdict(proof: Proof, exact: bool) -> str:
-    """One sentence."""
-    found = proof.difference
-    if found is None:
-        about = (
-            f"losses within {DDP_TOLERANCE:g}, weights within {WEIGHTS_TO_LOSS * DDP_TOLERANCE:g}"
-        )
-        how = "every bit of every loss and weight" if exact else about
-        chain = [a for a, _ in proof.resumed] + [b for _, b in proof.resumed[-1:]]
-        resumed = f", resumed {' > '.join(map(str, chain))}" if chain else ""
-        return f"equal: {how}, in {proof.steps} steps {where(proof.sizes)}{resumed}"
-    name = found.kind if found.tensor.startswith(found.kind) else f"{found.kind} {found.tensor}"
-    when = f"at step {found.step}" if found.step else "before the first step"
-    by = "" if found.relative is None else f", by {found.relative:.1e} relative"
-    return f"different: {name} {when}, {where(found.sizes)}{by}. Likely cause: {found.cause}"
+def make_resume_sizes(sizes: list[int], steps: int) -> list[int]:
+    """Return the sizes of the resumed training, the last one first and at most one a step."""
+    if len(sizes) == 1:
+        return (sizes * 2)[:steps]
+    return [sizes[-1], *sizes[:-1]][:steps]
 
 
-def where(sizes: list[int]) -> str:
-    """As in: on 1, 2 and 3 processes. One number twice means two runs."""
+def describe_proof(proof: Proof, exact: bool) -> str:
+    """Return the result as one sentence."""
+    difference = proof.difference
+    if difference is None:
+        return f"equal: {describe_equality(proof, exact)}"
+    name = difference.tensor
+    if not name.startswith(difference.kind):
+        name = f"{difference.kind} {name}"
+    time = f"at step {difference.step}" if difference.step else "before the first step"
+    amount = ""
+    if difference.relative is not None:
+        amount = f", by {difference.relative:.1e} relative"
+    return (
+        f"different: {name} {time}, {format_sizes(difference.sizes)}{amount}."
+        f" Likely cause: {difference.cause}"
+    )
+
+
+def describe_equality(proof: Proof, exact: bool) -> str:
+    if exact:
+        compared = "every bit of every loss and weight"
+    else:
+        weight_tolerance = WEIGHT_TOLERANCE_FACTOR * DDP_TOLERANCE
+        compared = f"losses within {DDP_TOLERANCE:g}, weights within {weight_tolerance:g}"
+    resumed = ""
+    if proof.resumed:
+        chain = [size for size, _ in proof.resumed] + [proof.resumed[-1][1]]
+        resumed = f", resumed {' > '.join(map(str, chain))}"
+    return f"{compared}, in {proof.steps} steps {format_sizes(proof.sizes)}{resumed}"
+
+
+def format_sizes(sizes: list[int]) -> str:
+    """Return "on 1, 2 and 3 processes"; one number twice means two runs."""
     if len(sizes) == 2 and sizes[0] == sizes[1]:
-        return f"in two runs {where(sizes[:1])}"
-    before = f"{', '.join(map(str, sizes[:-1]))} and " if len(sizes) > 1 else ""
-    return f"on {before}{sizes[-1]} process{'' if sizes == [1] else 'es'}"
+        return f"in two runs {format_sizes(sizes[:1])}"
+    *first_sizes, last_size = map(str, sizes)
+    text = f"{', '.join(first_sizes)} and {last_size}" if first_sizes else last_size
+    return f"on {text} process{'' if sizes == [1] else 'es'}"

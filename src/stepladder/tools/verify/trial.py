@@ -1,6 +1,4 @@
-"""One training in a run directory of its own, what each rank does for it, and where two of them
-first part.
-"""
+"""One training for `stepladder verify`, and the first difference between two of them."""
 
 from __future__ import annotations
 
@@ -28,71 +26,80 @@ from stepladder.train.replica_check import ReplicasDiffer
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import Trainer
 
-ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
-STEPS = 12
-WEIGHTS_TO_LOSS = (
-    100  # tolerances: rounding that flips one ReLU shows in a weight long before it does in a loss
-)
+TRIAL_FILE = "trial.json"  # the number of steps, and the tensors before the first
+GUARD_REPORT_FILE = "replicas-differ.json"  # the difference at which the guard stopped a training
+TRIAL_STEPS = 12
+# Rounding that flips one ReLU shows in a weight long before it does in a loss.
+WEIGHT_TOLERANCE_FACTOR = 100
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A training that has ended. sizes: processes, one number after the other where it was resumed."""
+    """A training that has ended, in a run directory of its own.
+
+    `sizes` has its number of processes, and one more for each time that it was resumed.
+    """
 
     folder: Path
     sizes: list[int]
 
     def read(self, name: str) -> dict[str, Any]:
-        """A file of the run directory; nothing where it is not there."""
+        """Return a JSON file of the run directory; an empty dict if there is none."""
         path = self.folder / name
-        return json.loads(path.read_bytes()) if path.exists() else {}
+        if not path.exists():
+            return {}
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        return content
 
     @property
-    def stopped(self) -> dict[str, Any]:
-        """What the guard found where it ended the training: fields of Difference. Else nothing."""
-        return self.read(STOPPED_BY_GUARD)
+    def guard_report(self) -> dict[str, Any]:
+        """Fields of Difference, if the guard has stopped the training; else an empty dict."""
+        return self.read(GUARD_REPORT_FILE)
 
     @property
     def steps(self) -> int:
-        return int(self.read(ABOUT)["steps"])
+        return int(self.read(TRIAL_FILE)["steps"])
 
     @property
     def weights_sha256(self) -> str | None:
         return self.read(RESULT_FILE).get("weights_sha256")
 
     def size_at(self, step: int) -> int:
-        """The number of processes that trained this step."""
-        ends = (last_step(self.steps, part, len(self.sizes)) for part in range(1, len(self.sizes)))
+        """Return the number of processes that trained this step."""
+        num_parts = len(self.sizes)
+        ends = (compute_last_step(self.steps, part, num_parts) for part in range(1, num_parts))
         return self.sizes[sum(end < step for end in ends)]
 
-    def own_difference(self) -> Difference | None:
-        """What the training says of itself: its ranks differ, or its ledger is not the plan's."""
-        if found := self.stopped:
-            return Difference(**found, sizes=self.sizes)
+    def find_inner_difference(self) -> Difference | None:
+        """Return how the training's ranks differ, or its ledger from its plan."""
+        report = self.guard_report
+        if report:
+            return Difference(**report, sizes=self.sizes)
         problems = audit(self.folder).problems
-        return Difference(0, "ledger", "ledger", self.sizes, problems[0]) if problems else None
+        if not problems:
+            return None
+        return Difference(0, "ledger", "ledger", self.sizes, problems[0])
 
-    def losses(self) -> dict[int, float]:
-        lines = map(
-            json.loads, (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        )
-        return {line["step"]: line["loss"] for line in lines if "lr" in line}
+    def read_losses(self) -> dict[int, float]:
+        """Return the loss of each step."""
+        lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        return {record["step"]: record["loss"] for record in records if "lr" in record}
 
-    def snapshots(self) -> dict[int, Path]:
-        """By steps done."""
-        return {
-            int(path.name.split("_")[1]): path
-            for path in Snapshots(self.folder / SNAPSHOTS_FOLDER).paths()
-        }
+    def find_snapshots(self) -> dict[int, Path]:
+        """Return the snapshots by the number of steps done."""
+        paths = Snapshots(self.folder / SNAPSHOTS_FOLDER).paths()
+        return {int(path.name.split("_")[1]): path for path in paths}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two trainings part.
+    """The first value in which two trainings differ.
 
-    step: steps done, 0 is before the first.  kind: loss, parameter, buffer, optimizer, ledger, or
-    what the guard names.  tensor: its name.  sizes: the numbers of processes that differ.
-    relative: by how much."""
+    `step` counts the steps done, 0 is before the first. `kind` is loss, parameter, buffer,
+    optimizer, ledger or a kind of the guard. `sizes` are the numbers of processes that differ,
+    `relative` is the difference relative to the larger value.
+    """
 
     step: int
     tensor: str
@@ -102,56 +109,58 @@ class Difference:
     relative: float | None = None
 
 
-def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) -> int:
-    """What a rank does: train up to the end of one part of the steps. What the guard finds goes
-    into a file.
+def train_part(
+    request: TrainRequest, requested_steps: int | None, part: int, num_parts: int
+) -> int:
+    """Train on one rank to the end of a part of the steps; return the exit code.
+
+    A difference between the ranks ends the training and is written to GUARD_REPORT_FILE.
     """
     run_dir = request.settings.run_dir
     with join_process_group(request) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
         spec = RunSpec.make(job, request.settings, recipe, comm)
-        steps = steps_to_train(spec.plan, spec.num_steps, asked)
+        steps = choose_num_steps(spec.plan, spec.num_steps, requested_steps)
         if comm.world.is_first:
+            content = {"steps": steps, "tensors": hash_tensors(job.model)}
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / ABOUT).write_text(
-                json.dumps({"steps": steps, "tensors": tensors_of(job.model)}), encoding="utf-8"
-            )
-        settings = replace(request.settings, steps=last_step(steps, part, parts))
+            (run_dir / TRIAL_FILE).write_text(json.dumps(content), encoding="utf-8")
+        settings = replace(request.settings, steps=compute_last_step(steps, part, num_parts))
         try:
             Trainer(job, settings, recipe, comm).fit()
         except ReplicasDiffer as error:
-            _say_why(
+            _write_guard_report(
                 run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause
             )
-        except (
-            BufferChanged
-        ) as error:  # of exact mode: a difference that has a name before it happens
+        except BufferChanged as error:  # exact mode refuses the buffer before ranks differ
             step = getattr(error, "step", 1)
-            _say_why(run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.problem)
+            _write_guard_report(
+                run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.problem
+            )
             raise
     return 0
 
 
-def _say_why(run_dir: Path, **found: Any) -> None:
-    """Whole, for several ranks may say it at once. found: fields of Difference."""
-    durable.write(run_dir / STOPPED_BY_GUARD, json.dumps(found), fsync=False)
+def _write_guard_report(run_dir: Path, **fields: Any) -> None:
+    """Write fields of Difference atomically, as several ranks may write at once."""
+    durable.write(run_dir / GUARD_REPORT_FILE, json.dumps(fields), fsync=False)
 
 
-def steps_to_train(plan: Plan, num_steps: int, asked: int | None) -> int:
-    """About 12, or past the first epoch's end and its short last batch where that is near."""
-    near = plan.steps_per_epoch + 1 if plan.steps_per_epoch < 2 * STEPS else STEPS
-    return min(num_steps, asked or max(STEPS, near))
+def choose_num_steps(plan: Plan, num_steps: int, requested_steps: int | None) -> int:
+    """Return about 12, or one step past the first epoch if its short last batch is near."""
+    steps = TRIAL_STEPS
+    if plan.steps_per_epoch < 2 * TRIAL_STEPS:
+        steps = max(steps, plan.steps_per_epoch + 1)
+    return min(num_steps, requested_steps or steps)
 
 
-def last_step(steps: int, part: int, parts: int) -> int:
-    """Where part 1, 2, ... of so many ends."""
-    return max(part, steps * part // parts)
+def compute_last_step(steps: int, part: int, num_parts: int) -> int:
+    """Return the last step of part 1, 2, ..., num_parts."""
+    return max(part, steps * part // num_parts)
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Per tensor of a snapshot, in registration order, its kind and its value before the first step
-    as a hash.
-    """
+def hash_tensors(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the kind and a hash of each tensor of a snapshot, in registration order."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
         name: ["parameter" if name in params else "buffer", fingerprint(tensor).hex()]
@@ -159,61 +168,80 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
     }
 
 
-def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference | None:
-    """The first step and tensor by which they differ: by any bit, or relative to their size by more
-    than
+def find_first_difference(first: Trial, second: Trial, tolerance: float) -> Difference | None:
+    """Return the first step and tensor in which two trainings differ, None if they are equal.
 
-    `tolerance` for a loss and 100 times that for a tensor.
+    A loss may differ by `tolerance`, relative to its size, and a tensor by
+    WEIGHT_TOLERANCE_FACTOR times that. With 0 every bit counts.
     """
-    start_one, start_other = (trial.read(ABOUT)["tensors"] for trial in (one, other))
-    kinds = {name: kind for name, (kind, _) in (start_other | start_one).items()}
-    for name in kinds:
-        if start_one.get(name) != start_other.get(name):
-            return Difference(0, name, kinds[name], [one.size_at(0), other.size_at(0)])
-    losses = one.losses(), other.losses()
-    snapshots = one.snapshots(), other.snapshots()
-    for step in range(1, one.steps + 1):
-        mine, theirs = (torch.tensor(loss[step], dtype=torch.float64) for loss in losses)
-        compared = pairs(snapshots[0][step], snapshots[1][step], kinds)
-        for kind, name, a, b in chain([("loss", "loss", mine, theirs)], compared):
-            allowed = tolerance if kind == "loss" else WEIGHTS_TO_LOSS * tolerance
-            if not (relative := distance(a, b)) <= allowed:  # so that NaN differs
-                return Difference(
-                    step, name, kind, [one.size_at(step), other.size_at(step)], "", relative
-                )
+    tensors = first.read(TRIAL_FILE)["tensors"]
+    second_tensors = second.read(TRIAL_FILE)["tensors"]
+    kinds = {name: kind for name, (kind, _) in (second_tensors | tensors).items()}
+    for name, kind in kinds.items():
+        if tensors.get(name) != second_tensors.get(name):
+            return Difference(0, name, kind, [first.size_at(0), second.size_at(0)])
+    losses = first.read_losses()
+    second_losses = second.read_losses()
+    snapshots = first.find_snapshots()
+    second_snapshots = second.find_snapshots()
+    for step in range(1, first.steps + 1):
+        loss = torch.tensor(losses[step], dtype=torch.float64)
+        second_loss = torch.tensor(second_losses[step], dtype=torch.float64)
+        pairs = pair_values(snapshots[step], second_snapshots[step], kinds)
+        for kind, name, a, b in chain([("loss", "loss", loss, second_loss)], pairs):
+            allowed = tolerance if kind == "loss" else WEIGHT_TOLERANCE_FACTOR * tolerance
+            relative = measure_distance(a, b)
+            if not relative <= allowed:  # NaN differs
+                sizes = [first.size_at(step), second.size_at(step)]
+                return Difference(step, name, kind, sizes, relative=relative)
     return None
 
 
-def pairs(
-    one: Path, other: Path, kinds: dict[str, str] | None = None
+def pair_values(
+    first_path: Path, second_path: Path, kinds: dict[str, str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    """(kind, name, value, value) of two snapshots: parameters and buffers, the optimizer's state,
-    its settings.
+    """Yield (kind, name, value, value) of the tensors and the optimizer's state of two snapshots.
 
-    kinds: of the tensors by name, in order; None: all are weights.
+    `kinds` has the kind of each tensor to compare, in order; None compares all, as weights.
     """
-    snapshots = read_snapshot(one), read_snapshot(other)
-    a, b = (snapshot.tensors() for snapshot in snapshots)
-    for name, kind in (dict.fromkeys(a, "weights") if kinds is None else kinds).items():
-        if name in a and name in b:  # a tied weight is stored once
-            yield kind, name, a[name], b[name]
-    states = [snapshot.state()["optimizer"] for snapshot in snapshots]
-    a, b = (state["state"] for state in states)
-    for place in a:
-        for name, value in a[place].items():
-            yield "optimizer", f"{name} of parameter {place}", value, b.get(place, {}).get(name)
-    groups = zip(*(state["param_groups"] for state in states), strict=False)
-    for number, (mine, theirs) in enumerate(groups):
-        for name in mine:
-            yield "optimizer", f"{name} of group {number}", mine[name], theirs.get(name)
+    first = read_snapshot(first_path)
+    second = read_snapshot(second_path)
+    tensors = first.tensors()
+    second_tensors = second.tensors()
+    if kinds is None:
+        kinds = dict.fromkeys(tensors, "weights")
+    for name, kind in kinds.items():
+        if name in tensors and name in second_tensors:  # a tied weight is stored once
+            yield kind, name, tensors[name], second_tensors[name]
+    yield from pair_optimizer_values(first.state()["optimizer"], second.state()["optimizer"])
 
 
-def distance(a: Any, b: Any) -> float:
-    """0 for equal bits; else the norm of the difference over the larger norm, or infinity."""
+def pair_optimizer_values(
+    first: dict[str, Any], second: dict[str, Any]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield (kind, name, value, value) of the state and the settings of two optimizers."""
+    for index, state in first["state"].items():
+        second_state = second["state"].get(index, {})
+        for name, value in state.items():
+            yield "optimizer", f"{name} of parameter {index}", value, second_state.get(name)
+    groups = zip(first["param_groups"], second["param_groups"], strict=False)
+    for index, (group, second_group) in enumerate(groups):
+        for name, value in group.items():
+            yield "optimizer", f"{name} of group {index}", value, second_group.get(name)
+
+
+def measure_distance(a: Any, b: Any) -> float:
+    """Return the norm of the difference over the larger norm: 0 for equal bits.
+
+    Values that cannot be subtracted have the distance infinity.
+    """
     if fingerprint(a) == fingerprint(b):
         return 0.0
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
         return math.inf
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     size = float(max(a.norm(), b.norm()))
-    return float((a - b).norm()) / size if size else 1e-300  # zeros of other signs
+    if size == 0:
+        return 1e-300  # zeros of different signs: not equal, but as close as can be
+    return float((a - b).norm()) / size
