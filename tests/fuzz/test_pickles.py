@@ -27,8 +27,8 @@ class Config:
 
 def build(config):
     model = torch.nn.Linear(3, 2)
-    return stepladder.Job(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: (m(x).sum(), len(x)),
-                          torch.ones(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return stepladder.Job(model, optimizer, lambda m, x: (m(x).sum(), len(x)), torch.ones(4, 3))
 """
 WEIGHTS = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
 COMMAND = "touch called"

@@ -1,4 +1,4 @@
-"""`train --dry-run`: a run's definition and its memory, with nothing trained and nothing written."""
+"""`train --dry-run` prints a run's definition and its memory; it trains and writes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTH, ROWS = 256, 64
 
 
 def build() -> Job:
-    """Tied and copied weights, batch norm, an embedding; a loss that reads a number of its batch."""
+    """Return a job with tied and copied weights, batch norm and an embedding."""
     torch.manual_seed(0)
     last = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(
@@ -75,10 +75,10 @@ def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
 def estimated(
     settings: Settings, size: int = 1, build: Callable[[], Job] = build
 ) -> MemoryEstimate:
-    weightless = FakeModelBuilder()
+    fake_builder = FakeModelBuilder()
     comm = FakeComm(World(size - 1, size, size - 1, size), shares_memory=True)
     return estimate_memory(
-        weightless, RunSpec.make(weightless.build(build), settings, Recipe(), comm), comm
+        fake_builder, RunSpec.make(fake_builder.build(build), settings, Recipe(), comm), comm
     )
 
 
@@ -93,12 +93,13 @@ def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
         ):
             for _ in range(2):
                 loop.step()
-    now = most = 0
+    current = 0
+    peak = 0
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
 
 
 @pytest.mark.parametrize("sync", ["ddp", "exact"])
@@ -113,15 +114,18 @@ def test_computed_is_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_pa
 
 def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     settings = settings_of("ddp", tmp_path)
-    whole, sharded = estimated(settings, 2), estimated(replace(settings, shard="optimizer"), 2)
+    unsharded = estimated(settings, 2)
+    sharded = estimated(replace(settings, shard="optimizer"), 2)
     job = build()
     parameters = sum(p.nbytes for p in job.model.parameters())
-    assert whole.weights == parameters + sum(b.nbytes for b in job.model.buffers())
-    assert whole.data == sum(t.nbytes for t in job.train_data)
-    assert 2 * parameters < whole.optimizer < 2.001 * parameters  # with a count of steps for each
-    assert sharded.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
-    copied = estimated(replace(settings, shard="optimizer", shard_copies=2), 4)
-    assert copied.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+    assert unsharded.weights == parameters + sum(b.nbytes for b in job.model.buffers())
+    assert unsharded.data == sum(t.nbytes for t in job.train_data)
+    assert (
+        2 * parameters < unsharded.optimizer < 2.001 * parameters
+    )  # with a count of steps for each
+    assert sharded.optimizer == pytest.approx(unsharded.optimizer / 2, rel=0.01)
+    with_copies = estimated(replace(settings, shard="optimizer", shard_copies=2), 4)
+    assert with_copies.optimizer == pytest.approx(unsharded.optimizer / 2, rel=0.01)
 
 
 PAST_FORWARD = """
@@ -137,7 +141,9 @@ def build(config):
     model = torch.nn.Module()
     model.table = torch.nn.Embedding(64, 8)
     optimizer = torch.optim.Adam(model.parameters())
-    return Job(model, optimizer, lambda model, rows: model.table(rows).square().mean(), torch.arange(64))
+    def loss(model, rows):
+        return model.table(rows).square().mean()
+    return Job(model, optimizer, loss, torch.arange(64))
 """
 
 
@@ -148,8 +154,10 @@ def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
     Path("job.py").write_text(PAST_FORWARD)
     with pytest.raises(SystemExit, match=r"^0$"):
         stepladder.cli.main(["train", "job.py", "--dry-run", "--json"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {one["shard"] for one in found["memory"]} == {"none", "optimizer"}, found["advice"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {estimate["shard"] for estimate in result["memory"]} == {"none", "optimizer"}, result[
+        "advice"
+    ]
     with pytest.raises(SystemExit, match=r"^0$"):
         stepladder.cli.main(["train", "job.py", "--dry-run", "--nproc", "2", "--shard", "full"])
     assert "the memory cannot be computed: " in capsys.readouterr().out
@@ -160,28 +168,28 @@ def test_full_is_computed_by_rows_and_leaves_no_group(
     sync: Literal["ddp", "exact"], tmp_path: Path
 ) -> None:
     settings = settings_of(sync, tmp_path)
-    whole, rows = (estimated(replace(settings, shard=shard), 2) for shard in ("none", "full"))
-    assert rows.weights == pytest.approx(whole.weights / 2, rel=0.02)
-    assert rows.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)
-    assert rows.peak < whole.peak and not torch.distributed.is_initialized()
+    unsharded, rows = (estimated(replace(settings, shard=shard), 2) for shard in ("none", "full"))
+    assert rows.weights == pytest.approx(unsharded.weights / 2, rel=0.02)
+    assert rows.optimizer == pytest.approx(unsharded.optimizer / 2, rel=0.02)
+    assert rows.peak < unsharded.peak and not torch.distributed.is_initialized()
 
 
 def test_full_is_computed_again_where_groups_have_other_names(tmp_path: Path) -> None:
     settings = replace(settings_of("exact", tmp_path), shard="full")
     first = estimated(settings, 2)
-    torch.distributed.distributed_c10d._world.group_count += (
-        3  # as after groups that were left; torch names by it
-    )
+    # torch names groups by this count, which earlier groups have raised.
+    torch.distributed.distributed_c10d._world.group_count += 3
     assert estimated(settings, 2) == first
 
 
 @pytest.mark.ranks
 def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> None:
-    settings, ranks = replace(settings_of("ddp", tmp_path), shard="full"), 3
-    found = run_ranks(measured, ranks, settings, build_blocks)
+    settings = replace(settings_of("ddp", tmp_path), shard="full")
+    ranks = 3
+    peaks = run_ranks(measured, ranks, settings, build_blocks)
     weights = [param.numel() for param in build_blocks().model.parameters()]
     two_blocks = 8 * (sum(weights[:2]) + sum(weights[2:4]))  # their weights and gradients
-    assert max(found) < 1.1 * (16 * sum(weights) / ranks + two_blocks)
+    assert max(peaks) < 1.1 * (16 * sum(weights) / ranks + two_blocks)
 
 
 @pytest.mark.ranks
@@ -189,19 +197,16 @@ def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> No
 def test_full_is_computed_near_what_is_measured(
     sync: Literal["ddp", "exact"], tmp_path: Path
 ) -> None:
-    settings, ranks = (
-        replace(settings_of(sync, tmp_path), shard="full"),
-        3,
-    )  # the last has fewer rows
-    most = max(run_ranks(measured, ranks, settings, build_blocks))
-    assert estimated(settings, ranks, build_blocks).peak == pytest.approx(most, rel=0.05)
+    settings = replace(settings_of(sync, tmp_path), shard="full")
+    ranks = 3  # the last has fewer rows
+    peak = max(run_ranks(measured, ranks, settings, build_blocks))
+    assert estimated(settings, ranks, build_blocks).peak == pytest.approx(peak, rel=0.05)
 
 
 def test_weights_take_no_memory() -> None:
     def large() -> Job:
-        model = nn.Sequential(
-            *(nn.Linear(2**14, 2**14, bias=False) for _ in range(512))
-        )  # of a GB each
+        layers_of_a_gb = (nn.Linear(2**14, 2**14, bias=False) for _ in range(512))
+        model = nn.Sequential(*layers_of_a_gb)
         return Job(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -228,14 +233,14 @@ def test_the_command(
     code, out, _ = typed(
         "--dry-run", "--json", "--nproc", "2", "--hidden", "300", "--device-memory", "20KB"
     )
-    found = json.loads(out.splitlines()[-1])
-    assert code == 0 and found["definition"]["hidden"] == 300 and found["steps"] == 1
-    assert {(one["nproc"], one["shard"]) for one in found["memory"]} >= {
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and result["definition"]["hidden"] == 300 and result["steps"] == 1
+    assert {(estimate["nproc"], estimate["shard"]) for estimate in result["memory"]} >= {
         (1, "none"),
         (2, "none"),
         (2, "optimizer"),
     }
-    assert set(found) | set(found["memory"][0]) == documented_keys("A dry run")
+    assert set(result) | set(result["memory"][0]) == documented_keys("A dry run")
     code, out, _ = typed("--dry-run", "--device-memory", "1GB")
     assert code == 0 and "learning rate 0.1" in out and "fits in 1 GB on 1 process\n" in out
     assert typed("--device-memory", "1GB")[2].startswith(
@@ -247,7 +252,7 @@ def test_the_command(
 
 @pytest.fixture
 def each_warning() -> Iterator[None]:
-    """Also those that torch gives once in a process."""
+    """Let torch repeat the warnings that it gives only once in a process."""
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
@@ -260,7 +265,7 @@ def test_the_command_has_figures_of_exact_full(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text((JOBS / "plain.py").read_text().replace("optim.SGD", "optim.AdamW"))
-    words = [
+    flags = [
         "--hidden",
         "300",
         "--dry-run",
@@ -273,15 +278,19 @@ def test_the_command_has_figures_of_exact_full(
         "full",
     ]
     with pytest.raises(SystemExit) as ended:
-        stepladder.cli.main(["train", "job.py", *words])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    state = {one["shard"]: one["optimizer"] for one in found["memory"] if one["nproc"] == 2}
-    assert ended.value.code == 0 and set(state) == {"none", "optimizer", "full"}, found["advice"]
+        stepladder.cli.main(["train", "job.py", *flags])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    state = {
+        estimate["shard"]: estimate["optimizer"]
+        for estimate in result["memory"]
+        if estimate["nproc"] == 2
+    }
+    assert ended.value.code == 0 and set(state) == {"none", "optimizer", "full"}, result["advice"]
     assert 0 < state["full"] < state["none"]
 
 
 @pytest.mark.parametrize(
-    "fits, asked, shard, said",
+    "fits, requested_size, shard, expected",
     [
         ({(1, "none"): 5, (2, "none"): 5}, 2, "none", "fits in 5e-09 GB on 2 processes"),
         (
@@ -310,8 +319,10 @@ def test_the_command_has_figures_of_exact_full(
         ),
     ],
 )
-def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:
-    found = [
+def test_what_to_type(
+    fits: dict[tuple[int, str], int], requested_size: int, shard: str, expected: str
+) -> None:
+    estimates = [
         Estimate(nproc, name, MemoryEstimate(0, 0, 0, peak)) for (nproc, name), peak in fits.items()
     ]
-    assert advise(found, asked, shard, 5).startswith(said)
+    assert advise(estimates, requested_size, shard, 5).startswith(expected)

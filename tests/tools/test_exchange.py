@@ -52,82 +52,88 @@ class Net(nn.Module):
 def build(config):
     model = Net(config.width)
     data = torch.arange(44) % 11
-    return stepladder.Job(
-        model, torch.optim.AdamW(model.parameters()), lambda model, x: (model(x).square().sum(), len(x)), data)
+    def loss(model, x):
+        return model(x).square().sum(), len(x)
+    return stepladder.Job(model, torch.optim.AdamW(model.parameters()), loss, data)
 """
 
 
 @pytest.fixture
-def typed(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def type_command(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Type `stepladder ...` in tmp_path, where there is a job.py: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(JOB)
 
-    def type_it(*args: object) -> tuple[int, str, str]:
+    def run_command(*args: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             stepladder.cli.main([*map(str, args)])
         sys.modules.pop("job", None)
         assert isinstance(ended.value.code, int)
         return ended.value.code, *capsys.readouterr()
 
-    return type_it
+    return run_command
 
 
-def trained(typed: Any) -> dict[str, torch.Tensor]:
+def trained(type_command: Any) -> dict[str, torch.Tensor]:
     """The weights of a run in `run`, as its model has them."""
-    assert typed("train", "job.py", "--run-dir", "run", "--steps", 2, "--global-batch", 8)[0] == 0
-    found = read_newest_snapshot(Path("run")).tensors()
-    return {**found, "head.weight": found["tokens.weight"]}
+    assert (
+        type_command("train", "job.py", "--run-dir", "run", "--steps", 2, "--global-batch", 8)[0]
+        == 0
+    )
+    read_back = read_newest_snapshot(Path("run")).tensors()
+    return {**read_back, "head.weight": read_back["tokens.weight"]}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
-def imported(typed: Any, folder: str, *flags: object) -> tuple[int, str, str]:
-    return typed("import", folder, "--run-dir", "new", "job.py", *flags)
+def import_folder(type_command: Any, folder: str, *flags: object) -> tuple[int, str, str]:
+    return type_command("import", folder, "--run-dir", "new", "job.py", *flags)
 
 
-def test_safetensors_are_what_the_library_reads_and_come_back(typed: Any) -> None:
-    weights = trained(typed)
-    code, out, _ = typed("export", "run", "--to", "safetensors", "out")
+def test_safetensors_are_what_the_library_reads_and_come_back(type_command: Any) -> None:
+    weights = trained(type_command)
+    code, out, _ = type_command("export", "run", "--to", "safetensors", "out")
     assert (code, out) == (0, "written: out: 10 tensors, 0.0 MB, of step_00000002\n")
-    found = load_file("out/model.safetensors")
-    assert same(found, {name: weights[name] for name in weights if name != "head.weight"})
-    assert imported(typed, "out")[0::2] == (0, "")
-    assert same(read_newest_snapshot(Path("new")).tensors(), found)
+    read_back = load_file("out/model.safetensors")
+    assert same(read_back, {name: weights[name] for name in weights if name != "head.weight"})
+    assert import_folder(type_command, "out")[0::2] == (0, "")
+    assert same(read_newest_snapshot(Path("new")).tensors(), read_back)
 
 
 def test_a_large_model_has_several_files_and_an_index(
-    typed: Any, monkeypatch: pytest.MonkeyPatch
+    type_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = trained(typed)
+    weights = trained(type_command)
     monkeypatch.setattr(weight_export, "MAX_WEIGHTS_FILE_BYTES", 300)
-    assert typed("export", "run", "--to", "safetensors", "out")[0] == 0
+    assert type_command("export", "run", "--to", "safetensors", "out")[0] == 0
     files = sorted(path.name for path in Path("out").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads(Path("out/model.safetensors.index.json").read_text())
-    found = {name: load_file(f"out/{file}")[name] for name, file in index["weight_map"].items()}
+    read_back = {name: load_file(f"out/{file}")[name] for name, file in index["weight_map"].items()}
     del weights["head.weight"]
-    assert same(found, weights)
+    assert same(read_back, weights)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
-    assert imported(typed, "out")[0::2] == (0, "")
+    assert import_folder(type_command, "out")[0::2] == (0, "")
     assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
-def test_dcp_is_what_torch_reads_and_comes_back(typed: Any) -> None:
-    weights = trained(typed)
-    assert typed("export", "run", "--to", "dcp", "out")[0] == 0
-    found = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-    dcp.load(found, checkpoint_id="out", no_dist=True)
-    assert same(found, weights)
-    assert imported(typed, "out")[0::2] == (0, "")
+def test_dcp_is_what_torch_reads_and_comes_back(type_command: Any) -> None:
+    weights = trained(type_command)
+    assert type_command("export", "run", "--to", "dcp", "out")[0] == 0
+    read_back = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    dcp.load(read_back, checkpoint_id="out", no_dist=True)
+    assert same(read_back, weights)
+    assert import_folder(type_command, "out")[0::2] == (0, "")
     del weights["head.weight"]
     assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
 def save_by_two(comm: Any, folder: str, weights: dict[str, torch.Tensor]) -> None:
-    """As a loop with FSDP2 does, beside an optimizer."""
+    """Save as a loop with FSDP2 does, together with an optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -140,24 +146,27 @@ def save_by_two(comm: Any, folder: str, weights: dict[str, torch.Tensor]) -> Non
 
 @pytest.mark.ranks
 def test_a_checkpoint_of_two_ranks_beside_an_optimizer_is_imported(
-    typed: Any, tmp_path: Path
+    type_command: Any, tmp_path: Path
 ) -> None:
-    weights = trained(typed)
+    weights = trained(type_command)
     run_ranks(save_by_two, 2, str(tmp_path / "out"), weights)
-    assert imported(typed, "out")[0::2] == (0, "")
+    assert import_folder(type_command, "out")[0::2] == (0, "")
     del weights["head.weight"]
     assert same(read_newest_snapshot(Path("new")).tensors(), weights)
 
 
-def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
-    weights = trained(typed)
-    typed("export", "run", "--to", "safetensors", "out")
-    imported(typed, "out")
-    code, _, err = typed(
+def test_a_run_begins_with_what_was_imported(type_command: Any) -> None:
+    weights = trained(type_command)
+    type_command("export", "run", "--to", "safetensors", "out")
+    import_folder(type_command, "out")
+    code, _, err = type_command(
         "train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8, "--lr", 1
     )
     assert code == 2 and "no field lr" in err
-    assert typed("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8)[0] == 0
+    assert (
+        type_command("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8)[0]
+        == 0
+    )
     loss = json.loads(Path("new/metrics.jsonl").read_text().splitlines()[0])["loss"]
     first = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert loss != pytest.approx(first)
@@ -166,26 +175,27 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
     torch.testing.assert_close(
         after.tensors()["blocks.0.weight"], weights["blocks.0.weight"], atol=2e-3, rtol=0
     )
-    assert typed("audit", "new")[0] == 0
+    assert type_command("audit", "new")[0] == 0
 
 
 def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
-    whole, count = torch.arange(21.0).view(7, 3).bfloat16(), torch.tensor(3)
+    full = torch.arange(21.0).view(7, 3).bfloat16()
+    count = torch.tensor(3)
     snapshots = Snapshots(tmp_path / "run" / "snapshots")
     with snapshots.create(4) as aside:
         cuts = [(0, 3), (3, 7)]
         parts = [
-            write_part(aside, n, {"model/w": TensorSlice(whole[lo:hi], lo, [7, 3])})
+            write_part(aside, n, {"model/w": TensorSlice(full[lo:hi], lo, [7, 3])})
             for n, (lo, hi) in enumerate(cuts)
         ]
-        about = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
-        write_snapshot_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
+        manifest = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
+        write_snapshot_files(aside, {"model": {"n": count}, "state": {}}, manifest, parts)
     for to in ("safetensors", "dcp"):
         weight_export.export(tmp_path / "run", to, tmp_path / to)
-    assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": whole, "n": count})
-    found = {name: torch.empty(7, 3, dtype=torch.bfloat16) for name in ("w", "tied")}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert same(found, {"w": whole, "tied": whole})
+    assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": full, "n": count})
+    read_back = {name: torch.empty(7, 3, dtype=torch.bfloat16) for name in ("w", "tied")}
+    dcp.load(read_back, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert same(read_back, {"w": full, "tied": full})
 
 
 @pytest.mark.parametrize(
@@ -212,12 +222,14 @@ def test_every_type_that_the_format_knows(tmp_path: Path, dtype: torch.dtype) ->
         "t": values.t(),
         "none": values[:0],
     }
-    told = write_tensors(tmp_path / "f", {**tensors, "one": values[0, 0]})
-    found = load_file(tmp_path / "f")
+    written = write_tensors(tmp_path / "f", {**tensors, "one": values[0, 0]})
+    read_back = load_file(tmp_path / "f")
     for name, tensor in {**tensors, "one": values[0, 0]}.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].float(), tensor.float()) if not dtype.is_complex else True
-    assert told["bytes"] == (tmp_path / "f").stat().st_size
+        assert read_back[name].dtype == tensor.dtype and read_back[name].shape == tensor.shape
+        assert (
+            torch.equal(read_back[name].float(), tensor.float()) if not dtype.is_complex else True
+        )
+    assert written["bytes"] == (tmp_path / "f").stat().st_size
 
 
 class Calls:
@@ -225,31 +237,33 @@ class Calls:
         return Path.touch, (Path("called"),)
 
 
-def foreign(kind: str) -> None:
+def make_foreign_folder(kind: str) -> None:
     """A folder `bad` with weights of another model, or that are none."""
-    bad = Path("bad")
-    bad.mkdir()
-    good = load_file("out/model.safetensors")
+    folder = Path("bad")
+    folder.mkdir()
+    weights = load_file("out/model.safetensors")
     if kind == "missing":
-        save_file({n: t for n, t in good.items() if n != "norm.bias"}, bad / "model.safetensors")
+        save_file(
+            {n: t for n, t in weights.items() if n != "norm.bias"}, folder / "model.safetensors"
+        )
     elif kind == "more":
-        save_file({**good, "extra": torch.ones(1)}, bad / "model.safetensors")
+        save_file({**weights, "extra": torch.ones(1)}, folder / "model.safetensors")
     elif kind == "shape":
-        save_file({**good, "norm.bias": torch.ones(3)}, bad / "model.safetensors")
+        save_file({**weights, "norm.bias": torch.ones(3)}, folder / "model.safetensors")
     elif kind == "damaged":
-        (bad / "model.safetensors").write_bytes(Path("out/model.safetensors").read_bytes()[:-9])
+        (folder / "model.safetensors").write_bytes(Path("out/model.safetensors").read_bytes()[:-9])
     elif kind == "leads out":
-        (bad / "model.safetensors.index.json").write_text(
+        (folder / "model.safetensors.index.json").write_text(
             '{"weight_map": {"w": "../out/model.safetensors"}}'
         )
     elif kind == "code":
-        (bad / ".metadata").write_bytes(pickle.dumps(Calls()))
+        (folder / ".metadata").write_bytes(pickle.dumps(Calls()))
     elif kind == "no metadata":
-        (bad / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+        (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
 
 
 @pytest.mark.parametrize(
-    "kind, said",
+    "kind, expected",
     [
         (
             "empty",
@@ -264,37 +278,44 @@ def foreign(kind: str) -> None:
         ("no metadata", ".metadata describes no checkpoint"),
     ],
 )
-def test_a_foreign_folder_is_one_line_and_runs_nothing(typed: Any, kind: str, said: str) -> None:
-    trained(typed)
-    typed("export", "run", "--to", "safetensors", "out")
-    foreign(kind)
-    code, out, err = imported(typed, "bad")
+def test_a_foreign_folder_is_one_line_and_runs_nothing(
+    type_command: Any, kind: str, expected: str
+) -> None:
+    trained(type_command)
+    type_command("export", "run", "--to", "safetensors", "out")
+    make_foreign_folder(kind)
+    code, out, err = import_folder(type_command, "bad")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and said in err and "HINT: " in err
+    assert err.startswith("error: ") and expected in err and "HINT: " in err
     assert not Path("new").exists() and not Path("called").exists()
 
 
-def test_bad_places_are_one_line(typed: Any) -> None:
-    trained(typed)
-    typed("export", "run", "--to", "dcp", "out")
-    for args, said in [
+def test_bad_places_are_one_line(type_command: Any) -> None:
+    trained(type_command)
+    type_command("export", "run", "--to", "dcp", "out")
+    for args, expected in [
         (("export", "run", "--to", "dcp", "out"), "out is there already"),
-        (("export", "nowhere", "--to", "dcp", "other"), "nowhere has no good snapshot (there is none)"),
+        (
+            ("export", "nowhere", "--to", "dcp", "other"),
+            "nowhere has no good snapshot (there is none)",
+        ),
         (("import", "out", "--run-dir", "run", "job.py"), "run is there already"),
-        (("import", "out", "--run-dir", "new", "job.py", "--width", 9), "has shape [8] in out, [9] in the model"),
+        (
+            ("import", "out", "--run-dir", "new", "job.py", "--width", 9),
+            "has shape [8] in out, [9] in the model",
+        ),
         (("import", "out", "--run-dir", "job.py/new", "job.py"), "cannot write job.py/new: "),
     ]:  # fmt: skip
-        code, out, err = typed(*args)
+        code, out, err = type_command(*args)
         assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert said in err
+        assert expected in err
 
 
 def export_on_a_full_disk(_comm: Any, run_dir: Path, to: str) -> str:
     """RLIMIT_FSIZE fails a write as a full disk does, after some of its bytes."""
     target = run_dir.with_name("out")
-    StoredWeights(
-        read_newest_snapshot(run_dir, with_model=False)
-    )  # what is imported late is here now
+    # Load the modules that are imported late, before the limit is set.
+    StoredWeights(read_newest_snapshot(run_dir, with_model=False))
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
     try:
         weight_export.export(run_dir, to, target)
@@ -305,11 +326,9 @@ def export_on_a_full_disk(_comm: Any, run_dir: Path, to: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_a_full_disk_leaves_nothing(typed: Any, tmp_path: Path, to: str) -> None:
-    trained(typed)
-    (said,) = run_ranks(export_on_a_full_disk, 1, tmp_path / "run", to)
-    assert (
-        said
-        == f"cannot write {tmp_path / 'out'}: File too large. HINT: free space there, or choose another DIR"
-    )
+def test_a_full_disk_leaves_nothing(type_command: Any, tmp_path: Path, to: str) -> None:
+    trained(type_command)
+    (message,) = run_ranks(export_on_a_full_disk, 1, tmp_path / "run", to)
+    reason = f"cannot write {tmp_path / 'out'}: File too large"
+    assert message == f"{reason}. HINT: free space there, or choose another DIR"
     assert not list(tmp_path.glob("out*"))

@@ -36,8 +36,8 @@ class Config:
 
 def build(config):
     model = torch.nn.Linear(3, 2)
-    return stepladder.Job(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: (m(x).sum(), len(x)),
-                          torch.ones(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return stepladder.Job(model, optimizer, lambda m, x: (m(x).sum(), len(x)), torch.ones(4, 3))
 """
 WEIGHTS = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
 COMMAND = "touch called"
@@ -56,8 +56,9 @@ class Runs:
 def imported(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[[], tuple[int, str]]:
-    """Import the folder `theirs`, which holds good weights but no .metadata: exit code, stdout and
-    stderr.
+    """Return a function that imports the folder `theirs`, which has good weights but no .metadata.
+
+    The function returns the exit code and the output.
     """
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text(JOB)
@@ -104,19 +105,18 @@ def test_the_folder_is_imported_where_nothing_is_planted(imported: Import) -> No
 
 
 def armed_layout() -> bytes:
-    """BUILD on torch's function: called without arguments, it gives descriptions of good tensors."""
+    """Return BUILD on torch's function, which then returns descriptions of good tensors."""
     pairs = [*p.descriptions(WEIGHTS).items()]
     return LAYOUT + p.value(({"cache": {"x": pairs}}, {"__defaults__": ("x",)})) + p.BUILD
 
 
 def test_a_function_in_place_of_a_method_runs_nothing(imported: Import) -> None:
-    """A check that asks `items()` is told of tensors, torch then finds bytes and unpickles them."""
+    """`items()` would describe tensors to a check, and torch would then unpickle bytes."""
     with io.BytesIO() as file:
         torch.save(Runs(), file)
         Path("theirs/code.distcp").write_bytes(file.getvalue())
-    as_bytes = p.dictionary({key: p.value(BytesStorageMetadata()) for key in WEIGHTS})[
-        1:
-    ]  # without EMPTY_DICT
+    entries = p.dictionary({key: p.value(BytesStorageMetadata()) for key in WEIGHTS})
+    as_bytes = entries[len(p.EMPTY_DICT) :]
     ordered = p.name("collections", "OrderedDict") + p.EMPTY_TUPLE + p.REDUCE + as_bytes
     ordered += p.dictionary({"items": LAYOUT}) + p.BUILD
     length = Path("theirs/code.distcp").stat().st_size
@@ -135,7 +135,10 @@ GETATTR = p.name("builtins", "getattr")
 SETATTR_STATE = p.dictionary({"__setattr__": LAYOUT})
 PLANTED = {
     "BUILD on a function": (armed_layout(), NO_ATTRIBUTES),
-    "BUILD on a function, by slots": (LAYOUT + p.value((None, {"__defaults__": (1,)})) + p.BUILD, NO_ATTRIBUTES),
+    "BUILD on a function, by slots": (
+        LAYOUT + p.value((None, {"__defaults__": (1,)})) + p.BUILD,
+        NO_ATTRIBUTES,
+    ),
     "BUILD on a class": (CHUNK + SETATTR_STATE + p.BUILD, NO_ATTRIBUTES),
     "BUILD on an enum's class": (
         p.name(p.OF_METADATA, "_MEM_FORMAT_ENCODING") + SETATTR_STATE + p.BUILD,
@@ -149,10 +152,19 @@ PLANTED = {
     "BUILD on a list": (p.EMPTY_LIST + SETATTR_STATE + p.BUILD, NO_ATTRIBUTES),
     "BUILD on a torch.Size": (p.value(torch.Size([1])) + SETATTR_STATE + p.BUILD, NO_ATTRIBUTES),
     "BUILD on a dtype": (p.name("torch", "float32") + SETATTR_STATE + p.BUILD, NO_ATTRIBUTES),
-    "BUILD on a function from the memo": (LAYOUT + b"q\x07" + p.POP + b"h\x07" + SETATTR_STATE + p.BUILD, "POP"),
+    "BUILD on a function from the memo": (
+        LAYOUT + b"q\x07" + p.POP + b"h\x07" + SETATTR_STATE + p.BUILD,
+        "POP",
+    ),
     "BUILD with another field": (p.made("ChunkStorageMetadata", SETATTR_STATE), NO_FIELD),
-    "BUILD with __class__": (p.made("ChunkStorageMetadata", p.dictionary({"__class__": CHUNK})), NO_FIELD),
-    "BUILD with __setstate__": (p.made("StorageMeta", p.dictionary({"__setstate__": SYSTEM})), "os.system"),
+    "BUILD with __class__": (
+        p.made("ChunkStorageMetadata", p.dictionary({"__class__": CHUNK})),
+        NO_FIELD,
+    ),
+    "BUILD with __setstate__": (
+        p.made("StorageMeta", p.dictionary({"__setstate__": SYSTEM})),
+        "os.system",
+    ),
     "BUILD with slots": (p.made("MetadataIndex", p.value((None, {"fqn": "x"}))), NO_FIELD),
     "BUILD by TensorProperties.__setstate__": (PROPERTIES + p.value((1, 2)) + p.BUILD, NO_FIELD),
     "BUILD by an OrderedDict": (
@@ -167,10 +179,19 @@ PLANTED = {
     ),
     "REDUCE of a class": (CHUNK + p.value(((0,), (1,))) + p.REDUCE, "it calls "),
     "REDUCE of a text": (p.value("x") + p.EMPTY_TUPLE + p.REDUCE, "it calls what is no function"),
-    "REDUCE of OrderedDict, filled": (ORDERED_DICT + p.value(([("a", 1)],)) + p.REDUCE, "it calls "),
-    "REDUCE of Size, not of numbers": (p.name("torch", "Size") + p.value((("a",),)) + p.REDUCE, "it calls "),
+    "REDUCE of OrderedDict, filled": (
+        ORDERED_DICT + p.value(([("a", 1)],)) + p.REDUCE,
+        "it calls ",
+    ),
+    "REDUCE of Size, not of numbers": (
+        p.name("torch", "Size") + p.value((("a",),)) + p.REDUCE,
+        "it calls ",
+    ),
     "REDUCE of a layout by a number": (LAYOUT + p.value((1,)) + p.REDUCE, "it calls "),
-    "REDUCE with a list": (LAYOUT + p.value(["torch.strided"]) + p.REDUCE, "it calls what is no function"),
+    "REDUCE with a list": (
+        LAYOUT + p.value(["torch.strided"]) + p.REDUCE,
+        "it calls what is no function",
+    ),
     "REDUCE of getattr on a class": (
         GETATTR + p.MARK + CHUNK + p.value("__init__") + b"t" + p.REDUCE,
         "it calls builtins.getattr",
@@ -180,20 +201,35 @@ PLANTED = {
         "it calls builtins.getattr",
     ),
     "STACK_GLOBAL": (p.value("builtins") + p.value("eval") + b"\x93", "it asks for builtins.eval"),
-    "STACK_GLOBAL of no text": (p.value(1) + p.value(2) + b"\x93", "it asks for a class by what is no text"),
+    "STACK_GLOBAL of no text": (
+        p.value(1) + p.value(2) + b"\x93",
+        "it asks for a class by what is no text",
+    ),
     "INST": (p.MARK + p.value(COMMAND) + b"ios\nsystem\n", "INST"),
     "INST of a known class": (f"(i{p.OF_METADATA}\nStorageMeta\n".encode(), "INST"),
     "OBJ": (p.MARK + LAYOUT + p.value("torch.strided") + p.OBJ, "OBJ"),
-    "NEWOBJ with arguments": (CHUNK + p.value((1, 2)) + p.NEWOBJ, "it makes an object that describes no tensor"),
-    "NEWOBJ of a function": (LAYOUT + p.EMPTY_TUPLE + p.NEWOBJ, "it makes an object that describes no tensor"),
+    "NEWOBJ with arguments": (
+        CHUNK + p.value((1, 2)) + p.NEWOBJ,
+        "it makes an object that describes no tensor",
+    ),
+    "NEWOBJ of a function": (
+        LAYOUT + p.EMPTY_TUPLE + p.NEWOBJ,
+        "it makes an object that describes no tensor",
+    ),
     "NEWOBJ_EX": (CHUNK + p.EMPTY_TUPLE + p.EMPTY_DICT + p.NEWOBJ_EX, "NEWOBJ_EX"),
     "EXT1": (b"\x82\x01", "EXT1"),
     "EXT2": (b"\x83\x01\x01", "EXT2"),
     "EXT4": (b"\x84\x01\x01\x01\x01", "EXT4"),
     "PERSID": (b"Psomething\n", "PERSID"),
     "BINPERSID": (p.value("something") + p.BINPERSID, "BINPERSID"),
-    "SETITEM on a function": (LAYOUT + p.value("a") + p.value(1) + p.SETITEM, "it sets items of what is no dict"),
-    "SETITEM on a list": (p.EMPTY_LIST + p.value(0) + p.value(1) + p.SETITEM, "it sets items of what is no dict"),
+    "SETITEM on a function": (
+        LAYOUT + p.value("a") + p.value(1) + p.SETITEM,
+        "it sets items of what is no dict",
+    ),
+    "SETITEM on a list": (
+        p.EMPTY_LIST + p.value(0) + p.value(1) + p.SETITEM,
+        "it sets items of what is no dict",
+    ),
     "SETITEMS by a deep tuple": (
         p.EMPTY_DICT + p.EMPTY_TUPLE + b"\x85" * 10**6 + p.NONE + p.SETITEM,
         "by keys that describe no tensor",
@@ -205,7 +241,7 @@ PLANTED = {
     "an instruction that pickle has not": (b"\xff", "unknown"),
     "nothing on the stack": (b"t" * 9, "do not fit together"),
     "a memo that is empty": (b"h\x99", "do not fit together"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -335,23 +371,23 @@ def test_metadata_of_each_python_is_read(imported: Import, pickler: Any, protoco
 
 def test_metadata_may_name_a_member_by_getattr_and_nothing_else() -> None:
     class Asks:
-        def __init__(self, *asked: Any) -> None:
-            self.asked = asked
+        def __init__(self, *arguments: Any) -> None:
+            self.arguments = arguments
 
         def __reduce__(self) -> Any:
-            return getattr, self.asked
+            return getattr, self.arguments
 
     format_kind = dcp_metadata._MEM_FORMAT_ENCODING
     assert dcp_pickle.Interpreter().run(
         pickle.dumps([Asks(format_kind, "TORCH_CHANNELS_LAST")])
     ) == [None]
-    for asked in (
+    for arguments in (
         (dcp_metadata.Metadata, "__init__"),
         (format_kind, 3),
         (torch.serialization._get_layout, "cache"),
     ):
         with pytest.raises(ValueError, match="it calls builtins"):
-            dcp_pickle.Interpreter().run(pickle.dumps([Asks(*asked)]))
+            dcp_pickle.Interpreter().run(pickle.dumps([Asks(*arguments)]))
 
 
 def test_the_path_of_each_python_is_known() -> None:

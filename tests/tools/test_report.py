@@ -55,7 +55,7 @@ QUIET = [
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on 2 processes, stopped, gone on with 1, and finished."""
+    """A run on 2 processes that was stopped, resumed on 1, and has finished."""
     folder = tmp_path_factory.mktemp("seen")
     flags = "--samples", 256, "--global-batch", 32, "--epochs", 2
     train("mlp", *flags, "--nproc", 2, "--steps", 8, cwd=folder)
@@ -118,13 +118,18 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     assert re.search(r"rank 1 takes \d+\.\d times as long as the others for its share", text), text
     drawn = re.findall(r"<svg[^>]*aria-label=\"([^\"]*)", text)
     assert drawn == [
-        "training loss", "learning rate", "train_loss", "test_mse", "throughput", "time per step and rank",
+        "training loss",
+        "learning rate",
+        "train_loss",
+        "test_mse",
+        "throughput",
+        "time per step and rank",
         "starts",
-    ]  # fmt: skip
-    own, waits = (
+    ]
+    busy, waits = (
         read_run(tmp_path / "r").times.get_cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
     )
-    assert own[1] > 2 * own[0] and waits[0] > own[0], (own, waits)
+    assert busy[1] > 2 * busy[0] and waits[0] > busy[0], (busy, waits)
 
 
 @pytest.mark.ranks
@@ -132,11 +137,11 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
     done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
-    for said in (
+    for expected in (
         "finished: 16 of 16 steps, 2 start(s) on 2 &gt; 1 process(es); samples lost 0",
         "start 2",
     ):
-        assert said in text
+        assert expected in text
     assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] in text
     assert not re.search(r"<script|https?://|@import|url\(", text)
     HTMLParser().feed(text)
@@ -160,9 +165,9 @@ def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path)
     assert describe(read_run(tmp_path))[0].startswith(
         "mlp: 16 of 16 steps, epoch 3 (not running), 1 process"
     )
-    held = RunDir(tmp_path, 0)
+    lock = RunDir(tmp_path, 0)
     assert "not running" not in describe(read_run(tmp_path))[0]
-    held.close()
+    lock.close()
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name, content, found",
+    "name, content, message",
     [
         ("config.json", "", "config.json is damaged"),
         ("config.json", '{"definition": []}', "config.json is damaged"),
@@ -180,11 +185,11 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_named(
-    run_dir: Path, name: str, content: str, found: str, tmp_path: Path
+    run_dir: Path, name: str, content: str, message: str, tmp_path: Path
 ) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match=message):
         read_run(tmp_path)
 
 
@@ -204,10 +209,10 @@ def test_a_damaged_line_is_left_out_and_said(
         ("watch", tmp_path, "--once"),
     ):
         done = run(*command, cwd=tmp_path)
-        said = done.stdout + done.stderr
-        assert done.returncode == 0 and f"{tmp_path / name} is " in said and "left out" in said, (
-            said
-        )
+        output = done.stdout + done.stderr
+        assert (
+            done.returncode == 0 and f"{tmp_path / name} is " in output and "left out" in output
+        ), output
 
 
 @pytest.mark.ranks
@@ -266,13 +271,13 @@ def test_a_page_that_cannot_be_written_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def window(*own: float) -> list[list[float]]:
-    """Ten steps; each rank's seconds for its share, the rest of the slowest one's time in waiting."""
-    return [[0.0, 10 * mine, 10 * (max(own) - mine), 0.0, 0.0] for mine in own]
+def window(*busy: float) -> list[list[float]]:
+    """Return ten steps: each rank is busy for so many seconds, and waits for the slowest."""
+    return [[0.0, 10 * own_s, 10 * (max(busy) - own_s), 0.0, 0.0] for own_s in busy]
 
 
 @pytest.mark.parametrize(
-    "windows, named",
+    "windows, expected",
     [
         ([window(1, 1, 3)] * 5, [2]),
         ([window(1, 1, 1.1)] * 5, []),
@@ -285,12 +290,12 @@ def window(*own: float) -> list[list[float]]:
     ],
 )
 def test_stragglers_are_named_by_their_own_work(
-    windows: list[list[list[float]]], named: list[int]
+    windows: list[list[list[float]]], expected: list[int]
 ) -> None:
     times = RankTimes(TIMING_KEYS)
     for number, rows in enumerate(windows, start=1):
         times.add(10 * number, 10, dict(enumerate(rows)), len(rows))
-    assert [rank for rank, _ in times.find_stragglers()] == named
+    assert [rank for rank, _ in times.find_stragglers()] == expected
 
 
 def test_ticks_are_round_and_within() -> None:
@@ -322,10 +327,11 @@ def test_degenerate_plots_are_drawn(plot: Figure) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
-    """In a real browser, 390 pixels wide: nothing scrolls sideways."""
+    """A real browser, 390 pixels wide, does not scroll sideways."""
     page = tmp_path / "page.html"
     assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
-    probe = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script>"
+    widths = "document.documentElement.scrollWidth + ' of ' + innerWidth"
+    probe = f"<script>document.title = {widths}</script>"
     frame = tmp_path / "frame.html"
     page.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
     frame.write_text(
@@ -342,6 +348,6 @@ def test_the_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
         [*command, "--virtual-time-budget=3000", "--dump-dom", frame.as_uri()],
         capture_output=True, text=True, timeout=SECONDS, check=True,
     ).stdout  # fmt: skip
-    found = re.search(r"<title>(\d+) of (\d+)</title>", shown)
-    assert found is not None, shown[:500]
-    assert int(found[1]) <= int(found[2]) <= 390
+    match = re.search(r"<title>(\d+) of (\d+)</title>", shown)
+    assert match is not None, shown[:500]
+    assert int(match[1]) <= int(match[2]) <= 390

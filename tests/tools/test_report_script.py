@@ -24,7 +24,7 @@ SLOW = JOBS / "slow_rank.py"
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes, of which one is killed; both are started again, and finish."""
+    """The run of two processes: one was killed, and both were restarted and finished."""
     folder = tmp_path_factory.mktemp("seen")
     flags = "--nproc", 2, "--max-restarts", 1, "--run-dir", "its"
     done = run("run", *flags, SLOW, "killed", cwd=folder)
@@ -41,16 +41,13 @@ def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
     counted, compute = (
         record.times.get_cells([0, 1])[..., [0, 1 + STEP_KEYS.index("compute")]].sum(1).T
     )
-    made = (
-        record.starts[0].steps + record.starts[1].steps - 2
-    )  # nobody saw the beginning of a start's first
-    assert (
-        counted[0] == counted[1] and 39 <= counted[0] <= made
-    )  # of the killed one, as far as both have come
+    # The time of a start's first step is not recorded.
+    max_steps = record.starts[0].steps + record.starts[1].steps - 2
+    # The killed start counts up to the step that both ranks have reached.
+    assert counted[0] == counted[1] and 39 <= counted[0] <= max_steps
     assert record.times.last_steps[-1] == record.steps
-    assert (
-        compute[1] > 39 * 0.06 and compute[1] > compute[0]
-    )  # time in the queue for a core counts for both
+    # The time in the queue for a core counts for both ranks.
+    assert compute[1] > 39 * 0.06 and compute[1] > compute[0]
     assert [rank for rank, _ in record.times.find_stragglers()] == [1]
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert logs == {f"attempt-{attempt}.rank-{rank}.log" for attempt in (0, 1) for rank in (0, 1)}
@@ -61,14 +58,14 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
     done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
-    for text_part in (
+    for expected in (
         "slow_rank.py in ",
         "finished: ",
         "2 start(s) on 2 &gt; 2 process(es)",
         "rank 1 takes ",
         "--run-dir its",
     ):
-        assert text_part in text
+        assert expected in text
     assert not re.search(r"<script|https?://|@import|url\(", text) and "nan" not in text
     HTMLParser().feed(text)
     for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
@@ -111,12 +108,14 @@ def test_a_place_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "job").mkdir()
     (tmp_path / "job/config.json").write_text("{}")
-    words = JOBS / "script.py", "about"
+    arguments = JOBS / "script.py", "about"
     refused(
-        run("run", "--run-dir", "file/its", *words, cwd=tmp_path),
+        run("run", "--run-dir", "file/its", *arguments, cwd=tmp_path),
         "run directory file/its cannot be written",
     )
-    refused(run("run", "--run-dir", "job", *words, cwd=tmp_path), "is the run directory of a job")
+    refused(
+        run("run", "--run-dir", "job", *arguments, cwd=tmp_path), "is the run directory of a job"
+    )
 
 
 @pytest.mark.parametrize("launches", ["", "{}\n", "word\n", '{"launch": "a", "code": 0}\n'])
@@ -139,9 +138,9 @@ def head(start: str, size: int, time: float) -> dict[str, object]:
     }
 
 
-def step(last: int, steps: int, time: float, compute: float) -> dict[str, object]:
+def step(last_step: int, steps: int, time: float, compute: float) -> dict[str, object]:
     return {
-        "step": last,
+        "step": last_step,
         "steps": steps,
         "time": time,
         "data": 0.0,
@@ -151,7 +150,7 @@ def step(last: int, steps: int, time: float, compute: float) -> dict[str, object
     }
 
 
-def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
+def write_rank_file(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
     launch = {
         "launch": "a",
         "script": "x.py",
@@ -167,8 +166,8 @@ def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -
 
 
 def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:
-    leave(tmp_path, 0, head("x", 2, 1.0), step(11, 10, 2.0, 1.0), step(21, 10, 3.0, 1.0))
-    leave(
+    write_rank_file(tmp_path, 0, head("x", 2, 1.0), step(11, 10, 2.0, 1.0), step(21, 10, 3.0, 1.0))
+    write_rank_file(
         tmp_path,
         1,
         head("x", 2, 1.1),
@@ -184,7 +183,7 @@ def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Pa
 
 
 def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
-    leave(
+    write_rank_file(
         tmp_path,
         0,
         head("x", 3, 1.0),
@@ -192,7 +191,7 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
         head("x", 2, 50.0),
         step(6, 5, 51.0, 1.0),
     )
-    leave(
+    write_rank_file(
         tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0)
     )  # killed in its first step
     record = read_script_run(tmp_path)
@@ -202,9 +201,8 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        StepClock, "watch_data", lambda _: None
-    )  # it is for this process's whole life
+    # The real method would change this process for all later tests.
+    monkeypatch.setattr(StepClock, "watch_data", lambda _: None)
     recorder = StepRecorder(str(tmp_path))
     with Path("/dev/full").open("w") as full:
         recorder.file = full.fileno()
@@ -214,7 +212,7 @@ def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
-    lines = [
+    begins = [
         {
             "launch": key,
             "script": "x.py",
@@ -230,11 +228,11 @@ def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
         for key, ended, code in (("a", 5.0, 1), ("b", 4.0, 0))
     ]
     (tmp_path / STEPS_FOLDER).mkdir()
-    for last, state in (
-        (lines[:2] + ends, "ended with exit code 1"),
-        (lines + ends, "not running: its launcher ended without a record"),
-        ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
+    for written, state in (
+        (begins[:2] + ends, "ended with exit code 1"),
+        (begins + ends, "not running: its launcher ended without a record"),
+        ([*begins, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
     ):
-        (tmp_path / LAUNCHES_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in last))
+        (tmp_path / LAUNCHES_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in written))
         assert read_script_run(tmp_path).state == state
     assert [launch.code for launch in read_launches(tmp_path)[0]] == [1, 0, 0]

@@ -29,9 +29,9 @@ from stepladder.tools.report.series import (
 )
 
 
-def line_of(step: int, own: list[float], steps: int = 10) -> Line:
+def line_of(step: int, busy: list[float], steps: int = 10) -> Line:
     """A flush in which each rank computed for `own` seconds a step, and waited for the slowest."""
-    seconds = [[0.0, steps * mine, steps * (max(own) - mine), 0.0, 0.25] for mine in own]
+    seconds = [[0.0, steps * own_s, steps * (max(busy) - own_s), 0.0, 0.25] for own_s in busy]
     line = json.loads(json.dumps(make_timing_line(step, steps, np.array(seconds))))
     assert is_timing_line(line)
     return dict(line)
@@ -59,18 +59,18 @@ def test_a_curve_of_any_length_is_few_means(count: int) -> None:
 
 
 def test_a_line_has_the_same_length_for_any_number_of_ranks() -> None:
-    few, many = (line_of(100, [0.123456] * ranks) for ranks in (MAX_NAMED_RANKS, 4096))
-    assert len(json.dumps(many)) < len(json.dumps(few)) + 100 < 1600
+    few_ranks, many_ranks = (line_of(100, [0.123456] * ranks) for ranks in (MAX_NAMED_RANKS, 4096))
+    assert len(json.dumps(many_ranks)) < len(json.dumps(few_ranks)) + 100 < 1600
 
 
 def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
     assert set(get_timing_rows(line_of(10, [1.0] * MAX_NAMED_RANKS))) == set(range(MAX_NAMED_RANKS))
-    own = [1.0 + (rank == 70) + rank / 1e4 for rank in range(100)]
-    rows = get_timing_rows(line_of(10, own))
+    busy = [1.0 + (rank == 70) + rank / 1e4 for rank in range(100)]
+    rows = get_timing_rows(line_of(10, busy))
     assert set(rows) == {*SPREAD, 70, *range(100 - MAX_NAMED_RANKS + 1, 100)}
     compute = TIMING_KEYS.index("compute")
     assert [rows[name][compute] for name in SPREAD] == pytest.approx(
-        [10.0, 10 * np.median(own), 10 * own[70]]
+        [10.0, 10 * np.median(busy), 10 * busy[70]]
     )
 
 
@@ -136,11 +136,11 @@ def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
 def test_of_many_ranks_the_page_shows_the_spread_and_the_slowest(ranks: int) -> None:
     times = RankTimes(TIMING_KEYS)
     for flush in range(1, 5):
-        own = [[0.0, 1.0 + rank / ranks, 0.0, 0.0, 0.0] for rank in range(ranks)]
-        times.add(flush, 1, dict(enumerate(own)), ranks)
-    shown = compare_ranks(times)
-    assert shown is not None
-    labels = [row[0] for row in shown["rows"]]  # type: ignore[index]
+        busy = [[0.0, 1.0 + rank / ranks, 0.0, 0.0, 0.0] for rank in range(ranks)]
+        times.add(flush, 1, dict(enumerate(busy)), ranks)
+    comparison = compare_ranks(times)
+    assert comparison is not None
+    labels = [row[0] for row in comparison["rows"]]  # type: ignore[index]
     if ranks <= MAX_SHOWN_RANKS:
         assert labels == [f"rank {rank}" for rank in range(ranks)]
     else:

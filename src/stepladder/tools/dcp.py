@@ -93,7 +93,8 @@ class Checkpoint:
             checked_files.add(file)
         if fields.get("transform_descriptors"):
             raise ValueError(
-                f"{file} is compressed or encrypted by an extension of torch, which is not read here"
+                f"{file} is compressed or encrypted by an extension of torch,"
+                " which is not read here"
             )
         start = check_type(fields.get("offset"), int, "offset")
         length = check_type(fields.get("length"), int, "length")

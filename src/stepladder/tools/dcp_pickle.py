@@ -77,7 +77,7 @@ class GlobalName:
 
 
 class PickledObject:
-    """An object that the file describes: the name of its class, and its fields once they are set."""
+    """An object that the file describes: the name of its class, and its fields, once set."""
 
     __slots__ = ("fields", "kind")
 
@@ -138,7 +138,7 @@ class Interpreter:
         self.instructions = self.make_instructions()
 
     def run(self, data: bytes) -> Any:
-        """Return the value that the pickle describes. Raises ValueError at the first refused part."""
+        """Return the described value. Raises ValueError at the first refused instruction."""
         try:
             for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
                 if opcode.name == "STOP":

@@ -1,4 +1,4 @@
-"""`train --dry-run`: what a run would be, and what it needs of memory. Trains and writes nothing."""
+"""`train --dry-run`: print the settings of a run and its memory. It trains and writes nothing."""
 
 from __future__ import annotations
 
@@ -25,176 +25,230 @@ from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
 from stepladder.train.run_spec import RunSpec, describe_run
 
-SCHEMA = 1
-SHARDS = ("none", "optimizer", "full")  # the values of --shard
-SIZES = (1, 2, 4, 8)
-MOST_PROCESSES = 1024
-HINT = "a smaller --microbatch, or a smaller model"
+DRY_RUN_SCHEMA = 1
+SHARD_VALUES = ("none", "optimizer", "full")  # of --shard
+USUAL_SIZES = (1, 2, 4, 8)
+MAX_ESTIMATED_PROCESSES = 1024
+SMALLER_JOB_HINT = "a smaller --microbatch, or a smaller model"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each of `nproc` processes needs with `shard`."""
+    """The memory that each of `nproc` processes needs with a value of --shard."""
 
     nproc: int
     shard: str
     memory: MemoryEstimate
 
+    def fits_in(self, device_memory: int) -> bool:
+        return self.memory.peak <= device_memory
+
     def as_json(self, device_memory: int | None) -> dict[str, Any]:
-        fits = None if device_memory is None else self.memory.peak <= device_memory
+        fits = None if device_memory is None else self.fits_in(device_memory)
         return {"nproc": self.nproc, "shard": self.shard, **asdict(self.memory), "fits": fits}
 
 
 class DryRun:
-    """A job whose weights take no memory, and what it would need on so many processes.
+    """A job of fake tensors, which take no memory, and the memory that it would need.
 
     Raises InputError as `train` does.
+
+    Attributes:
+        requested_size: The number of processes that the user asks for.
     """
 
     def __init__(self, request: TrainRequest, topology: Topology) -> None:
         nodes, nproc = topology.parse_ranges()
-        self.request, self.nodes, self.per_node = request, nodes[1], nproc[1]
-        self.asked = self.nodes * self.per_node
-        request.settings.validate_shard_copies(self.asked)
-        world = self._world(self.asked)
+        self.request = request
+        self.num_nodes = nodes[1]
+        self.ranks_per_node = nproc[1]
+        self.requested_size = self.num_nodes * self.ranks_per_node
+        request.settings.validate_shard_copies(self.requested_size)
+        world = self._make_world(self.requested_size)
         self.build, self.recipe = load_job(request, world)
-        self.weightless = FakeModelBuilder()
-        self.job: Job = self.weightless.build(self.build)
+        self.fake_builder = FakeModelBuilder()
+        self.job: Job = self.fake_builder.build(self.build)
         self.device = pick_device(request.settings.device, World())
-        self.spec = self._spec(self.asked, request.settings.shard)
+        self.spec = self._make_spec(self.requested_size, request.settings.shard)
 
-    def _world(self, size: int) -> World:
-        """The last rank's: none has more of a batch."""
-        here = min(size, self.per_node) if self.nodes > 1 else size
-        return World(size - 1, size, (size - 1) % here, here)
+    def _make_world(self, size: int) -> World:
+        """Return the world of the last rank: no rank has more of a batch."""
+        local_size = min(size, self.ranks_per_node) if self.num_nodes > 1 else size
+        return World(size - 1, size, (size - 1) % local_size, local_size)
 
-    def _spec(self, size: int, shard: Any) -> RunSpec:
-        asked = self.request.settings
-        settings = replace(
-            asked, shard=shard, shard_copies=asked.shard_copies if shard == asked.shard else 1
-        )
-        # fully_shard changes the model for good, and for one number of processes
-        job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
-        return RunSpec.make(job, settings, self.recipe, self._comm(size))
+    def _make_spec(self, size: int, shard: Any) -> RunSpec:
+        requested = self.request.settings
+        shard_copies = requested.shard_copies if shard == requested.shard else 1
+        settings = replace(requested, shard=shard, shard_copies=shard_copies)
+        job = self.job
+        if shard == "full" and size > 1:
+            # fully_shard changes the model for good, and for one number of processes.
+            job = self.fake_builder.build(self.build)
+        return RunSpec.make(job, settings, self.recipe, self._make_comm(size))
 
-    def _comm(self, size: int) -> FakeComm:
-        shares = self.nodes == 1 and self.device.type == "cpu" and can_share_memory(size)
-        return FakeComm(self._world(size), shares)
+    def _make_comm(self, size: int) -> FakeComm:
+        is_on_one_node = self.num_nodes == 1 and self.device.type == "cpu"
+        shares_memory = is_on_one_node and can_share_memory(size)
+        return FakeComm(self._make_world(size), shares_memory)
 
-    def sizes(self) -> list[int]:
-        """Numbers of processes to look at."""
-        if self.request.settings.batch_per_rank is not None:  # on another number it is another run
-            return [self.asked]
-        most = min(self.spec.plan.num_microbatches, MOST_PROCESSES)
-        return sorted({size for size in (*SIZES, self.asked) if size <= most})
+    @property
+    def max_size(self) -> int:
+        return min(self.spec.plan.num_microbatches, MAX_ESTIMATED_PROCESSES)
 
-    def estimates(self, size: int) -> list[Estimate]:
-        """One for each --shard that the job allows: with full, no loss may read weights past
-        forward.
+    def choose_sizes(self) -> list[int]:
+        """Return the numbers of processes to estimate the memory for."""
+        if self.request.settings.batch_per_rank is not None:
+            # The global batch depends on the number of processes: another number is another run.
+            return [self.requested_size]
+        sizes = {*USUAL_SIZES, self.requested_size}
+        return sorted(size for size in sizes if size <= self.max_size)
+
+    def estimate_size(self, size: int) -> list[Estimate]:
+        """Return an estimate for each value of --shard that the job allows.
+
+        The value "full" does not allow a loss that reads weights outside of a forward.
         """
-        found = []
-        for shard in SHARDS if size > 1 else SHARDS[:1]:
+        estimates = []
+        for shard in SHARD_VALUES if size > 1 else SHARD_VALUES[:1]:
             try:
-                memory = estimate_memory(self.weightless, self._spec(size, shard), self._comm(size))
+                spec = self._make_spec(size, shard)
+                memory = estimate_memory(self.fake_builder, spec, self._make_comm(size))
             except Exception:  # the job's own code may raise anything
                 if shard in ("none", self.request.settings.shard):
                     raise
                 continue
-            found.append(Estimate(size, shard, memory))
-        return found
+            estimates.append(Estimate(size, shard, memory))
+        return estimates
 
-    def text(self) -> list[str]:
-        """The run's effective values and its definition, for a person."""
+    def estimate_sizes(self, device_memory: int | None) -> list[Estimate]:
+        """Return the estimates of `choose_sizes`, and of larger sizes until one fits."""
+        sizes = self.choose_sizes()
+        estimates = [estimate for size in sizes for estimate in self.estimate_size(size)]
+        if device_memory is None or len(sizes) == 1:
+            return estimates
+        size = sizes[-1]
+        while 2 * size <= self.max_size:
+            if any(estimate.fits_in(device_memory) for estimate in estimates):
+                break
+            size *= 2
+            estimates += self.estimate_size(size)
+        return estimates
+
+    def describe(self) -> list[str]:
+        """Return the run's effective values and its definition as lines."""
         definition = replace(self.spec, device=self.device).definition
         lines = [f"    {name} {value}" for name, value in sorted(definition.items())]
-        return [*describe_run(self.spec, self._world(self.asked)), "  definition:", *lines]
+        world = self._make_world(self.requested_size)
+        return [*describe_run(self.spec, world), "  definition:", *lines]
 
     def as_json(self) -> dict[str, Any]:
-        """The same for a program, as config.json has it."""
+        """Return the run's effective values and its definition as config.json has them."""
         rates = sorted({group["lr"] for group in self.job.optimizer.param_groups})
-        about = replace(self.spec, device=self.device).as_json()
-        return {"schema": SCHEMA, **about, "steps": self.spec.num_steps, "learning_rates": rates}
-
-    def all_estimates(self, device_memory: int | None) -> list[Estimate]:
-        """Of `sizes`, and of larger ones while none fits in `device_memory` bytes."""
-        sizes = self.sizes()
-        found = [one for size in sizes for one in self.estimates(size)]
-        most = min(self.spec.plan.num_microbatches, MOST_PROCESSES)
-        while device_memory is not None and len(sizes) > 1 and 2 * sizes[-1] <= most:
-            if any(one.memory.peak <= device_memory for one in found):
-                break
-            sizes.append(2 * sizes[-1])
-            found += self.estimates(sizes[-1])
-        return found
+        config = replace(self.spec, device=self.device).as_json()
+        return {
+            "schema": DRY_RUN_SCHEMA,
+            **config,
+            "steps": self.spec.num_steps,
+            "learning_rates": rates,
+        }
 
 
 def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None) -> int:
-    """Print it. device_memory: bytes; by default those of the GPU, where there is one. Returns the
-    exit code.
+    """Print the run and its memory. Returns the exit code.
+
+    The device memory is in bytes; without it, that of the GPU counts, if there is one.
     """
     run = DryRun(request, topology)
     if device_memory is None and run.device.type == "cuda":
         device_memory = torch.cuda.get_device_properties(run.device).total_memory
-    text, about = run.text(), run.as_json()  # before any step moves a schedule
-    found, needs = [], ""
+    # An estimate makes steps, which change the learning rates of a schedule: describe first.
+    description = run.describe()
+    config = run.as_json()
+    estimates: list[Estimate] = []
     try:
-        found = run.all_estimates(device_memory)
-        needs = advise(found, run.asked, request.settings.shard, device_memory)
+        estimates = run.estimate_sizes(device_memory)
+        advice = advise(estimates, run.requested_size, request.settings.shard, device_memory)
     except InputError:
         raise
-    except Exception as error:  # whatever the job's own code makes of tensors that hold nothing
-        needs = f"the memory cannot be computed: {type(error).__name__}: {to_one_line(str(error))}"
+    except Exception as error:  # the job's own code may fail on tensors without values
+        reason = f"{type(error).__name__}: {to_one_line(str(error))}"
+        advice = f"the memory cannot be computed: {reason}"
     if request.as_json:
         memory = {
-            "memory": [one.as_json(device_memory) for one in found],
+            "memory": [estimate.as_json(device_memory) for estimate in estimates],
             "device_memory": device_memory,
         }
-        write_text(json.dumps({**about, **memory, "advice": needs}), sys.stdout)
+        write_text(json.dumps({**config, **memory, "advice": advice}), sys.stdout)
         return DONE
-    write_text("\n".join(text), sys.stdout)
-    if found:
-        make_console(file=sys.stdout).print(table_of(found, device_memory))
-    write_text(needs, sys.stdout)
+    write_text("\n".join(description), sys.stdout)
+    if estimates:
+        make_console(file=sys.stdout).print(make_table(estimates, device_memory))
+    write_text(advice, sys.stdout)
     return DONE
 
 
-def table_of(found: Iterable[Estimate], device_memory: int | None) -> Table:
+def make_table(estimates: Iterable[Estimate], device_memory: int | None) -> Table:
     table = Table(title="memory of a process, MB", title_justify="left", box=None, pad_edge=False)
-    names = ["processes", "--shard", "weights", "optimizer", "data", "rest", "peak"]
-    for name in names if device_memory is None else [*names, "fits"]:
-        table.add_column(name, justify="left" if name == "--shard" else "right")
-    for one in found:
-        memory = one.memory
+    columns = ["processes", "--shard", "weights", "optimizer", "data", "rest", "peak"]
+    if device_memory is not None:
+        columns.append("fits")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "--shard" else "right")
+    for estimate in estimates:
+        memory = estimate.memory
         amounts = (memory.weights, memory.optimizer, memory.data, memory.transient, memory.peak)
-        cells = [str(one.nproc), one.shard, *(f"{amount / 1e6:,.1f}" for amount in amounts)]
+        megabytes = [f"{amount / 1e6:,.1f}" for amount in amounts]
+        cells = [str(estimate.nproc), estimate.shard, *megabytes]
         if device_memory is not None:
-            cells.append("yes" if memory.peak <= device_memory else "no")
+            cells.append("yes" if estimate.fits_in(device_memory) else "no")
         table.add_row(*cells)
     return table
 
 
-def advise(found: list[Estimate], asked: int, shard: str, device_memory: int | None) -> str:
-    """What to type so that it fits, in a sentence."""
+def advise(
+    estimates: list[Estimate], requested_size: int, shard: str, device_memory: int | None
+) -> str:
+    """Return a sentence: whether the run fits, and with which flags it would."""
     if device_memory is None:
         return "--device-memory SIZE says what fits"
-    size, processes = f"{device_memory / 1e9:.3g} GB", count_of(asked)
-    fits = {(one.nproc, one.shard): one.memory.peak <= device_memory for one in found}
-    if fits.get((asked, shard if asked > 1 else "none")):
-        return f"fits in {size} on {processes}"
-    ways = []
-    for name in SHARDS:
-        sizes = {nproc: fit for (nproc, other), fit in fits.items() if other == name}
-        least = min((nproc for nproc, fit in sizes.items() if fit), default=0)
-        if least:
-            more = all(fit for nproc, fit in sizes.items() if nproc > least) and least < max(sizes)
-            ways.append(
-                f"--shard {name} on {f'{least} or more processes' if more else count_of(least)}"
-            )
-    if not ways:
-        most = count_of(max(one.nproc for one in found))
-        return f"does not fit in {size}, on up to {most} and with any --shard. HINT: {HINT}"
-    return f"does not fit in {size} on {processes}: needs {', or '.join(ways)}"
+    memory = f"{device_memory / 1e9:.3g} GB"
+    processes = format_processes(requested_size)
+    requested_shard = shard if requested_size > 1 else "none"
+    for estimate in estimates:
+        is_requested = (estimate.nproc, estimate.shard) == (requested_size, requested_shard)
+        if is_requested and estimate.fits_in(device_memory):
+            return f"fits in {memory} on {processes}"
+    alternatives = [
+        alternative
+        for name in SHARD_VALUES
+        if (alternative := find_fitting_sizes(estimates, name, device_memory)) is not None
+    ]
+    if alternatives:
+        flags = ", or ".join(alternatives)
+        return f"does not fit in {memory} on {processes}: needs {flags}"
+    largest = format_processes(max(estimate.nproc for estimate in estimates))
+    return (
+        f"does not fit in {memory}, on up to {largest} and with any --shard."
+        f" HINT: {SMALLER_JOB_HINT}"
+    )
 
 
-def count_of(processes: int) -> str:
-    return "1 process" if processes == 1 else f"{processes} processes"
+def find_fitting_sizes(estimates: list[Estimate], shard: str, device_memory: int) -> str | None:
+    """Return the numbers of processes that fit with a value of --shard, None if there are none."""
+    fits_of_size = {
+        estimate.nproc: estimate.fits_in(device_memory)
+        for estimate in estimates
+        if estimate.shard == shard
+    }
+    fitting = [size for size, fits in fits_of_size.items() if fits]
+    if not fitting:
+        return None
+    smallest = min(fitting)
+    larger = [fits for size, fits in fits_of_size.items() if size > smallest]
+    if larger and all(larger):
+        return f"--shard {shard} on {smallest} or more processes"
+    return f"--shard {shard} on {format_processes(smallest)}"
+
+
+def format_processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -176,7 +176,7 @@ class AnonymousWriter(FileSystemWriter):
 
 @contextmanager
 def raise_first_failure() -> Iterator[None]:
-    """Raise the first failure of a rank in place of torch's CheckpointException, which holds all."""
+    """Raise a rank's first failure in place of torch's CheckpointException, which holds all."""
     try:
         yield
     except CheckpointException as error:

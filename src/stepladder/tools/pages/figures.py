@@ -20,8 +20,12 @@ LEFT = 64
 RIGHT = 12
 TOP = 12
 BOTTOM = 40
+PLOT_RIGHT = WIDTH - RIGHT
+PLOT_BOTTOM = HEIGHT - BOTTOM
+PLOT_WIDTH = WIDTH - LEFT - RIGHT
 BARS_LEFT = 110
 BARS_RIGHT = 90
+MAX_BAR_WIDTH = WIDTH - BARS_LEFT - BARS_RIGHT
 BAR_ROW_HEIGHT = 26
 SPAN_ROW_HEIGHT = 24
 MIN_WIDTH_OF_NUMBER = 32  # narrower parts of a bar show no number
@@ -55,7 +59,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of marks; without marks nothing was recorded. The name is its text for the blind."""
+    """A picture of marks, which has none if nothing was recorded. The name is its alt text."""
 
     name: str
     marks: list[Mark]
@@ -63,12 +67,22 @@ class Figure:
     width: int = WIDTH
 
 
-def make_text(x: float, y: float, text: str, anchor: str = "start", **attributes: Any) -> Mark:
+def make_text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    **attributes: Any,
+) -> Mark:
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
 
 
 def draw_lines(
-    name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()
+    name: str,
+    series: Mapping[str, Points],
+    x_name: str,
+    y_name: str,
+    dots: Collection[str] = (),
 ) -> Figure:
     """Draw curves over one pair of axes, with a legend if there are several.
 
@@ -84,9 +98,18 @@ def draw_lines(
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         colour = colours[label]
-        marks.append(Mark("polyline", points=path, fill="none", stroke=colour, stroke_width="1.6"))
+        curve = Mark(
+            "polyline",
+            points=path,
+            fill="none",
+            stroke=colour,
+            stroke_width="1.6",
+        )
+        marks.append(curve)
         if label in dots or len(points) == 1:
-            marks += [Mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in pixels]
+            for x, y in pixels:
+                dot = Mark("circle", cx=x, cy=y, r=3, fill=colour)
+                marks.append(dot)
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)
     return add_legend(name, marks, colours, HEIGHT)
@@ -97,7 +120,8 @@ def draw_axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark],
 
     The y axis is widened to round numbers.
     """
-    (x_min, y_min), (x_max, y_max) = points.min(0), points.max(0)
+    x_min, y_min = points.min(0)
+    x_max, y_max = points.max(0)
     x_ticks = choose_ticks(x_min, x_max)
     y_ticks = choose_ticks(y_min, y_max)
     y_min = min(y_min, y_ticks[0])
@@ -106,16 +130,18 @@ def draw_axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark],
         margin = abs(y_min) / 2 or 1.0
         y_min -= margin
         y_max += margin
-    x_scale = make_scale(x_min, x_max, LEFT, WIDTH - RIGHT)
-    y_scale = make_scale(y_min, y_max, HEIGHT - BOTTOM, TOP)
+    x_scale = make_scale(x_min, x_max, LEFT, PLOT_RIGHT)
+    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, TOP)
     marks = []
     for tick in y_ticks:
         y = y_scale(tick)
-        marks.append(Mark("path", d=f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}", stroke="var(--line)"))
-        marks.append(make_text(LEFT - 6, y + 4, f"{tick:g}", "end"))
+        grid_line = Mark("path", d=f"M{LEFT} {y:.1f}H{PLOT_RIGHT}", stroke="var(--line)")
+        label = make_text(LEFT - 6, y + 4, f"{tick:g}", "end")
+        marks += [grid_line, label]
     for tick in x_ticks:
-        marks.append(make_text(x_scale(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle"))
-    marks.append(make_text(WIDTH - RIGHT, HEIGHT - 6, x_name, "end"))
+        label = make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle")
+        marks.append(label)
+    marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
     marks.append(make_text(4, HEIGHT - 6, y_name))
     return marks, x_scale, y_scale
 
@@ -135,7 +161,10 @@ def thin_points(points: Points) -> Points:
 
 
 def draw_bars(
-    name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]
+    name: str,
+    rows: Mapping[str, Mapping[str, float]],
+    unit: str,
+    colours: Mapping[str, str],
 ) -> Figure:
     """Draw a stacked bar per row, with a legend of its parts.
 
@@ -149,7 +178,7 @@ def draw_bars(
         marks.append(make_text(BARS_LEFT - 8.0, y + 14, label, "end"))
         x = float(BARS_LEFT)
         for kind, amount in parts.items():
-            width = amount / max_sum * (WIDTH - BARS_LEFT - BARS_RIGHT)
+            width = amount / max_sum * MAX_BAR_WIDTH
             number = format_amount(amount)
             part = Mark(
                 "rect",
@@ -175,16 +204,24 @@ def format_amount(amount: float) -> str:
 
 
 def draw_heat_map(
-    name: str, labels: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str
+    name: str,
+    labels: Sequence[str],
+    x_values: Sequence[float],
+    values: np.ndarray,
+    unit: str,
 ) -> Figure:
     """Draw one line of cells per label; a greater value is darker.
 
     The values have shape (labels, x_values). A cell with NaN is not drawn.
     """
     finite = values[np.isfinite(values)]
-    lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    lo = 0.0
+    hi = 1.0
+    if finite.size:
+        lo = float(finite.min())
+        hi = float(finite.max())
     row_height = min(22.0, MAX_HEAT_MAP_HEIGHT / len(labels))
-    column_width = (WIDTH - LEFT - RIGHT) / len(x_values)
+    column_width = PLOT_WIDTH / len(x_values)
     label_step = 1
     if len(labels) > MAX_HEAT_MAP_LABELS:
         label_step = len(labels) // MAX_HEAT_MAP_LABELS + 1
@@ -194,7 +231,9 @@ def draw_heat_map(
     ]
     for row, column in np.argwhere(np.isfinite(values)):
         value = values[row, column]
-        share = (value - lo) / (hi - lo) if hi > lo else 0.0
+        share = 0.0
+        if hi > lo:
+            share = (value - lo) / (hi - lo)
         cell = Mark(
             "rect",
             title=f"{labels[row]}, step {x_values[column]:g}: {value:.3g} {unit}",
@@ -216,7 +255,7 @@ def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name:
     """Draw a horizontal bar per row (label, first, last, text inside) over a common axis."""
     first = min(row[1] for row in rows)
     last = max(row[2] for row in rows)
-    x_scale = make_scale(first, last, LEFT, WIDTH - RIGHT)
+    x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
     marks = []
     for index, (label, lo, hi, text) in enumerate(rows):
         x = x_scale(lo)
@@ -260,7 +299,7 @@ def draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mar
     """Return the labels of both ends of an axis without ticks."""
     return [
         make_text(LEFT, y, f"{x_name} {first:g}"),
-        make_text(WIDTH - RIGHT, y, f"{x_name} {last:g}", "end"),
+        make_text(PLOT_RIGHT, y, f"{x_name} {last:g}", "end"),
     ]
 
 
@@ -275,7 +314,15 @@ def add_legend(name: str, marks: list[Mark], colours: Mapping[str, str], height:
         row, column = divmod(index, LEGEND_COLUMNS)
         x = LEFT + column * LEGEND_COLUMN_WIDTH
         y = height + 12 + row * LEGEND_ROW_HEIGHT
-        legend.append(Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour))
+        box = Mark(
+            "rect",
+            x=x,
+            y=y - 9,
+            width=10,
+            height=10,
+            fill=colour,
+        )
+        legend.append(box)
         legend.append(make_text(x + 14, y, kind))
     num_rows = -(-len(colours) // LEGEND_COLUMNS)
     return Figure(name, marks + legend, height + num_rows * LEGEND_ROW_HEIGHT + 8)

@@ -113,9 +113,11 @@ def poll_job(number: str, followers: dict[Path, Follower]) -> RunView:
 
 def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
     """Show the updates in place in a terminal; elsewhere print lines when they change."""
+    if once:
+        updates = islice(updates, 1)
     if once or not console.is_terminal:
         shown: list[str] = []
-        for lines in islice(updates, 1) if once else updates:
+        for lines in updates:
             if lines != shown:
                 console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
             shown = lines
@@ -144,7 +146,9 @@ def describe_epoch(record: RunRecord) -> str:
     if record.result:
         return "finished"
     epoch = record.metrics.step // record.plan.steps_per_epoch + 1
-    return f"epoch {epoch}" if record.is_running else f"epoch {epoch} (not running)"
+    if not record.is_running:
+        return f"epoch {epoch} (not running)"
+    return f"epoch {epoch}"
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
@@ -174,9 +178,11 @@ def describe_stragglers(times: RankTimes) -> list[str]:
 def draw_sparkline(curve: Curve) -> str:
     """Return the curve as one line of blocks, each the mean of a part, from minimum to maximum."""
     values = [value for _, value in curve.points]
-    parts = np.array_split(values, min(len(values), MAX_SPARKLINE_LENGTH))
-    means = [float(part.mean()) for part in parts]
-    lo, hi = min(means), max(means)
+    length = min(len(values), MAX_SPARKLINE_LENGTH)
+    means = [float(part.mean()) for part in np.array_split(values, length)]
+    lo = min(means)
+    hi = max(means)
     if hi <= lo:
-        return SPARKLINE_BLOCKS[0] * len(means)
-    return "".join(SPARKLINE_BLOCKS[int((mean - lo) / (hi - lo) * 7.999)] for mean in means)
+        return SPARKLINE_BLOCKS[0] * length
+    heights = [int((mean - lo) / (hi - lo) * 7.999) for mean in means]
+    return "".join(SPARKLINE_BLOCKS[height] for height in heights)

@@ -73,7 +73,9 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
 def describe_outcome(record: RunRecord, audited: Audit) -> str:
     state = "finished" if record.result else "not finished"
     starts = f"{len(record.starts)} start(s) on {format_world_sizes(record) or 0} process(es)"
-    changes = f", {audited.changes} change(s) of processes" if audited.changes else ""
+    changes = ""
+    if audited.changes:
+        changes = f", {audited.changes} change(s) of processes"
     samples = f"samples lost {audited.lost}, repeated {audited.repeated}"
     return f"{state}: {record.progress}, {starts}{changes}; {samples}"
 
@@ -85,7 +87,9 @@ def make_script_page(run_dir: Path, record: ScriptRecord) -> str:
     for number, start in enumerate(record.starts, start=1):
         text = f"{start.world_size} process(es), {start.steps} steps"
         starts.append((f"start {number}", start.begun - origin, start.ended - origin, text))
-    sizes = f" on {format_world_sizes(record)} process(es)" if starts else ""
+    sizes = ""
+    if starts:
+        sizes = f" on {format_world_sizes(record)} process(es)"
     return render_page(
         "script.html",
         title=f"{record.name} in {run_dir}",

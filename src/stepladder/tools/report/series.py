@@ -58,7 +58,9 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        return [*self._means, self._get_mean()] if self._count else self._means
+        if self._count == 0:
+            return self._means
+        return [*self._means, self._get_mean()]
 
 
 class RankTimes:
@@ -89,10 +91,15 @@ class RankTimes:
         self._free_windows = 0  # windows that still go into the last column
 
     def add(
-        self, last_step: int, steps: int, rows: Mapping[Label, Sequence[float]], world_size: int
+        self,
+        last_step: int,
+        steps: int,
+        rows: Mapping[Label, Sequence[float]],
+        world_size: int,
     ) -> None:
         """Add a window of so many steps up to `last_step`: the seconds by phase of some ranks."""
-        window_s = max(sum(row) for label, row in rows.items() if label not in SPREAD)
+        rank_rows = [row for label, row in rows.items() if label not in SPREAD]
+        window_s = max(sum(row) for row in rank_rows)
         if window_s > MIN_WINDOW_S:
             self.speeds.add(last_step, steps / window_s)
         if self._free_windows == 0 or world_size != self.world_size:
@@ -105,7 +112,8 @@ class RankTimes:
         column = len(self.last_steps) - 1
         for label, row in rows.items():
             index = self.row_of.setdefault(label, len(self.row_of))
-            self._pending.append((index, column, steps, *row))
+            pending = (index, column, steps, *row)
+            self._pending.append(pending)
         if len(self._pending) > MAX_PENDING_ROWS:
             self._sum_pending()
 
@@ -118,18 +126,23 @@ class RankTimes:
     def _sum_pending(self) -> None:
         missing = len(self.row_of) - len(self._sums)
         if missing > 0:
-            new_rows = np.zeros((max(missing, len(self._sums)), *self._sums.shape[1:]))
+            _, columns, values = self._sums.shape
+            num_new_rows = max(missing, len(self._sums))  # at least doubled: few copies
+            new_rows = np.zeros((num_new_rows, columns, values))
             self._sums = np.concatenate([self._sums, new_rows])
         if self._pending:
-            rows = np.array(self._pending)
-            np.add.at(self._sums, tuple(rows[:, :2].T.astype(int)), rows[:, 2:])
+            pending = np.array(self._pending)
+            rows, columns = pending[:, :2].T.astype(int)
+            np.add.at(self._sums, (rows, columns), pending[:, 2:])
             self._pending.clear()
 
     def _merge_columns(self) -> None:
         """Merge each two neighbouring columns into one."""
         self._sum_pending()
         half = MAX_TIME_COLUMNS // 2
-        self._sums[:, :half] = self._sums[:, ::2] + self._sums[:, 1::2]
+        first = self._sums[:, ::2]
+        second = self._sums[:, 1::2]
+        self._sums[:, :half] = first + second
         self._sums[:, half:] = 0
         self.last_steps = self.last_steps[1::2]
         self.start_column = (self.start_column + 1) // 2
@@ -152,23 +165,35 @@ class RankTimes:
         has_spread = SPREAD[0] in self.row_of
         if not has_spread and len(ranks) <= MAX_SHOWN_RANKS:
             return [f"rank {rank}" for rank in ranks], self.get_cells(ranks)
-        busy_of = dict(zip(ranks, self._get_median_busy_times(ranks), strict=True))
+        busy_times = self._get_median_busy_times(ranks)
+        busy_of = dict(zip(ranks, busy_times, strict=True))
         by_busy_time = sorted(ranks, key=lambda rank: -busy_of[rank])
         slowest = sorted(by_busy_time[:NUM_SLOWEST_SHOWN])
-        spread = self.get_cells(SPREAD) if has_spread else compute_spread(self.get_cells(ranks))
+        if has_spread:
+            spread = self.get_cells(SPREAD)
+        else:
+            spread = compute_spread(self.get_cells(ranks))
         names = [*SPREAD, *(f"rank {rank}" for rank in slowest)]
-        return names, np.concatenate([spread, self.get_cells(slowest)])
+        cells = np.concatenate([spread, self.get_cells(slowest)])
+        return names, cells
 
-    def _get_median_busy_times(self, labels: Sequence[Label], start_column: int = 0) -> list[float]:
+    def _get_median_busy_times(
+        self,
+        labels: Sequence[Label],
+        start_column: int = 0,
+    ) -> list[float]:
         """Return the busy seconds per step of each label, the median of its columns.
 
         A label that is in fewer than half of the columns has 0.
         """
+        cells = self.get_cells(labels)[:, start_column:]
         medians = []
-        for busy_s in compute_busy_time(self.get_cells(labels)[:, start_column:]):
+        for busy_s in compute_busy_time(cells):
             known = busy_s[np.isfinite(busy_s)]
-            is_known = 2 * len(known) >= busy_s.size > 0
-            medians.append(float(np.median(known)) if is_known else 0.0)
+            median = 0.0
+            if 2 * len(known) >= busy_s.size > 0:
+                median = float(np.median(known))
+            medians.append(median)
         return medians
 
     def find_stragglers(self, factor: float = 1.2) -> list[tuple[int, float]]:
@@ -189,7 +214,8 @@ class RankTimes:
         for index, (rank, busy_s) in enumerate(zip(ranks, busy_times, strict=True)):
             reference_s = median_of_all
             if not reference_s and len(ranks) > 1:
-                reference_s = float(np.median(np.delete(busy_times, index)))
+                peer_times = np.delete(busy_times, index)
+                reference_s = float(np.median(peer_times))
             if reference_s > 0 and busy_s > factor * reference_s:
                 stragglers.append((rank, float(busy_s / reference_s)))
         return stragglers
@@ -201,12 +227,15 @@ def compute_busy_time(cells: np.ndarray) -> np.ndarray:
     A column without steps has NaN.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        busy_s: np.ndarray = cells[..., 1:3].sum(-1) / cells[..., 0]
+        steps = cells[..., 0]
+        busy_s: np.ndarray = cells[..., 1:3].sum(-1) / steps
     return busy_s
 
 
 def compute_spread(cells: np.ndarray) -> np.ndarray:
     """Return the minimum, median and maximum over the ranks in each column."""
-    known = np.where(cells[..., :1] > 0, cells, np.nan)
-    spread: np.ndarray = np.nan_to_num(np.nanquantile(known, [0, 0.5, 1], axis=0))
+    has_steps = cells[..., :1] > 0
+    known = np.where(has_steps, cells, np.nan)
+    quantiles = np.nanquantile(known, [0, 0.5, 1], axis=0)
+    spread: np.ndarray = np.nan_to_num(quantiles)
     return spread
