@@ -43,7 +43,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the launcher sets it where it is not, for good
 
 
-def trained(name: str, folder: Path) -> tuple[Path, Path]:
+def train_pair(name: str, folder: Path) -> tuple[Path, Path]:
     def train(args: list[str], env: dict[str, str]) -> None:
         process = run(*args, cwd=folder, env=env)
         assert process.returncode == 0, process.stderr
@@ -54,7 +54,7 @@ def trained(name: str, folder: Path) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> tuple[Path, Path]:
     """Two equal runs."""
-    return trained("same", folder)
+    return train_pair("same", folder)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ SLOW = [name for name in PLANTS if name not in QUICK][::3]  # benchmarks/diff.py
 )
 def test_what_is_planted_is_named(folder: Path, name: str) -> None:
     plant = PLANTS[name]
-    both = trained(name, folder)
+    both = train_pair(name, folder)
     verdict = compare(both, folder)
     assert (verdict["kind"] or "") == plant.kind, verdict
     assert plant.step in (None, verdict["step"]), verdict
@@ -172,7 +172,7 @@ def rewrite_losses(run_dir: Path, first: int, factor: float = 2.0) -> None:
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs are of somebody else, whose job file this user has not trained."""
+    """Make the job file one that this user has not trained."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_is_not_what_its_job_file_gives_is_found(copied: tuple[Path, 
 
 
 def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, Path]) -> None:
-    """After the last step, so that no loss tells of it; it was written as a snapshot is."""
+    """After the last step no loss shows the difference. The snapshot itself is undamaged."""
     path = copied[1] / "snapshots" / "step_00000008"
     snapshot, model = read_snapshot(path), torch.nn.Module()
     for name, tensor in load(snapshot.files[MODEL_FILE]).items():
@@ -292,7 +292,7 @@ def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(
 
 
 def test_a_run_directory_of_an_older_version_is_read(copied: tuple[Path, Path]) -> None:
-    """One that kept neither the job file's hash nor its threads."""
+    """An older version recorded neither the hash of the job file nor the threads."""
     change(
         copied[1],
         lambda config: [config["environment"].pop(name) for name in ("job_sha256", "threads")],

@@ -1,4 +1,4 @@
-"""Checking by running: what counts as passed, and that nothing of what was run is left."""
+"""Lessons and exercises are checked by running them, and no process of them remains."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def change(course: Course, name: str, old: str, new: str) -> Path:
     return file
 
 
-def verdict_of(course: Course, text: str) -> tuple[bool, str]:
+def check_text(course: Course, text: str) -> tuple[bool, str]:
     file = course.root / "mine.py"
     file.write_text(text)
     verdict = check_exercise(course, course.find_exercise("add"), file, quiet)
@@ -55,26 +55,26 @@ def verdict_of(course: Course, text: str) -> tuple[bool, str]:
 
 
 def test_an_exercise_fails_with_its_reason_and_passes_when_solved(course: Course) -> None:
-    assert verdict_of(course, EXERCISE) == (False, "one and one is 2, not 1")
-    assert verdict_of(course, EXERCISE.replace("return a\n", "return b + a\n")) == (True, "it adds")
+    assert check_text(course, EXERCISE) == (False, "one and one is 2, not 1")
+    assert check_text(course, EXERCISE.replace("return a\n", "return b + a\n")) == (True, "it adds")
 
 
 def test_an_exercise_that_breaks_is_not_passed(course: Course) -> None:
-    assert verdict_of(course, EXERCISE.replace("return a\n", "return c\n")) == (
+    assert check_text(course, EXERCISE.replace("return a\n", "return c\n")) == (
         False,
         "it ended with exit code 1, see its output",
     )
 
 
 def test_an_exercise_that_ends_before_its_check_is_not_passed(course: Course) -> None:
-    assert verdict_of(course, EXERCISE.replace("return a\n", "raise SystemExit\n")) == (
+    assert check_text(course, EXERCISE.replace("return a\n", "raise SystemExit\n")) == (
         False,
         "it ended before its check",
     )
 
 
 def test_the_check_itself_may_not_be_changed(course: Course) -> None:
-    passed, text = verdict_of(course, EXERCISE.replace("!= 2", "!= 1"))
+    passed, text = check_text(course, EXERCISE.replace("!= 2", "!= 1"))
     assert not passed
     assert "was changed" in text
 
@@ -128,7 +128,8 @@ def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     code = FAMILY.replace("ELSEWHERE", str(elsewhere)).replace("WAIT", wait)
     ended = run_command([sys.executable, "-c", code], tmp_path, quiet, timeout_s=8)
     assert ended.timed_out
-    pids, stacks = [int(word) for word in ended.output.split("\n")[0].split()], ended.output
+    stacks = ended.output
+    pids = [int(pid) for pid in stacks.split("\n")[0].split()]
     assert len(pids) == 2
     assert not wait or (
         "Fatal Python error: Aborted" in stacks and 'File "<string>", line' in stacks

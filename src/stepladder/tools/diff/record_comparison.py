@@ -68,11 +68,8 @@ class Divergence:
 class RecordComparison:
     """The differences between the records of two runs.
 
-    Attributes:
-        runs: Both runs.
-        settings: The settings that differ.
-        environment: The versions and other facts of the machine that differ.
-        common_steps: How many steps both runs have, up to the first that differs.
+    Attributes `settings`, `environment` (versions and processor) and `remaining` have the values
+    that differ; `common_steps` counts the steps of both runs up to the first that differs.
     """
 
     def __init__(self, first: RecordedRun, second: RecordedRun) -> None:
@@ -94,6 +91,7 @@ class RecordComparison:
         self._add_process_counts()
 
     def _add_process_counts(self) -> None:
+        """Compare how many processes trained the step at which the runs diverge."""
         step = self.last_common_step
         if self.divergence:
             step = self.divergence.step
@@ -112,11 +110,9 @@ class RecordComparison:
     @property
     def values(self) -> list[DifferingValue]:
         """Everything that differs, the settings first."""
-        setting_names = {value.name for value in self.settings}
-        values = list(self.settings)
-        for value in self.environment + self.remaining:
-            if value.name not in setting_names:
-                values.append(value)
+        names = {value.name for value in self.settings}
+        details = [v for v in self.environment + self.remaining if v.name not in names]
+        values = self.settings + details
         if self.divergence:
             values += self.divergence.values
         return values

@@ -54,7 +54,8 @@ class RerunComparison:
 
     def find_cause(self) -> DiffVerdict:
         assert self.verdict.step is not None
-        steps, reruns = self._rerun_both(self.verdict.step or 1)
+        # The step is 0 if the initial weights differ, which the first step shows.
+        steps, reruns = self._rerun_both(max(self.verdict.step, 1))
         # By run that does not repeat its own records: the first step that it does not repeat.
         unrepeated: dict[RecordedRun, int] = {}
         for run, rerun in zip(self.records.runs, reruns, strict=True):
