@@ -1,4 +1,4 @@
-"""Times on several sizes: what is lost is named as it was planted, and all forms of output agree."""
+"""`scale` names the losses that tests have planted, and all forms of its output agree."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ STEPS = 40
 
 
 def times(
-    data: float, own: list[list[float]], all_reduce: float, optimizer: float, queued: float = 0.0
+    data: float, work: list[list[float]], all_reduce: float, optimizer: float, queued: float = 0.0
 ) -> np.ndarray:
-    """Ranks that compute own[rank][step % len] seconds, meet, add, and update; shape (ranks, steps,
-    columns).
+    """Return the times of ranks that compute work[rank][step % len] seconds and all-reduce.
+
+    The shape is (ranks, steps, columns).
     """
-    compute = np.array([[row[step % len(row)] for step in range(STEPS)] for row in own])
+    compute = np.array([[row[step % len(row)] for step in range(STEPS)] for row in work])
     wait = compute.max(0) - compute + all_reduce
     table = np.stack(
         [np.full_like(compute, data), compute, wait, np.full_like(compute, optimizer)], -1
     )
-    whole, queue = table.sum(-1, keepdims=True), np.full((len(own), STEPS, 1), queued)
-    return np.concatenate([whole, table, queue], -1)
+    total = table.sum(-1, keepdims=True)
+    queue = np.full((len(work), STEPS, 1), queued)
+    return np.concatenate([total, table, queue], -1)
 
 
 @pytest.mark.parametrize(
-    "planted, found",
+    "planted, expected",
     [
         (times(1, [[4], [4]], 0, 2), {"data": 1, "compute": 4, "replicated": 2}),
         (times(0, [[4], [4]], 3, 0), {"compute": 4, "communication": 3}),
@@ -60,9 +62,11 @@ def times(
         (times(0, [[4], [4]], 3, 0, queued=5), {"compute": 0, "cores": 4, "communication": 3}),
     ],
 )
-def test_a_steps_parts_are_what_was_planted(planted: np.ndarray, found: dict[str, float]) -> None:
+def test_a_steps_parts_are_what_was_planted(
+    planted: np.ndarray, expected: dict[str, float]
+) -> None:
     parts = compute_parts(planted)
-    assert parts == pytest.approx({name: found.get(name, 0.0) for name in STEP_PARTS})
+    assert parts == pytest.approx({name: expected.get(name, 0.0) for name in STEP_PARTS})
     assert sum(parts.values()) == pytest.approx(planted[:, :, 0].mean())
 
 
@@ -100,7 +104,8 @@ def test_speed_up_and_loss_with_a_fixed_batch() -> None:
     assert (two.speedup(ONE), two.efficiency(ONE)) == (1.6, 0.8)
     assert two.lost_seconds(ONE) == {**dict.fromkeys(STEP_PARTS, 0.0), "communication": 1.0}
     assert describe_size(two, ONE).startswith(
-        "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to: communication 20%."
+        "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to:"
+        " communication 20%."
     )
 
 
@@ -123,8 +128,8 @@ def test_a_perfect_size_has_nothing_to_blame() -> None:
 )
 def test_the_law_that_made_the_times_is_found(law: ScalingLaw) -> None:
     sizes = [1, 2, 4, 8]
-    found = fit_law(sizes, [law.speedup(n) for n in sizes])
-    assert (found.contention, found.coherency) == pytest.approx(
+    result = fit_law(sizes, [law.speedup(n) for n in sizes])
+    assert (result.contention, result.coherency) == pytest.approx(
         (law.contention, law.coherency), abs=1e-9
     )
 
@@ -142,9 +147,9 @@ def test_the_useful_number_of_processes() -> None:
 
 def test_what_cannot_be_relied_on_is_said() -> None:
     busy = replace(ONE, parts=ONE.parts | {"compute": 4.0, "cores": 4.0})
-    said = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
-    assert "on 1 process(es), for 50% of a step's time no core was free" in said
-    assert "no prediction for more of them" in said
+    text = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
+    assert "on 1 process(es), for 50% of a step's time no core was free" in text
+    assert "no prediction for more of them" in text
     quiet = " ".join(
         Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
     )
@@ -181,17 +186,17 @@ def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
     flags = "--nproc", "2,1", "--rounds", 2, "--steps", 8, "--warmup", 2, "--samples", 512
     done = run("scale", "mlp", *flags, "--csv", "t.csv", "--html", "t.html", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [s["nproc"] for s in found["sizes"]] == [1, 2]
-    for one in found["sizes"]:
-        assert set(one["lost"]) == set(STEP_PARTS) and len(one["rounds"]) == 2
-    assert found["sizes"][0]["speedup"] == found["sizes"][0]["efficiency"] == 1
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [s["nproc"] for s in result["sizes"]] == [1, 2]
+    for size in result["sizes"]:
+        assert set(size["lost"]) == set(STEP_PARTS) and len(size["rounds"]) == 2
+    assert result["sizes"][0]["speedup"] == result["sizes"][0]["efficiency"] == 1
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert [float(row["seconds_per_step"]) for row in rows] == [
-        s["seconds_per_step"] for s in found["sizes"]
+        s["seconds_per_step"] for s in result["sizes"]
     ]
     text = (tmp_path / "t.html").read_text()
-    assert f"efficiency {found['sizes'][1]['efficiency']:.0%}" in text
+    assert f"efficiency {result['sizes'][1]['efficiency']:.0%}" in text
     assert not re.search(r"<script|https?://", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.html"]
     page = (
@@ -199,7 +204,7 @@ def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
         .read_text()
         .split("\n## scale\n")[1]
     )
-    assert re.findall(r"^\| `(\w+)`", page.split("\n## ")[0], re.MULTILINE) == list(found)
+    assert re.findall(r"^\| `(\w+)`", page.split("\n## ")[0], re.MULTILINE) == list(result)
 
 
 SCHEDULED = """
@@ -216,7 +221,8 @@ def build(config):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=config.epochs * 4)
-    return Job(model, optimizer, lambda model, x: (model(x).sum(), len(x)), torch.ones(32, 4), schedule=schedule)
+    return Job(model, optimizer, lambda model, x: (model(x).sum(), len(x)), torch.ones(32, 4),
+               schedule=schedule)
 """
 
 
@@ -247,7 +253,7 @@ def test_a_job_that_fails_is_shown_with_the_command_that_trains_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "flags, found",
+    "flags, problem",
     [
         (("--nproc", "1,x"), "--nproc 1,x is not a list"),
         (("--html", "."), ". cannot be written: it is a folder"),
@@ -260,6 +266,6 @@ def test_a_job_that_fails_is_shown_with_the_command_that_trains_it(tmp_path: Pat
         ),
     ],
 )
-def test_bad_input_is_one_line(flags: tuple[object, ...], found: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(flags: tuple[object, ...], problem: str, tmp_path: Path) -> None:
     done = run("scale", "mlp", *flags, "--global-batch", 32, "--json", cwd=tmp_path)
-    refused(done, found)
+    refused(done, problem)

@@ -17,17 +17,17 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 SHORT = ("--rounds", 1, "--steps", 8, "--warmup", 2)
 
 
-@pytest.mark.parametrize("words", [("mlp", "--samples", 512), (JOBS / "tutorial.py", 20, 99)])
-def test_one_and_two_nodes(words: tuple[object, ...], lab: TestLab, tmp_path: Path) -> None:
-    done = run("scale", *words, "--nodes", "2,1", *SHORT, "--json", cwd=tmp_path, env=lab.env)
+@pytest.mark.parametrize("args", [("mlp", "--samples", 512), (JOBS / "tutorial.py", 20, 99)])
+def test_one_and_two_nodes(args: tuple[object, ...], lab: TestLab, tmp_path: Path) -> None:
+    done = run("scale", *args, "--nodes", "2,1", *SHORT, "--json", cwd=tmp_path, env=lab.env)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [(size["nodes"], size["nproc"]) for size in found["sizes"]] == [(1, 1), (2, 2)]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [(size["nodes"], size["nproc"]) for size in result["sizes"]] == [(1, 1), (2, 2)]
     assert (
-        set(found["sizes"][1]["lost"]) == set(STEP_PARTS)
-        and None not in found["sizes"][1]["lost"].values()
+        set(result["sizes"][1]["lost"]) == set(STEP_PARTS)
+        and None not in result["sizes"][1]["lost"].values()
     )
-    assert all(size["launch_seconds"] > 0 for size in found["sizes"])
+    assert all(size["launch_seconds"] > 0 for size in result["sizes"])
     assert not [path for path in tmp_path.iterdir() if path.name != "snapshot.pt"]
     assert lab.slurm("squeue", "--noheader") == ""
 
@@ -47,7 +47,7 @@ def test_ctrl_c_cancels_all_jobs(lab: TestLab, tmp_path: Path) -> None:
 
 
 def test_what_a_job_says_is_one_line(lab: TestLab, tmp_path: Path) -> None:
-    words = (
+    args = (
         "scale",
         "mlp",
         "--global-batch",
@@ -59,9 +59,9 @@ def test_what_a_job_says_is_one_line(lab: TestLab, tmp_path: Path) -> None:
         *SHORT,
         "--json",
     )
-    refused(run(*words, cwd=tmp_path, env=lab.env), "2 processes for 1 microbatches")
-    words = "scale", JOBS / "tutorial.py", 1, 1, "--batch-size", 512, "--nodes", 1, *SHORT, "--json"
-    refused(run(*words, cwd=tmp_path, env=lab.env), "tutorial.py made 4 optimizer steps")
+    refused(run(*args, cwd=tmp_path, env=lab.env), "2 processes for 1 microbatches")
+    args = "scale", JOBS / "tutorial.py", 1, 1, "--batch-size", 512, "--nodes", 1, *SHORT, "--json"
+    refused(run(*args, cwd=tmp_path, env=lab.env), "tutorial.py made 4 optimizer steps")
     assert lab.slurm("squeue", "--noheader") == ""
     refused(
         run("scale", "mlp", "--nodes", "1,5", cwd=tmp_path, env=lab.env),

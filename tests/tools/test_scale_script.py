@@ -1,6 +1,4 @@
-"""`scale` on unmodified scripts: timed from the outside, what was planted is named, and none runs
-to its end.
-"""
+"""`scale` times unmodified scripts, names the losses that tests plant, and ends scripts early."""
 
 from __future__ import annotations
 
@@ -47,18 +45,18 @@ SHORT = ("--nproc", "1,2", "--rounds", 1, "--steps", 8, "--warmup", 2)
 def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
     """On two processes, by a script whose flag --count is not one of scale's. A busy machine adds
     what it likes to the parts where ranks wait, for a core or for each other."""
-    words = JOBS / "planted.py", part, "--count", 10**6, *SHORT, "--html", "page.html"
-    done = run("scale", *words, "--json", cwd=tmp_path)
+    args = JOBS / "planted.py", part, "--count", 10**6, *SHORT, "--html", "page.html"
+    done = run("scale", *args, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()  # the script's own words are not shown
-    found = json.loads(line)
-    lost = found["sizes"][1]["lost"]
+    (line,) = done.stdout.splitlines()  # the script's own output is not shown
+    result = json.loads(line)
+    lost = result["sizes"][1]["lost"]
     assert set(lost) == set(STEP_PARTS)
     assert lost[part] > 0.04, lost
-    assert all(
-        lost[other] < 0.04 for other in ("data", "compute", "replicated") if other != part
-    ), lost
-    assert found["outside"] and found["weak"] and found["sizes"][0]["samples_per_second"] is None
+    assert all(lost[name] < 0.04 for name in ("data", "compute", "replicated") if name != part), (
+        lost
+    )
+    assert result["outside"] and result["weak"] and result["sizes"][0]["samples_per_second"] is None
     page = (tmp_path / "page.html").read_text()
     assert SCRIPT_PARTS[part][0] in page and "samples per s" not in page and "nan" not in page
     assert {path.name for path in tmp_path.iterdir()} == {"page.html"}
@@ -110,15 +108,15 @@ def test_what_a_gpu_hides_is_null_a_dash_and_one_colour(tmp_path: Path) -> None:
         SizeResult(1, 1, [0.10], hidden, 1.0),
         SizeResult(2, 2, [0.16], hidden | {"data": 0.03}, 1.0),
     ]
-    found = Scaling("train", True, sizes, is_script=True)
-    assert found.as_json()["sizes"][1]["lost"] == dict.fromkeys(STEP_PARTS) | {
+    scaling = Scaling("train", True, sizes, is_script=True)
+    assert scaling.as_json()["sizes"][1]["lost"] == dict.fromkeys(STEP_PARTS) | {
         "data": pytest.approx(0.02)
     }
-    assert "Of each step's time, lost to: not told apart 25%, data 12%. " in found.verdicts()[0]
-    page = render_scaling_page(found)
+    assert "Of each step's time, lost to: not told apart 25%, data 12%. " in scaling.verdicts()[0]
+    page = render_scaling_page(scaling)
     assert "not told apart: 130 ms" in page and "nan" not in page
     console = Console(record=True, width=150, file=io.StringIO())
-    console.print(make_table(found))
+    console.print(make_table(scaling))
     assert [cell.strip() for cell in console.export_text().splitlines()[-2].split("│")[6:13]] == [
         "12%",
         *"------",
@@ -132,15 +130,15 @@ def test_optimizers_that_step_in_turn_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [(JOBS / "tutorial.py", 10**6, 1), pytest.param(("mlp", "--nproc", 2), marks=pytest.mark.slow)],
 )
 def test_ctrl_c_ends_it_and_its_ranks(
-    words: tuple[object, ...], tmp_path: Path, short_folder: Path
+    args: tuple[object, ...], tmp_path: Path, short_folder: Path
 ) -> None:
-    """A script, which says that it trains by its first checkpoint; a job, by its run directory's."""
+    """A script shows that it trains by its first checkpoint, a job by its run directory."""
     temporary = {"TMPDIR": str(short_folder)}
-    with started("scale", *words, "--steps", 10**6, cwd=tmp_path, env=temporary) as scale:
+    with started("scale", *args, "--steps", 10**6, cwd=tmp_path, env=temporary) as scale:
         wait_until(lambda: has_begun(tmp_path) or has_begun(short_folder))
         scale.look()
         scale.signal_group(signal.SIGINT)
@@ -177,7 +175,7 @@ def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, found",
+    "args, problem",
     [
         (("script.py", "--nproc", "two"), "--nproc two is not a list of numbers of processes"),
         (("script.py", "--nproc", "1,2,1"), "--nproc 1,2,1 names 1 twice"),
@@ -196,8 +194,8 @@ def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(words: tuple[object, ...], found: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(args: tuple[object, ...], problem: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch")
-    done = run("scale", *words, cwd=tmp_path, env={"PATH": str(Path(sys.executable).parent)})
-    refused(done, found)
+    done = run("scale", *args, cwd=tmp_path, env={"PATH": str(Path(sys.executable).parent)})
+    refused(done, problem)
     assert not list(tmp_path.glob(".scale-*"))

@@ -1,6 +1,4 @@
-"""`verify` proves a sound job equal on any number of processes, and names what is wrong with
-another.
-"""
+"""`verify` proves that a correct job is equal on any number of processes, or names its defect."""
 
 from __future__ import annotations
 
@@ -58,8 +56,10 @@ class Net(nn.Module):
         return self.layers(x)
 
 def build(config):
-    x = torch.randn(72, 6, generator=torch.Generator().manual_seed(7 + (config.plant == "data") * WORLD_SIZE))
-    torch.manual_seed(config.seed + (config.plant == "start") * WORLD_SIZE + (config.plant == "mended") * RANK)
+    data_seed = 7 + (config.plant == "data") * WORLD_SIZE
+    x = torch.randn(72, 6, generator=torch.Generator().manual_seed(data_seed))
+    offset = (config.plant == "start") * WORLD_SIZE + (config.plant == "rank seed") * RANK
+    torch.manual_seed(config.seed + offset)
     model = Net(config.plant)
     noise = torch.Generator().manual_seed(RANK if config.plant == "noise" else 3)
 
@@ -91,7 +91,7 @@ def build(config):
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job of 10 steps, the 5th and 10th of them short, which does wrong as its Config.plant says."""
+    """A job of 10 steps, the 5th and 10th of them short, with the defect Config.plant."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the launcher sets it where it is not, for good
     path = tmp_path / "planted.py"
     path.write_text(JOB)
@@ -117,7 +117,7 @@ def proved(job: Path, plant: str, sizes: list[int], **settings: Any) -> Proof:
 def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> None:
     done = run("verify", job, "--json", "--epochs", 1, cwd=job.parent)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     assert (
         called(
             "train",
@@ -133,19 +133,19 @@ def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> Non
         )[0]
         == 0
     )
-    result = json.loads((job.parent / "run" / "result.json").read_text())
-    assert found == {
+    trained = json.loads((job.parent / "run" / "result.json").read_text())
+    assert result == {
         "schema": 1, "equal": True, "sizes": [1, 2, 3], "resumed": [[3, 1], [1, 2]], "steps": 5,
-        "first_difference": None, "weights_sha256": result["weights_sha256"],
+        "first_difference": None, "weights_sha256": trained["weights_sha256"],
     }  # fmt: skip
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     documented = re.findall(
         r"^\| `(\w+)`", page.split("\n## verify\n")[1].split("\n## ")[0], re.MULTILINE
     )
-    assert documented == list(found), "docs/json.md has other keys"
+    assert documented == list(result), "docs/json.md has other keys"
 
 
-PLANTED = {  # plant: settings, sizes, where it is seen first, words of the cause
+PLANTED = {  # plant: settings, sizes, (step, kind, sizes) of the difference, cause
     "noise": ({}, [1, 2], (1, "loss", [1, 2]), "a rank-seeded random number"),
     "state": ({}, [1, 2], (1, "loss", [1, 2]), "state kept from one call"),
     "clock": ({}, [1, 2], (1, "loss", [1, 1]), "a non-deterministic operation"),
@@ -178,20 +178,25 @@ PLANTED = {  # plant: settings, sizes, where it is seen first, words of the caus
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_planted_is_found_and_its_cause_named(job: Path, plant: str) -> None:
-    settings, sizes, where, cause = PLANTED[plant]
+    settings, sizes, location, cause = PLANTED[plant]
     proof = proved(job, plant, sizes, **settings)
-    found = proof.difference
-    assert found is not None
-    assert cause in found.cause
-    assert (found.step, found.kind, found.sizes) == where
+    difference = proof.difference
+    assert difference is not None
+    assert cause in difference.cause
+    assert (difference.step, difference.kind, difference.sizes) == location
     assert cause in describe_proof(proof, exact=True)
 
 
 def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
     """On two processes, of which each makes four passes per step."""
     proof = proved(job, "late buffer", [2, 1])
-    found = proof.difference
-    assert found is not None and (found.step, found.kind, found.tensor, found.sizes) == (
+    difference = proof.difference
+    assert difference is not None and (
+        difference.step,
+        difference.kind,
+        difference.tensor,
+        difference.sizes,
+    ) == (
         3,
         "buffer",
         "calls",
@@ -203,11 +208,11 @@ def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
 
 
 def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
-    found = proved(job, "state", [1]).difference
+    difference = proved(job, "state", [1]).difference
     assert (
-        found is not None
-        and (found.step, found.sizes) == (4, [1, 1])
-        and "state kept" in found.cause
+        difference is not None
+        and (difference.step, difference.sizes) == (4, [1, 1])
+        and "state kept" in difference.cause
     )
 
 
@@ -233,17 +238,17 @@ def test_the_verdict_is_one_sentence(proof: Proof, sentence: str) -> None:
     )
 
 
-def test_what_training_mends_by_itself_is_no_difference(job: Path) -> None:
-    """Weights that each rank initialised for itself: rank 0's count."""
-    assert proved(job, "mended", [1, 2]).difference is None
+def test_weights_that_training_makes_equal_are_no_difference(job: Path) -> None:
+    """Each rank initialises its weights; training broadcasts those of rank 0."""
+    assert proved(job, "rank seed", [1, 2]).difference is None
 
 
 def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     run_dir = job.parent / "noisy"
     flags = ("--microbatch", 4, "--lr", 0.07, "--plant", "noise", "--nproc", 2)
     assert called("train", job, *flags, "--run-dir", run_dir, "--steps", 1)[0] == 0
-    path, given, settings = load_stored_job(run_dir)
-    assert (path, given["lr"], given["plant"]) == (job, 0.07, "noise")
+    path, config, settings = load_stored_job(run_dir)
+    assert (path, config["lr"], config["plant"]) == (job, 0.07, "noise")
     assert (settings["microbatch"], settings["sync"]) == (4, "ddp")
     code, (*table, sentence) = called(
         "verify", run_dir, "--nproc", "2,1", "--seed", 0, "--trust-job-file"
@@ -262,10 +267,8 @@ def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_p
     code = (JOBS / "secret.py").read_text() + "\nPath('ran').touch()\n"
     job.write_text(code)
     run("train", job, "--steps", 1, "--run-dir", run_dir, cwd=tmp_path)
-    verify, asked = (
-        ("verify", "run", "--nproc", 1, "--steps", 2),
-        "stepladder verify run --trust-job-file",
-    )
+    verify = ("verify", "run", "--nproc", 1, "--steps", 2)
+    hint = "stepladder verify run --trust-job-file"
     done = run(*verify, cwd=run_dir.parent)  # their own run, from wherever
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == f"stepladder: runs {job}, which run/config.json names"
@@ -281,10 +284,10 @@ def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_p
     ):  # the same bytes, beside what they may import
         path.write_text(code)
         (run_dir / "config.json").write_text(json.dumps(config | {"job_file": str(path)}))
-        refused(run(*verify, cwd=run_dir.parent), f"{foreign}{path}", asked)
+        refused(run(*verify, cwd=run_dir.parent), f"{foreign}{path}", hint)
     (run_dir / "config.json").write_text(json.dumps(config))
     job.write_text(f"{code}# edited\n")
-    refused(run(*verify, cwd=run_dir.parent), f"{foreign}{job}", asked)
+    refused(run(*verify, cwd=run_dir.parent), f"{foreign}{job}", hint)
     assert not list(tmp_path.rglob("ran"))
     assert run(*verify, "--trust-job-file", cwd=run_dir.parent).returncode == 0
     refused(run("verify", "mlp", "--trust-job-file", cwd=tmp_path), "mlp is not a run directory")
@@ -322,8 +325,8 @@ def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_about_a_dozen_steps_and_a_short_last_batch_where_it_is_near() -> None:
-    def steps(samples: int, num_steps: int, asked: int | None = None) -> int:
-        return choose_num_steps(Plan(samples, 10, 5), num_steps, asked)
+    def steps(samples: int, num_steps: int, requested: int | None = None) -> int:
+        return choose_num_steps(Plan(samples, 10, 5), num_steps, requested)
 
     assert steps(1000, 500) == 12  # 100 steps per epoch
     assert steps(195, 500) == 21  # past the 20th, which is short

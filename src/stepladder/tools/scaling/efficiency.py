@@ -130,9 +130,9 @@ class SizeResult:
         All parts that are unknown are one, UNKNOWN_PART.
         """
         shares = {
-            name: lost / self.seconds
-            for name, lost in self.lost_seconds(baseline).items()
-            if not math.isnan(lost)
+            name: seconds / self.seconds
+            for name, seconds in self.lost_seconds(baseline).items()
+            if not math.isnan(seconds)
         }
         if len(shares) < len(STEP_PARTS):
             shares[UNKNOWN_PART] = 1 - self.efficiency(baseline) - sum(shares.values())

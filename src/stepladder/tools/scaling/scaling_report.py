@@ -97,7 +97,7 @@ class Scaling:
         }
 
     def _size_as_json(self, size: SizeResult) -> dict[str, Any]:
-        lost = size.lost_seconds(self.baseline)
+        lost_seconds = size.lost_seconds(self.baseline)
         return {
             "nproc": size.nproc,
             "nodes": size.nodes,
@@ -107,7 +107,7 @@ class Scaling:
             "speedup": size.speedup(self.baseline),
             "efficiency": size.efficiency(self.baseline),
             "launch_seconds": size.launch,
-            "lost": {name: None if math.isnan(s) else s for name, s in lost.items()},
+            "lost": {name: None if math.isnan(s) else s for name, s in lost_seconds.items()},
         }
 
     def verdicts(self) -> list[str]:
@@ -179,8 +179,8 @@ def make_table(scaling: Scaling) -> Table:
     for size in scaling.sizes:
         cells = [""] * len(STEP_PARTS)
         if size is not baseline:
-            lost = size.lost_seconds(baseline)
-            cells = [format_share(seconds / size.seconds) for seconds in lost.values()]
+            lost_seconds = size.lost_seconds(baseline)
+            cells = [format_share(s / size.seconds) for s in lost_seconds.values()]
         table.add_row(*make_row(size, baseline), *cells, f"{size.launch:.1f}")
     return table
 
