@@ -27,10 +27,13 @@ ANY_HOSTS = ("192.0.2.1", "2001:db8::1")
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, or [IPv6]:PORT.
+    """Split HOST:PORT, or [IPv6]:PORT, into host and port.
+
+    Returns:
+        The host without brackets, and the port, 1 to 65535.
 
     Raises:
-        InputError: The text is neither.
+        InputError: The text has another form, or the port is out of range.
     """
     host, _, port_text = text.rpartition(":")
     port = parse_whole_number(port_text, 1, MAX_PORT)
@@ -202,11 +205,15 @@ def validate_host_name(flag: str, host: str) -> None:
 
 
 def validate_reachable(flag: str, host: str, local_addr: str) -> None:
-    """Raise InputError if other nodes cannot reach `host`, the value of a flag.
+    """Check that other nodes can reach `host`, the value of a flag.
 
-    A loopback address is accepted if all nodes are on this machine. They are if this node's own
-    address is a loopback address too, or if Slurm's name for this node is not the machine's name,
-    as in a lab.
+    A loopback address is accepted if all nodes run on this machine. That is the case if this node's
+    own address is a loopback address too, or if Slurm's name for this node is not the machine's
+    name, as in a lab.
+
+    Raises:
+        InputError: The host has a link-local address, or a loopback address although nodes run on
+            several machines.
     """
     node = os.environ.get("SLURMD_NODENAME", "")
     is_lab_node = node not in ("", socket.gethostname().partition(".")[0])
@@ -256,9 +263,12 @@ def set_interface_env(host: str) -> None:
 
 
 def validate_interface() -> None:
-    """Raise InputError if GLOO_SOCKET_IFNAME names an interface that this machine does not have.
+    """Check that GLOO_SOCKET_IFNAME names network interfaces that this machine has.
 
-    Without this each rank would print a page of C++.
+    Without this check each rank would print a page of C++ errors.
+
+    Raises:
+        InputError: The variable names an interface that this machine does not have.
     """
     setting = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(setting) <= 1:  # torch ignores a single letter

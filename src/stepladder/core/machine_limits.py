@@ -54,9 +54,14 @@ THREADS_HINT = "ulimit -u NUMBER, a larger one; it is for processes and threads"
 
 @contextmanager
 def name_machine_errors() -> Iterator[None]:
-    """Raise errors in the block that the machine causes as InputError.
+    """Turn errors in the block that the machine causes into InputError.
 
-    Errors of a training step, which have the attribute `step`, stay as they are.
+    Errors of a training step, which have the attribute `step`, are raised unchanged, as are all
+    errors that the machine has not caused.
+
+    Raises:
+        InputError: The disk cannot be used, memory has run out, or a limit of the machine is
+            reached.
     """
     try:
         yield

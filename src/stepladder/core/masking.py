@@ -75,9 +75,13 @@ def mask(value: Any, name: str = "") -> Any:
 
 
 def _mask_url_part(match: re.Match[str]) -> str:
-    """Mask a password, or a parameter with a secret name.
+    """Mask a password in a URL, or the value of a parameter with a secret name.
 
-    On the web a user without a password is masked, since that is a token.
+    In an http or https URL a user name without a password is masked too, since it is usually a
+    token.
+
+    Returns:
+        The text that replaces the match; the match itself if it holds no secret.
     """
     name = match["name"]
     if name:

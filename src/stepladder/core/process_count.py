@@ -45,8 +45,11 @@ def validate_process_count(nproc: int) -> None:
 def parse_range(flag: str, text: str) -> tuple[int, int]:
     """Parse N, or A:B with 1 <= A <= B.
 
+    Returns:
+        The smallest and the largest number; both are N if the text is N.
+
     Raises:
-        InputError: The text is neither.
+        InputError: The text is neither a number nor a range.
     """
     minimum_text, colon, maximum_text = text.partition(":")
     minimum = parse_whole_number(minimum_text, 1, MAX_PROCESSES)
@@ -60,10 +63,15 @@ def parse_range(flag: str, text: str) -> tuple[int, int]:
 
 
 def parse_process_count(text: str) -> int:
-    """Parse a number, or torchrun's words: gpu, cpu, or auto, which is gpu if there is one.
+    """Parse a number of processes, or one of torchrun's words: gpu, cpu or auto.
+
+    Returns:
+        The number; for "gpu" the number of GPUs, for "cpu" of cores, for "auto" of GPUs, or of
+        cores if there is no GPU.
 
     Raises:
-        InputError: The text is neither, or is gpu on a machine without one.
+        InputError: The text is neither a number nor such a word, or is gpu on a machine without a
+            GPU.
     """
     number = parse_whole_number(text, 1, MAX_PROCESSES)
     if number:

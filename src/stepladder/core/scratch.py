@@ -52,9 +52,13 @@ def get_scratch_folder() -> Path:
 
 @cache
 def _make_folder(pid: int, parent: str) -> Path:
-    """Make a folder and lock it.
+    """Make a scratch folder and lock it.
 
-    It gets a name that other processes may remove only when it is locked.
+    Other processes may remove an unlocked folder that has the final name, so the folder gets that
+    name only when it is locked. This process removes it at exit.
+
+    Returns:
+        The path of the folder. On a file system without locks it keeps its first name.
     """
     _remove_abandoned(parent)
     folder = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX, dir=parent))
@@ -90,10 +94,16 @@ def _remove_abandoned(parent: str) -> None:
 
 
 def _is_marked(folder: int) -> bool:
-    """Tell whether an open folder is this user's, and marked by `_make_folder`.
+    """Tell whether an open folder belongs to this user and was marked by `_make_folder`.
+
+    Args:
+        folder: The file descriptor of the folder.
+
+    Returns:
+        False if another user owns the folder or its marker, or if the marker has other content.
 
     Raises:
-        OSError: It has no marker.
+        OSError: The folder has no marker that can be opened.
     """
     marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:

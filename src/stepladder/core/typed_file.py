@@ -121,11 +121,14 @@ def hash_file(path: str | Path | None) -> str | None:
 
 
 def open_to_read(path: Path) -> BinaryIO:
-    """Open a regular file.
+    """Open a regular file to read its bytes.
+
+    Returns:
+        The open file, which the caller closes.
 
     Raises:
-        OSError: It cannot be opened.
-        ValueError: It is no regular file.
+        OSError: The file cannot be opened.
+        ValueError: The path is not a regular file, but a folder, pipe or device.
     """
     file = os.fdopen(os.open(path, READ_FLAGS), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -77,10 +77,14 @@ class World:
 
     @staticmethod
     def detect(env: Mapping[str, str] | None = None) -> World:
-        """Read who this process is from `env`, by default the process environment.
+        """Read the ranks of this process's run from `env`, by default the process environment.
+
+        Returns:
+            The world that torchrun's variables describe, or else those of a Slurm step with several
+            tasks; a world of one process if neither is set.
 
         Raises:
-            InputError: Variables are half set, or are no numbers.
+            InputError: Only some of the variables are set, or one of them is not a number.
         """
         env = os.environ if env is None else env
         if "RANK" in env:

@@ -33,17 +33,19 @@ def make_loader(
     collate: Callable[[list[Any]], Any],
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    """Make a DataLoader that yields the indices of each batch, and the batch.
-
-    In place of a batch whose items could not be read, a worker returns a PackedError.
+    """Make a DataLoader that yields the indices of each batch together with the batch.
 
     Args:
         dataset: The job's Dataset.
         seed: The run's seed.
         batches: The samples of each batch.
-        num_workers: The processes that read; 0 reads in this process.
+        num_workers: The number of processes that read; 0 reads in this process.
         collate: Makes a batch of a list of items.
         pin_memory: Whether batches are copied to pinned memory.
+
+    Returns:
+        The loader. If the items of a batch cannot be read, a worker process returns a PackedError
+        in place of that batch.
     """
     call = call_in_worker if num_workers else call_in_rank
     return DataLoader(

@@ -94,7 +94,10 @@ def find_gzip_or_plain(folder: Path, *names: str) -> Path | None:
 
 
 def open_locked(path: Path) -> io.FileIO:
-    """Open a file for appending, with an exclusive lock.
+    """Open a file for appending, with an exclusive lock where the file system has locks.
+
+    Returns:
+        The open file, which holds the lock until it is closed.
 
     Raises:
         InputError: Another process is writing the file.

@@ -234,11 +234,14 @@ def open_source(
         data: Tensors (one, or a tuple or dict of them), Shards, or a map-style Dataset.
         device: The training device.
         seed: The run's seed, for the random numbers of a Dataset.
-        num_workers: The processes that read a Dataset; 0 reads it in this process.
-        collate: Makes a batch of a list of items of a Dataset, as DataLoader's collate_fn.
+        num_workers: The number of processes that read a Dataset; 0 reads it in this process.
+        collate: Makes a batch of a list of items of a Dataset, as DataLoader's collate_fn does.
+
+    Returns:
+        The source that fits the type of the data, which gives its batches on `device`.
 
     Raises:
-        InputError: The data is something else.
+        InputError: The data have another type.
     """
     if isinstance(data, Shards):
         return StreamSource(data, device)

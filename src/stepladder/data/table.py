@@ -96,16 +96,19 @@ def select_columns(
     known: Iterable[str],
     source: object,
 ) -> list[str]:
-    """Return the columns to read: those named, in their order, or all.
+    """Return the columns to read: those that the user names, in that order, or all.
 
     Args:
-        names: The columns that the user names; none for all.
+        names: The columns that the user names; empty for all.
         known: The columns of the source.
         source: The source's name in messages.
 
+    Returns:
+        The names of the columns.
+
     Raises:
         InputError: A column does not exist, exists twice, or is named twice.
-    """
+    """  # noqa: DOC501 - input_error makes an InputError
     known_counts = Counter(list(known))  # a mapping would be taken for counts
     name_counts = Counter(names)
     selected = list(name_counts or known_counts)

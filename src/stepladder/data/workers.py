@@ -87,7 +87,10 @@ def call_in_worker(function: Callable[..., Any], *args: Any) -> Any:
 def call_in_rank(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, and turn a StopIteration into a RuntimeError.
 
-    A StopIteration would only end the loop over the batches.
+    A StopIteration would only end the loop over the batches, as if all data had been read.
+
+    Raises:
+        RuntimeError: The function has raised StopIteration.
     """
     try:
         return function(*args)

@@ -220,6 +220,9 @@ def start_elsewhere(
 
     Returns:
         The exit code, or None if this process is to do the work itself.
+
+    Raises:
+        InputError: This is a Slurm job, but there is no `srun`, or the job has ended.
     """
     end_with_stdin()
     if hosts:

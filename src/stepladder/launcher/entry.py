@@ -78,9 +78,15 @@ class Launch:
 
 
 def start(request: TrainRequest, launch: Launch) -> int:
-    """Train in every rank, and return the exit code.
+    """Train in every rank, and return the exit code of this process.
 
     This process may be a rank, the parent of ranks, or a node's agent.
+
+    Returns:
+        0 if the training is complete, 75 if it has stopped with a snapshot, otherwise 1.
+
+    Raises:
+        InputError: The time limit, the job or a setting is invalid.
     """
     if identify_start()["restart"]:  # of a batch job: --fresh was meant for its first start
         request = replace(request, settings=replace(request.settings, fresh=False))
@@ -157,13 +163,16 @@ def train_rank(request: TrainRequest) -> int:
 def make_job_group(
     request: TrainRequest, launch: Launch, nproc: int, may_join: bool = False
 ) -> LocalGroup:
-    """Make a group of ranks of a job.
+    """Make a group of ranks that train a job.
 
     Args:
         request: The job and its settings.
         launch: How the ranks are started.
         nproc: The number of ranks on this node.
-        may_join: Nodes may join the running ranks, if these recover in place.
+        may_join: Whether nodes may join the running ranks, if these recover in place.
+
+    Returns:
+        The group, none of whose ranks is started yet.
     """
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
@@ -179,13 +188,16 @@ def make_job_group(
 
 
 def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
-    """Run this machine's part of a job on several nodes, and return the exit code.
+    """Run this machine's part of a job on several nodes.
 
     Args:
         request: The job and its settings.
         launch: How the ranks are started.
         nodes: The smallest and the largest number of nodes.
         nproc: The number of ranks on this node.
+
+    Returns:
+        The exit code, when all nodes have ended.
     """
     settings = request.settings
     validate_node_environment(launch.topology, settings)

@@ -93,16 +93,19 @@ def launch(
     ranks print appears here.
 
     Args:
-        function: May be defined in a notebook's cell: it is pickled by value (cloudpickle), as its
-            arguments and values are.
-        *args: Its arguments.
-        nproc: A number, or "auto", "gpu", "cpu".
-        timeout: Seconds that a rank may stay stopped.
+        function: The function to call. It may be defined in a notebook's cell, because the
+            function, its arguments and its values are pickled by value (with cloudpickle).
+        *args: The arguments of the function.
+        nproc: A number of processes, or "auto", "gpu" or "cpu".
+        timeout: The number of seconds that a rank may stay stopped.
+
+    Returns:
+        The value of each rank; rank 0 comes first.
 
     Raises:
-        RankFailed: A rank failed; with the first failing rank's traceback.
+        RankFailed: A rank failed. The error has the traceback of the first rank that failed.
         InputError: `nproc` is not a number of processes, or is too large.
-    """
+    """  # noqa: DOC501 - read_failure makes a RankFailed
     rank_count = parse_process_count(str(nproc))
     validate_process_count(rank_count)
     with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder_name:

@@ -79,10 +79,17 @@ async def _probe(host: Host, limit: asyncio.Semaphore) -> Endpoint:
 
 
 async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
-    """Run a command, and return its exit code, stdout and stderr.
+    """Run a command that reaches a host, and wait until the command ends.
+
+    Args:
+        host: The host, for messages.
+        command: The program and its arguments.
+
+    Returns:
+        The exit code, and what the command has written to stdout and to stderr.
 
     Raises:
-        InputError: It does not end in time.
+        InputError: The command does not end within PROBE_TIMEOUT_S seconds.
     """
     process = await asyncio.create_subprocess_exec(
         *command,

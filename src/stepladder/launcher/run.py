@@ -40,15 +40,18 @@ def make_script_group(
     variables: dict[str, str] | None = None,
     report_failure: Callable[[Failure], None] | None = None,
 ) -> LocalGroup:
-    """Make a group of ranks that are a script.
+    """Make a group of ranks that run a script.
 
     Args:
-        script: What the ranks run.
-        options: How they are started, shown and ended.
+        script: The program that the ranks run.
+        options: How the ranks are started, shown and ended.
         nproc: The number of ranks on this node.
-        alone: There is one process in all, so its output needs no prefix.
+        alone: Whether there is one process in all, so its output needs no prefix.
         variables: Further environment variables of each rank.
         report_failure: Called with each failure; None prints it.
+
+    Returns:
+        The group, none of whose ranks is started yet.
     """
     os.environ["PYTHONUNBUFFERED"] = "1"
     spec = GroupSpec(

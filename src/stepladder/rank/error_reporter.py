@@ -18,13 +18,16 @@ ENDING_RANKS_KEY = "stepladder/left"
 def is_first_to_report(text: str, store: Any, world: World) -> bool:
     """Tell whether this rank is the first one with this error.
 
-    Numbers in the text do not count, since each rank may have found another one.
+    Numbers in the text do not count, since they may differ on each rank. Rank 0, which may serve
+    the store, waits up to REPORT_TIMEOUT_S seconds here until all ranks are ending.
 
     Args:
-        text: The error.
-        store: torch's store, through which the ranks connect. Rank 0 may serve it, and then ends
-            last.
-        world: Which rank this is.
+        text: The text of the error.
+        store: The store of torch through which the ranks connect.
+        world: The rank of this process, and the number of ranks.
+
+    Returns:
+        True if no other rank has reported this error, or if the store has ended.
     """
     text_without_numbers = re.sub("[0-9]+", "", text)
     deadline = time.monotonic() + REPORT_TIMEOUT_S

@@ -159,7 +159,8 @@ def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
     """Do the work of a rank that another launcher has started, and end this process.
 
     Raises:
-        InputError: The input is bad; the command shows it.
+        InputError: The input is bad. The command shows the error.
+        KeyboardInterrupt: The user has interrupted the work.
     """
     try:
         code = work(*args)

@@ -81,12 +81,15 @@ class StopSignals:
     def is_late(self, now: float) -> bool:
         """Tell whether one more step could pass the time limit.
 
-        Needed on a cluster that does not warn, or warns too late. The longest time between two
-        calls, which includes snapshots, is what one more step may take; as long again is needed for
-        the last snapshot.
+        This is needed on a cluster that does not warn, or warns too late. The longest time between
+        two calls, which includes snapshots, is what one more step may take; as long again is needed
+        for the last snapshot.
 
         Args:
-            now: The value of time.perf_counter(), once per step.
+            now: The value of time.perf_counter(), in seconds, once per step.
+
+        Returns:
+            True if the job should save its last snapshot now. The value stays in `late`.
         """
         self._longest_step_s = max(self._longest_step_s, now - self._last_step_time)
         self._last_step_time = now
@@ -112,10 +115,13 @@ class StopSignals:
 
 
 def parse_fail_at(text: str) -> tuple[int, int]:
-    """Parse RANK:STEP; steps count from 1.
+    """Parse RANK:STEP, whose steps count from 1.
+
+    Returns:
+        The rank and the step.
 
     Raises:
-        InputError: The text is something else.
+        InputError: The text has another form.
     """
     rank_text, _, step_text = text.partition(":")
     rank = parse_whole_number(rank_text)

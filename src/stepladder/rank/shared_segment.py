@@ -26,6 +26,9 @@ def can_share_memory(num_ranks: int) -> bool:
     """Tell whether so many ranks of one machine exchange tensors through shared memory.
 
     On processors other than x86-64 a number may be visible before the data that it announces.
+
+    Returns:
+        True on Linux on x86-64, for 2 to MAX_SLOTS ranks.
     """
     is_supported = sys.platform == "linux" and platform.machine() == "x86_64"
     return is_supported and 1 < num_ranks <= MAX_SLOTS

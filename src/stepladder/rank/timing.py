@@ -50,7 +50,13 @@ def make_timing_line(step: int, steps: int, seconds: NDArray[np.float64]) -> dic
 def is_timing_line(line: dict[str, Any]) -> bool:
     """Tell whether a line is as `make_timing_line` makes it, or as versions before 0.2 did.
 
-    These wrote one line for each rank.
+    Versions before 0.2 wrote one line for each rank.
+
+    Args:
+        line: A line of the timing file, parsed from JSON.
+
+    Returns:
+        True if all fields are there and have valid values.
     """
     if not (is_count(line.get("step")) and is_count(line.get("steps")) and line["steps"]):
         return False

@@ -128,6 +128,9 @@ def shift_images(images: Tensor) -> Tensor:
 
     Args:
         images: Shape (n, 1, 8, 8).
+
+    Returns:
+        The shifted images, shape (n, 1, 8, 8). Pixels that enter at an edge are 0.
     """
     size = images.shape[-1]
     index = torch.arange(len(images), device=images.device)

@@ -97,6 +97,9 @@ def small_net() -> nn.Module:
     """Make a network of strided convolutions: 28 -> 14 -> 7 -> 4 pixels.
 
     It has no pooling and takes 0.6 million multiplications an image.
+
+    Returns:
+        A network from images, shape (n, 1, 28, 28), to logits, shape (n, 10).
     """
     return nn.Sequential(
         *conv_block(1, 16, kernel_size=5),
@@ -142,13 +145,16 @@ def classic_net() -> nn.Module:
 
 
 def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Normalize the images and return the model's output for them, shape (n, 10).
+    """Normalize the images and return the model's output for them.
 
     The data stay bytes in memory, a quarter of the size of floats, until a batch needs them.
 
     Args:
         model: The network.
         images: Shape (n, 28, 28), uint8.
+
+    Returns:
+        The logits, shape (n, 10).
     """
     pixels = images.unsqueeze(1).float()
     return model(pixels.div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD))

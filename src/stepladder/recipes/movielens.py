@@ -145,7 +145,10 @@ def build(
 
     Args:
         config: The settings.
-        data: What `load` returns, if it is in memory already.
+        data: What `load` returns, if it is in memory already; None to load it.
+
+    Returns:
+        The job of ratings or of ranking, whichever the type of the data asks for.
     """
     if data is None:
         data = load(config)
@@ -313,6 +316,12 @@ def rating_job(config: Config, data: Ratings) -> Job:
     """Make the job of `--task rating`: one of five random folds is the test set.
 
     The folds are the same for every seed.
+
+    Returns:
+        A job that predicts stars and reports the mean squared error and its root, `rmse`.
+
+    Raises:
+        InputError: There are too few ratings for a training and a test set.
     """
     users = torch.from_numpy(data.users)
     items = torch.from_numpy(data.items)

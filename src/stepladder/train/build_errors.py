@@ -31,11 +31,7 @@ PLAIN_MODEL_HINT = (
 
 @contextmanager
 def explain_build_errors(path: Path) -> Iterator[None]:
-    """Raise InputError if the build, in the block, fails because it wraps or moves the model.
-
-    Args:
-        path: The job file.
-    """
+    """Raise InputError if the build, in the block, fails because it wraps or moves the model."""
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:

@@ -156,6 +156,10 @@ def record_pass(
     Returns:
         A function that replays the pass for another batch of this shape, and what the loss returned
         as its count.
+
+    Raises:
+        InputError: The loss cannot be recorded, for example because it reads a number of a tensor.
+        RuntimeError: The loss itself has failed.
     """
     buffers_before = [buffer.clone() for buffer in model.buffers()]
     rng_state = torch.cuda.get_rng_state()

@@ -31,6 +31,7 @@ def deterministic(
 
     Raises:
         InputError: The block uses an operation without a deterministic version.
+        RuntimeError: The block has failed for another reason.
     """
     if not enabled:
         yield
@@ -114,13 +115,16 @@ def validate_equal_machines(
     comm: Comm,
     compiles: bool = False,
 ) -> None:
-    """Raise InputError, on all ranks, if a rank computes on another machine type than rank 0.
+    """Check on all ranks that every rank computes on the same type of machine as rank 0.
 
     All ranks must call this function.
 
     Args:
         comm: The ranks.
         compiles: Whether the job's loss is compiled.
+
+    Raises:
+        InputError: The machine of a rank differs. All ranks raise it.
     """
     name = describe_machine(comm.device, compiles).encode()
     messages = comm.gather_bytes(name[:MACHINE_NAME_BYTES].ljust(MACHINE_NAME_BYTES))

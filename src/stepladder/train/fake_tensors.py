@@ -96,9 +96,13 @@ class StorageTally(TorchDispatchMode):
         self.resize_storage = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Any:
-        """Begin to count, also when a storage is resized.
+        """Begin to count the bytes of storages, including those that are resized.
 
-        fully_shard frees the weights of a block by resizing, which is no operation of torch.
+        fully_shard frees the weights of a block by resizing, which is no operation that torch
+        dispatches.
+
+        Returns:
+            This object, which holds the counts.
         """
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -151,9 +151,15 @@ class ExactShards(FullShards):
         return gathered
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip as torch's clip_grad_norm_ does with complete gradients; return the norm before.
+        """Clip gradients as torch's clip_grad_norm_ does with complete gradients.
 
         One gradient at a time is gathered. All ranks must call this method.
+
+        Args:
+            max_norm: The largest norm that all gradients together may have.
+
+        Returns:
+            The norm before clipping, shape ().
         """
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         norms = [torch.linalg.vector_norm(self._gather_tensor(grad)) for grad in grads]

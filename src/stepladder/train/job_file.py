@@ -94,9 +94,12 @@ def load_stored_job(run_dir: Path) -> StoredJob:
 
 
 def validate_module_name(path: Path) -> None:
-    """Raise InputError for a job file named like a module that Python, torch or stepladder imports.
+    """Check that a job file hides no module that Python, torch or stepladder imports.
 
     The job file becomes the module of its name, so an import of that name would get the job file.
+
+    Raises:
+        InputError: The file has the name of such a module.
     """
     name = path.stem
     is_taken = name in sys.stdlib_module_names or name in IMPORTED_MODULES
@@ -120,10 +123,13 @@ def validate_config_values(path: Path, config: dict[str, Any]) -> None:
 
 @contextmanager
 def raise_on_exit(path: Path) -> Iterator[None]:
-    """Raise InputError if the job file ends the process in the block.
+    """Turn an exit of the process by the job file, in the block, into an InputError.
 
     Even an exit with 0 would look like a run that is complete. Standard streams that the file
     closes are opened again.
+
+    Raises:
+        InputError: The job file has called sys.exit.
     """
     try:
         with preserve_streams():

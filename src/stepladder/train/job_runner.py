@@ -59,9 +59,13 @@ def train_file(request: TrainRequest) -> int:
 
 @contextmanager
 def raise_on_early_exit() -> Iterator[None]:
-    """Raise RuntimeError if the job exits in the block with the code of a run that ended well.
+    """Turn an exit of the job, with the code of a run that ended well, into a RuntimeError.
 
     The launcher would take the run for complete, or for stopped with a snapshot.
+
+    Raises:
+        RuntimeError: The job has exited in the block with code 0 or STOPPED.
+        SystemExit: The job has exited with another code.
     """
     try:
         yield
@@ -90,6 +94,11 @@ def join_process_group(
 
     Yields:
         A function that builds the job, the job's name and Config, and the ranks.
+
+    Raises:
+        InputError: The job is invalid, or not all ranks have joined within the timeout.
+        DistError: Not all ranks have joined, and the launcher of stepladder, which reports the
+            reason, has started them.
     """
     world = World.detect()
     settings = request.settings
@@ -207,7 +216,11 @@ def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
     """Scale the Config's `lr` for a global batch that grows with the ranks, as --lr-scale asks.
 
-    Linear scaling: Goyal et al. 2017, section 2.1. Square root: Krizhevsky 2014, section 5.
+    Linear scaling is by Goyal et al. 2017, section 2.1, and square-root scaling by Krizhevsky 2014,
+    section 5.
+
+    Raises:
+        InputError: The Config has no field `lr`, or its value is not a number.
     """
     if settings.lr_scale == "none":
         return

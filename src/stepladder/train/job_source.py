@@ -78,11 +78,14 @@ def read_config_fields(path: Path) -> list[ConfigField]:
 
 
 def validate_batch_field(path: Path, names: list[str]) -> None:
-    """Raise InputError if a field looks like the batch of a step and would have no effect.
+    """Check that no field looks like the batch of a step but would have no effect.
 
     Args:
         path: The job file.
         names: The names of the Config's fields.
+
+    Raises:
+        InputError: There is such a field, as `batch_size`, and no field `global_batch`.
     """
     if "global_batch" in names:
         return
@@ -114,11 +117,14 @@ def has_build(path: Path) -> bool:
 
 
 def validate_not_job(path: Path, command: str = "stepladder train") -> None:
-    """Raise InputError for a job file in place of a script: run by itself, it would train nothing.
+    """Check that a script is not a job file, which trains nothing when it is run by itself.
 
     Args:
         path: The script. Text that is not Python is left to the program that runs it.
         command: The command that trains a job, for the HINT.
+
+    Raises:
+        InputError: The script is a job file.
     """
     try:
         definitions = _read_definitions(path)

@@ -86,9 +86,12 @@ def validate_parts(job: Job) -> None:
 
 
 def validate_parameters(job: Job) -> None:
-    """Raise InputError if the optimizer has parameters that are not the model's.
+    """Check that the optimizer steps only parameters of the model.
 
-    Their gradients would not be synchronized.
+    The gradients of other parameters would not be synchronized.
+
+    Raises:
+        InputError: The optimizer has parameters that are not the model's.
     """
     model_parameters = {id(param) for param in job.model.parameters()}
     foreign = [

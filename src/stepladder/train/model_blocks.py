@@ -40,9 +40,10 @@ def find_blocks(job: Job) -> list[nn.Module]:
 
 
 def validate_fully_shardable(job: Job) -> None:
-    """Raise InputError for a weight that fully_shard does not accept.
+    """Check that fully_shard accepts all weights of the model.
 
-    Such a weight has no rows, or its rows do not follow each other in memory, or two blocks use it.
+    Raises:
+        InputError: A weight is a single number, is not stored row by row, or is used in two blocks.
     """
     block_of_module = {
         id(module): index

@@ -246,10 +246,13 @@ class Opening:
         return self._make_session(recorder, attempt)
 
     def _join(self, number: int) -> Session:
-        """Join ranks that train already, which send their state.
+        """Join ranks that train already, which send their state to this rank.
 
         Args:
             number: The number of this rank in the launch.
+
+        Returns:
+            The session of this rank, with the state that the others have sent.
         """
         self.state.shard(self.spec.settings, self.comm)
         run_dir = self.spec.settings.run_dir

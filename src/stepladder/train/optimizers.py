@@ -46,7 +46,10 @@ class Optimizers(torch.optim.Optimizer):
         """Step each optimizer once.
 
         Args:
-            closure: Computes the loss again, once, before the first of them steps.
+            closure: Computes the loss again, once, before the first optimizer steps.
+
+        Returns:
+            The loss that the closure has computed; None without a closure.
         """
         loss = None if closure is None else closure()
         for optimizer in self.optimizers:

@@ -103,6 +103,9 @@ def _end_after_all_joined(error: InputError, world: World) -> bool:
     """Wait until all ranks have joined, and return whether this rank prints the error.
 
     gloo reports an error of its own if a rank ends while another one joins.
+
+    Returns:
+        True if this rank is the first to report the error.
     """
     deadline = time.monotonic() + REPORT_TIMEOUT_S
     with suppress(RuntimeError):  # the store has ended already

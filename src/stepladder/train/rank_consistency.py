@@ -37,9 +37,12 @@ def validate_equal_settings(
     settings: Settings,
     recipe: Recipe,
 ) -> None:
-    """Raise InputError, on all ranks, if a rank was started with other settings than rank 0.
+    """Check on all ranks that every rank was started with the same settings as rank 0.
 
     All ranks must call this function.
+
+    Raises:
+        InputError: The settings or the job of a rank differ. All ranks raise it.
     """
     values: dict[str, Any] = {
         name: value for name, value in asdict(settings).items() if name not in MAY_DIFFER
@@ -62,10 +65,13 @@ def validate_equal_settings(
 
 
 def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
-    """Raise InputError, on all ranks, if a rank has built another model than rank 0.
+    """Check on all ranks that every rank has built the same model as rank 0.
 
-    Names, shapes and types are compared; the values are broadcast from rank 0. All ranks must call
-    this function.
+    Names, shapes and types are compared. The values may differ, since rank 0 broadcasts its own.
+    All ranks must call this function.
+
+    Raises:
+        InputError: The model of a rank differs. All ranks raise it.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     descriptions = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
@@ -97,7 +103,7 @@ def validate_equal_data(
     comm: Comm,
     sources: dict[str, Source | None],
 ) -> None:
-    """Raise InputError, on all ranks, if a rank does not see the data that rank 0 sees.
+    """Check on all ranks that every rank sees the same data as rank 0.
 
     The number of samples is compared, and of data in memory a few samples. All ranks must call this
     function.
@@ -105,6 +111,9 @@ def validate_equal_data(
     Args:
         comm: The ranks.
         sources: The sources of this rank, by the name that the error uses.
+
+    Raises:
+        InputError: The data of a rank differ. All ranks raise it.
     """
     message = b""
     for source in sources.values():

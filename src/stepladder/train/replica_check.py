@@ -163,11 +163,14 @@ def validate_finite_weights(
     model: torch.nn.Module,
     step: int,
 ) -> None:
-    """Raise InputError if a weight is not finite, although the loss may still be a number.
+    """Check that all weights are finite, since the loss may be a number even if they are not.
 
     Args:
         model: The model.
-        step: Steps done.
+        step: The number of steps done.
+
+    Raises:
+        InputError: A weight is infinite or not a number.
     """
     for name, weight in model.named_parameters():
         is_finite: Any = torch.isfinite(weight).all()

@@ -33,11 +33,14 @@ def parse_loss(result: Any, samples: int) -> tuple[torch.Tensor, float]:
 
     Args:
         result: (sum, count), or one tensor, which is the mean over the samples.
-        samples: How many samples the batch has.
+        samples: The number of samples in the batch.
+
+    Returns:
+        The sum as a tensor of shape () with a gradient, and the count.
 
     Raises:
-        InputError: If it is neither of these.
-    """
+        InputError: The result has another form, or the count is negative or not finite.
+    """  # noqa: DOC501 - make_error makes an InputError
     total: Any = result
     count: Any = None
     if isinstance(result, tuple) and len(result) == 2:
@@ -55,12 +58,7 @@ def parse_loss(result: Any, samples: int) -> tuple[torch.Tensor, float]:
 
 
 def validate_metrics(result: Any, expected_names: list[str] | None) -> None:
-    """Raise InputError if `metrics` has not returned a dict of sums and counts.
-
-    Args:
-        result: What it has returned.
-        expected_names: The names that it has returned for an earlier batch.
-    """
+    """Raise InputError unless `metrics` has returned sums and counts by the expected names."""
     is_valid = (
         isinstance(result, dict)
         and bool(result)
@@ -78,12 +76,7 @@ def is_sum_and_count(value: Any) -> bool:
 
 
 def validate_counts(counts: np.ndarray, names: list[str]) -> None:
-    """Raise InputError if a count is negative or not finite.
-
-    Args:
-        counts: Of each batch, shape (batches, names).
-        names: Of the metrics.
-    """
+    """Raise InputError if a count, shape (batches, names), is negative or not finite."""
     is_valid = np.isfinite(counts) & (counts >= 0)
     for row in counts[~is_valid.all(axis=1)].tolist():
         result = {name: (..., count) for name, count in zip(names, row, strict=True)}
@@ -112,11 +105,15 @@ def find_doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str])
 
 
 def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
-    """Raise InputError for a name that a line, a file or a page could not show.
+    """Check that each metric has a name that a line, a file and a page can show.
 
     Args:
         function: The part of the job that has returned the result.
         result: The metrics by name.
+
+    Raises:
+        InputError: A name is not a short printable text, or is the name of a field that each line
+            has.
     """
     for name in result:
         is_short_text = isinstance(name, str) and 0 < len(name) <= MAX_METRIC_NAME_LENGTH
@@ -133,11 +130,7 @@ def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
 
 
 def parse_derived(result: Any) -> dict[str, float]:
-    """Return the metrics that `derived` has returned, as numbers.
-
-    Raises:
-        InputError: If it has not returned a dict of numbers.
-    """
+    """Return the metrics of `derived` as numbers; raise InputError if any is not a number."""
     if not (isinstance(result, dict) and all(map(is_number, result.values()))):
         raise make_error("derived", result, DERIVED_HINT)
     validate_metric_names("derived", result)

@@ -243,9 +243,15 @@ def count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     """Return the optimizer steps of the whole run.
 
     Args:
-        epochs: Passes over the training data.
-        steps: A limit that is below the steps of the epochs, or None.
-        plan: Has the steps per epoch.
+        epochs: The number of passes over the training data.
+        steps: The value of --steps; None for all steps of the epochs.
+        plan: Has the number of steps per epoch.
+
+    Returns:
+        The number of steps, at most those of the epochs.
+
+    Raises:
+        InputError: `steps` is more than the epochs have.
     """
     steps_of_epochs = epochs * plan.steps_per_epoch
     if steps is None:

@@ -300,11 +300,14 @@ def open_run_dir(
     """Open the run directory on the first rank, with its snapshots, until `at_end` closes it.
 
     Args:
-        settings: Of the run.
+        settings: The settings of the run.
         snapshot_saver: Saves into the directory from now on.
         at_end: Closes the directory.
         is_fresh: Whether an earlier run in the directory is moved aside.
-        attempt: The number of an attempt that goes on here, None for a new attempt.
+        attempt: The number of an attempt that continues here; None for a new attempt.
+
+    Returns:
+        The directory, which is closed as failed if an error ends the run.
     """
     run_dir = RunDir(
         settings.run_dir,

@@ -306,7 +306,8 @@ class TrainingLoop:
     def _extra(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return what is added over all microbatches in the same way as their gradients.
 
-        It is the loss, shape (). With batch norm the batch's statistics follow, shape (extra_size,).
+        It is the loss, shape (). With batch norm the statistics of the batch follow, shape
+        (extra_size,).
         """
         loss = loss.detach()
         if self.statistics is None:
@@ -314,14 +315,11 @@ class TrainingLoop:
         return torch.cat([loss.reshape(1).float(), self.statistics.capture() * samples])
 
     def _reduce(self, count: float, loss: torch.Tensor | None) -> StepResult:
-        """Add the gradients over ranks, and vote on what to do after the step.
-
-        Any rank may vote to stop on a signal. Only the first rank votes to stop at the time limit,
-        since all launchers read its exit record.
-        """
+        """Add the gradients over ranks, vote on what follows, and return the result of the step."""
         if self.state.step + 1 in self.failing_steps:
             kill_once(self.settings.run_dir, self.comm.world.rank, self.state.step + 1)
         now = perf_counter()
+        # The first rank alone votes for the time limit, since all launchers read its exit record.
         is_late = self.comm.world.is_first and self.stop.is_late(now)
         votes = [  # in the order of Action
             is_late or self.stop.stop_requested,

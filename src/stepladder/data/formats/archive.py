@@ -63,10 +63,13 @@ def is_archive(path: Path) -> bool:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
-    """Open a zip or tar for the block, and yield its members.
+    """Open a zip or tar file for the block, and yield its members.
+
+    Yields:
+        The members in the order of the archive; they can be read until the block ends.
 
     Raises:
-        InputError: The file is neither, or damaged.
+        InputError: The file is neither a zip nor a tar, or is damaged.
     """
     archive: Any
     with as_input_error(f"cannot read {path}", "fetch it again", ARCHIVE_ERRORS):

@@ -88,16 +88,19 @@ def array_table(
     identity: dict[str, Any],
     arrays: dict[str, StoredArray],
 ) -> Table:
-    """Return arrays as a table, a row of each per sample.
+    """Return arrays as a table; a sample is one row of each array.
 
     Args:
         source: The file or folder, for messages.
         identity: The table's identity.
-        arrays: The arrays by column.
+        arrays: The arrays by column name.
+
+    Returns:
+        The table, which reads the arrays only when its rows are read.
 
     Raises:
-        InputError: They differ in length, or a row is too large.
-    """
+        InputError: The arrays differ in length, or a row is too large.
+    """  # noqa: DOC501 - input_error makes an InputError
     lengths = {array.label: array.shape[0] for array in arrays.values()}
     if len(set(lengths.values())) != 1:
         text = ", ".join(f"{label} has {rows} rows" for label, rows in lengths.items())
@@ -136,8 +139,15 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
 
     Args:
         path: The file.
-        names: The arrays to read, all by default.
-    """
+        names: The arrays to read; all arrays if this is empty.
+
+    Returns:
+        A table with a column for each array.
+
+    Raises:
+        InputError: The file is damaged or holds no arrays, or an array does not exist or holds no
+            numbers.
+    """  # noqa: DOC501 - input_error makes an InputError
     with report_damage(path, (*ARRAY_DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if name.endswith(".npy")]

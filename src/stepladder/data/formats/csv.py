@@ -109,11 +109,14 @@ def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
 
 
 def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
-    """Yield the rows of a CSV file with their line, the header first.
+    """Yield the rows of a CSV file with their line numbers, the header first.
+
+    Yields:
+        The number of the row's last line, from 1, and the fields of the row as text.
 
     Raises:
         InputError: A row is broken, or the file is empty.
-    """
+    """  # noqa: DOC501 - line_error makes an InputError
     reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     header: list[str] = []
     try:
@@ -241,7 +244,13 @@ def value_error(
 ) -> InputError:
     """Make the error for the first value that is not of its column's type.
 
-    The hint names a wider type if there is one that has the value.
+    Args:
+        column: The column, with the path of its file.
+        rows: Rows of the file, at least one of which has such a value.
+        dtype: The type of the column.
+
+    Returns:
+        The error, whose hint names a wider type if there is one that can hold the value.
     """
     line, text = next(
         (line, fields[column.index])

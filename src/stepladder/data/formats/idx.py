@@ -47,15 +47,15 @@ class Mnist:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file, compressed by gzip or not, as its content tells.
+    """Read an IDX file, compressed by gzip or not; its content tells which.
 
     Returns:
-        A writable uint8 array: images (n, rows, columns), or labels (n,).
+        A writable uint8 array of images, shape (n, rows, columns), or of labels, shape (n,).
 
     Raises:
-        InputError: The file is missing, damaged, of another kind, or has not as many bytes as its
-            header says.
-    """
+        InputError: The file is missing, damaged or of another kind, or its size does not agree with
+            its header.
+    """  # noqa: DOC501 - damage_error makes an InputError
     with report_errors(path), open_decompressed(path) as stream:
         data = stream.read(HEADER_BYTES)
         shape, start = read_header(data, path)
@@ -99,15 +99,19 @@ def open_decompressed(path: Path) -> IO[bytes]:
 
 
 def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
-    """Return the shape, and the offset of the first value.
+    """Return the shape of an IDX file's data, and the byte at which the data begin.
 
     Args:
         data: The first HEADER_BYTES of the file, decompressed.
         path: The file, for messages.
 
+    Returns:
+        The shape, and the offset of the first value in bytes.
+
     Raises:
-        InputError: It is not the header of images or labels, or says more than the file can hold.
-    """
+        InputError: The bytes are not the header of images or labels, or promise more data than the
+            file can hold.
+    """  # noqa: DOC501 - damage_error makes an InputError
     magic = int.from_bytes(data[:4], "big")
     if len(data) >= 8 and magic not in (LABELS_MAGIC, IMAGES_MAGIC):
         raise damage_error(
@@ -136,9 +140,12 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
 def read_mnist(data_dir: Path) -> Mnist:
     """Read the four MNIST files of a folder, each with or without `.gz`.
 
+    Returns:
+        The images and labels of the training and the test set.
+
     Raises:
-        InputError: A file is missing or damaged, has images where labels belong, labels outside of
-            0..9, or another number of labels than of images.
+        InputError: A file is missing or damaged, holds images in place of labels or the reverse,
+            has labels outside of 0..9, or has another number of labels than of images.
     """
     paths = find_mnist_files(data_dir)
     arrays = {name: read_idx(path) for name, path in paths.items()}

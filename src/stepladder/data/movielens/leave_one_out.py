@@ -79,6 +79,14 @@ def hold_out_latest(
 ) -> LeaveOneOut:
     """Hold out each user's latest rating, and draw unrated items to rank it against.
 
+    Args:
+        ratings: All ratings.
+        num_negatives: The number of items to draw for each user.
+        generator: Draws the items.
+
+    Returns:
+        All other ratings as training pairs, and the held-out and the drawn items of each user.
+
     Raises:
         InputError: A user has a single rating, which leaves none to train on.
     """
@@ -151,6 +159,9 @@ def split_validation(data: LeaveOneOut, generator: np.random.Generator) -> Leave
     The item is random, because the pairs of a user are not in the order of time in the files: they
     are in nearly the same order of films for all users, so the last ones are the same few films.
     The test items are not used. A user with one item keeps it for training too.
+
+    Returns:
+        The remaining training pairs, and as many negatives for each user as `data` has.
     """
     counts = np.bincount(data.users, minlength=len(data.user_ids))
     order = np.argsort(data.users, kind="stable")
@@ -172,7 +183,10 @@ def split_validation(data: LeaveOneOut, generator: np.random.Generator) -> Leave
 
 
 def read_leave_one_out(folder: Path) -> LeaveOneOut:
-    """Read the files of a folder.
+    """Read the leave-one-out files of a folder, whose form the text of this module describes.
+
+    Returns:
+        The training pairs, and for each user the held-out item and the items to rank it against.
 
     Raises:
         InputError: A file is missing, a line is broken, ids have gaps, or a user has no items.

@@ -79,8 +79,11 @@ def read_text(path: Path, name: str = RATINGS_FILE) -> str:
 def read_ratings(data_dir: Path) -> Ratings:
     """Read the ratings of a folder, a file or a zip.
 
+    Returns:
+        The ratings, whose users and items are numbered from 0 in the order of their ids.
+
     Raises:
-        InputError: There are none, or a line of them is broken.
+        InputError: There are no ratings, a column is missing, or a line is broken.
     """
     path = data_dir if data_dir.is_file() else find_file(data_dir)
     if path is None:

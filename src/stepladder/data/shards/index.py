@@ -84,7 +84,7 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
 
     Raises:
         InputError: The index is damaged, or a shard is missing or of another size.
-    """
+    """  # noqa: DOC501 - shards_error makes an InputError
     try:
         index = typed_file.parse_json(
             typed_file.read_file(folder / SHARD_INDEX, MAX_INDEX_BYTES), StoredIndex

@@ -29,8 +29,11 @@ from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings
 def open_journal_file(folder: Path) -> io.FileIO:
     """Open and lock the journal's file.
 
+    Returns:
+        The open file, which holds the lock until it is closed.
+
     Raises:
-        InputError: Another process writes it, or the folder has HDF5 files without a journal.
+        InputError: Another process writes the file, or the folder has HDF5 files without a journal.
     """
     with durable.name_write_errors(folder, CONTINUE_HINT):
         if not (folder / SHARD_JOURNAL).exists() and find_h5_files(folder):
@@ -140,12 +143,15 @@ def validate_settings(
     settings: ShardSettings,
     folder: Path,
 ) -> None:
-    """Raise InputError if the folder's shards come from another input or other settings.
+    """Check that the folder's shards come from the same input and settings as this command's.
 
     Args:
-        stored: The settings in the folder's journal or index, as JSON has them.
+        stored: The settings in the folder's journal or index, parsed from JSON.
         settings: The settings of this command.
         folder: The folder of the shards.
+
+    Raises:
+        InputError: A setting differs.
     """
     expected = asdict(settings)
     if stored == expected:

@@ -290,10 +290,14 @@ class ShardReader:
 
 
 def find_extent(h5: Any, dataset: Any) -> Extent:
-    """Find the rows of an HDF5 dataset in its file.
+    """Find the bytes of an HDF5 dataset's chunks in its file.
 
-    Only h5py can read them if they are compressed, of another byte order, or split into chunks
-    that are not whole rows.
+    Only h5py can read the chunks if they are compressed, have another byte order, or are not whole
+    rows.
+
+    Returns:
+        The rows of a chunk, and the offset of each chunk in bytes, which is None if only h5py can
+        read it.
     """
     is_plain = dataset.dtype.isnative and h5.userblock_size == 0 and not dataset.external
     if not is_plain or dataset.id.get_create_plist().get_nfilters():

@@ -24,11 +24,14 @@ def inspect_files(
 
     Args:
         path: The folder or the file.
-        names: The columns to read; all arrays if there are none.
+        names: The columns to read; None for all arrays.
+
+    Returns:
+        The columns by name, and a shard for each file.
 
     Raises:
         InputError: There are no files, or their columns differ.
-    """
+    """  # noqa: DOC501 - shards_error makes an InputError
     if not path.exists():
         raise InputError(f"there is no {path}", "stepladder data shard INPUT --out DIR")
     files = find_h5_files(path) if path.is_dir() else [path]

@@ -152,9 +152,16 @@ def validate_free_space(
     out: Path,
     done: int,
 ) -> None:
-    """Raise InputError if the remaining rows cannot fit on the disk.
+    """Check that the remaining rows can fit on the disk, since a sparse file can claim any size.
 
-    A sparse file can claim any size.
+    Args:
+        table: The table to write.
+        settings: Whether the shards are compressed.
+        out: The folder of the shards.
+        done: The number of rows that are written already.
+
+    Raises:
+        InputError: The rows need more bytes than the disk has free.
     """
     needed = (table.rows - done) * row_bytes(table.columns)
     free = shutil.disk_usage(out).free

@@ -218,6 +218,9 @@ class GroupAttempt:
 
         What ranks print is shown meanwhile, and does not shorten the wait: the monitor counts the
         intervals.
+
+        Returns:
+            The ranks that have ended, which are no longer in `running`; empty if none has.
         """
         interval_s = CONSENSUS_INTERVAL_S if self._is_voting else MONITOR_INTERVAL_S
         until = time.monotonic() + max(0.0, min(interval_s, self._remaining_s()))

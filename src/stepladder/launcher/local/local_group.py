@@ -94,9 +94,12 @@ class LocalGroup:
 
         Args:
             nproc: The number of ranks.
-            attempt: The number of the attempt.
-            min_nproc: So many ranks may continue without one that fails repeatedly; None if it is
-                always replaced.
+            attempt: The number of the attempt, from 0.
+            min_nproc: The smallest number of ranks that may continue without one that fails
+                repeatedly; None if such a rank is always replaced.
+
+        Returns:
+            How the ranks have ended.
         """
         self.start_single_node(nproc, attempt, min_nproc)
         while not self.poll():

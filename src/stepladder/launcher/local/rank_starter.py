@@ -64,12 +64,15 @@ class RankStarter:
 
         Args:
             rank: The number of the rank.
-            local_rank: Its position among the ranks of its node.
-            log_name: The name of its log file, without a suffix.
-            env: Its environment variables.
-            errors: The file in which it records an error.
+            local_rank: The position of the rank among those of its node.
+            log_name: The name of the rank's log file, without a suffix.
+            env: The environment variables of the rank.
+            errors: The file in which the rank records an error.
             channel: The rank's end of its channel to the launcher.
-            segment: The memory that all ranks share, if there is any.
+            segment: The memory that all ranks share; None if they share none.
+
+        Returns:
+            The rank, with its running process.
         """
         rank_channel = channel if self._spec.recovers_in_place else None
         shared = SharedResources(self._mailbox, rank_channel, segment)

@@ -74,6 +74,10 @@ class RestartPolicy:
 
         Args:
             rank: The rank; None if the failure is of no single rank.
+
+        Returns:
+            True if the rank's previous failure lies at most REPEATED_FAILURE_WINDOW_S seconds back.
+            Then the failures of all ranks are forgotten.
         """
         now = time.monotonic()
         previous = self._failure_times.get(rank, -math.inf)

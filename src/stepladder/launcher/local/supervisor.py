@@ -29,14 +29,14 @@ def run_local(
         group: The ranks of this node.
         nproc: The number of ranks.
         max_restarts: How often all ranks may be restarted.
-        min_nproc: When a rank fails twice within a minute, the others continue without it, but not
-            with fewer ranks than this. The restarts are counted from 0 again then.
+        min_nproc: The fewest ranks to continue with if one fails twice within a minute.
 
     Returns:
         The exit code.
 
     Raises:
         InputError: A rank has found bad input.
+        AssertionError: The loop over attempts has ended, which it never does.
     """
     min_nproc = min_nproc or nproc
     min_ranks = None if min_nproc == nproc else min_nproc
@@ -87,11 +87,14 @@ def _has_stopped(failure: Failure) -> bool:
 
 
 def record_failed_end(failure: Failure | None, stop_signal: int = 0) -> int:
-    """Record for the script of a batch job if no rank had an error, and return exit code 1.
+    """Record for the script of a batch job whether a signal or the storage caused the failure.
 
     Args:
         failure: The last failure, if it was on this node.
         stop_signal: The signal that asked the ranks to stop; 0 if there was none.
+
+    Returns:
+        The exit code of a failed run, 1.
     """
     if stop_signal == signal.SIGTERM and not isinstance(failure, Raised):
         write_end(TERMINATED)

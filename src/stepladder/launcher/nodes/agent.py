@@ -330,7 +330,11 @@ class Agent:
     def _end(self, end: End) -> int:
         """Tell the other nodes how the launch ends, and return the exit code.
 
-        The end that was published first holds for all nodes.
+        Returns:
+            The exit code of the end that was published first, which holds for all nodes.
+
+        Raises:
+            InputError: A rank of this node has found bad input.
         """
         if end.code == DONE:
             self._wait_for_peers()  # the launch is done only when all nodes are

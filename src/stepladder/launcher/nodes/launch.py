@@ -60,7 +60,7 @@ def run_on_nodes(node: LocalNode, spec: RendezvousSpec) -> int:
 
     Raises:
         InputError: The rendezvous cannot be opened, or something else writes to it.
-    """
+    """  # noqa: DOC501 - _make_foreign_writer_error makes an InputError
 
     def open_rendezvous(check: Callable[[], None]) -> OpenRendezvous:
         return wait_interruptibly(lambda: open_script_rendezvous(spec), check)
@@ -83,7 +83,12 @@ def _make_foreign_writer_error(where: str, hint: str) -> InputError:
 
 
 def open_script_rendezvous(spec: RendezvousSpec) -> OpenRendezvous:
-    """Open the rendezvous of a script's agents; may wait for the node that serves the store.
+    """Open the rendezvous of a script's agents.
+
+    This may wait for the node that serves the store.
+
+    Returns:
+        The rendezvous, which this node has not joined yet.
 
     Raises:
         InputError: No store answers at the endpoint.
@@ -105,8 +110,11 @@ def open_script_rendezvous(spec: RendezvousSpec) -> OpenRendezvous:
 def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
     """Serve the store if the endpoint is on this machine and still free, else connect to it.
 
+    Returns:
+        The store, connected.
+
     Raises:
-        InputError: No store answers at the endpoint.
+        InputError: No store answers at the endpoint, or another program uses its port.
     """
     may_serve = spec.conf.get("is_host", "true").lower() in ("true", "1")
     if may_serve and is_local(spec.host):
@@ -143,11 +151,11 @@ def train_on_nodes(node: LocalNode, rendezvous: RunDirRendezvous, nodes: tuple[i
         nodes: The smallest and the largest number of nodes.
 
     Returns:
-        The exit code.
+        The exit code, when all nodes have ended.
 
     Raises:
         InputError: The rendezvous cannot be opened, or something else writes to it.
-    """
+    """  # noqa: DOC501 - _make_foreign_writer_error makes an InputError
 
     def open_rendezvous(check: Callable[[], None]) -> OpenRendezvous:
         return open_generation(rendezvous, nodes, check)
@@ -188,6 +196,13 @@ def open_generation(
         rendezvous: The rendezvous in the run directory.
         nodes: The smallest and the largest number of nodes.
         check: Called while this waits; an exception from it abandons the wait.
+
+    Returns:
+        The rendezvous, whose store is served and connected.
+
+    Raises:
+        InputError: This process is to serve the store, and the port of --rdzv-endpoint cannot be
+            opened.
     """
     served: list[TCPStore] = []
 
@@ -225,9 +240,12 @@ def open_store(host: str, port: int, serves: bool) -> TCPStore:
     """Serve a store, or connect to one and wait until it is served.
 
     Args:
-        host: The address of the node that serves it.
-        port: Its port; 0 for any free one.
-        serves: This process serves it.
+        host: The address of the node that serves the store.
+        port: The port of the store; 0 serves it at any free port.
+        serves: Whether this process serves the store.
+
+    Returns:
+        The store, whose operations fail after STORE_TIMEOUT_S seconds.
     """
     return TCPStore(
         host,
@@ -250,11 +268,15 @@ def make_rendezvous(
 
     Args:
         store: Holds the state of the rendezvous.
-        name: Tells it from others in the same store.
+        name: Distinguishes the rendezvous from others in the same store.
         nodes: The smallest and the largest number of agents.
-        address: How other nodes reach this one.
-        limits: torchelastic's, in seconds. `join_timeout`, for enough agents to come, is required.
-        secret: The launch's.
+        address: The address at which other nodes reach this one.
+        limits: The limits of torchelastic, in seconds. `join_timeout`, the time for enough agents
+            to join, is required.
+        secret: The secret of the launch, which signs the state.
+
+    Returns:
+        The rendezvous, which this agent has not joined yet.
     """
     limits = RENDEZVOUS_LIMITS | dict(limits)
     timeout = RendezvousTimeout(

@@ -61,9 +61,12 @@ class LivenessConnections:
         return [node for node in broken + unconnected if not self._connect(node)]
 
     def _connect(self, node: int) -> bool:
-        """Connect to a node, and return False if no process listens there.
+        """Connect to a node, to notice when its process ends.
 
         A node that cannot be reached may still live: its heartbeat decides.
+
+        Returns:
+            False if no process listens at the node's address, otherwise True.
         """
         self._disconnect(node)
         self._connections[node] = None

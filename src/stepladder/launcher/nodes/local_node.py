@@ -82,9 +82,12 @@ class LocalNode:
 
 @contextmanager
 def open_local_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterator[LocalNode]:
-    """Handle signals for the group, and let the block import torchelastic.
+    """Handle signals for the group, and prepare torchelastic for the block.
 
-    Meanwhile the process that ranks are forked from imports torch, too.
+    Meanwhile the process from which ranks are forked imports torch, too.
+
+    Yields:
+        This node, with its number of ranks and of restarts.
     """
     with handle_signals(group):
         forkserver.ensure_running()

@@ -112,12 +112,21 @@ class Peers:
         return known
 
     def _exchange_infos(self, own: str) -> list[Any]:
-        """Return the info of each node of this start, and of no earlier one.
+        """Return the info of each node of this start, and of no earlier start.
 
-        A store may hold signed values of earlier starts: because the rendezvous has one store for
-        all, or because somebody puts them back. So each node draws a nonce, and repeats the nonces
-        of all nodes with its info. An info that repeats this node's nonce was written after this
-        node drew it.
+        A store may hold signed values of earlier starts, either because the rendezvous has one
+        store for all starts, or because an attacker writes them again. So each node draws a nonce,
+        and repeats the nonces of all nodes with its info. An info that repeats this node's nonce
+        was written after this node drew it.
+
+        Args:
+            own: The info of this node, as JSON.
+
+        Returns:
+            The parsed info of each node, in the order of the nodes.
+
+        Raises:
+            DistError: A node has not written its info within the timeout of the store.
         """
         deadline = self.clock() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
         board = SignedBoard(self.store, LAUNCH_SCOPE, self.secret)
@@ -206,13 +215,18 @@ class Peers:
     def find_silent_node(self, limit: float = NODE_SILENCE_S) -> int | None:
         """Write a heartbeat, and return a node whose heartbeat has stopped, or None.
 
-        Not every loss closes connections.
+        The heartbeat finds lost nodes whose connections stay open.
 
         Args:
-            limit: Seconds without a heartbeat.
+            limit: The number of seconds that a node may be without a heartbeat.
+
+        Returns:
+            The index of the first node found to be silent; None if there is none, or if the last
+            heartbeat was written less than HEARTBEAT_INTERVAL_S seconds ago.
 
         Raises:
-            Forged: Somebody has put an earlier heartbeat back, of this node or another one.
+            ForgedError: An earlier heartbeat of a node has been written again, so the store is not
+                trusted.
         """
         now = self.clock()
         if now - self._last_beat_at < HEARTBEAT_INTERVAL_S:

@@ -156,9 +156,13 @@ def _decide_while_running(view: View) -> Decision:
 
 
 def _decide_when_stopped(view: View) -> Decision:
-    """Decide after a stop by a signal, for the time limit or for a node that joins.
+    """Decide what to do after a stop by a signal, for the time limit or for a node that joins.
 
     Another node may have asked for the stop.
+
+    Returns:
+        End if the launch ends here or has ended on another node, Restart if the nodes start again,
+        and Continue while the reason may still arrive from another node.
     """
     if not view.can_resume or view.stop_asked or view.at_time_limit:
         return End(STOPPED)

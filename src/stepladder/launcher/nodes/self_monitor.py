@@ -49,6 +49,9 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
     Args:
         world: The processes of the run.
         explain_after: Seconds without progress until the reason is printed; None for the default.
+
+    Returns:
+        The monitor, whose thread runs on Linux only.
     """
     stack_file = os.memfd_create("stacks") if sys.platform == "linux" else -1
     if explain_after is None:
@@ -132,9 +135,12 @@ class SelfMonitor:
                     self._print_explanation(board, ranks)
 
     def _open_store(self) -> Any:
-        """Open the ranks' store, once it is served and torch is imported.
+        """Open the ranks' store, once it is served and the main thread has imported torch.
 
-        To import torch here would delay the main thread.
+        An import of torch here would delay the main thread.
+
+        Returns:
+            The store of the process group, which puts a prefix before the monitor's keys.
         """
         endpoint = urlsplit(self.world.init_method)
         host, port = endpoint.hostname, endpoint.port

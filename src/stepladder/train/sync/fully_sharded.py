@@ -237,7 +237,10 @@ def make_row_trees(
 ) -> Iterator[RowTree]:
     """Make a tree for each module that fully_shard gathers.
 
-    It holds the module's weights that no gathered module within it has.
+    Each module's reduce-scatter is replaced by its tree.
+
+    Yields:
+        A tree over the trained weights of a module that belong to no gathered module within it.
     """
     ranks = comm.world.world_size
     assigned = set[torch.Tensor]()
