@@ -162,7 +162,7 @@ def describe_data_set(name: str, shards: Shards) -> dict[str, Any]:
 
 
 def verify_shards(shards: Shards) -> None:
-    """Raise InputError if a chunk is damaged, or a file by its SHA-256; reads every file."""
+    """Read all chunks and files, and raise InputError if a checksum shows that one is damaged."""
     with ShardReader(shards) as reader:
         for first_row in reader.edges[:-1]:
             reader.read(np.array([first_row]))

@@ -64,7 +64,7 @@ def raise_on_early_exit() -> Iterator[None]:
     The launcher would take the run for complete, or for stopped with a snapshot.
 
     Raises:
-        RuntimeError: The job has exited in the block with code 0 or STOPPED.
+        RuntimeError: The job has exited in the block with no code, 0 or 75 (STOPPED).
         SystemExit: The job has exited with another code.
     """
     try:

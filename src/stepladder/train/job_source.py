@@ -85,7 +85,7 @@ def validate_batch_field(path: Path, names: list[str]) -> None:
         names: The names of the Config's fields.
 
     Raises:
-        InputError: There is such a field, as `batch_size`, and no field `global_batch`.
+        InputError: There is such a field, for example `batch_size`, and no field `global_batch`.
     """
     if "global_batch" in names:
         return

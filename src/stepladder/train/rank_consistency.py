@@ -105,7 +105,7 @@ def validate_equal_data(
 ) -> None:
     """Check on all ranks that every rank sees the same data as rank 0.
 
-    The number of samples is compared, and of data in memory a few samples. All ranks must call this
+    The number of samples is compared, and a few samples of data in memory. All ranks must call this
     function.
 
     Args:

@@ -76,7 +76,7 @@ def is_sum_and_count(value: Any) -> bool:
 
 
 def validate_counts(counts: np.ndarray, names: list[str]) -> None:
-    """Raise InputError if a count, shape (batches, names), is negative or not finite."""
+    """Raise InputError if one of the counts, shape (batches, names), is negative or not finite."""
     is_valid = np.isfinite(counts) & (counts >= 0)
     for row in counts[~is_valid.all(axis=1)].tolist():
         result = {name: (..., count) for name, count in zip(names, row, strict=True)}

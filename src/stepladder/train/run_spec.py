@@ -309,8 +309,8 @@ def describe_run(spec: RunSpec, world: World) -> list[str]:
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
     lines = [
         f"{spec.recipe.name} on {processes}, {spec.device.type}, {threads}, --sync {settings.sync}",
-        f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches} x"
-        f" {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
+        f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches}"
+        f" x {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
         _describe_learning_rate(spec.job, settings),
     ]
     dependent_parts = find_rank_dependence(spec.job, spec.by_microbatch)
