@@ -90,7 +90,7 @@ def test_columns_and_types(run: Any, tmp_path: Path) -> None:
         (("r.csv", "--out", "s", "--dtype", "user"), "--dtype user names no type"),
         (
             ("r.csv", "--out", "s", "--columns", "x"),
-            "r.csv has no column 'x'. HINT: columns there are: user, item",
+            "r.csv has no column 'x'. HINT: its columns are: user, item",
         ),
         (("r.csv", "--out", "r.csv/s"), "cannot write r.csv/s: Not a directory"),
     ],
@@ -127,7 +127,7 @@ def test_a_full_disk_then_room(tmp_path: Path) -> None:
     full = typed(preexec_fn=limited)
     assert full.returncode == 2, full.stderr
     assert full.stderr.startswith(
-        "error: cannot write s/shard-00000.h5: File too large. HINT: make room"
+        "error: cannot write s/shard-00000.h5: File too large. HINT: free some space"
     )
     assert full.stderr.count("\n") == 1
     assert typed().returncode == 0

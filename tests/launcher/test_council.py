@@ -199,7 +199,7 @@ def test_nobody_comes_to_a_start_that_is_over(assembled: Assemble, key: str) -> 
     (first,) = assembled(1)
     assert join_running_start(first.peers.shared_store, "secret", NodeInfo(1)) is None
     announce_start(first.peers, NodeInfo(1, attempt=0))
-    first.board.tell(key)
+    first.board.write(key)
     assert join_running_start(first.peers.shared_store, "secret", NodeInfo(1)) is None
 
 

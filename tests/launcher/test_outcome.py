@@ -142,5 +142,5 @@ def test_what_a_failure_says() -> None:
 def test_what_a_launcher_does_about_it() -> None:
     input_error = BadInput(BAD).input_error
     assert isinstance(input_error, InputError)
-    assert input_error.found == BAD.text
+    assert input_error.problem == BAD.text
     assert input_error.hint == "fix it"

@@ -274,7 +274,7 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     run = tmp_path / "run"
     run.mkdir()
     alone = RunDirLock(run, 0)
-    alone.write({})
+    alone.write_owner({})
     refused = agent(timeout=0.2)
     with pytest.raises(InputError, match=f"is in use by process {os.getpid()} "):
         refused.join(stores.serve)

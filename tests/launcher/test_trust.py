@@ -180,7 +180,7 @@ def test_a_start_whose_old_words_are_put_back_for_ever_ends() -> None:
 def test_an_unsigned_flag_or_counter_restarts_and_ends_nothing(key: str, value: str) -> None:
     store = HashStore()
     first, _ = started(store, NodeInfo(1), NodeInfo(1))
-    first.board.tell("left-0")
+    first.board.write("left-0")
     copied = store.get("stepladder/start-0/left-0").decode()
     store.set(f"stepladder/start-0/{key}", copied if value == "of another key" else value)
     with pytest.raises(ForgedError):

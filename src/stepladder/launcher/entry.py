@@ -92,11 +92,49 @@ def start(request: TrainRequest, launch: Launch) -> int:
         request = replace(request, settings=replace(request.settings, fresh=False))
     get_seconds_left()  # raises InputError for an invalid time limit
     with EndWriter() as end:
-        end.code = _run(request, launch)
+        placement = _place_ranks(request, launch)
+        if placement.is_single_process:
+            validate_limits()
+            get_scratch_folder()  # sockets of data loaders are there
+            # Imports torch: only in a process that is a rank.
+            from stepladder.train.job_runner import train_file
+
+            with record_failure():
+                end.code = train_file(request)
+        else:
+            end.code = _start_ranks(request, launch, placement)
     return exit_if_threads_wait(end.code)
 
 
-def _run(request: TrainRequest, launch: Launch) -> int:
+@dataclass(frozen=True)
+class Placement:
+    """The processes of a run, as far as this process knows them.
+
+    Attributes:
+        world: The ranks that a launcher outside of this package has started, if any.
+        nodes: The smallest and the largest number of nodes.
+        min_nproc: The smallest number of ranks on this node.
+        max_nproc: The largest number of ranks on this node.
+    """
+
+    world: World
+    nodes: tuple[int, int]
+    min_nproc: int
+    max_nproc: int
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether the run may use several nodes."""
+        return self.nodes[1] > 1
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether this process is the only rank."""
+        return not self.is_on_nodes and self.world.world_size == 1 and self.max_nproc == 1
+
+
+def _place_ranks(request: TrainRequest, launch: Launch) -> Placement:
+    """Return the processes of the run, after checking that the settings allow them."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPIN_COUNT)
     nodes, (min_nproc, max_nproc) = launch.topology.parse_ranges()
@@ -115,23 +153,21 @@ def _run(request: TrainRequest, launch: Launch) -> int:
     max_ranks = max(world.world_size, nodes[1] * max_nproc)
     validate_fail_at(request.settings.fail_at, max_ranks)
     request.settings.validate_shard_copies(max_ranks)
-    if is_on_nodes:
-        return run_job_node(request, launch, nodes, max_nproc)
-    if world.world_size > 1:
+    return Placement(world, nodes, min_nproc, max_nproc)
+
+
+def _start_ranks(request: TrainRequest, launch: Launch, placement: Placement) -> int:
+    """Train in several ranks, and return the exit code. A rank of another launcher ends here."""
+    if placement.is_on_nodes:
+        return run_job_node(request, launch, placement.nodes, placement.max_nproc)
+    if placement.world.world_size > 1:
         # Set before torch is loaded: for ranks that do not come it prints a page of C++ frames.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         validate_limits()
-        start_self_monitor(world, launch.explain_after)
+        start_self_monitor(placement.world, launch.explain_after)
         run_and_exit(train_rank, request)
-    if max_nproc > 1:
-        group = make_job_group(request, launch, max_nproc)
-        return run_local(group, max_nproc, launch.restarts, min_nproc)
-    validate_limits()
-    get_scratch_folder()  # sockets of data loaders are there
-    from stepladder.train.job_runner import train_file  # torch: only in a process that is a rank
-
-    with record_failure():
-        return train_file(request)
+    group = make_job_group(request, launch, placement.max_nproc)
+    return run_local(group, placement.max_nproc, launch.restarts, placement.min_nproc)
 
 
 def validate_nproc(nproc: str, world: World) -> None:
