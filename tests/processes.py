@@ -111,7 +111,7 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> str:
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: "), line
     assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     for part in (*parts, ". HINT: "):
         assert part in line, line
     assert done.stdout == ""

@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
@@ -195,6 +196,7 @@ def begin_anew(passed: Sequence[int]) -> None:
         low = fd + 1
     atexit._clear()
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # they would close files again
     util._run_after_forkers()  # type: ignore[attr-defined]
     for tracker in (
         forkserver._forkserver,
