@@ -8,7 +8,7 @@ ABORTED = (
     "an abort in compiled code, whose reason is printed above; NCCL's watchdog ends a rank like"
     " this"
 )
-STOPPED = (
+SUSPENDED_CAUSE = (
     "Ctrl-Z, `kill -STOP`, a debugger, or a suspended machine. It continues after"
     " `kill -CONT {pid}`"
 )
@@ -62,7 +62,7 @@ SILENT = "work in compiled code that only this rank does, or a lost machine. See
 SLOW = "slow work that all ranks do at once, or the same deadlock in all of them"
 
 STATE_CAUSES = {
-    ProcessState.STOPPED: STOPPED,
+    ProcessState.STOPPED: SUSPENDED_CAUSE,
     ProcessState.DONE: ENDED_EARLY,
     ProcessState.ENDED: ENDED,
     ProcessState.ABORTED: ABORTED,

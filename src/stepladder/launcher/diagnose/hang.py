@@ -56,7 +56,7 @@ def _find_stopped(statuses: Sequence[RankStatus]) -> Explanation | None:
         if status.state is ProcessState.STOPPED:
             position = _describe_last_position(status)
             sentence = f"{status} is stopped (SIGSTOP){position}; the others wait for it"
-            cause = causes.STOPPED.format(pid=status.pid)
+            cause = causes.SUSPENDED_CAUSE.format(pid=status.pid)
             return Explanation(status.rank, sentence, cause, statuses)
     return None
 

@@ -48,7 +48,7 @@ MEMBERS_FIRST_S = 30.0  # for members to notice the loss of their store, before 
 NODE_ID_TIMEOUT_S = 30.0  # also for a run on one machine to end
 PUBLISHED_POLL_INTERVAL_S = 1.0  # each poll is a small read from a shared file system
 
-WRITABLE_HINT = "--run-dir DIR on a file system that all nodes can write"
+SHARED_DIR_HINT = "--run-dir DIR on a file system that all nodes can write"
 Serve = Callable[[int], int]
 
 
@@ -357,7 +357,7 @@ class RunDirRendezvous:
 
     def _publish(self, generation: Generation) -> None:
         path = self.run_dir / PUBLISHED
-        with durable.name_write_errors(path, WRITABLE_HINT):
+        with durable.name_write_errors(path, SHARED_DIR_HINT):
             durable.write(path, json.dumps(asdict(generation)) + "\n")
 
     @contextmanager
@@ -366,7 +366,7 @@ class RunDirRendezvous:
 
         It has not if another agent has it, or if the folder was moved aside meanwhile.
         """
-        with as_input_error(f"run directory {self.run_dir} cannot be written", WRITABLE_HINT):
+        with as_input_error(f"run directory {self.run_dir} cannot be written", SHARED_DIR_HINT):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = open_lock_file(self.run_dir / RENDEZVOUS_LOCK_FILE)
         try:

@@ -31,7 +31,7 @@ TEXTS = {
     step_events.RANDOMNESS: "{name}{where} has another state, and all before it is equal",
     step_events.OPERATION: "{name}{where} differs, and all before it is equal",
     step_events.LOSS: "{name}{where} differs, and the output of every module is equal",
-    step_events.GRADIENT: "the gradient of {name}{where} differs, and the loss is equal",
+    step_events.GRADIENT_KIND: "the gradient of {name}{where} differs, and the loss is equal",
     step_events.LEARNING_RATE: "{name} differs",
     step_events.OPTIMIZER: "{name} differs, and all before it is equal",
 }

@@ -22,7 +22,7 @@ DATA = "data"
 RANDOMNESS = "randomness"
 OPERATION = "operation"
 LOSS = "loss"
-GRADIENT = "gradient"
+GRADIENT_KIND = "gradient"
 LEARNING_RATE = "learning rate"
 OPTIMIZER = "optimizer"
 
@@ -99,13 +99,13 @@ class EventRecorder:
         self.record(OPERATION, name or "the model", output, description)
 
     def _record_gradient(self, name: str, param: torch.Tensor) -> None:
-        self.record(GRADIENT, name, param.grad)
+        self.record(GRADIENT_KIND, name, param.grad)
 
     def _record_update(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record the gradients of the whole step and the optimizer's settings before its update."""
         self.microbatch = 0
         for name, param in self.job.model.named_parameters():
-            self.record(GRADIENT, f"{name} over the whole step", param.grad)
+            self.record(GRADIENT_KIND, f"{name} over the whole step", param.grad)
         for index, group in enumerate(optimizer.param_groups):
             for name in sorted(group.keys() - {"params"}):
                 kind = LEARNING_RATE if name == "lr" else OPTIMIZER

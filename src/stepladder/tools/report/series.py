@@ -13,7 +13,7 @@ MAX_CURVE_POINTS = 800
 MAX_TIME_COLUMNS = 240
 MAX_SHOWN_RANKS = 32  # of more ranks, only the spread and the slowest are shown
 NUM_SLOWEST_SHOWN = 8
-MAX_PENDING_ROWS = 10_000
+MAX_BUFFERED_ROWS = 10_000
 MIN_WINDOW_S = 1e-9  # a shorter window was not measured
 
 
@@ -114,7 +114,7 @@ class RankTimes:
             index = self.row_of.setdefault(label, len(self.row_of))
             pending = (index, column, steps, *row)
             self._pending.append(pending)
-        if len(self._pending) > MAX_PENDING_ROWS:
+        if len(self._pending) > MAX_BUFFERED_ROWS:
             self._sum_pending()
 
     def _open_column(self, last_step: int) -> None:

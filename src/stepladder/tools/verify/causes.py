@@ -33,7 +33,7 @@ NONDETERMINISTIC = (
     "a non-deterministic operation, or a random number without a seed: two equal runs differ as"
     " well"
 )
-UNKNOWN_CAUSE = (
+NO_KNOWN_CAUSE = (
     "not found: the job's loss gives every rank the same answer; look at what else reads the number"
     " of processes"
 )
@@ -89,7 +89,7 @@ def find_likely_cause(symptoms: Symptoms) -> str:
         evidence = find_evidence(symptoms)
         if evidence:
             return text.format(evidence)
-    return UNKNOWN_CAUSE
+    return NO_KNOWN_CAUSE
 
 
 def find_thread_counts(symptoms: Symptoms) -> str:

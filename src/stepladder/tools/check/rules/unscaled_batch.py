@@ -30,7 +30,7 @@ WORLD_SIZE = re.compile(
     r"world|num_replicas|num_processes|nproc|n_ranks|num_ranks|ngpus|n_gpus|num_gpus|device_count"
     r"|nranks"
 )
-GRADIENT = re.compile(r"grad|^g$|^d[wb]$")
+GRADIENT_NAME = re.compile(r"grad|^g$|^d[wb]$")
 MAX_ROUNDS = 6  # of following names through assignments and calls
 
 Names = set[str]  # whose value comes from the number of processes; "def f" for each function f
@@ -105,7 +105,7 @@ def factors_of(product: ast.expr) -> Iterator[ast.expr]:
 
 
 def is_gradient(node: ast.expr) -> bool:
-    return any(GRADIENT.search(last_name(part).lower()) for part in ast.walk(node))
+    return any(GRADIENT_NAME.search(last_name(part).lower()) for part in ast.walk(node))
 
 
 def second_argument(call: ast.Call) -> ast.expr | None:
