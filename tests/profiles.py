@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.profiler.advice import Profile
-from stepladder.tools.profiler.parts import PARTS, Operator, RankProfile
+from stepladder.tools.profiler.breakdown import PARTS, Operator, RankProfile
 from stepladder.tools.profiler.trace import Trace
 
 SLEEP, STEPS = 0.25, 2  # seconds: far more than another process may keep a rank from its core

@@ -9,7 +9,7 @@ import pytest
 
 from profiles import profile, rank_profile
 from stepladder.tools.profiler import advice
-from stepladder.tools.profiler.advice import MOST, Profile, advise, findings
+from stepladder.tools.profiler.advice import MAX_ADVICE, Profile, advise, find_all_advice
 
 GPU = {"on_gpu": True}
 CASES = {
@@ -37,7 +37,7 @@ CASES = {
 
 
 def fired(one: Profile) -> list[str]:
-    return [advice.rule for advice in findings(one)]
+    return [advice.rule for advice in find_all_advice(one)]
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -80,7 +80,7 @@ def test_the_largest_come_first_and_no_more_than_can_be_done() -> None:
         "slow_communication",
         "slow_optimizer",
     ]
-    assert len(advise(profile(bad))) == MOST
+    assert len(advise(profile(bad))) == MAX_ADVICE
 
 
 def test_where_nothing_is_wrong_it_says_what_the_time_is_spent_on() -> None:

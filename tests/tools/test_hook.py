@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, run
-from stepladder.tools.steps.hook import OBSERVER, STARTUP, environment, variables
+from stepladder.tools.steps.hook import (
+    OBSERVER_VARIABLE,
+    STARTUP,
+    make_observer_variables,
+    temporary_environment,
+)
 
 LAUNCHER = """
 import sys
 from stepladder.cli import main
 from eyes import Eyes
-from stepladder.tools.steps.hook import environment, variables
-with environment(**variables(Eyes, file="seen")):
+from stepladder.tools.steps.hook import make_observer_variables, temporary_environment
+with temporary_environment(**make_observer_variables(Eyes, file="seen")):
     main(sys.argv[1:])
 """
 EYES = """
@@ -70,7 +75,7 @@ def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
     told = (
         "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
     )
-    with environment(**variables(Eyes)):
+    with temporary_environment(**make_observer_variables(Eyes)):
         done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
@@ -86,7 +91,7 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
     )
     env = {
         "PYTHONPATH": str(STARTUP),
-        OBSERVER: variables(Eyes, file="seen")[OBSERVER],
+        OBSERVER_VARIABLE: make_observer_variables(Eyes, file="seen")[OBSERVER_VARIABLE],
         "RANK": "0",
     }
     done = run(cwd=tmp_path, env=env, command=(sys.executable, "-c", "\n".join(lines)))
@@ -97,6 +102,6 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     before = dict(os.environ)
-    with environment(**variables(Eyes, file="seen")):
+    with temporary_environment(**make_observer_variables(Eyes, file="seen")):
         assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP), "mine"])
     assert dict(os.environ) == before

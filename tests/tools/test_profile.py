@@ -21,12 +21,18 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.recipes import mlp
-from stepladder.tools.profiler.capture import MARK, Capture
-from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles
-from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, merge, record
-from stepladder.tools.profiler.subjects import QUIET
+from stepladder.tools.profiler.breakdown import (
+    PARTS,
+    align_clocks,
+    make_rank_profiles,
+    match_collectives,
+)
+from stepladder.tools.profiler.capture import MARK_PREFIX, Capture
+from stepladder.tools.profiler.merged_trace import write_merged_trace
+from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, record_profile
 from stepladder.tools.profiler.trace import Trace
-from stepladder.tools.steps.hook import environment
+from stepladder.tools.profiler.workloads import QUIET_KINETO
+from stepladder.tools.steps.hook import temporary_environment
 from stepladder.train.comm import Comm
 from stepladder.train.phases import WAITING_FOR_RANKS
 from stepladder.train.trainer import Trainer
@@ -39,7 +45,7 @@ WINDOW = ("--warmup", 2, "--steps", 2)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of two ranks, of which the second reads slowly."""
     found = tmp_path_factory.mktemp("traces")
-    with environment(**QUIET):
+    with temporary_environment(**QUIET_KINETO):
         run_ranks(train_under_the_profiler, 2, found)
     return found
 
@@ -55,8 +61,8 @@ def complete(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.ranks
 def test_a_real_trace_says_where_the_time_went(traces: list[Trace]) -> None:
-    assert align(traces) == "one machine, one clock"
-    quick, slow = rank_profiles(traces)
+    assert align_clocks(traces) == "one machine, one clock"
+    quick, slow = make_rank_profiles(traces)
     for one in (quick, slow):
         assert one.steps == STEPS and one.peak_bytes > 50e6
         assert one.seconds == pytest.approx(sum(s or 0.0 for s in one.parts.values()))
@@ -73,7 +79,7 @@ def test_a_real_trace_says_where_the_time_went(traces: list[Trace]) -> None:
 def test_the_merged_trace_has_one_clock_and_no_names_twice(
     traces: list[Trace], tmp_path: Path
 ) -> None:
-    merge(traces, align(traces), tmp_path / "merged.json")
+    write_merged_trace(traces, align_clocks(traces), tmp_path / "merged.json")
     events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert {pid: name.split(" (")[0] for pid, name in names.items()} == {0: "rank 0", 1: "rank 1"}
@@ -81,7 +87,7 @@ def test_the_merged_trace_has_one_clock_and_no_names_twice(
     assert min(e["ts"] for e in events if e["name"].startswith("ProfilerStep")) == 0
     starts = [e["id"] for e in events if e.get("cat") == "fwdbwd" and e["ph"] == "s"]
     assert len(starts) == len(set(starts)) > 0
-    pairs = [pair for pair in matched(traces) if pair[0].name == "gloo:all_reduce"]
+    pairs = [pair for pair in match_collectives(traces) if pair[0].name == "gloo:all_reduce"]
     assert len(pairs) == STEPS and all(
         max(c.begin for c in pair) < min(c.end for c in pair) for pair in pairs
     )
@@ -96,10 +102,10 @@ def test_a_profile_is_replaced_and_a_failure_leaves_it(folder: Path, tmp_path: P
 
     out = tmp_path / "p"
     for _ in range(2):
-        assert not isinstance(record("job", leave_traces, out, World()), int)
+        assert not isinstance(record_profile("job", leave_traces, out, World()), int)
         assert len(list((out / TENSORBOARD).iterdir())) == 2
     before = (out / RESULT).read_text()
-    assert record("job", lambda _: 3, out, World()) == 3
+    assert record_profile("job", lambda _: 3, out, World()) == 3
     assert (out / RESULT).read_text() == before
 
 
@@ -115,7 +121,7 @@ def test_ranks_that_cannot_meet_leave_no_folder(is_there: bool, tmp_path: Path) 
     if is_there:
         mine.mkdir()
     with pytest.raises(InputError):
-        record("job", meet, mine / "profiles" / "p", World(rank=0, world_size=2))
+        record_profile("job", meet, mine / "profiles" / "p", World(rank=0, world_size=2))
     assert list(tmp_path.rglob("*")) == [mine] * is_there
 
 
@@ -170,12 +176,14 @@ def test_where_weights_are_gathered_is_communication(
     """Before a block's forward pass, or after the optimizer's step; whatever moves the data."""
     run_ranks(capture_a_job, 2, tmp_path, shard, by_gloo=by_gloo)
     traces = sorted(map(Trace, tmp_path.glob("*.pt.trace.json")), key=lambda trace: trace.rank)
-    align(traces)
-    for trace, found in zip(traces, rank_profiles(traces), strict=True):
-        last = trace.spans(e for e in trace.notes if e["name"] == MARK + WAITING_FOR_RANKS.mark)[-1]
+    align_clocks(traces)
+    for trace, found in zip(traces, make_rank_profiles(traces), strict=True):
+        last = trace.spans(
+            e for e in trace.annotations if e["name"] == MARK_PREFIX + WAITING_FOR_RANKS.mark
+        )[-1]
         parts = {
             name: spans if spans is not None else trace.steps[:0]
-            for name, spans in trace.parts().items()
+            for name, spans in trace.find_parts().items()
         }
         updated = last[0] > parts["optimizer"][-1, 1]
         begun = np.array([one.begin for one in trace.collectives])

@@ -10,15 +10,21 @@ import numpy as np
 import pytest
 
 from profiles import arrow, event, note, trace
-from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles, top_operators
-from stepladder.tools.profiler.trace import Timeline, Trace, spans
+from stepladder.tools.profiler.breakdown import (
+    PARTS,
+    align_clocks,
+    find_top_operators,
+    make_rank_profiles,
+    match_collectives,
+)
+from stepladder.tools.profiler.trace import Timeline, Trace, make_spans
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 
 
 def micros(found: Trace, *others: Trace) -> dict[str, float | None]:
     """Microseconds of the first trace's parts."""
-    (first, *_) = rank_profiles([found, *others])
+    (first, *_) = make_rank_profiles([found, *others])
     return {name: None if s is None else pytest.approx(s * 1e6) for name, s in first.parts.items()}
 
 
@@ -45,11 +51,11 @@ def script(folder: Path, rank: int = 0, begins: float = 55, **about: object) -> 
 
 
 def test_spans_on_a_timeline() -> None:
-    some, other = spans([(0, 4), (2, 6), (8, 9)]), spans([(5, 10)])
+    some, other = make_spans([(0, 4), (2, 6), (8, 9)]), make_spans([(5, 10)])
     line = Timeline(some, other)
-    assert line.length(line.inside(some)) == 7
-    assert line.length(line.inside(some) & line.inside(other)) == 2
-    assert line.length(line.inside(spans([]))) == 0
+    assert line.length(line.covered_by(some)) == 7
+    assert line.length(line.covered_by(some) & line.covered_by(other)) == 2
+    assert line.length(line.covered_by(make_spans([]))) == 0
 
 
 def test_a_script_s_parts_follow_from_what_torch_notes(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_a_script_s_parts_follow_from_what_torch_notes(tmp_path: Path) -> None:
     assert micros(found) == {
         "data": 10, "forward": 20, "backward": 20, "communication": 20, "waiting": 0, "optimizer": 10, "other": 20
     }  # fmt: skip
-    (profile,) = rank_profiles([found])
+    (profile,) = make_rank_profiles([found])
     assert (
         profile.seconds * 1e6
         == pytest.approx(100)
@@ -72,7 +78,7 @@ def test_a_script_s_parts_follow_from_what_torch_notes(tmp_path: Path) -> None:
 
 def test_waiting_is_until_the_last_rank_comes(tmp_path: Path) -> None:
     early, late = script(tmp_path), script(tmp_path, rank=1, begins=75)
-    align([early, late])
+    align_clocks([early, late])
     parts = micros(early, late)
     assert (parts["waiting"], parts["communication"]) == (15, 5)  # 60 to 75, 75 to 80
     assert micros(late, early)["waiting"] == 0
@@ -156,15 +162,15 @@ def test_a_gpu_s_time_counts_by_who_started_it(tmp_path: Path) -> None:
     assert micros(found) == {
         "data": 5, "forward": 22, "backward": 30, "communication": 20, "waiting": 0, "optimizer": 0, "other": 23
     }  # fmt: skip
-    (profile,) = rank_profiles([found])
+    (profile,) = make_rank_profiles([found])
     assert profile.on_gpu and profile.overlapped * 1e6 == pytest.approx(10)
-    assert [(one.name, round(one.seconds * 1e6), one.calls) for one in top_operators([found])] == [
-        ("gemm", 52, 2)
-    ]
+    assert [
+        (one.name, round(one.seconds * 1e6), one.calls) for one in find_top_operators([found])
+    ] == [("gemm", 52, 2)]
 
 
 def test_operators_count_what_is_their_own(tmp_path: Path) -> None:
-    found = {one.name: round(one.seconds * 1e6) for one in top_operators([script(tmp_path)])}
+    found = {one.name: round(one.seconds * 1e6) for one in find_top_operators([script(tmp_path)])}
     assert found == {
         "aten::mm": 22,
         "aten::add": 2,
@@ -180,7 +186,7 @@ def test_another_machine_s_clock_is_moved_to_where_collectives_end_together(tmp_
         script(tmp_path, rank=1, begins=60, host="there", base=3_000_000),
     )
     assert (
-        align([here, there])
+        align_clocks([here, there])
         == "there: moved by -3.000 ms, the median over the ends of 1 collectives"
     )
     assert there.shift == 0 and there.steps.tolist() == here.steps.tolist()
@@ -189,7 +195,7 @@ def test_another_machine_s_clock_is_moved_to_where_collectives_end_together(tmp_
 def test_clocks_without_a_common_collective_stay(tmp_path: Path) -> None:
     alone = trace(tmp_path, rank=1, host="there", base=3_000_000)
     assert (
-        align([script(tmp_path), alone])
+        align_clocks([script(tmp_path), alone])
         == "there: its own clock, because no collective was found to compare"
     )
     assert alone.shift == 3000
@@ -197,5 +203,5 @@ def test_clocks_without_a_common_collective_stay(tmp_path: Path) -> None:
 
 def test_collectives_of_other_names_are_not_compared(tmp_path: Path) -> None:
     other = trace(tmp_path, note("gloo:broadcast", 55, 80, tid=2), rank=1)
-    assert matched([script(tmp_path), other]) == []
+    assert match_collectives([script(tmp_path), other]) == []
     assert np.array_equal(script(tmp_path).steps, other.steps)

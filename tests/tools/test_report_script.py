@@ -202,12 +202,12 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The real method would change this process for all later tests.
-    monkeypatch.setattr(StepClock, "watch_data", lambda _: None)
+    monkeypatch.setattr(StepClock, "watch_data_loader", lambda _: None)
     recorder = StepRecorder(str(tmp_path))
     with Path("/dev/full").open("w") as full:
-        recorder.file = full.fileno()
+        recorder.descriptor = full.fileno()
         recorder.write({"step": 1})
-    assert recorder.file == -1
+    assert recorder.descriptor == -1
     recorder.write({"step": 2})
 
 

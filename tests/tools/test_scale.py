@@ -24,7 +24,7 @@ from stepladder.tools.scaling.efficiency import (
 )
 from stepladder.tools.scaling.measure import Round, summarize_rounds
 from stepladder.tools.scaling.scaling_report import Scaling, describe_size, render_scaling_page
-from stepladder.tools.steps.clock import Queue
+from stepladder.tools.steps.clock import RunQueue
 
 STEPS = 40
 
@@ -79,7 +79,7 @@ def test_a_kernel_that_does_not_tell_the_queue_takes_nothing_from_the_rest() -> 
         3,
         2,
     )
-    assert math.isnan(Queue(Path("nowhere")).seconds())
+    assert math.isnan(RunQueue(Path("nowhere")).seconds())
 
 
 def test_one_pause_of_the_machine_is_left_out() -> None:

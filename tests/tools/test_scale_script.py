@@ -24,8 +24,8 @@ from stepladder.tools.scaling.scaling_report import (
     make_table,
     render_scaling_page,
 )
-from stepladder.tools.steps.clock import COLUMNS, times_file
-from stepladder.tools.steps.hook import count_file
+from stepladder.tools.steps.clock import COLUMNS, times_path
+from stepladder.tools.steps.hook import step_count_path
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,7 @@ def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
 def times_of(folder: Path, ranks: int, together: bool = True) -> None:
     """As ranks leave them."""
     for rank in range(ranks):
-        with times_file(folder, rank).open("wb") as opened:
+        with times_path(folder, rank).open("wb") as opened:
             np.savez(
                 opened,
                 times=np.full((8, len(COLUMNS)), 0.5),
@@ -87,7 +87,7 @@ def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
-    count_file(tmp_path, 2).write_text("7")
+    step_count_path(tmp_path, 2).write_text("7")
     with pytest.raises(
         InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"
     ):

@@ -17,7 +17,7 @@ from stepladder.core.world import World
 from stepladder.rank.lifecycle import run_and_exit
 
 if TYPE_CHECKING:
-    from stepladder.tools.profiler.profile import Found
+    from stepladder.tools.profiler.profile import ProfileResult
 
 PROFILE_TABLE_WIDTH = 150
 
@@ -54,8 +54,8 @@ def command(
     as_json = flags["as_json"]
     config, job_settings = command.sort_flags(flags)
     settings = Settings(run_dir=Path("runs"), **job_settings)
-    from stepladder.tools.profiler.profile import record
-    from stepladder.tools.profiler.subjects import profile_job, profile_script
+    from stepladder.tools.profiler.profile import record_profile
+    from stepladder.tools.profiler.workloads import profile_job, profile_script
 
     name = command.job.stem
     out = out or Path("profiles") / name
@@ -66,11 +66,11 @@ def command(
         request = TrainRequest(command.job, config, settings)
         run = partial(profile_job, request, warmup, steps, nproc)
     if world.world_size > 1:
-        run_and_exit(lambda: show_profile(record(name, run, out, world), as_json))
-    return show_profile(record(name, run, out, world), as_json)
+        run_and_exit(lambda: show_profile(record_profile(name, run, out, world), as_json))
+    return show_profile(record_profile(name, run, out, world), as_json)
 
 
-def show_profile(result: Found | int, as_json: bool) -> int:
+def show_profile(result: ProfileResult | int, as_json: bool) -> int:
     """Print a profile, and return the exit code.
 
     Args:
@@ -82,9 +82,9 @@ def show_profile(result: Found | int, as_json: bool) -> int:
     if as_json:
         echo(json.dumps(result.as_json()))
         return 0
-    from stepladder.tools.profiler.profile import as_tables, sentences
+    from stepladder.tools.profiler.tables import make_tables
 
-    print_tables(as_tables(result), PROFILE_TABLE_WIDTH)
-    for line in sentences(result):
+    print_tables(make_tables(result), PROFILE_TABLE_WIDTH)
+    for line in result.describe():
         echo(line)
     return 0

@@ -1,6 +1,4 @@
-"""What is worth doing about a profile: a rule for each thing that can be wrong, with a number and a
-remedy.
-"""
+"""Advise what to do about a profile: each rule finds a problem and gives a number and a remedy."""
 
 from __future__ import annotations
 
@@ -8,17 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from stepladder.tools.profiler.parts import Operator, RankProfile
+from stepladder.tools.profiler.breakdown import Operator, RankProfile
 
-MOST = 3
-COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::cat", "Memcpy")
-OTHER_PROGRAMS = "what else runs on its cores or GPU (stepladder doctor)"
-OWN_WORK = ("data", "forward", "backward", "optimizer", "other")
+MAX_ADVICE = 3
+COPY_OPERATORS = (
+    "aten::copy_",
+    "aten::clone",
+    "aten::contiguous",
+    "aten::_to_copy",
+    "aten::cat",
+    "Memcpy",
+)
+COMPETING_PROGRAMS = "what else runs on its cores or GPU (stepladder doctor)"
+LOCAL_PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """share: of the step's time that it is about."""
+    """A rule that applies, and the fraction of the step's time that its problem takes."""
 
     rule: str
     share: float
@@ -27,13 +32,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Profile:
-    """All ranks, and their mean top operators."""
+    """The profiles of all ranks, and the top operators in their mean."""
 
     ranks: Sequence[RankProfile]
     operators: Sequence[Operator]
 
     def share(self, part: str) -> float:
-        """Of a part, the ranks' mean."""
+        """Return the fraction of the step's time that a part takes, in the mean of the ranks."""
         return mean(rank.share(part) for rank in self.ranks)
 
     @property
@@ -45,95 +50,125 @@ class Profile:
         return any(rank.on_gpu for rank in self.ranks)
 
 
-def slow_parts(profile: Profile) -> Iterator[Advice]:
-    """What the ranks do for too long, each by itself."""
-    data, other, optimizer, python = map(profile.share, ("data", "other", "optimizer", "python"))
-    copies = [operator for operator in profile.operators if operator.name.startswith(COPIES)]
-    copying = sum(operator.seconds for operator in copies) / profile.seconds
+def find_slow_parts(profile: Profile) -> Iterator[Advice]:
+    """Find the parts that take too long on each rank by itself."""
+    data = profile.share("data")
     if data >= 0.15:
-        remedy = "read ahead in worker processes (num_workers), or bring it into shards (stepladder data shard)"
-        yield Advice("slow_data", data, f"Reading data takes {data:.0%} of a step: {remedy}.")
+        text = (
+            f"Reading data takes {data:.0%} of a step: read ahead in worker processes"
+            " (num_workers), or convert it to shards (stepladder data shard)."
+        )
+        yield Advice("slow_data", data, text)
+    python = profile.share("python")
     if python >= 0.3 and not profile.on_gpu:
-        what = (
-            f"For {python:.0%} of a step Python runs between operators: fewer and larger operators"
+        text = (
+            f"For {python:.0%} of a step Python runs between operators: fewer and larger operators:"
+            " a larger batch, torch.compile, optimizers with foreach=True or fused=True."
         )
-        remedy = "a larger batch, torch.compile, optimizers with foreach=True or fused=True"
-        yield Advice("python", python, f"{what}: {remedy}.")
-    if other >= 0.3 and profile.on_gpu:
-        remedy = "a larger batch, torch.compile, or CUDA graphs; no .item() and no print of a loss in each step"
-        yield Advice(
-            "idle_gpu", other, f"The GPU has nothing to do for {other:.0%} of a step: {remedy}."
+        yield Advice("python", python, text)
+    idle = profile.share("other")
+    if idle >= 0.3 and profile.on_gpu:
+        text = (
+            f"The GPU has nothing to do for {idle:.0%} of a step: a larger batch, torch.compile, or"
+            " CUDA graphs; no .item() and no print of a loss in each step."
         )
+        yield Advice("idle_gpu", idle, text)
+    optimizer = profile.share("optimizer")
     if optimizer >= 0.2:
-        remedy = "an optimizer with fused=True, or a larger batch, because its time does not grow with it"
-        yield Advice(
-            "slow_optimizer", optimizer, f"The optimizer takes {optimizer:.0%} of a step: {remedy}."
+        text = (
+            f"The optimizer takes {optimizer:.0%} of a step: an optimizer with fused=True, or a"
+            " larger batch, because its time does not grow with it."
         )
-    if copying >= 0.15:
-        named = ", ".join(operator.name for operator in copies)
-        remedy = (
-            "keep tensors in the type, layout and place in which they are needed; allocate once"
-        )
-        yield Advice(
-            "many_copies", copying, f"Copies ({named}) take {copying:.0%} of a step: {remedy}."
-        )
+        yield Advice("slow_optimizer", optimizer, text)
+    yield from find_copies(profile)
 
 
-def waiting_ranks(profile: Profile) -> Iterator[Advice]:
-    """One rank hardly waits, the others wait for it; or now this one comes last, now that."""
-    last, *others = sorted(profile.ranks, key=lambda rank: rank.share("waiting"))
-    share = profile.share("waiting")
-    if others and last.share("waiting") <= others[0].share("waiting") / 2:
-        waited = mean(rank.share("waiting") for rank in others)
+def find_copies(profile: Profile) -> Iterator[Advice]:
+    copies = [
+        operator for operator in profile.operators if operator.name.startswith(COPY_OPERATORS)
+    ]
+    share = sum(operator.seconds for operator in copies) / profile.seconds
+    if share >= 0.15:
+        names = ", ".join(operator.name for operator in copies)
+        text = (
+            f"Copies ({names}) take {share:.0%} of a step: keep tensors in the type, layout and"
+            " device in which they are needed; allocate once."
+        )
+        yield Advice("many_copies", share, text)
+
+
+def find_waiting_ranks(profile: Profile) -> Iterator[Advice]:
+    """Find one rank that is always late, or ranks of which a different one is late each time."""
+    late_rank, *waiting_ranks = sorted(profile.ranks, key=lambda rank: rank.share("waiting"))
+    late_share = late_rank.share("waiting")
+    if waiting_ranks and late_share <= waiting_ranks[0].share("waiting") / 2:
+        waited = mean(rank.share("waiting") for rank in waiting_ranks)
         if waited >= 0.1:
-            yield Advice("late_rank", waited, late(last, others, waited))
+            text = describe_late_rank(late_rank, waiting_ranks, waited)
+            yield Advice("late_rank", waited, text)
             return
+    share = profile.share("waiting")
     if share >= 0.1:
-        text = f"Ranks wait for each other for {share:.0%} of a step, and another one comes last each time"
-        remedy = "make batches equally long, and leave a core to each process (stepladder doctor)"
-        yield Advice("uneven_ranks", share, f"{text}: {remedy}.")
+        text = (
+            f"Ranks wait for each other for {share:.0%} of a step, and a different one comes last"
+            " each time: make batches equally long, and leave a core to each process"
+            " (stepladder doctor)."
+        )
+        yield Advice("uneven_ranks", share, text)
 
 
-def late(last: RankProfile, others: list[RankProfile], waited: float) -> str:
-    """waited: the share of a step that the others wait for the last."""
-    more = {
-        part: (last.parts[part] or 0.0) - median(rank.parts[part] or 0.0 for rank in others)
-        for part in OWN_WORK
+def describe_late_rank(
+    late_rank: RankProfile, waiting_ranks: list[RankProfile], waited: float
+) -> str:
+    """Return the text about a late rank, for which others wait a fraction `waited` of a step."""
+    excess_s = {
+        part: (late_rank.parts[part] or 0.0)
+        - median(rank.parts[part] or 0.0 for rank in waiting_ranks)
+        for part in LOCAL_PARTS
     }
-    part = max(more, key=lambda name: more[name])
-    text = f"Rank {last.rank} comes last, the others wait for {waited:.0%} of a step"
-    if more[part] < 0.25 * waited * mean(rank.seconds for rank in [last, *others]):
-        return f"{text}; no part of it is longer, so it is held up by {OTHER_PROGRAMS}."
-    what = f"{part} takes {1e3 * more[part]:.3g} ms longer there"
-    return f"{text}: {what}. Look at its share of the work, and at {OTHER_PROGRAMS}."
+    part = max(LOCAL_PARTS, key=lambda name: excess_s[name])
+    mean_step_s = mean(rank.seconds for rank in [late_rank, *waiting_ranks])
+    text = f"Rank {late_rank.rank} comes last, the others wait for {waited:.0%} of a step"
+    if excess_s[part] < 0.25 * waited * mean_step_s:
+        return f"{text}; no part of it is longer, so it is held up by {COMPETING_PROGRAMS}."
+    return (
+        f"{text}: {part} takes {1e3 * excess_s[part]:.3g} ms longer there."
+        f" Look at its share of the work, and at {COMPETING_PROGRAMS}."
+    )
 
 
-def slow_communication(profile: Profile) -> Iterator[Advice]:
-    share, hidden = profile.share("communication"), mean(rank.overlapped for rank in profile.ranks)
+def find_slow_communication(profile: Profile) -> Iterator[Advice]:
+    share = profile.share("communication")
     if share < 0.15:
         return
     text = f"Communication that nothing hides takes {share:.0%} of a step"
-    remedy = "reduce gradients while backward goes on (--sync ddp, DistributedDataParallel)"
+    remedy = "reduce gradients during backward (--sync ddp, DistributedDataParallel)"
     if any(rank.early for rank in profile.ranks):
-        hidden /= hidden + share * profile.seconds
-        text += f" ({hidden:.0%} of all is hidden behind backward)"
+        hidden_s = mean(rank.overlapped for rank in profile.ranks)
+        hidden_share = hidden_s / (hidden_s + share * profile.seconds)
+        text += f" ({hidden_share:.0%} of all is hidden behind backward)"
         remedy = "a larger batch per process, or fewer processes"
     yield Advice("slow_communication", share, f"{text}: {remedy}.")
 
 
-def findings(profile: Profile) -> list[Advice]:
-    return [*slow_parts(profile), *waiting_ranks(profile), *slow_communication(profile)]
+def find_all_advice(profile: Profile) -> list[Advice]:
+    return [
+        *find_slow_parts(profile),
+        *find_waiting_ranks(profile),
+        *find_slow_communication(profile),
+    ]
 
 
 def advise(profile: Profile) -> list[Advice]:
-    """The few that are about most of the time; where nothing is wrong, what the time is spent on."""
-    if found := findings(profile):
-        return sorted(found, key=lambda one: -one.share)[:MOST]
+    """Return the advice about the largest shares of a step, or if no rule applies, a summary."""
+    advice = sorted(find_all_advice(profile), key=lambda item: -item.share)
+    return advice[:MAX_ADVICE] or [summarize(profile)]
+
+
+def summarize(profile: Profile) -> Advice:
     share = profile.share("forward") + profile.share("backward")
-    most = f", most of it in {profile.operators[0].name}" if profile.operators else ""
-    text = f"Nothing stands out: forward and backward take {share:.0%} of a step{most}"
-    return [
-        Advice(
-            "nothing", share, f"{text}. More processes, or a lower precision, would make it faster."
-        )
-    ]
+    text = f"Nothing stands out: forward and backward take {share:.0%} of a step"
+    if profile.operators:
+        text += f", most of it in {profile.operators[0].name}"
+    text += ". More processes, or a lower precision, would make it faster."
+    return Advice("nothing", share, text)

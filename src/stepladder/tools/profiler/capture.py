@@ -1,4 +1,4 @@
-"""A window of optimizer steps under torch.profiler, on one rank; an observer gives it a script's steps."""
+"""Record a window of optimizer steps with torch.profiler, on one rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from stepladder.rank.lifecycle import exit_now
-from stepladder.tools.steps.hook import await_all, count_file, who
+from stepladder.tools.steps.hook import get_rank_and_world_size, step_count_path, wait_for_all
 from stepladder.train.phases import STEPPING
 
-ABOUT = "stepladder"  # what the trace says of its rank, beside torch's own keys
-MARK = "stepladder:"  # and the name of a job's phase
-SECONDS_FOR_OTHERS = 60.0
+METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to torch's own keys
+MARK_PREFIX = "stepladder:"  # of a job's phase, before the phase's name
+TRACES_TIMEOUT_S = 60.0
+
+
+def peak_memory_bytes() -> int:
+    import resource  # late: Windows has none
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 class Capture:
-    """Lets `warmup` optimizer steps pass, records `steps` more, and leaves the trace in `folder`.
+    """Skips `warmup` optimizer steps, records `steps` more, and writes the trace to `folder`.
 
-    The file is named as TensorBoard's profiler plug-in wants it; ABOUT in it holds rank and memory.
+    The file has the name that TensorBoard's profiler plug-in expects; its METADATA_KEY has the rank
+    and its peak memory.
     """
 
     def __init__(self, folder: Path, rank: int, warmup: int, steps: int) -> None:
@@ -35,8 +43,13 @@ class Capture:
             tensorboard_trace_handler,
         )
 
-        self.folder, self.rank, self.warmup, self.end = folder, rank, warmup, warmup + steps
-        self.done, self.record_function = 0, record_function
+        self.folder = folder
+        self.rank = rank
+        self.warmup = warmup
+        self.last_step = warmup + steps
+        self.finished_steps = 0
+        self.peak_bytes: int | None = None
+        self.record_function = record_function
         self.on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu],
@@ -46,33 +59,38 @@ class Capture:
         )
 
     def before_step(self) -> None:
-        """The profiler's own first step, which costs more than the others, is the last of the warm-up."""
-        if self.done + 1 == self.warmup:
-            import resource  # late: Windows has none
-
-            # So far, for the profiler's buffers are not the job's; getrusage(2): kilobytes, on macOS bytes.
-            unit = 1 if sys.platform == "darwin" else 1024
-            self.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        # The profiler's own first step costs more than the others: it is the last of the warm-up.
+        if self.finished_steps + 1 == self.warmup:
+            self.peak_bytes = peak_memory_bytes()  # before the profiler allocates its buffers
             self.profiler.start()
 
     def after_step(self) -> bool:
-        """True when the window has ended, and the trace is whole."""
-        self.done += 1
-        is_over = self.done == self.end
+        """Return whether the window has ended, so that the trace is complete."""
+        self.finished_steps += 1
+        is_over = self.finished_steps == self.last_step
         if is_over:
-            gpu = sys.modules["torch"].cuda.max_memory_allocated() if self.on_gpu else None
-            about = {"rank": self.rank, "peak_bytes": self.memory, "peak_gpu_bytes": gpu}
-            self.profiler.add_metadata_json(ABOUT, json.dumps(about))
-        if self.warmup <= self.done <= self.end:
+            self.add_metadata()
+        if self.warmup <= self.finished_steps <= self.last_step:
             self.profiler.step()
         if is_over:
             self.profiler.stop()
-            self.say_steps()
+            self.write_step_count()
         return is_over
 
+    def add_metadata(self) -> None:
+        gpu_bytes = sys.modules["torch"].cuda.max_memory_allocated() if self.on_gpu else None
+        metadata = {
+            "rank": self.rank,
+            "peak_bytes": self.peak_bytes,
+            "peak_gpu_bytes": gpu_bytes,
+        }
+        self.profiler.add_metadata_json(METADATA_KEY, json.dumps(metadata))
+
     def observe(self, mark: str) -> AbstractContextManager[object]:
-        """Of a job's phases: each is a mark in the trace, and a whole step is one of the window's."""
-        return self._step() if mark == STEPPING.mark else self.record_function(MARK + mark)
+        """Mark a job's phase in the trace; the phase of a complete step counts as a step."""
+        if mark == STEPPING.mark:
+            return self._step()
+        return self.record_function(MARK_PREFIX + mark)
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -80,37 +98,43 @@ class Capture:
         yield
         self.after_step()
 
-    def say_steps(self) -> None:
-        """How many have been made; not in each, for a file that is written in the window would be seen in it."""
-        count_file(self.folder, self.rank).write_text(str(self.done), encoding="utf-8")
+    def write_step_count(self) -> None:
+        """Write the number of finished steps, once: a write in each step would be in the trace."""
+        path = step_count_path(self.folder, self.rank)
+        path.write_text(str(self.finished_steps), encoding="utf-8")
 
 
 class CapturedSteps:
-    """Records a window of the first optimizer's steps, and ends the script then, for no more is asked for.
+    """A `StepObserver` that records a window of the first optimizer's steps, then ends the script.
 
-    A script's second optimizer (of a GAN) does not make a step of its own.
+    A script's second optimizer (of a GAN) does not count steps.
     """
 
     def __init__(self, folder: str, warmup: int, steps: int) -> None:
-        rank, self.world_size = who()
+        rank, self.world_size = get_rank_and_world_size()
         self.capture = Capture(Path(folder), rank, warmup, steps)
-        self.first: object = None
-        atexit.register(self.capture.say_steps)  # for a script that ends before the window does
+        self.first_optimizer: object = None
+        atexit.register(self.capture.write_step_count)  # if the script ends within the window
 
     def before_step(self, optimizer: object) -> None:
-        if self.first is None:
-            self.first = optimizer
-        if optimizer is self.first:
+        if self.first_optimizer is None:
+            self.first_optimizer = optimizer
+        if optimizer is self.first_optimizer:
             self.capture.before_step()
 
     def after_step(self, optimizer: object) -> None:
-        if optimizer is not self.first or not self.capture.after_step():
+        if optimizer is not self.first_optimizer:
             return
-        files = [count_file(self.capture.folder, rank) for rank in range(self.world_size)]
-        end = str(self.capture.end).encode()
-        await_all(
-            lambda: all(file.exists() and file.read_bytes() == end for file in files),
-            SECONDS_FOR_OTHERS,
+        if self.capture.after_step():
+            self.exit_with_all_ranks()
+
+    def exit_with_all_ranks(self) -> None:
+        """End the script once all ranks have written their traces."""
+        paths = [step_count_path(self.capture.folder, rank) for rank in range(self.world_size)]
+        count = str(self.capture.last_step).encode()
+        wait_for_all(
+            lambda: all(path.exists() and path.read_bytes() == count for path in paths),
+            TRACES_TIMEOUT_S,
         )
         for child in multiprocessing.active_children():  # workers of a DataLoader
             child.kill()

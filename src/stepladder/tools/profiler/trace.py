@@ -1,9 +1,9 @@
-"""One rank's trace, as torch.profiler wrote it: its steps, its collectives, the parts of a step,
-its operators.
+"""Read one rank's trace of torch.profiler: steps, collectives, parts of a step, operators.
 
 The format is Chrome's (complete events with `ts` and `dur` in microseconds) with Kineto's
 categories: `cpu_op`, `user_annotation`, and from a GPU `kernel`, `gpu_memcpy`, `gpu_memset`, which
-a `correlation` ties to the launch."""
+a `correlation` connects to the call that launched them.
+"""
 
 from __future__ import annotations
 
@@ -18,48 +18,58 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.tools.profiler.capture import ABOUT, MARK
+from stepladder.tools.profiler.capture import MARK_PREFIX, METADATA_KEY
 from stepladder.train.phases import EXCHANGING
 
 Event = dict[str, Any]
+Span = tuple[float, float]
 Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
-Mask = NDArray[np.bool_]  # per piece of a timeline
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-COLLECTIVE = re.compile(rf"(gloo|mpi|ucc):|nccl(Dev)?Kernel|{MARK}{EXCHANGING.mark}", re.IGNORECASE)
+Mask = NDArray[np.bool_]  # per interval of a timeline
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+COLLECTIVE = re.compile(
+    rf"(gloo|mpi|ucc):|nccl(Dev)?Kernel|{MARK_PREFIX}{EXCHANGING.mark}", re.IGNORECASE
+)
 NO_COMPUTING = re.compile(
     r"c10d::|record_param_comms|autograd::engine|torch::autograd::|torch.distributed::c10d"
 )
 BACKWARD = "autograd::engine::evaluate_function"
 AFTER_BACKWARD = "torch.distributed.ddp.reducer::"  # of DDP, still inside backward()
+MARKED_PARTS = ("data", "forward", "backward", "optimizer")
 
 
-def spans(pairs: Iterable[tuple[float, float]]) -> Spans:
+def make_spans(pairs: Iterable[Span]) -> Spans:
     return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
 
 
-class Timeline:
-    """Which of several things went on when: spans of time, cut at every edge of all of them.
+def contains(spans: Spans, time: float) -> bool:
+    """Return whether a time lies in one of these spans, edges included."""
+    return bool(((spans[:, 0] <= time) & (time <= spans[:, 1])).any())
 
-    Within a piece between neighbouring edges, nothing begins or ends.
+
+class Timeline:
+    """The intervals between all neighbouring edges of several sets of spans.
+
+    Nothing begins or ends within an interval, so each set of spans is a mask of intervals.
     """
 
-    def __init__(self, *everything: Spans) -> None:
-        edges = np.unique(np.concatenate([one.reshape(-1) for one in everything]))
-        self.lengths, self.middles = np.diff(edges), (edges[:-1] + edges[1:]) / 2
+    def __init__(self, *span_sets: Spans) -> None:
+        edges = np.unique(np.concatenate([spans.reshape(-1) for spans in span_sets]))
+        self.lengths = np.diff(edges)
+        self.middles = (edges[:-1] + edges[1:]) / 2
 
-    def inside(self, some: Spans) -> Mask:
-        """The pieces that at least one of these spans covers."""
-        begun = np.searchsorted(np.sort(some[:, 0]), self.middles)
-        ended = np.searchsorted(np.sort(some[:, 1]), self.middles)
-        covered: Mask = begun > ended
-        return covered
+    def covered_by(self, spans: Spans) -> Mask:
+        """Return the intervals that at least one of these spans covers."""
+        begun = np.searchsorted(np.sort(spans[:, 0]), self.middles)
+        ended = np.searchsorted(np.sort(spans[:, 1]), self.middles)
+        mask: Mask = begun > ended
+        return mask
 
     def length(self, mask: Mask) -> float:
         return float(self.lengths[mask].sum())
 
 
 class Collective(NamedTuple):
-    """begin, end: microseconds, as in its trace."""
+    """A collective on one rank, in shifted microseconds."""
 
     begin: float
     end: float
@@ -67,32 +77,41 @@ class Collective(NamedTuple):
 
 
 class Trace:
-    """A rank's trace. Times are microseconds; those of several traces can be compared once `shift`
-    is set.
-    """
-
-    shift = 0.0  # added to every time
+    """One rank's trace in microseconds; the ranks' traces are comparable after `shift_by`."""
 
     def __init__(self, path: Path) -> None:
         self.content = json.loads(path.read_bytes())
-        self.about: dict[str, Any] = self.content[ABOUT]
-        self.rank, self.host = int(self.about["rank"]), str(self.content.get("host_name", ""))
-        self.base = self.content["baseTimeNanoseconds"] / 1e3  # microseconds since the epoch
+        self.metadata: dict[str, Any] = self.content[METADATA_KEY]
+        self.rank = int(self.metadata["rank"])
+        self.host = str(self.content.get("host_name", ""))
+        self.base_us = self.content["baseTimeNanoseconds"] / 1e3  # since the epoch
+        self.shift = 0.0  # added to every time
         self.events: list[Event] = [
-            e for e in self.content["traceEvents"] if e.get("ph") == "X" and "dur" in e
+            event
+            for event in self.content["traceEvents"]
+            if event.get("ph") == "X" and "dur" in event
         ]
-        self.notes = [e for e in self.events if e.get("cat") == "user_annotation"]
-        self.ops = [e for e in self.events if e.get("cat") == "cpu_op"]
-        self.on_gpu = [e for e in self.events if e.get("cat") in ON_GPU]
-        self.step_notes = [e for e in self.notes if e["name"].startswith("ProfilerStep#")]
-        self.main = self.step_notes[0]["tid"]
+        self.annotations = self._events_of("user_annotation")
+        self.operators = self._events_of("cpu_op")
+        self.gpu_events = self._events_of(*GPU_CATEGORIES)
+        self.step_annotations = [
+            event for event in self.annotations if event["name"].startswith("ProfilerStep#")
+        ]
+        self.main_thread = self.step_annotations[0]["tid"]
+
+    def _events_of(self, *categories: str) -> list[Event]:
+        return [event for event in self.events if event.get("cat") in categories]
+
+    def shift_by(self, microseconds: float) -> None:
+        """Move all times of this trace."""
+        self.shift += microseconds
 
     @property
     def steps(self) -> Spans:
-        return self.spans(self.step_notes)
+        return self.spans(self.step_annotations)
 
     def spans(self, events: Iterable[Event]) -> Spans:
-        return spans((self.begin(e), self.end(e)) for e in events)
+        return make_spans((self.begin(event), self.end(event)) for event in events)
 
     def begin(self, event: Event) -> float:
         return float(event["ts"] + self.shift)
@@ -102,139 +121,159 @@ class Trace:
 
     @property
     def collectives(self) -> list[Collective]:
-        """Those that moved data, in the order of their beginnings: on a thread of gloo, or as a
-        kernel of NCCL.
-        """
-        found = [e for e in [*self.notes, *self.on_gpu] if COLLECTIVE.match(e["name"])]
-        return sorted(Collective(self.begin(e), self.end(e), e["name"]) for e in found)
+        """The collectives that moved data, by begin: on a thread of gloo or as a kernel of NCCL."""
+        events = [*self.annotations, *self.gpu_events]
+        return sorted(
+            Collective(self.begin(event), self.end(event), event["name"])
+            for event in events
+            if COLLECTIVE.match(event["name"])
+        )
 
     @property
     def communicating(self) -> Spans:
-        """While data moves; without a GPU also while the main thread hands a collective over."""
-        handed = [] if self.on_gpu else [e for e in self.ops if e["name"].startswith("c10d::")]
-        return np.concatenate([spans(c[:2] for c in self.collectives), self.spans(handed)])
+        """The times in which data moves; without a GPU also the main thread's calls of c10d."""
+        moving = make_spans((collective.begin, collective.end) for collective in self.collectives)
+        if self.gpu_events:
+            return moving
+        calls = self.spans(op for op in self.operators if op["name"].startswith("c10d::"))
+        return np.concatenate([moving, calls])
 
     @cached_property
     def kernels(self) -> list[Event]:
-        return [e for e in self.on_gpu if not COLLECTIVE.match(e["name"])]
+        return [event for event in self.gpu_events if not COLLECTIVE.match(event["name"])]
 
     @property
     def computing(self) -> Spans:
-        """Operators that compute, or what the GPU does if there is one; not those that only start
-        something.
-        """
-        if self.on_gpu:
+        """The GPU's kernels, or on a CPU the operators that compute, not only start something."""
+        if self.gpu_events:
             return self.spans(self.kernels)
         return self.spans(
-            e for e in self.ops if "::" in e["name"] and not NO_COMPUTING.match(e["name"])
+            op for op in self.operators if "::" in op["name"] and not NO_COMPUTING.match(op["name"])
         )
 
     @property
     def in_operators(self) -> Spans:
-        """The main thread, inside torch."""
-        return self.spans(e for e in self.ops if e["tid"] == self.main)
+        """The times in which the main thread is inside torch."""
+        return self.spans(op for op in self.operators if op["tid"] == self.main_thread)
 
     # -- parts of a step ---------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Spans | None]:
-        """What the main thread is at: data, forward, backward, optimizer. None: the trace does not
-        say.
+    def find_parts(self) -> dict[str, Spans | None]:
+        """Return the main thread's data, forward, backward and optimizer; None: not in the trace.
 
-        A job's are marked. A script's follow from what torch notes by itself: the DataLoader's and
-        the optimizer's own names, autograd's events, and its arrows from operators of the forward
-        pass to those of the backward."""
-        notes = [e for e in self.notes if e["tid"] == self.main]
-        if any(e["name"].startswith(MARK) for e in notes):
-            names = ("data", "forward", "backward", "optimizer")
+        A job marks them. A script's parts follow from what torch records by itself: the names of
+        the DataLoader and the optimizer, autograd's events, and the arrows from operators of the
+        forward pass to those of the backward pass.
+        """
+        annotations = [event for event in self.annotations if event["tid"] == self.main_thread]
+        if any(event["name"].startswith(MARK_PREFIX) for event in annotations):
             return {
-                name: self.spans(e for e in notes if e["name"] == MARK + name) for name in names
+                part: self.spans(e for e in annotations if e["name"] == MARK_PREFIX + part)
+                for part in MARKED_PARTS
             }
-        read = [e for e in notes if e["name"].startswith("enumerate(DataLoader)#")]
-        updated = [
-            e for e in notes if e["name"].startswith(("Optimizer.step#", "Optimizer.zero_grad#"))
-        ]
-        forward, backward = self._passes()
+
+        def named(*prefixes: str) -> Spans:
+            return self.spans(e for e in annotations if e["name"].startswith(prefixes))
+
+        data = named("enumerate(DataLoader)#")
+        forward, backward = self._find_passes()
         return {
-            "data": self.spans(read) if read else None,
-            "forward": forward,
-            "backward": backward,
-            "optimizer": self.spans(updated),
+            "data": data if len(data) else None,
+            "forward": forward if len(forward) else None,
+            "backward": backward if len(backward) else None,
+            "optimizer": named("Optimizer.step#", "Optimizer.zero_grad#"),
         }
 
-    def _passes(self) -> tuple[Spans | None, Spans | None]:
-        """Forward goes on from its first operator until backward begins; backward from the first of
-        autograd's events to the last before another forward pass, or DDP's last."""
+    def _find_passes(self) -> tuple[Spans, Spans]:
+        """Return the forward and the backward passes of a script.
+
+        Forward lasts from its first operator until backward begins; backward from the first of
+        autograd's events to the last one before another forward pass, or to DDP's last event.
+        """
         backward = self.spans(
-            e for e in self.ops if e["name"].startswith((BACKWARD, AFTER_BACKWARD))
+            op for op in self.operators if op["name"].startswith((BACKWARD, AFTER_BACKWARD))
         )
-        ahead = [  # checkpointing computes within backward what belongs to it
-            one
-            for one in self._ahead()
-            if not ((backward[:, 0] <= one[0]) & (one[0] <= backward[:, 1])).any()
+        # Checkpointing computes operators of forward again within backward: those are backward.
+        forward = [span for span in self._forward_operators() if not contains(backward, span[0])]
+        passes = join_spans(
+            {
+                "forward": forward + self._annotated("DistributedDataParallel.forward"),
+                "backward": [(float(begin), float(end)) for begin, end in backward],
+                "": self._annotated("Optimizer.step#", "enumerate("),
+            }
+        )
+        return make_spans(passes["forward"]), make_spans(passes["backward"])
+
+    def _annotated(self, *prefixes: str) -> list[Span]:
+        return [
+            (self.begin(event), self.end(event))
+            for event in self.annotations
+            if event["name"].startswith(prefixes)
         ]
-        found = {
-            "forward": ahead + self._noted("DistributedDataParallel.forward"),
-            "backward": [(float(begin), float(end)) for begin, end in backward],
-            "": self._noted("Optimizer.step#", "enumerate("),
-        }
-        passes = one_after_another(found)
-        forward, backward = spans(passes["forward"]), spans(passes["backward"])
-        return (forward if len(forward) else None), (backward if len(backward) else None)
 
-    def _noted(self, *names: str) -> list[tuple[float, float]]:
-        return [(self.begin(e), self.end(e)) for e in self.notes if e["name"].startswith(names)]
-
-    def _ahead(self) -> list[tuple[float, float]]:
-        """Operators that an arrow leads from, to one of backward."""
+    def _forward_operators(self) -> list[Span]:
+        """Return the operators from which an arrow leads to an operator of backward."""
         ends: dict[float, float] = {}
-        for op in self.ops:
+        for op in self.operators:
             ends[op["ts"]] = max(ends.get(op["ts"], 0.0), self.end(op))
-        arrows = [
-            e
-            for e in self.content["traceEvents"]
-            if e.get("cat") == "fwdbwd" and e.get("ph") == "s"
-        ]
-        return [(e["ts"] + self.shift, ends.get(e["ts"], e["ts"] + self.shift)) for e in arrows]
+        spans: list[Span] = []
+        for event in self.content["traceEvents"]:
+            if event.get("cat") == "fwdbwd" and event.get("ph") == "s":
+                begin = event["ts"] + self.shift
+                spans.append((begin, ends.get(event["ts"], begin)))
+        return spans
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def own_times(self) -> list[tuple[str, float]]:
-        """Name and seconds of its own of each call of an operator within the steps; on a GPU its
-        kernels'.
+    def self_times(self) -> list[tuple[str, float]]:
+        """Return the name and self time in seconds of each operator call (on a GPU: each kernel).
+
+        Only calls that begin within the steps count.
         """
-        lo, hi = self.steps[:, 0].min(), self.steps[:, 1].max()
-        own = [(e, e["dur"]) for e in self.kernels] if self.on_gpu else self._self_times()
+        steps = self.steps
+        begin = steps[:, 0].min()
+        end = steps[:, 1].max()
+        if self.gpu_events:
+            durations = [(kernel, kernel["dur"]) for kernel in self.kernels]
+        else:
+            durations = self._operator_self_times()
         return [
-            (event["name"], micros / 1e6) for event, micros in own if lo <= self.begin(event) < hi
+            (event["name"], microseconds / 1e6)
+            for event, microseconds in durations
+            if begin <= self.begin(event) < end
         ]
 
-    def _self_times(self) -> list[tuple[Event, float]]:
-        """Microseconds of each operator without those that it calls, on its thread."""
-        left = {id(e): e["dur"] for e in self.ops}
-        stacks: dict[Any, list[Event]] = defaultdict(list)
-        for event in sorted(self.ops, key=lambda e: (e["ts"], -e["dur"])):
-            stack = stacks[event["tid"]]
-            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+    def _operator_self_times(self) -> list[tuple[Event, float]]:
+        """Return the microseconds of each operator without the operators that it calls."""
+        self_times = {id(op): op["dur"] for op in self.operators}
+        stacks: dict[Any, list[Event]] = defaultdict(list)  # per thread
+        for op in sorted(self.operators, key=lambda op: (op["ts"], -op["dur"])):
+            stack = stacks[op["tid"]]
+            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= op["ts"]:
                 stack.pop()
             if stack:
-                left[id(stack[-1])] -= event["dur"]
-            stack.append(event)
-        return [(e, max(0.0, left[id(e)])) for e in self.ops]
+                self_times[id(stack[-1])] -= op["dur"]
+            stack.append(op)
+        return [(op, max(0.0, self_times[id(op)])) for op in self.operators]
 
 
-def one_after_another(
-    found: dict[str, list[tuple[float, float]]],
-) -> dict[str, list[tuple[float, float]]]:
-    """Joins neighbours of one kind; what another kind follows lasts until then, if that is
-    backward.
+def join_spans(spans_of: dict[str, list[Span]]) -> dict[str, list[Span]]:
+    """Return each kind's spans, with neighbours of one kind joined.
+
+    A forward span that a backward span follows is extended until that begins.
     """
-    marks = sorted((begin, end, kind) for kind, pairs in found.items() for begin, end in pairs)
+    spans = sorted((begin, end, kind) for kind, pairs in spans_of.items() for begin, end in pairs)
     joined: list[tuple[float, float, str]] = []
-    for begin, end, kind in marks:
-        if joined and joined[-1][2] == kind:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end), kind)
-            continue
-        if joined and (joined[-1][2], kind) == ("forward", "backward"):
-            joined[-1] = (joined[-1][0], begin, "forward")
+    for begin, end, kind in spans:
+        if joined:
+            last_begin, last_end, last_kind = joined[-1]
+            if last_kind == kind:
+                joined[-1] = (last_begin, max(last_end, end), kind)
+                continue
+            if last_kind == "forward" and kind == "backward":
+                joined[-1] = (last_begin, begin, last_kind)
         joined.append((begin, end, kind))
-    return {kind: [(begin, end) for begin, end, its in joined if its == kind] for kind in found}
+    by_kind: dict[str, list[Span]] = {kind: [] for kind in spans_of}
+    for begin, end, kind in joined:
+        by_kind[kind].append((begin, end))
+    return by_kind

@@ -26,7 +26,7 @@ from stepladder.core.typed_file import convert, open_to_read
 from stepladder.storage.run_dir_access import validate_run_dir_writable
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.steps.clock import StepRecorder
-from stepladder.tools.steps.hook import environment, variables
+from stepladder.tools.steps.hook import make_observer_variables, temporary_environment
 
 LAUNCHES_FILE = "launches.jsonl"
 STEPS_FOLDER = "steps"
@@ -87,7 +87,9 @@ def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     write_line(file, first_line)
     code = FAILED
     try:
-        with environment(**variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())):
+        with temporary_environment(
+            **make_observer_variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())
+        ):
             code = work()
     except InputError:
         code = BAD_INPUT

@@ -43,8 +43,13 @@ from stepladder.tools.scaling.efficiency import (
     trim_steps,
 )
 from stepladder.tools.scaling.step_times import time_steps
-from stepladder.tools.steps.clock import StepTimer, times_file
-from stepladder.tools.steps.hook import OBSERVER, count_file, environment, variables
+from stepladder.tools.steps.clock import StepTimer, times_path
+from stepladder.tools.steps.hook import (
+    OBSERVER_VARIABLE,
+    make_observer_variables,
+    step_count_path,
+    temporary_environment,
+)
 
 SCRIPT_END_TIMEOUT_S = 10.0
 MAX_LOG_LINES = 20  # shown of the rank that has failed
@@ -227,9 +232,13 @@ class TimedScript:
         start_time = time.time()
         env = self._make_observer(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
-        with environment(**env):
+        with temporary_environment(**env):
             group = make_script_group(
-                self.script, options, nproc, alone=False, variables={OBSERVER: env[OBSERVER]}
+                self.script,
+                options,
+                nproc,
+                alone=False,
+                variables={OBSERVER_VARIABLE: env[OBSERVER_VARIABLE]},
             )
             with handle_signals(group):
                 group.start_single_node(nproc)
@@ -255,7 +264,7 @@ class TimedScript:
     def read(self, nproc: int, folder: Path, start_time: float) -> Round:
         if not self._is_measured(folder, nproc):
             raise self._make_incomplete_error(nproc, folder)
-        results = [np.load(times_file(folder, rank)) for rank in range(nproc)]
+        results = [np.load(times_path(folder, rank)) for rank in range(nproc)]
         if nproc > 1 and not all(result["together"] for result in results):
             raise InputError(
                 f"{self.script.name} opened no process group: each of its {nproc} processes trained"
@@ -272,14 +281,16 @@ class TimedScript:
 
     def _make_observer(self, folder: Path) -> dict[str, str]:
         """Return the environment that makes the ranks of the script write their times."""
-        return variables(StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
+        return make_observer_variables(
+            StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps
+        )
 
     def _is_measured(self, folder: Path, nproc: int) -> bool:
-        return all(times_file(folder, rank).exists() for rank in range(nproc))
+        return all(times_path(folder, rank).exists() for rank in range(nproc))
 
     def _make_incomplete_error(self, nproc: int, folder: Path) -> InputError:
         """Return the error of a script that has ended without failure before it was measured."""
-        files = [count_file(folder, rank) for rank in range(nproc)]
+        files = [step_count_path(folder, rank) for rank in range(nproc)]
         counts = [int(file.read_bytes()) for file in files if file.exists()]
         if not any(counts):
             return InputError(

@@ -20,7 +20,7 @@ import numpy as np
 from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.scaling.efficiency import TIMES_FILE
-from stepladder.tools.steps.clock import COLUMNS, Queue
+from stepladder.tools.steps.clock import COLUMNS, RunQueue
 from stepladder.train.phases import STEPPING, Phases
 
 MIN_MEASURED_STEPS = 5
@@ -34,7 +34,7 @@ class StepTimes:
 
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
-        self.queue = Queue()
+        self.queue = RunQueue()
         self.rows: list[list[float]] = []
         self.first_at = 0.0  # when the first step has ended
 

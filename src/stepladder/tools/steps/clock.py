@@ -1,10 +1,10 @@
-"""The times of a script's optimizer steps, taken from within them, on one rank, and what is kept of
-them.
+"""Measure the optimizer steps of a user's script from inside, on one rank, and record the times.
 
-The thread that steps also runs forward and backward of a model on the CPU, and sleeps while it
-waits for others. So its time on a core, or in the queue for one, is the rank's own work, measured
-before the ranks meet. With a GPU the thread only hands work out: then the whole step and the data
-are all that can be told."""
+The thread that steps also runs the model's forward and backward pass on the CPU, and sleeps while
+it waits for other ranks. So the time that this thread is on a core, or queued for one, is the
+rank's own work, without waiting. With a GPU the thread only launches kernels: then only the
+time of a step and of its data can be measured.
+"""
 
 from __future__ import annotations
 
@@ -25,232 +25,252 @@ from stepladder.core import durable
 from stepladder.core.jsonl import open_for_append
 from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.tools.steps.hook import await_all, count_file, who
+from stepladder.tools.steps.hook import get_rank_and_world_size, step_count_path, wait_for_all
 
-# Seconds of one step on one rank, as it measured them; queued: those in which it could have
-# computed, had a core been free.
+# Seconds of one step on one rank, as that rank measured them. queued: the part of them in which the
+# rank had work, but waited for a core.
 COLUMNS = ("whole", *STEP_KEYS, "queued")
-SECONDS_BETWEEN_LINES = 1.0
-RANKS_THAT_OFTEN = (
-    64  # of more, each writes less often: a day of all of them is less than a gigabyte
-)
-SECONDS_FOR_OTHERS = 30.0
-SCHEDSTAT = Path(
-    "/proc/thread-self/schedstat"
-)  # nanoseconds on a core, nanoseconds in the queue for one, turns
+LINE_INTERVAL_S = 1.0
+# With more ranks each rank writes less often: all ranks of a day write less than a gigabyte.
+RANKS_AT_FULL_RATE = 64
+TIMES_TIMEOUT_S = 30.0
+# Nanoseconds on a core, nanoseconds in the queue for one, number of turns on a core.
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+SCHEDSTAT_BYTES = 80
 
 
-class Queue:
-    """How long the thread that makes it could have computed, but waited for a core. A look costs
-    microseconds.
-    """
+class RunQueue:
+    """The time that the creating thread has waited for a core; a read costs microseconds."""
 
     def __init__(self, file: Path = SCHEDSTAT) -> None:
-        self.file = -1
+        self.descriptor = -1
         with suppress(OSError):
-            self.file = os.open(file, os.O_RDONLY)
+            self.descriptor = os.open(file, os.O_RDONLY)
 
     def seconds(self) -> float:
-        """Since the thread's start; NaN where the kernel does not say it."""
-        words = os.pread(self.file, 80, 0).split() if self.file >= 0 else []
-        return int(words[1]) / 1e9 if len(words) > 1 else math.nan
+        """Return the seconds since the thread's start; NaN if the kernel does not report them."""
+        if self.descriptor < 0:
+            return math.nan
+        numbers = os.pread(self.descriptor, SCHEDSTAT_BYTES, 0).split()
+        return int(numbers[1]) / 1e9 if len(numbers) > 1 else math.nan
 
 
 class StepClock:
-    """An observer (see `hook.py`) that takes each step's time apart, for `take` to keep.
-
-    optimizers: the ids of those that have stepped.
-    """
+    """A `StepObserver` that divides the time of each step and passes it to `record_step`."""
 
     def __init__(self) -> None:
-        self.optimizers: set[int] = set()
-        self.depth = 0  # an optimizer may step another one
-        self.queue = Queue()
-        self.data = self.data_work = 0.0
-        self.ended = self.ended_work = self.queued = math.nan
-        self.watch_data()
+        self.optimizers: set[int] = set()  # the ids of those that have stepped
+        self.depth = 0  # an optimizer may step another optimizer
+        self.queue = RunQueue()
+        self.data_s = 0.0
+        self.data_work_s = 0.0
+        # When the optimizer's current step started, and when its previous step ended.
+        self.start = math.nan
+        self.start_work = math.nan
+        self.end = math.nan
+        self.end_work = math.nan
+        self.end_queued = math.nan
+        self.watch_data_loader()
 
-    def work(self) -> float:
-        """Seconds that this thread has been on a core, or has waited for one."""
+    def work_seconds(self) -> float:
+        """Return the seconds that this thread has been on a core or queued for one."""
         queued = self.queue.seconds()
         return thread_time() + (0.0 if math.isnan(queued) else queued)
 
-    def watch_data(self) -> None:
-        from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
+    def watch_data_loader(self) -> None:
+        """Time each batch of every DataLoader."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter as BatchIterator
 
-        read: Callable[[Any], Any] = Batches.__next__
+        read: Callable[[Any], Any] = BatchIterator.__next__
 
-        def timed(batches: Any) -> Any:
-            began, work = perf_counter(), self.work()
+        def read_timed(iterator: Any) -> Any:
+            start = perf_counter()
+            start_work = self.work_seconds()
             try:
-                return read(batches)
+                return read(iterator)
             finally:
-                self.data += perf_counter() - began
-                self.data_work += self.work() - work
+                self.data_s += perf_counter() - start
+                self.data_work_s += self.work_seconds() - start_work
 
-        Batches.__next__ = timed  # type: ignore[assignment,method-assign]
+        BatchIterator.__next__ = read_timed  # type: ignore[assignment,method-assign]
 
     def before_step(self, _optimizer: object) -> None:
         self.depth += 1
         if self.depth == 1:
-            self.began, self.began_work = perf_counter(), self.work()
+            self.start = perf_counter()
+            self.start_work = self.work_seconds()
 
     def after_step(self, optimizer: object) -> None:
         self.depth -= 1
         if self.depth:
             return
-        now, work = perf_counter(), self.work()
+        now = perf_counter()
+        work = self.work_seconds()
         self.optimizers.add(id(optimizer))
-        whole, updating = now - self.ended, now - self.began
-        own = work - self.ended_work - (work - self.began_work) - self.data_work
+        step_s = now - self.end
+        update_s = now - self.start
+        update_work_s = work - self.start_work
+        compute_s = work - self.end_work - update_work_s - self.data_work_s
+        wait_s = step_s - self.data_s - update_s - compute_s
         queued = self.queue.seconds()
-        row = [
-            whole,
-            self.data,
-            own,
-            whole - self.data - updating - own,
-            updating,
-            queued - self.queued,
-        ]
-        self.queued, self.ended, self.ended_work, self.data, self.data_work = (
-            queued,
-            now,
-            work,
-            0.0,
-            0.0,
-        )
-        self.take(row)
+        row = [step_s, self.data_s, compute_s, wait_s, update_s, queued - self.end_queued]
+        self.end = now
+        self.end_work = work
+        self.end_queued = queued
+        self.data_s = 0.0
+        self.data_work_s = 0.0
+        self.record_step(row)
 
-    def take(self, row: list[float]) -> None:
-        """Seconds of the step that has ended, in COLUMNS; NaN for the first, whose beginning nobody
-        saw.
+    def record_step(self, row: list[float]) -> None:
+        """Record the seconds of a step that has ended, in the order of COLUMNS.
+
+        All are NaN for the first step, because its start was not observed.
         """
         raise NotImplementedError
 
 
 def has_gpu() -> bool:
-    """Whether this process works on one, so that its thread's time says little."""
+    """Return whether this process uses a GPU, so that its thread's time is not that of its work."""
     return bool(sys.modules["torch"].cuda.is_initialized())
 
 
-class StepRecorder(StepClock):
-    """Keeps this rank's steps for `run --run-dir`. A place that takes no more ends the record,
-    never the training.
+def json_time() -> float:
+    return round(time.time(), 3)
 
-    One file per rank, a line about once a second: a rank that is killed loses no more. The first
-    line of each start says where this rank was, the others how many steps it had made by then, and
-    what the latest took."""
+
+class StepRecorder(StepClock):
+    """Records this rank's steps for `run --run-dir`; a write error ends the record, not the run.
+
+    Each rank has a file of its own, and writes about a line a second: a rank that is killed loses
+    no more than that. The first line of each start describes the rank; each later line has the
+    number of steps so far, and the seconds of the steps since the line before.
+    """
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.folder, self.file = Path(folder), -1
-        self.gpu = False
-        self.steps = self.kept = 0
+        self.folder = Path(folder)
+        self.descriptor = -1
+        self.has_gpu = False
+        self.interval_s = LINE_INTERVAL_S
+        self.steps = 0
+        self.written_steps = 0
         self.sums = [0.0] * len(STEP_KEYS)
-        self.flushed = 0.0
+        self.last_write = 0.0
 
-    def take(self, row: list[float]) -> None:
+    def record_step(self, row: list[float]) -> None:
         self.steps += 1
         if self.steps == 1:
             self.begin()
             return
-        whole, data, *rest, _queued = row
-        seconds = [data, whole - data, 0.0, 0.0] if self.gpu else [data, *rest]
+        step_s, data_s, compute_s, wait_s, update_s, _queued = row
+        if self.has_gpu:
+            seconds = [data_s, step_s - data_s, 0.0, 0.0]
+        else:
+            seconds = [data_s, compute_s, wait_s, update_s]
         self.sums = [a + b for a, b in zip(self.sums, seconds, strict=True)]
-        if time.monotonic() - self.flushed >= self.pause:
+        if time.monotonic() - self.last_write >= self.interval_s:
             self.flush()
 
     def begin(self) -> None:
-        """Say who this is: with the first step, when a script has opened its process group if it
-        has one.
+        """Open the file and write this rank's first line.
+
+        This is done in the first step, because a script has opened its process group by then.
         """
-        (rank, size), self.gpu = who(), has_gpu()
-        self.pause = SECONDS_BETWEEN_LINES * max(1, size / RANKS_THAT_OFTEN)
+        rank, world_size = get_rank_and_world_size()
+        self.has_gpu = has_gpu()
+        self.interval_s = LINE_INTERVAL_S * max(1, world_size / RANKS_AT_FULL_RATE)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open_for_append(self.folder / f"rank-{rank}.jsonl")
-        about = {
-            "host": socket.gethostname(),
-            "gpu": self.gpu,
-            "torch": sys.modules["torch"].__version__,
-        }
-        # The same on all ranks that were started together, and seldom the same again.
-        start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {World.detect().restart_count}"
-        self.write({"start": start, "world_size": size, "time": round(time.time(), 3), **about})
-        self.flushed, self.kept = time.monotonic(), 1
+            self.descriptor = open_for_append(self.folder / f"rank-{rank}.jsonl")
+        # The same on all ranks that were started together, and hardly ever the same again.
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        self.write(
+            {
+                "start": f"{address} {World.detect().restart_count}",
+                "world_size": world_size,
+                "time": json_time(),
+                "host": socket.gethostname(),
+                "gpu": self.has_gpu,
+                "torch": sys.modules["torch"].__version__,
+            }
+        )
+        self.last_write = time.monotonic()
+        self.written_steps = 1
         atexit.register(self.flush)
 
     def flush(self) -> None:
-        if self.steps == self.kept:
+        """Write a line for the steps since the line before."""
+        steps = self.steps - self.written_steps
+        if steps == 0:
             return
-        seconds = {
-            phase: round(second, 6) for phase, second in zip(STEP_KEYS, self.sums, strict=True)
-        }
-        self.write(
-            {
-                "step": self.steps,
-                "steps": self.steps - self.kept,
-                "time": round(time.time(), 3),
-                **seconds,
-            }
-        )
-        self.kept, self.sums, self.flushed = self.steps, [0.0] * len(STEP_KEYS), time.monotonic()
+        seconds = {key: round(total, 6) for key, total in zip(STEP_KEYS, self.sums, strict=True)}
+        self.write({"step": self.steps, "steps": steps, "time": json_time(), **seconds})
+        self.written_steps = self.steps
+        self.sums = [0.0] * len(STEP_KEYS)
+        self.last_write = time.monotonic()
 
     def write(self, line: dict[str, Any]) -> None:
-        if self.file < 0:
+        if self.descriptor < 0:
             return
         try:
-            os.write(self.file, f"{json.dumps(line)}\n".encode())
+            os.write(self.descriptor, f"{json.dumps(line)}\n".encode())
         except OSError:
-            self.file = -1
+            self.descriptor = -1
 
 
-def times_file(folder: Path, rank: int) -> Path:
+def times_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.npz"
 
 
 class StepTimer(StepClock):
-    """Keeps this rank's steps for `scale`: seconds in COLUMNS for each, once the warm-up is over."""
+    """Records this rank's steps for `scale`: seconds in COLUMNS for each step after the warm-up."""
 
     def __init__(self, folder: str, warmup: int, steps: int) -> None:
         super().__init__()
-        self.folder, self.first_row, self.last_row = Path(folder), warmup, warmup + steps
+        self.folder = Path(folder)
+        self.warmup = warmup
+        self.last_step = warmup + steps
         self.world = World.detect()
         self.rows: list[list[float]] = []
-        self.first_at = 0.0
-        atexit.register(self.say_if_short)
+        self.first_step_time = 0.0
+        atexit.register(self.write_count_if_short)
 
-    def take(self, row: list[float]) -> None:
+    def record_step(self, row: list[float]) -> None:
         self.rows.append(row)
-        self.first_at = self.first_at or time.time()
-        if len(self.rows) == self.last_row:
-            self.end()
+        self.first_step_time = self.first_step_time or time.time()
+        if len(self.rows) == self.last_step:
+            self.write_times()
+            self.exit_with_all_ranks()
 
-    def end(self) -> None:
-        """Leave the times, and end the script once all ranks are here: one that waits for another
-        would fail.
-        """
-        import numpy as np  # a launcher does without
+    def write_times(self) -> None:
+        import numpy as np  # late: a launcher works without numpy
 
-        file = times_file(self.folder, self.world.rank)
-        times = np.array(self.rows[self.first_row :])
+        times = np.array(self.rows[self.warmup :])
         if has_gpu():
             times[:, COLUMNS.index("compute") :] = np.nan
         distributed = sys.modules["torch"].distributed
-        with durable.replace_file(file, fsync=False) as aside, aside.open("wb") as opened:
+        path = times_path(self.folder, self.world.rank)
+        with durable.replace_file(path, fsync=False) as temporary, temporary.open("wb") as file:
             np.savez(
-                opened,
+                file,
                 times=times,
-                first_at=self.first_at,
+                first_at=self.first_step_time,
                 optimizers=len(self.optimizers),
                 together=distributed.is_available() and distributed.is_initialized(),
             )
-        files = [times_file(self.folder, rank) for rank in range(self.world.world_size)]
-        await_all(lambda: all(file.exists() for file in files), SECONDS_FOR_OTHERS)
+
+    def exit_with_all_ranks(self) -> None:
+        """End the script once all ranks have written their times.
+
+        A rank that is still in a collective would fail if another rank ended before.
+        """
+        paths = [times_path(self.folder, rank) for rank in range(self.world.world_size)]
+        wait_for_all(lambda: all(path.exists() for path in paths), TIMES_TIMEOUT_S)
         raise SystemExit(0)
 
-    def say_if_short(self) -> None:
-        if len(self.rows) < self.last_row:
-            count_file(self.folder, self.world.rank).write_text(
-                str(len(self.rows)), encoding="utf-8"
-            )
+    def write_count_if_short(self) -> None:
+        """Write the number of steps if the script ends before the last step to record."""
+        count = len(self.rows)
+        if count < self.last_step:
+            path = step_count_path(self.folder, self.world.rank)
+            path.write_text(str(count), encoding="utf-8")

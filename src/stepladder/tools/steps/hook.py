@@ -1,9 +1,9 @@
-"""Looking at a script's optimizer steps from the outside: no edit, no import, no wrapper in the
-script.
+"""Observe a script's optimizer steps from outside: no edit, import or wrapper in the script.
 
-The launcher puts the folder `startup` on the ranks' PYTHONPATH. Its `sitecustomize` is run by each
-interpreter at its start, and calls `attach` when torch's optimizers are imported, which registers
-torch's own global hooks. Nothing of it is there for ranks that nobody observes."""
+The launcher puts the folder `startup` on the ranks' PYTHONPATH. Each interpreter runs its
+`sitecustomize` at start; when torch's optimizers are imported, that calls `attach`, which registers
+torch's own global hooks. Ranks that are not observed load nothing of this.
+"""
 
 from __future__ import annotations
 
@@ -23,68 +23,77 @@ from stepladder.core.world import World
 from stepladder.rank.torch_fixes import wait_for_gloo
 
 STARTUP = Path(__file__).parent / "startup"
-OBSERVER = "STEPLADDER_OBSERVER"
+OBSERVER_VARIABLE = "STEPLADDER_OBSERVER"
 
 
 class StepObserver(Protocol):
-    """What a rank makes at its first optimizer step, and calls before and after each."""
+    """The object that a rank makes at its first optimizer step, and calls before and after each."""
 
     def before_step(self, optimizer: object) -> None: ...
 
     def after_step(self, optimizer: object) -> None: ...
 
 
-def variables(observer: type[StepObserver], **arguments: object) -> dict[str, str]:
-    """What the environment of ranks must say so that each makes `observer(**arguments)`, with paths
-    as text.
+def make_observer_variables(observer: type[StepObserver], **arguments: object) -> dict[str, str]:
+    """Return the environment variables with which each rank makes `observer(**arguments)`.
+
+    Paths arrive in the rank as text.
     """
-    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
-    about = {"module": observer.__module__, "name": observer.__name__, "arguments": arguments}
-    return {"PYTHONPATH": path, OBSERVER: json.dumps(about, default=str)}
+    folders = [str(STARTUP), os.environ.get("PYTHONPATH", "")]
+    description = {
+        "module": observer.__module__,
+        "name": observer.__name__,
+        "arguments": arguments,
+    }
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        OBSERVER_VARIABLE: json.dumps(description, default=str),
+    }
 
 
 @contextmanager
-def environment(**new: str) -> Iterator[None]:
-    """Variables that count inside the block, and for what is started there.
+def temporary_environment(**variables: str) -> Iterator[None]:
+    """Set environment variables inside the block, also for the processes that it starts.
 
-    Enter it before the fork server starts, which forks ranks with the environment that it has
-    found."""
-    before = {name: os.environ[name] for name in new if name in os.environ}
-    os.environ.update(new)
+    Enter the block before the fork server starts: its ranks get the environment of that moment.
+    """
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in new:
+        for name in variables:
             os.environ.pop(name, None)
         os.environ.update(before)
 
 
 def attach(optimizers: ModuleType) -> None:
-    """Register the observer. optimizers: torch.optim.optimizer, just imported.
+    """Register the observer with `optimizers`, the module torch.optim.optimizer just imported.
 
-    An interpreter of its own then ends as ranks that we fork do: gloo's threads first.
+    The interpreter then ends as forked ranks do: gloo's threads first.
     """
     atexit.register(wait_for_gloo)
     optimizers.register_optimizer_step_pre_hook(
-        lambda optimizer, *_: observer().before_step(optimizer)
+        lambda optimizer, *_: get_observer().before_step(optimizer)
     )
     optimizers.register_optimizer_step_post_hook(
-        lambda optimizer, *_: observer().after_step(optimizer)
+        lambda optimizer, *_: get_observer().after_step(optimizer)
     )
 
 
 @cache
-def observer() -> StepObserver:
-    about = json.loads(os.environ[OBSERVER])
-    found: StepObserver = getattr(import_module(about["module"]), about["name"])(
-        **about["arguments"]
-    )
-    return found
+def get_observer() -> StepObserver:
+    """Return this process's observer, made at the first call."""
+    description = json.loads(os.environ[OBSERVER_VARIABLE])
+    observer_class = getattr(import_module(description["module"]), description["name"])
+    observer: StepObserver = observer_class(**description["arguments"])
+    return observer
 
 
-def who() -> tuple[int, int]:
-    """Rank and number of ranks. A script that spawns its ranks itself has them in its process group
-    alone.
+def get_rank_and_world_size() -> tuple[int, int]:
+    """Return the rank and the number of ranks.
+
+    If a script spawns its ranks itself, only its process group has these numbers.
     """
     from torch import distributed
 
@@ -94,15 +103,16 @@ def who() -> tuple[int, int]:
     return world.rank, world.world_size
 
 
-def count_file(folder: Path, rank: int) -> Path:
-    """How many steps a rank has made, where somebody wanted a number of them."""
+def step_count_path(folder: Path, rank: int) -> Path:
+    """Return the path of the file with the number of steps that a rank has made."""
     return folder / f"rank-{rank}.steps"
 
 
-def await_all(done: Callable[[], bool], seconds: float) -> None:
-    """Until all ranks are done: a rank that left while another is in its last collective makes that
-    one fail.
+def wait_for_all(is_done: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until all ranks are done, or the timeout is over.
+
+    A rank that is still in its last collective would fail if another rank ended before.
     """
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
+    deadline = time.monotonic() + timeout_s
+    while not is_done() and time.monotonic() < deadline:
         time.sleep(0.01)

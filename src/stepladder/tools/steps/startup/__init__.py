@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: its sitecustomize is run by every interpreter that a script's ranks are."""
+"""A folder for PYTHONPATH: each interpreter of a script's ranks runs its sitecustomize."""

@@ -1,8 +1,8 @@
-"""Run by every interpreter that a script's ranks are, at its start: waits until torch's optimizers
-are imported.
+"""Wait until torch's optimizers are imported, then attach the observer of their steps.
 
-Python imports one `sitecustomize` at its start, the first on its path, so the user's own is run
-from here."""
+Each interpreter of a script's ranks runs this at its start. Python imports only one
+`sitecustomize`, the first on its path, so this one runs the user's own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULE = "torch.optim.optimizer"
 
 
 class OptimizerFinder:
-    """Lets the others find torch's optimizers, and attaches the observer once they are loaded."""
+    """Attaches the observer to torch's optimizers once the other finders have loaded them."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
@@ -34,14 +34,14 @@ class OptimizerFinder:
 
         def load_and_attach(module: ModuleType) -> None:
             load(module)
-            hook().attach(module)
+            import_hook().attach(module)
 
         spec.loader.exec_module = load_and_attach
         return spec
 
 
-def hook() -> Any:
-    """Another interpreter than the launcher's may not have the package installed."""
+def import_hook() -> Any:
+    """Import the hook; an interpreter other than the launcher's may lack the package."""
     try:
         return import_module("stepladder.tools.steps.hook")
     except ModuleNotFoundError:
@@ -49,12 +49,13 @@ def hook() -> Any:
         return import_module("stepladder.tools.steps.hook")
 
 
-def run_the_users() -> None:
+def run_user_sitecustomize() -> None:
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != HERE])
     if spec is not None and spec.loader is not None:
-        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 
 sys.meta_path.insert(0, OptimizerFinder)
-run_the_users()
+run_user_sitecustomize()

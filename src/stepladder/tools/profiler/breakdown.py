@@ -1,0 +1,263 @@
+"""Divide each rank's step time into parts, from the aligned traces of all ranks.
+
+The result is a number per part and rank, and the operators that take the most time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from stepladder.tools.profiler.trace import (
+    Collective,
+    Event,
+    Mask,
+    Spans,
+    Timeline,
+    Trace,
+    make_spans,
+)
+
+# The parts of a step, in the order in which they are matched: each instant belongs to the first
+# part that covers it. The optimizer comes late, because a step with a closure (Lightning's)
+# contains forward and backward.
+PARTS = ("waiting", "communication", "data", "backward", "forward", "optimizer", "other")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")  # calls by which the CPU starts GPU work
+MAX_OPERATORS = 10
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The profile of one rank; all times are seconds per step."""
+
+    rank: int
+    host: str
+    steps: int
+    seconds: float
+    parts: dict[str, float | None]  # None: the trace does not show this part
+    overlapped: float  # communication while something computes
+    python: float  # the main thread in no operator, not reading data, not waiting
+    early: bool  # a collective begins while backward still runs
+    on_gpu: bool
+    peak_bytes: int  # of the process
+    peak_gpu_bytes: int | None
+
+    def share(self, part: str) -> float:
+        """Return the fraction of the step's time that a part takes."""
+        seconds = self.python if part == "python" else self.parts[part]
+        return (seconds or 0.0) / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Return bytes and seconds per step; null for a part that the trace does not show."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "seconds_per_step": self.seconds,
+            **self.parts,
+            "overlapped": self.overlapped,
+            "python": self.python,
+            "peak_bytes": self.peak_bytes,
+            "peak_gpu_bytes": self.peak_gpu_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator's mean over ranks: seconds without the operators that it calls, and its calls."""
+
+    name: str
+    seconds: float  # per step
+    calls: float  # per step
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+def align_clocks(traces: list[Trace]) -> str:
+    """Shift all traces to the first one's clock, and return a text that says how.
+
+    Ranks of one machine read one clock. The clock of another machine is moved by the median
+    difference between the ends of the collectives that both took part in, because a collective ends
+    everywhere at the same time, except for the latency of the network.
+    """
+    first = traces[0]
+    for trace in traces:
+        trace.shift_by(trace.base_us - first.base_us)
+    notes = []
+    for host in sorted({trace.host for trace in traces} - {first.host}):
+        traces_of_host = [trace for trace in traces if trace.host == host]
+        pairs = match_collectives([first, traces_of_host[0]])
+        if not pairs:
+            notes.append(f"{host}: its own clock, because no collective was found to compare")
+            continue
+        offset_us = median(reference.end - remote.end for reference, remote in pairs)
+        for trace in traces_of_host:
+            trace.shift_by(offset_us)
+        notes.append(
+            f"{host}: moved by {offset_us / 1e3:.3f} ms,"
+            f" the median over the ends of {len(pairs)} collectives"
+        )
+    return "; ".join(notes) or "one machine, one clock"
+
+
+def match_collectives(traces: list[Trace]) -> list[tuple[Collective, ...]]:
+    """Return each collective as it was on every rank.
+
+    The n-th collective of a name on one rank is the n-th of that name on the others. A name that
+    ranks have called a different number of times is left out.
+    """
+    matches: list[tuple[Collective, ...]] = []
+    names = dict.fromkeys(collective.name for collective in traces[0].collectives)
+    for name in names:
+        by_rank = [
+            [collective for collective in trace.collectives if collective.name == name]
+            for trace in traces
+        ]
+        if len({len(collectives) for collectives in by_rank}) == 1:
+            matches += zip(*by_rank, strict=True)
+    return matches
+
+
+# -- parts of a step -------------------------------------------------------------------------------
+
+
+def make_rank_profiles(traces: list[Trace]) -> list[RankProfile]:
+    """Return the profile of each rank, from traces that are aligned already."""
+    waits = find_waits(traces)
+    return [Breakdown(trace, wait).profile() for trace, wait in zip(traces, waits, strict=True)]
+
+
+def find_waits(traces: list[Trace]) -> list[Spans]:
+    """Return each rank's waits: from when it entered a collective until the last rank did."""
+    waits: list[list[tuple[float, float]]] = [[] for _ in traces]
+    for collectives in match_collectives(traces):
+        last_begin = max(collective.begin for collective in collectives)
+        for rank_waits, collective in zip(waits, collectives, strict=True):
+            end = min(last_begin, collective.end)  # a collective may end before the last enters
+            rank_waits.append((collective.begin, max(collective.begin, end)))
+    return [make_spans(pairs) for pairs in waits]
+
+
+class Breakdown:
+    """The masks of one rank's steps on a timeline: one mask for each thing that can go on."""
+
+    def __init__(self, trace: Trace, waits: Spans) -> None:
+        known_parts = trace.find_parts()
+        parts = {
+            name: make_spans([]) if part is None else part for name, part in known_parts.items()
+        }
+        kernels = group_kernels_by_part(trace, parts) if trace.gpu_events else {}
+        computing = trace.computing
+        communicating = trace.communicating
+        in_operators = trace.in_operators
+        self.trace = trace
+        self.unknown = {name for name, part in known_parts.items() if part is None}
+        self.backward = parts["backward"]
+        self.line = Timeline(
+            trace.steps,
+            computing,
+            communicating,
+            in_operators,
+            waits,
+            *parts.values(),
+            *kernels.values(),
+        )
+        covered = self.line.covered_by
+        self.in_steps = covered(trace.steps)
+        self.computing = covered(computing)
+        self.communicating = covered(communicating)
+        self.in_operators = covered(in_operators)
+        self.exposed = self.communicating & ~self.computing
+        self.data = covered(parts["data"])
+        self.masks = {name: covered(part) for name, part in parts.items()}
+        self.masks["waiting"] = self.exposed & covered(waits)
+        self.masks["communication"] = self.exposed
+        if trace.gpu_events:  # what the GPU computes counts, and not which call started it
+            self.masks["data"] = self.data & ~self.computing
+            self.masks |= {name: covered(spans) for name, spans in kernels.items()}
+
+    def profile(self) -> RankProfile:
+        parts: dict[str, float | None] = {
+            name: self.seconds_per_step(mask)
+            for name, mask in assign_parts(self.masks, self.in_steps).items()
+        }
+        parts |= dict.fromkeys(self.unknown)
+        overlapped = self.communicating & self.computing & self.in_steps
+        python = self.in_steps & ~self.in_operators & ~self.exposed & ~self.data
+        return RankProfile(
+            rank=self.trace.rank,
+            host=self.trace.host,
+            steps=len(self.trace.step_annotations),
+            seconds=self.seconds_per_step(self.in_steps),
+            parts=parts,
+            overlapped=self.seconds_per_step(overlapped),
+            python=self.seconds_per_step(python),
+            early=self.communicates_in_backward(),
+            on_gpu=bool(self.trace.gpu_events),
+            peak_bytes=self.trace.metadata["peak_bytes"],
+            peak_gpu_bytes=self.trace.metadata["peak_gpu_bytes"],
+        )
+
+    def seconds_per_step(self, mask: Mask) -> float:
+        return self.line.length(mask) / 1e6 / len(self.trace.step_annotations)
+
+    def communicates_in_backward(self) -> bool:
+        """Return whether a collective begins while backward runs."""
+        begins = np.array([collective.begin for collective in self.trace.collectives])
+        begins = begins.reshape(-1, 1)
+        is_inside = (self.backward[:, 0] < begins) & (begins < self.backward[:, 1])
+        return bool(is_inside.any())
+
+
+def assign_parts(masks: dict[str, Mask], in_steps: Mask) -> dict[str, Mask]:
+    """Return disjoint masks of all PARTS, which together are `in_steps`."""
+    remaining = in_steps.copy()
+    assigned: dict[str, Mask] = {}
+    for part in PARTS:
+        assigned[part] = remaining & masks.get(part, in_steps)
+        remaining &= ~assigned[part]
+    return assigned
+
+
+def group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
+    """Return the GPU's work by the part of the step in which the CPU launched it."""
+    launch_times = {
+        event["args"]["correlation"]: trace.begin(event)
+        for event in trace.events
+        if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
+    }
+    launched: list[tuple[Event, float]] = []
+    for kernel in trace.kernels:
+        correlation = kernel.get("args", {}).get("correlation")
+        if correlation in launch_times:
+            launched.append((kernel, launch_times[correlation]))
+
+    def launched_in(part: Spans) -> Iterator[Event]:
+        for kernel, time in launched:
+            if ((part[:, 0] <= time) & (time < part[:, 1])).any():
+                yield kernel
+
+    return {
+        name: trace.spans(launched_in(parts[name])) for name in ("optimizer", "backward", "forward")
+    }
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def find_top_operators(traces: list[Trace]) -> list[Operator]:
+    """Return the operators that take the most time, the slowest first."""
+    steps = sum(len(trace.step_annotations) for trace in traces)
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for trace in traces:
+        for name, call_seconds in trace.self_times():
+            seconds[name] += call_seconds
+            calls[name] += 1
+    operators = [Operator(name, seconds[name] / steps, calls[name] / steps) for name in seconds]
+    return sorted(operators, key=lambda operator: -operator.seconds)[:MAX_OPERATORS]
