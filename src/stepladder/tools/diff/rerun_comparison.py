@@ -1,4 +1,4 @@
-"""Compare the reruns of two runs: does each repeat its own records, and which value differs first?"""
+"""Compare the reruns of two runs: whether each repeats its records, and what differs first."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ except Exception:
     library = os.path.dirname(os.__file__)
     for name in sys.stdlib_module_names & sys.modules.keys():
         file = getattr(sys.modules[name], "__file__", None) or library
-        if not file.startswith(library) and "-packages" not in file:  # setuptools brings a distutils
+        if not file.startswith(library) and "-packages" not in file:  # distutils of setuptools
             sys.exit(file + SHADOWS_MODULE)
     if "torch" in sys.modules:
         torch_path = sys.modules["torch"].__file__ or list(sys.modules["torch"].__path__)[0]

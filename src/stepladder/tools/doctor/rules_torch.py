@@ -62,7 +62,10 @@ def torch_missing(facts: Facts) -> Findings:
     elif torch.error.startswith("no answer"):
         text = f"import torch: {torch.error}"
         cause = "a file system that does not answer, or a GPU driver that hangs"
-        fix = 'CUDA_VISIBLE_DEVICES= python -X importtime -c "import torch", and look at dmesg for NVRM lines'
+        fix = (
+            'CUDA_VISIBLE_DEVICES= python -X importtime -c "import torch",'
+            " and look at dmesg for NVRM lines"
+        )
     elif OUT_OF_MEMORY.search(torch.error):
         cause = (
             "a limit on memory, of the shell or the batch job, or a file system mounted without "

@@ -13,8 +13,8 @@ MIN_SHARED_TERMS = 2
 MIN_TERM_LETTERS = 3
 MOST_NEAREST = 2
 COMMON_WORDS = {
-    "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that", "error",
-    "runtimeerror",
+    "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that",
+    "error", "runtimeerror",
 }  # fmt: skip
 EXPANDED_TERMS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
 

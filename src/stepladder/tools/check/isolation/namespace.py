@@ -31,8 +31,8 @@ class NamespacePlan:
         copy: The copy of the working folder.
         original: The working folder; the copy is mounted at its path.
         overlays: The folders on which overlays are mounted, parents first.
-        excluded: Folders of the original that the copy lacks, such as a virtual environment. They are
-            mounted in it.
+        excluded: Folders of the original that the copy lacks, such as a virtual environment.
+            They are mounted in it.
         writes: Folders that may be written for real.
         by_remount: See `kernel.set_readonly_everywhere`.
     """
