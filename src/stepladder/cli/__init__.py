@@ -89,7 +89,11 @@ class LazyGroup(SuggestingGroup):
             args = [*successor.split(), *args[1:]]
         return super().resolve_command(ctx, args)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(
+        self,
+        ctx: click.Context,
+        cmd_name: str,
+    ) -> click.Command | None:
         """Import a command, or return None if there is none of this name."""
         if cmd_name not in COMMAND_SUMMARIES and cmd_name not in HIDDEN_COMMANDS:
             return None
@@ -100,7 +104,11 @@ class LazyGroup(SuggestingGroup):
         module = importlib.import_module(f"stepladder.cli.{cmd_name}")
         return module.command  # type: ignore[no-any-return]
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
+    ) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMAND_SUMMARIES.items()))
@@ -162,7 +170,12 @@ def run_command(args: list[str]) -> NoReturn:
     try:
         with name_machine_errors():
             # obj: commands pass the same arguments to other nodes, or to tasks of Slurm.
-            code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
+            code = cli.main(
+                args,
+                "stepladder",
+                standalone_mode=False,
+                obj=args,
+            )
     except InputError as error:
         exit_with_error(str(error), error.is_reporter)
     except (RanksDiffer, StorageFault) as error:

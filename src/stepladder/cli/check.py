@@ -44,7 +44,11 @@ from stepladder.train.job_source import validate_not_job
     is_flag=True,
     help="End SCRIPT after its first snapshot, start it again, and compare.",
 )
-@click.option("--static", is_flag=True, help="Read the source only, and run nothing.")
+@click.option(
+    "--static",
+    is_flag=True,
+    help="Read the source only, and run nothing.",
+)
 @click.option(
     "--timeout",
     type=Seconds(),
@@ -105,7 +109,11 @@ def command(
     request = replace(request, writable_folders=writable_folders(writes))
     report = check(request, (lambda _: None) if as_json else show_finding)
     if sarif:
-        write_output(sarif, format_sarif(report, version("stepladder")), "--sarif")
+        write_output(
+            sarif,
+            format_sarif(report, version("stepladder")),
+            "--sarif",
+        )
     if as_json:
         echo(json_text(report))
     else:
@@ -130,7 +138,11 @@ def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
 def show_finding(finding: Finding) -> None:
     """Print a finding."""
     head, details = format_finding(finding)
-    click.secho(finding.severity, fg=SEVERITY_COLOURS[finding.severity], nl=False)
+    click.secho(
+        finding.severity,
+        fg=SEVERITY_COLOURS[finding.severity],
+        nl=False,
+    )
     echo(head)
     echo(details)
 

@@ -27,15 +27,29 @@ def command() -> None:
 
 @command.command()
 @click.argument("name")
-@click.option("--data-dir", type=PATH, help="Where to put the files [data/NAME].")
+@click.option(
+    "--data-dir",
+    type=PATH,
+    help="Where to put the files [data/NAME].",
+)
 @click.option(
     "--from",
     "source",
     type=PATH,
     help="Read the files from this folder, zip or tar archive, or file, not from the network.",
 )
-@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
-def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) -> None:
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="End with one JSON object.",
+)
+def get(
+    name: str,
+    data_dir: Path | None,
+    source: Path | None,
+    as_json: bool,
+) -> None:
     """Fetch the data set NAME and check its SHA-256 sums.
 
     NAME is mnist, movielens-small, movielens-1m or shakespeare.
@@ -64,7 +78,12 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
 @click.option(
     "--check", is_flag=True, help="Read all shards and compare them with their checksums."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object instead.",
+)
 def info(path_or_name: str, check: bool, as_json: bool) -> None:
     """Show what a data folder or file contains.
 
@@ -83,9 +102,22 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 
 @command.command()
 @click.argument("source", metavar="INPUT", type=PATH)
-@click.option("--out", type=PATH, required=True, help="The folder of the shards.")
-@click.option("--chunk-rows", type=COUNT, help="Rows that are read at once [about 0.4 MB].")
-@click.option("--rows-per-shard", type=COUNT, help="Rows of one file [about 64 MB].")
+@click.option(
+    "--out",
+    type=PATH,
+    required=True,
+    help="The folder of the shards.",
+)
+@click.option(
+    "--chunk-rows",
+    type=COUNT,
+    help="Rows that are read at once [about 0.4 MB].",
+)
+@click.option(
+    "--rows-per-shard",
+    type=COUNT,
+    help="Rows of one file [about 64 MB].",
+)
 @click.option("--columns", help="Only these columns, separated by commas.")
 @click.option(
     "--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column."
@@ -95,7 +127,12 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
     is_flag=True,
     help="Compress the chunks with gzip: they are smaller, and slower to read.",
 )
-@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="End with one JSON object.",
+)
 def shard(
     source: Path,
     out: Path,
@@ -157,7 +194,13 @@ def on_stderr() -> Iterator[Feedback]:
             bars.update(tasks[name], completed=done)
 
         yield Feedback(
-            advance, partial(bars.console.print, markup=False, highlight=False, soft_wrap=True)
+            advance,
+            partial(
+                bars.console.print,
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            ),
         )
 
 

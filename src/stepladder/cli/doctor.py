@@ -31,7 +31,12 @@ SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 @click.command()
-@click.argument("script", required=False, type=PATH, metavar="[SCRIPT.py]")
+@click.argument(
+    "script",
+    required=False,
+    type=PATH,
+    metavar="[SCRIPT.py]",
+)
 @click.option(
     "--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that will run on this machine."
 )
@@ -47,8 +52,17 @@ SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 @click.option(
     "--port", type=PORT, help="Port that the job will open on this machine.  [default: MASTER_PORT]"
 )
-@click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--comm", is_flag=True, help="Measure all-reduce between the processes.")
+@click.option(
+    "--run-dir",
+    type=PATH,
+    default=Path("runs"),
+    show_default=True,
+)
+@click.option(
+    "--comm",
+    is_flag=True,
+    help="Measure all-reduce between the processes.",
+)
 @click.option(
     "--save",
     type=PATH,
@@ -100,10 +114,19 @@ def command(
             for finding in link_findings:
                 show_finding(finding)
             return int(bool(link_findings))
-    return show_report(facts, link_findings + apply_rules(facts), link, as_json)
+    return show_report(
+        facts,
+        link_findings + apply_rules(facts),
+        link,
+        as_json,
+    )
 
 
-def validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
+def validate_files_and_port(
+    save: Path | None,
+    script: Path | None,
+    port: int | None,
+) -> None:
     """Raise InputError where a file or the port cannot be used."""
     if save:
         validate_writable(save, "--save")
@@ -156,7 +179,11 @@ def show_report(
 
 def show_finding(finding: MachineFinding) -> None:
     """Print a finding."""
-    click.secho(finding.severity, fg=SEVERITY_COLOURS[finding.severity], nl=False)
+    click.secho(
+        finding.severity,
+        fg=SEVERITY_COLOURS[finding.severity],
+        nl=False,
+    )
     echo(f" {finding.rule}: {finding.found}")
     echo(f"    why: {finding.cause}")
     echo(f"    fix: {finding.fix}")

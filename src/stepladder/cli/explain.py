@@ -26,8 +26,18 @@ EXPLAIN_HINT = (
 
 @click.command()
 @click.argument("text", metavar="TEXT|FILE", required=False)
-@click.option("--list", "as_list", is_flag=True, help="Print all known messages.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option(
+    "--list",
+    "as_list",
+    is_flag=True,
+    help="Print all known messages.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout.",
+)
 def command(text: str | None, as_list: bool, as_json: bool) -> int:
     """Explain an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, and what to type.
 

@@ -52,7 +52,11 @@ def command() -> None:
     show_default=True,
     help="GPUs that each node claims to have.",
 )
-@click.option("--plain", is_flag=True, help="Put all nodes on the loopback address; needs no root.")
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Put all nodes on the loopback address; needs no root.",
+)
 def up(**flags: Any) -> None:
     """Start the cluster, and print the line that a shell needs for Slurm's own commands.
 
@@ -71,7 +75,12 @@ def up(**flags: Any) -> None:
 
 
 @command.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout.",
+)
 def status(as_json: bool) -> None:
     """Show the nodes: state, address, processes, and whether their network is cut."""
     lab = find_lab()

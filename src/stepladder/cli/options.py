@@ -93,7 +93,11 @@ json_flag = click.option(
 )
 
 
-def show_all_frames(_ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
+def show_all_frames(
+    _ctx: click.Context,
+    _param: click.Parameter,
+    is_set: bool,
+) -> None:
     """Show all frames of tracebacks, if --traceback is set."""
     if is_set:
         os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
@@ -129,7 +133,11 @@ class JobCommand(click.Command):
     job_fields: tuple[ConfigField, ...] = ()
     arguments_before_job = 0
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(
+        self,
+        ctx: click.Context,
+        args: list[str],
+    ) -> list[str]:
         """Add the flags of the job, and parse the arguments."""
         self.job_fields = ()
         name = self._find_job_name(ctx, args)
@@ -137,14 +145,22 @@ class JobCommand(click.Command):
             parse_path("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(read_config_fields(self.job))
-            validate_config_flags(self.job, self.job_fields, self.params)
+            validate_config_flags(
+                self.job,
+                self.job_fields,
+                self.params,
+            )
         return super().parse_args(ctx, args)
 
     def find(self, name: str) -> Path:
         """Return the path of a job."""
         return find_job(name)
 
-    def _find_job_name(self, ctx: click.Context, args: list[str]) -> str | None:
+    def _find_job_name(
+        self,
+        ctx: click.Context,
+        args: list[str],
+    ) -> str | None:
         """Return the job's name: an argument that is neither a flag nor a flag's value.
 
         Raises:
@@ -212,7 +228,11 @@ class JobOrScript(JobCommand):
 
     is_script = False
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(
+        self,
+        ctx: click.Context,
+        args: list[str],
+    ) -> list[str]:
         """Find out whether the arguments name a job or a script, and parse them."""
         self.is_script = False
         name = self._find_job_name(ctx, args)
@@ -281,7 +301,12 @@ def make_config_option(field: ConfigField) -> click.Option:
     if field.default not in (None, ""):
         text += f" [default: {mask(field.default, field.name)}]"
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
-    return click.Option([spelling, field.name], type=kind, default=None, help=text)
+    return click.Option(
+        [spelling, field.name],
+        type=kind,
+        default=None,
+        help=text,
+    )
 
 
 def validate_config_flags(
@@ -298,7 +323,11 @@ def validate_config_flags(
             )
 
 
-def parse_counts(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
+def parse_counts(
+    _ctx: click.Context,
+    param: click.Parameter,
+    text: str | None,
+) -> list[int] | None:
     """Return the numbers of processes or nodes in a list such as 1,2,3.
 
     Raises:
@@ -319,7 +348,12 @@ def parse_counts(_ctx: click.Context, param: click.Parameter, text: str | None) 
     return counts
 
 
-def announce_job_file(path: Path, run_dir: Path, trusted: bool, command: str) -> None:
+def announce_job_file(
+    path: Path,
+    run_dir: Path,
+    trusted: bool,
+    command: str,
+) -> None:
     """Print which job file is run.
 
     Args:

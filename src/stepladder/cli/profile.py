@@ -24,8 +24,19 @@ PROFILE_TABLE_WIDTH = 150
 
 @click.command(cls=JobOrScript)
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
-@click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
+@click.argument(
+    "args",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[SCRIPT'S ARGS]",
+)
+@click.option(
+    "--nproc",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="Processes.",
+)
 @click.option(
     "--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record."
 )
@@ -36,8 +47,20 @@ PROFILE_TABLE_WIDTH = 150
     show_default=True,
     help="Steps to run before the measurement begins.",
 )
-@click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
-@train_flags("global-batch", "microbatch", "device", "precision", "compile", "capture")
+@click.option(
+    "--out",
+    type=PATH,
+    metavar="DIR",
+    help="[default: profiles/NAME]",
+)
+@train_flags(
+    "global-batch",
+    "microbatch",
+    "device",
+    "precision",
+    "compile",
+    "capture",
+)
 @train_flags("data-dir", "sync", "shard", "threads")
 @traceback_flag
 @json_flag
@@ -61,7 +84,14 @@ def command(
     out = out or Path("profiles") / name
     world = World.detect()
     if script:
-        run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
+        run = partial(
+            profile_script,
+            script,
+            settings.threads,
+            warmup,
+            steps,
+            nproc,
+        )
     else:
         request = TrainRequest(command.job, config, settings)
         run = partial(profile_job, request, warmup, steps, nproc)

@@ -25,10 +25,29 @@ def command() -> None:
     required=True,
     help="Number of the user, as in the data's files.",
 )
-@click.option("--top", type=COUNT, default=10, show_default=True, help="Number of items to show.")
-@click.option("--titles", type=PATH, help="A movies.csv, or a folder or zip that contains one.")
-@click.option("--data-dir", type=PATH, help="Folder with the data.  [default: as trained]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option(
+    "--top",
+    type=COUNT,
+    default=10,
+    show_default=True,
+    help="Number of items to show.",
+)
+@click.option(
+    "--titles",
+    type=PATH,
+    help="A movies.csv, or a folder or zip that contains one.",
+)
+@click.option(
+    "--data-dir",
+    type=PATH,
+    help="Folder with the data.  [default: as trained]",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout.",
+)
 def recommend(
     run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None, as_json: bool
 ) -> None:
@@ -73,7 +92,12 @@ def recommend(
     show_default=True,
     help="Seed of the tokens that are drawn.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout.",
+)
 def sample(
     run_dir: Path, prompt: str, tokens: int, temperature: float, seed: int, as_json: bool
 ) -> None:

@@ -60,7 +60,12 @@ class Rehearsal:
                 "--rehearse with -m or --no-python: a rehearsal is for scripts", "-- SCRIPT.py"
             )
         script = Path(params["script"])
-        return Rehearsal(script, tuple(params["args"]), gpus, writable_folders(writes))
+        return Rehearsal(
+            script,
+            tuple(params["args"]),
+            gpus,
+            writable_folders(writes),
+        )
 
     def passes_check(self, as_json: bool) -> bool:
         """Check the script, and print the findings.

@@ -92,8 +92,17 @@ def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Address under which other machines reach this one."
     "  [default: of the interface that leads to them]",
 )
-@flag("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
-@flag("--no-python", is_flag=True, help="SCRIPT is a command, not Python.")
+@flag(
+    "-m",
+    "--module",
+    is_flag=True,
+    help="SCRIPT is a module, as in `python -m`.",
+)
+@flag(
+    "--no-python",
+    is_flag=True,
+    help="SCRIPT is a command, not Python.",
+)
 @flag(
     "--max-restarts",
     type=WholeNumber(),
@@ -104,7 +113,11 @@ def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     type=PATH,
     help="Folder for logs and for the times of optimizer steps, which `report` and `watch` read.",
 )
-@flag("--log-dir", type=PATH, help="Folder for a copy of each rank's output.")
+@flag(
+    "--log-dir",
+    type=PATH,
+    help="Folder for a copy of each rank's output.",
+)
 @flag(
     "--start-method",
     type=click.Choice(["forkserver", "fork", "spawn"]),
@@ -125,13 +138,21 @@ def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="0,1",
     help="Local ranks whose output is shown.  [default: all]",
 )
-@flag("--standalone", is_flag=True, help="Use this machine alone, whatever the --rdzv-* flags say.")
+@flag(
+    "--standalone",
+    is_flag=True,
+    help="Use this machine alone, whatever the --rdzv-* flags say.",
+)
 @flag(
     "--rdzv-backend",
     default="",
     help="c10d or static.  [default: c10d; static with --node-rank]",
 )
-@flag("--rdzv-id", default="none", help="Name of the job, where several jobs meet at one endpoint.")
+@flag(
+    "--rdzv-id",
+    default="none",
+    help="Name of the job, where several jobs meet at one endpoint.",
+)
 @flag(
     "--rdzv-conf",
     default="",
@@ -143,9 +164,21 @@ def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     type=WholeNumber(),
     help="Number of this machine, from 0; use it with --master-addr.",
 )
-@flag("--master-addr", default="", help="Address of machine 0; use it with --node-rank.")
-@flag("--master-port", type=PORT, help="[default: a free one; 29500 with --master-addr]")
-@flag("--role", default="default", help="Value of ROLE_NAME for the ranks.")
+@flag(
+    "--master-addr",
+    default="",
+    help="Address of machine 0; use it with --node-rank.",
+)
+@flag(
+    "--master-port",
+    type=PORT,
+    help="[default: a free one; 29500 with --master-addr]",
+)
+@flag(
+    "--role",
+    default="default",
+    help="Value of ROLE_NAME for the ranks.",
+)
 @flag(
     "--signals-to-handle",
     default=",".join(DEFAULT_SIGNALS),
@@ -210,7 +243,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     for name in FLAGS_WITHOUT_EFFECT:
         if flags[name.replace("-", "_")]:
             print_message(f"--{name} has no effect here")
-    code = start_elsewhere(ctx.obj, flags["hosts"], flags["ssh"], topology)
+    code = start_elsewhere(
+        ctx.obj,
+        flags["hosts"],
+        flags["ssh"],
+        topology,
+    )
     if code is not None:
         return code
     if topology.note:
@@ -223,7 +261,12 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         validate_run_dir(flags["run_dir"])
         validate_script_run_dir(flags["run_dir"])
         run_ranks = prepare_run(to_run, options, topology)
-        work = partial(run_recorded, flags["run_dir"], to_run.name, run_ranks)
+        work = partial(
+            run_recorded,
+            flags["run_dir"],
+            to_run.name,
+            run_ranks,
+        )
     with EndWriter() as end:
         end.code = work()
     return exit_if_threads_wait(end.code)
@@ -237,7 +280,12 @@ def make_topology(flags: dict[str, Any]) -> Topology:
     if flags["standalone"] or flags["pretend_gpus"]:
         return Topology("1", nproc)
     nodes = flags["nnodes"] or ""
-    topology = Topology(nodes, nproc, flags["rdzv_endpoint"], flags["local_addr"])
+    topology = Topology(
+        nodes,
+        nproc,
+        flags["rdzv_endpoint"],
+        flags["local_addr"],
+    )
     return topology.with_cluster_variables()
 
 

@@ -24,7 +24,12 @@ DIFF_TABLE_WIDTH = 115
 
 @click.command()
 @click.argument("run_dir", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout.",
+)
 def audit(run_dir: Path, as_json: bool) -> int:
     """Prove from the ledger of RUN_DIR that every sample was trained exactly once per epoch.
 
@@ -65,7 +70,12 @@ def count_of(number: int, noun: str) -> str:
 @trust_flag
 @traceback_flag
 @json_flag
-def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
+def diff(
+    first: Path,
+    second: Path,
+    trust_job_file: bool,
+    as_json: bool,
+) -> int:
     """Find the first step at which two runs differ, and why.
 
     It compares settings, versions, losses, learning rates, samples and snapshots. If these do not
@@ -94,7 +104,11 @@ def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
 
 @click.command()
 @click.argument("target", metavar="RUN_DIR|JOB", type=NAME)
-@click.option("--once", is_flag=True, help="Print once and end, instead of following the run.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print once and end, instead of following the run.",
+)
 def watch(target: str, once: bool) -> None:
     """Show position, loss, throughput and slow ranks of the run in RUN_DIR until it has finished.
 
@@ -108,7 +122,13 @@ def watch(target: str, once: bool) -> None:
 
 @click.command()
 @click.argument("run_dir", type=PATH)
-@click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=PATH,
+    default=Path("report.html"),
+    show_default=True,
+)
 def report(run_dir: Path, output: Path) -> None:
     """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 

@@ -43,7 +43,12 @@ DEFAULT_NPROC = (1, 2)
 
 @click.command(cls=JobOrScript)
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
+@click.argument(
+    "args",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[SCRIPT'S ARGS]",
+)
 @click.option(
     "--nproc",
     callback=parse_counts,
@@ -88,7 +93,15 @@ DEFAULT_NPROC = (1, 2)
     type=ANY_INTEGER,
     help="Samples per optimizer step; with --weak, on one process.",
 )
-@train_flags("microbatch", "device", "precision", "compile", "capture", "data-dir", "sync")
+@train_flags(
+    "microbatch",
+    "device",
+    "precision",
+    "compile",
+    "capture",
+    "data-dir",
+    "sync",
+)
 @click.option(
     "--threads",
     type=ANY_INTEGER,
@@ -102,13 +115,32 @@ DEFAULT_NPROC = (1, 2)
     metavar="[TYPE:]N",
     help="GPUs per node for the Slurm jobs, as for `submit`.",
 )
-@click.option("--partition", metavar="P", help="Partition of the Slurm jobs.")
-@click.option("--time", default="", metavar="T", help="Time limit of each Slurm job.")
+@click.option(
+    "--partition",
+    metavar="P",
+    help="Partition of the Slurm jobs.",
+)
+@click.option(
+    "--time",
+    default="",
+    metavar="T",
+    help="Time limit of each Slurm job.",
+)
 @click.option(
     "--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch."
 )
-@click.option("--csv", "csv_file", type=PATH, help="File for the table.")
-@click.option("--html", "html_file", type=PATH, help="File for a page with plots.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=PATH,
+    help="File for the table.",
+)
+@click.option(
+    "--html",
+    "html_file",
+    type=PATH,
+    help="File for a page with plots.",
+)
 @traceback_flag
 @json_flag
 def command(
@@ -134,15 +166,38 @@ def command(
         from stepladder.tools.scaling.batch_jobs import measure_on_nodes
 
         job = make_measurement_job(nproc, flags)
-        sizes = measure_on_nodes(subject, job, sorted(nodes), rounds, report)
+        sizes = measure_on_nodes(
+            subject,
+            job,
+            sorted(nodes),
+            rounds,
+            report,
+        )
     else:
         from stepladder.tools.scaling.measure import measure_locally
 
-        sizes = measure_locally(subject, sorted(nproc or DEFAULT_NPROC), rounds, report)
-    show_scaling(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
+        sizes = measure_locally(
+            subject,
+            sorted(nproc or DEFAULT_NPROC),
+            rounds,
+            report,
+        )
+    show_scaling(
+        Scaling(
+            subject.name,
+            subject.weak,
+            sizes,
+            command.is_script,
+        ),
+        flags,
+    )
 
 
-def validate_flags(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+def validate_flags(
+    nproc: list[int] | None,
+    nodes: list[int] | None,
+    flags: dict[str, Any],
+) -> None:
     """Raise InputError where flags contradict each other."""
     if nodes and nproc and len(nproc) > 1:
         text = ",".join(map(str, nproc))
@@ -163,7 +218,13 @@ def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Tim
         weak = command.is_script
     script = command.script(args)
     if script:
-        return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
+        return TimedScript(
+            script,
+            flags["steps"],
+            flags["warmup"],
+            weak,
+            flags["threads"],
+        )
     config, job_settings = command.sort_flags(flags)
     settings = Settings(run_dir=Path("runs"), **job_settings)
     request = TrainRequest(command.job, config, settings)
@@ -193,7 +254,11 @@ def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
     """Print the measurements, and write the files that the flags ask for."""
     from stepladder.tools.scaling.scaling_report import format_csv, make_table, render_scaling_page
 
-    for kind, make_text in zip(OUTPUT_FORMATS, (format_csv, render_scaling_page), strict=True):
+    for kind, make_text in zip(
+        OUTPUT_FORMATS,
+        (format_csv, render_scaling_page),
+        strict=True,
+    ):
         file = flags[f"{kind}_file"]
         if file is not None:
             write_output(file, make_text(scaling), f"--{kind}")

@@ -56,7 +56,14 @@ from stepladder.rank.preemption import parse_fail_at
     default="",
     help="Address under which other machines reach this one.  [default: its host name]",
 )
-@train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
+@train_flags(
+    "epochs",
+    "global-batch",
+    "microbatch",
+    "lr",
+    "warmup-steps",
+    "seed",
+)
 @train_flags(
     "sync",
     "shard",
@@ -198,10 +205,20 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
         from stepladder.tools.dry_run import dry_run  # late: torch
 
         return dry_run(request, topology, flags["device_memory"])
-    code = start_elsewhere(ctx.obj, flags["hosts"], flags["ssh"], topology)
+    code = start_elsewhere(
+        ctx.obj,
+        flags["hosts"],
+        flags["ssh"],
+        topology,
+    )
     if code is not None:
         return code
     if topology.note:
         print_message(topology.note)
-    launch = Launch(topology, flags["max_restarts"], flags["explain_after"], flags["on_loss"])
+    launch = Launch(
+        topology,
+        flags["max_restarts"],
+        flags["explain_after"],
+        flags["on_loss"],
+    )
     return start(request, launch)

@@ -19,7 +19,12 @@ MEMORY_UNIT_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 class _PlainNumber:
     """A number of ASCII characters without underscores; Python itself accepts more."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         if isinstance(value, str) and not (value.isascii() and set(value).isdisjoint("_ \t\n")):
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)  # type: ignore[attr-defined]
         largest = getattr(self, "max", None)
@@ -47,7 +52,11 @@ class WholeNumber(_PlainNumber, click.IntRange):
 
     name = "integer"
 
-    def __init__(self, smallest: int | None = 0, largest: int | None = MAX_INTEGER) -> None:
+    def __init__(
+        self,
+        smallest: int | None = 0,
+        largest: int | None = MAX_INTEGER,
+    ) -> None:
         super().__init__(smallest, largest)
 
 
@@ -69,8 +78,17 @@ class MemorySize(click.ParamType[Any]):
 
     name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        match = re.fullmatch(
+            r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?",
+            str(value),
+            re.ASCII,
+        )
         size_bytes = 0
         if match is not None:
             base = 1024 if match[3] else 1000
@@ -85,7 +103,12 @@ class FilePath(click.ParamType[Any]):
 
     name = "path"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         label = "path"
         if isinstance(param, click.Argument):
             label = param.human_readable_name
@@ -116,7 +139,12 @@ class JobName(click.ParamType[Any]):
 class PathOrName(FilePath):
     """A text that is a path, the name of a recipe, or the number of a batch job."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         super().convert(value, param, ctx)
         return value
 

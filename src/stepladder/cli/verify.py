@@ -102,7 +102,14 @@ def command(
     as_json = flags["as_json"]
     report = (lambda _: None) if as_json else echo
     full_config = {**command.stored_config, **config}
-    proof = prove(command.job, full_config, settings, nproc, steps, report)
+    proof = prove(
+        command.job,
+        full_config,
+        settings,
+        nproc,
+        steps,
+        report,
+    )
     if as_json:
         echo(json.dumps(proof.as_json()))
     else:

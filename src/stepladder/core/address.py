@@ -204,7 +204,11 @@ def validate_host_name(flag: str, host: str) -> None:
         ) from error
 
 
-def validate_reachable(flag: str, host: str, local_addr: str) -> None:
+def validate_reachable(
+    flag: str,
+    host: str,
+    local_addr: str,
+) -> None:
     """Check that other nodes can reach `host`, the value of a flag.
 
     A loopback address is accepted if all nodes run on this machine. That is the case if this node's

@@ -58,7 +58,11 @@ def echo(text: str, err: bool = False, end: str = "\n") -> None:
     write_text(text, sys.stderr if err else sys.stdout, end)
 
 
-def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
+def write_text(
+    text: str,
+    stream: TextIO | None,
+    end: str = "\n",
+) -> None:
     """Write a text and its line end in one call; `print` would make two on an unbuffered stream.
 
     Args:

@@ -75,7 +75,11 @@ class JsonlReader:
         is_torn: Whether the last line has no end.
     """
 
-    def __init__(self, path: Path, is_valid: Callable[[Line], bool] = lambda _: True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        is_valid: Callable[[Line], bool] = lambda _: True,
+    ) -> None:
         self.path = path
         self.is_valid = is_valid
         self.damaged_lines = 0

@@ -14,7 +14,11 @@ MIN_WAIT_S = 1e-3
 MAX_WAIT_S = 1e9
 
 
-def parse_whole_number(text: str, minimum: int = 0, maximum: int = MAX_INTEGER) -> int | None:
+def parse_whole_number(
+    text: str,
+    minimum: int = 0,
+    maximum: int = MAX_INTEGER,
+) -> int | None:
     """Return the number that a text is, in ASCII digits alone, or None.
 
     Neither str.isdigit nor int would do: isdigit accepts a raised 2, which int refuses, and int
@@ -85,7 +89,11 @@ def is_wait_time(text: str, minimum: float = MIN_WAIT_S) -> bool:
         return False
 
 
-def validate_wait_time(flag: str, seconds: float, minimum: float = MIN_WAIT_S) -> None:
+def validate_wait_time(
+    flag: str,
+    seconds: float,
+    minimum: float = MIN_WAIT_S,
+) -> None:
     """Raise InputError if nobody can wait so many seconds: nan, infinite, or below the minimum."""
     if not is_wait_time(str(seconds), minimum):
         raise InputError(f"{flag} {seconds:g} is not a time to wait", f"{flag} 60")

@@ -158,7 +158,14 @@ class Chunks:
         starts = []
         first = 0
         for rows, rows_per_chunk in self.shards:
-            starts.append(np.arange(first, first + rows, rows_per_chunk, dtype=np.int64))
+            starts.append(
+                np.arange(
+                    first,
+                    first + rows,
+                    rows_per_chunk,
+                    dtype=np.int64,
+                )
+            )
             first += rows
         return np.concatenate([*starts, np.array([first], np.int64)])
 
@@ -211,7 +218,11 @@ class StreamOrder:
             offset = (lane * self.full_steps + step - lane) * per_lane
             lane_start = max(start, lane * per_lane)
             lane_end = min(end, (lane + 1) * per_lane)
-            parts += self._read_rows(epoch, offset + lane_start, offset + lane_end)
+            parts += self._read_rows(
+                epoch,
+                offset + lane_start,
+                offset + lane_end,
+            )
         if full_rows < hi:  # rows that do not fill a step
             parts += self._read_rows(epoch, max(lo, full_rows), hi)
         return np.concatenate(parts)
@@ -223,7 +234,11 @@ class StreamOrder:
     def _make_epoch(self, epoch: int) -> tuple[Order, Order]:
         """Return the order of the chunks, and the row at which each window begins, and the end."""
         edges = self.chunks.edges
-        order = make_order(len(edges) - 1, derive_seed(self.seed, "chunks", epoch), self.shuffle)
+        order = make_order(
+            len(edges) - 1,
+            derive_seed(self.seed, "chunks", epoch),
+            self.shuffle,
+        )
         chunk_ends = np.cumsum(np.diff(edges)[order])
         per_window = self.chunks_per_window
         window_edges = [np.zeros(1, np.int64), chunk_ends[per_window - 1 :: per_window]]
@@ -239,7 +254,12 @@ class StreamOrder:
         rows = np.concatenate([np.arange(edges[chunk], edges[chunk + 1]) for chunk in chunks])
         return rows[make_permutation(len(rows), derive_seed(self.seed, "window", epoch, number))]
 
-    def _read_rows(self, epoch: int, lo: int, hi: int) -> Iterator[Order]:
+    def _read_rows(
+        self,
+        epoch: int,
+        lo: int,
+        hi: int,
+    ) -> Iterator[Order]:
         """Yield the rows [lo, hi) of the shuffled chunks, window by window."""
         window_edges = self._epoch(epoch)[1]
         number = int(window_edges.searchsorted(lo, "right")) - 1

@@ -87,7 +87,12 @@ class Plan:
     min_microbatch: int = 1
     chunks: Chunks | None = None
     shuffle: str = ""
-    _orders: dict[int, Order] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _orders: dict[int, Order] = field(
+        init=False,
+        default_factory=dict,
+        compare=False,
+        repr=False,
+    )
     _shares: dict[tuple[int, int, int, bool], list[Span]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -116,7 +121,11 @@ class Plan:
             count = self.num_samples
             if self.chunks is not None:
                 count = len(self.chunks.edges) - 1
-            object.__setattr__(self, "shuffle", SORT if count <= MAX_SORTED else FEISTEL)
+            object.__setattr__(
+                self,
+                "shuffle",
+                SORT if count <= MAX_SORTED else FEISTEL,
+            )
         if self.shuffle not in (SORT, FEISTEL):
             raise InputError(
                 f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
@@ -153,7 +162,13 @@ class Plan:
         """Return the step's microbatches, in order."""
         return self.share(step, 0, 1)
 
-    def share(self, step: int, rank: int, world_size: int, round_robin: bool = False) -> list[Span]:
+    def share(
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        round_robin: bool = False,
+    ) -> list[Span]:
         """Return the microbatches of one rank in a step, possibly none.
 
         Args:
@@ -203,7 +218,11 @@ class Plan:
             return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in batches])
         order = self._orders.get(epoch)
         if order is None:  # a prefetching thread may ask at the same time
-            order = make_order(self.num_samples, self._seed_of_epoch(epoch), self.shuffle)
+            order = make_order(
+                self.num_samples,
+                self._seed_of_epoch(epoch),
+                self.shuffle,
+            )
             if self.shuffle == SORT:
                 self._orders.clear()
                 self._orders[epoch] = order
@@ -224,7 +243,11 @@ class Plan:
     def indices(self, step: int, span: Span) -> Order:
         """Return the data-set indices of one span, shape (len(span),)."""
         start = step % self.steps_per_epoch * self.global_batch
-        return self.indices_at(self.epoch_of_step(step), start + span.lo, start + span.hi)
+        return self.indices_at(
+            self.epoch_of_step(step),
+            start + span.lo,
+            start + span.hi,
+        )
 
     def _seed_of_epoch(self, epoch: int) -> int:
         return derive_seed(self.seed, "order", epoch)
@@ -251,14 +274,22 @@ class Plan:
         chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
             raise ValueError("its chunks do not hold its samples")
-        return Plan(**convert(numbers, dict[str, int]), chunks=chunks, shuffle=shuffle)
+        return Plan(
+            **convert(numbers, dict[str, int]),
+            chunks=chunks,
+            shuffle=shuffle,
+        )
 
 
 # A step asks for one order at least, and its keys take as long to make as its indices.
 _make_feistel_order = lru_cache(maxsize=2)(FeistelOrder)
 
 
-def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
+def split_evenly(
+    count: int,
+    rank: int,
+    world_size: int,
+) -> tuple[int, int]:
     """Return the range [lo, hi) of one rank in `count` items; sizes differ by one at most."""
     return count * rank // world_size, count * (rank + 1) // world_size
 

@@ -38,7 +38,12 @@ KIND_NAMES = {
 }
 
 
-def load_json(path: Path, kind: type[Kind], hint: str, label: str = "") -> Kind:
+def load_json(
+    path: Path,
+    kind: type[Kind],
+    hint: str,
+    label: str = "",
+) -> Kind:
     """Return the value of a JSON file.
 
     Args:
@@ -156,7 +161,11 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
     if outer in (Union, UnionType):  # X | None
         if value is None:
             return None
-        return convert(value, next(item for item in inner if item is not NoneType), name)
+        return convert(
+            value,
+            next(item for item in inner if item is not NoneType),
+            name,
+        )
     if outer is Any or (outer is Literal and value in inner):
         return value
     if is_dataclass(outer):
@@ -180,7 +189,11 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
     raise ValueError(f"{name.removeprefix('it.')} is {value!r:.60}, and not {expected}")
 
 
-def _find_item_kinds(outer: Any, inner: tuple[Any, ...], count: int) -> list[Any]:
+def _find_item_kinds(
+    outer: Any,
+    inner: tuple[Any, ...],
+    count: int,
+) -> list[Any]:
     """Return the type of each item of a list, tuple or set with these type arguments."""
     if not inner:
         return [Any] * count

@@ -115,7 +115,11 @@ class World:
             rank=read_env_number(env, "RANK"),
             world_size=world_size,
             local_rank=local_rank,
-            ranks_per_node=read_env_number(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
+            ranks_per_node=read_env_number(
+                env,
+                "LOCAL_WORLD_SIZE",
+                max(local_rank + 1, 1),
+            ),
             init_method="env://" if world_size > 1 else "",
             source="RANK, WORLD_SIZE, LOCAL_RANK",
             restart_count=read_env_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -162,7 +166,11 @@ def find_first_node_address(nodes: str) -> str:
     """
     failed = f"the node list {nodes!r} could not be resolved by scontrol"
     hint = "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script"
-    with as_input_error(failed, hint, (OSError, subprocess.SubprocessError, IndexError)):
+    with as_input_error(
+        failed,
+        hint,
+        (OSError, subprocess.SubprocessError, IndexError),
+    ):
         first_node = _run_scontrol("hostnames", nodes).split()[0]
         node_text = _run_scontrol("node", first_node)
     # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.

@@ -57,7 +57,11 @@ class TensorSource:
         self.names = list(data) if isinstance(data, dict) else None
         self.is_single = isinstance(data, torch.Tensor)
         # An array of texts or objects cannot be a tensor.
-        with as_input_error("the job's data cannot be tensors", "numbers only", (TypeError,)):
+        with as_input_error(
+            "the job's data cannot be tensors",
+            "numbers only",
+            (TypeError,),
+        ):
             tensors = [torch.as_tensor(array) for array in list_columns(data)]
         for tensor in tensors:
             validate_tensor(tensor)
@@ -276,7 +280,11 @@ def is_map_style(data: Any) -> bool:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or hasattr(data, "iloc"):
         return False
     problem = f"len() of the job's {type(data).__name__} fails"
-    with as_input_error(problem, "a number of samples", (TypeError, ValueError)):
+    with as_input_error(
+        problem,
+        "a number of samples",
+        (TypeError, ValueError),
+    ):
         len(data)
     has_columns = isinstance(data, (tuple, dict))
     return not (has_columns and any(isinstance(c, torch.Tensor) for c in list_columns(data)))

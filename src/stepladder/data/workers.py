@@ -52,7 +52,12 @@ class PackedError:
         pickled = pickle_error(error)
         fold_traceback(error, with_note=False)  # the rank adds a note of its own
         trace = "".join(traceback.format_exception(error))
-        return PackedError(pickled, type(error).__name__, get_text(error), trace)
+        return PackedError(
+            pickled,
+            type(error).__name__,
+            get_text(error),
+            trace,
+        )
 
     def reraise(self) -> NoReturn:
         """Raise the exception, or WorkerFailed with its text if it could not be pickled."""

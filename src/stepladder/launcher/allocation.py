@@ -78,7 +78,14 @@ class Allocation:
         if not env.get("SLURM_JOB_ID") or "RANK" in env:
             return None
         job = _parse_variable(env, "SLURM_JOB_ID", NUMBER_PATTERN)
-        if _parse_variable(env, "SLURM_STEP_NUM_TASKS", NUMBER_PATTERN) > 1:
+        if (
+            _parse_variable(
+                env,
+                "SLURM_STEP_NUM_TASKS",
+                NUMBER_PATTERN,
+            )
+            > 1
+        ):
             return None
         nodes = _parse_variable(env, "SLURM_JOB_NUM_NODES", NUMBER_PATTERN)
         nodes = nodes or _parse_variable(env, "SLURM_NNODES", NUMBER_PATTERN)
@@ -164,7 +171,11 @@ class Allocation:
             flags += ["--nproc", str(self.gpus)]
         return flags
 
-    def srun_step_command(self, arguments: Sequence[str], ranks_per_node: int) -> list[str]:
+    def srun_step_command(
+        self,
+        arguments: Sequence[str],
+        ranks_per_node: int,
+    ) -> list[str]:
         """Return the srun command that starts ranks on each node.
 
         Args:
@@ -184,11 +195,20 @@ def _parse_cpus(env: Mapping[str, str]) -> int:
     """Return the smallest number of CPUs of a node."""
     parts = env.get(CPUS_VARIABLE, "").split(",")
     return min(
-        _parse_variable({CPUS_VARIABLE: part}, CPUS_VARIABLE, REPEATED_PATTERN) for part in parts
+        _parse_variable(
+            {CPUS_VARIABLE: part},
+            CPUS_VARIABLE,
+            REPEATED_PATTERN,
+        )
+        for part in parts
     )
 
 
-def _parse_variable(env: Mapping[str, str], name: str, pattern: str) -> int:
+def _parse_variable(
+    env: Mapping[str, str],
+    name: str,
+    pattern: str,
+) -> int:
     """Return the number in a variable, 0 where it is not set.
 
     Raises:
@@ -243,7 +263,12 @@ def start_elsewhere(
     if arguments[0] == "run" and nodes[1] > 1:
         # srun passes it to the agents of all nodes. `train` has a secret in its run directory.
         os.environ.setdefault(SECRET_VARIABLE, make_secret())
-    command = allocation.srun_command(arguments, topology, nodes, address)
+    command = allocation.srun_command(
+        arguments,
+        topology,
+        nodes,
+        address,
+    )
     _exec_srun(command, allocation.job)
 
 

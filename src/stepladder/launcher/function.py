@@ -118,7 +118,11 @@ def launch(
         return [read_pickle(folder / f"value-{rank}.pkl") for rank in range(rank_count)]
 
 
-def run_launcher(folder: Path, rank_count: int, timeout: float) -> int:
+def run_launcher(
+    folder: Path,
+    rank_count: int,
+    timeout: float,
+) -> int:
     """Run the launcher process, print its output, and return its exit code."""
     package_parent = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")]))

@@ -148,7 +148,11 @@ class Script:
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
         if self.kind == "module":
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            runpy.run_module(
+                self.name,
+                run_name="__main__",
+                alter_sys=True,
+            )
         else:
             runpy.run_path(self.name, run_name="__main__")
 

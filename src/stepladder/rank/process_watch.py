@@ -22,7 +22,11 @@ class ProcessWatch:
         OSError: A process has ended already, and its parent has waited for it.
     """
 
-    def __init__(self, pids: Mapping[int, int], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        on_end: Callable[[], None],
+    ) -> None:
         self.ended: set[int] = set()
         self._on_end = on_end
         self._names: dict[int, int] = {}  # by pidfd
@@ -33,7 +37,11 @@ class ProcessWatch:
             _close_all(self._names)
             raise
         self._stop_event = os.eventfd(0)
-        threading.Thread(target=self._watch, name="process-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch,
+            name="process-watch",
+            daemon=True,
+        ).start()
 
     def stop(self) -> None:
         """End the thread, which then closes its files. To be called once."""

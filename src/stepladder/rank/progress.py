@@ -185,7 +185,12 @@ class Progress:
         slots[SIZE_SLOTS + index] = size
         slots[COUNT] = number
 
-    def record_block_collective(self, name: str, block: str, size: int) -> None:
+    def record_block_collective(
+        self,
+        name: str,
+        block: str,
+        size: int,
+    ) -> None:
         """Record a collective of one block of the model, with the block's name.
 
         All blocks are computed by the same lines, so their call sites would be the same.
@@ -234,7 +239,13 @@ def _find_block_call(label: str) -> tuple[str, str, int, str]:
     stack: list[Frame] = []
     frame: Any = sys._getframe(3)
     while frame is not None:
-        stack.append(Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        stack.append(
+            Frame(
+                frame.f_code.co_name,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+            )
+        )
         frame = frame.f_back
     call = find_user_frame(stack) or stack[0]
     return call.function, call.file, call.line, label
@@ -279,9 +290,18 @@ def clear_slots(file: Path, slot: int) -> None:
     _write_at(file, slot * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
 
 
-def write_slot(file: Path, local_rank: int, slot: int, value: int) -> None:
+def write_slot(
+    file: Path,
+    local_rank: int,
+    slot: int,
+    value: int,
+) -> None:
     """Write one slot of one rank."""
-    _write_at(file, local_rank * BYTES_PER_RANK + 8 * slot, value.to_bytes(8, sys.byteorder))
+    _write_at(
+        file,
+        local_rank * BYTES_PER_RANK + 8 * slot,
+        value.to_bytes(8, sys.byteorder),
+    )
 
 
 def _write_at(file: Path, offset: int, data: bytes) -> None:
@@ -290,7 +310,11 @@ def _write_at(file: Path, offset: int, data: bytes) -> None:
         opened.write(data)
 
 
-def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[RankProgress]:
+def read_progress(
+    file: Path,
+    sites_file: Path,
+    ranks: Sequence[int],
+) -> list[RankProgress]:
     """Return the progress of each rank of a node, also of one that has ended.
 
     Args:
@@ -313,7 +337,15 @@ def _parse_slots(slots: memoryview, sites: list[CallSite]) -> RankProgress:
         site = slots[SITE_SLOTS + number % RING]
         if 0 < site <= len(sites):
             recent.append((number, (sites[site - 1], slots[SIZE_SLOTS + number % RING])))
-    return RankProgress(step, phase, passes, count, waits, tuple(recent), group)
+    return RankProgress(
+        step,
+        phase,
+        passes,
+        count,
+        waits,
+        tuple(recent),
+        group,
+    )
 
 
 def _read_sites(file: Path) -> dict[int, list[CallSite]]:

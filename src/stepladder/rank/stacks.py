@@ -88,14 +88,25 @@ def find_user_frame(stack: Stack) -> Frame | None:
 
 def dump_stacks_to_file(file: Path) -> None:
     """Append this process's stacks to a file at each stack signal, and when it crashes."""
-    dump_stacks_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    dump_stacks_into(
+        os.open(
+            file,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o600,
+        )
+    )
 
 
 def dump_stacks_into(descriptor: int) -> None:
     """Write this process's stacks into an open file at each stack signal, and when it crashes."""
     if not faulthandler.is_enabled():  # else the user wants to see crashes, on stderr
         faulthandler.enable(descriptor, all_threads=True)
-    faulthandler.register(get_stack_signal(), descriptor, all_threads=True, chain=False)
+    faulthandler.register(
+        get_stack_signal(),
+        descriptor,
+        all_threads=True,
+        chain=False,
+    )
 
 
 def read_stacks(pid: int, file: Path) -> list[Stack]:

@@ -50,7 +50,11 @@ class MatrixFactorization(nn.Module):
         nn.init.zeros_(self.user_bias.weight)
         # Both are computed from the data, so they are not saved.
         self.register_buffer("weights", weights, persistent=False)
-        self.register_buffer("popularity", popularity, persistent=False)
+        self.register_buffer(
+            "popularity",
+            popularity,
+            persistent=False,
+        )
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """Return the scores of all items, shape (users, items).

@@ -54,7 +54,11 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = make_model(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-    steps = count_steps(config.epochs, len(train_images), config.global_batch)
+    steps = count_steps(
+        config.epochs,
+        len(train_images),
+        config.global_batch,
+    )
     return Job(
         model=model,
         optimizer=optimizer,
@@ -115,7 +119,12 @@ def loss(model: nn.Module, batch: Batch) -> SumAndCount:
     """Return the sum of the losses of a batch, and the number of its images."""
     images, labels = batch
     logits = model(shift_images(images))
-    total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=LABEL_SMOOTHING)
+    total = F.cross_entropy(
+        logits,
+        labels,
+        reduction="sum",
+        label_smoothing=LABEL_SMOOTHING,
+    )
     return total, len(labels)
 
 

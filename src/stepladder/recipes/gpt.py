@@ -57,7 +57,15 @@ class Config:
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
-        validate_range(self, 1, 1e5, "layers", "heads", "width", "block")
+        validate_range(
+            self,
+            1,
+            1e5,
+            "layers",
+            "heads",
+            "width",
+            "block",
+        )
         validate_range(self, 1, 8, "ngrams")
         validate_range(self, 0, 1, "dropout")
         validate_range(self, 0, 1e6, "weight_decay")
@@ -76,7 +84,11 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
     optimizer = make_optimizer(model, config)
-    steps = count_steps(config.epochs, len(train_data), config.global_batch)
+    steps = count_steps(
+        config.epochs,
+        len(train_data),
+        config.global_batch,
+    )
     return Job(
         model=model,
         optimizer=optimizer,
@@ -104,7 +116,12 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
             "weight_decay": 0.0,
         },
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(0.9, 0.99),
+        fused=True,
+    )
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -151,13 +168,21 @@ def encode(data: bytes) -> tuple[Any, Any]:
 
 def training_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of BLOCKS_PER_ROW blocks as views of the text; neighbours share a block."""
-    return tokens.unfold(0, BLOCKS_PER_ROW * block, (BLOCKS_PER_ROW - 1) * block)
+    return tokens.unfold(
+        0,
+        BLOCKS_PER_ROW * block,
+        (BLOCKS_PER_ROW - 1) * block,
+    )
 
 
 def validation_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of block + 1 tokens that cover the text, the last one filled with PADDING."""
     missing = -(len(tokens) - 1) % block
-    return F.pad(tokens, (0, missing), value=PADDING).unfold(0, block + 1, block)
+    return F.pad(tokens, (0, missing), value=PADDING).unfold(
+        0,
+        block + 1,
+        block,
+    )
 
 
 # -- model -----------------------------------------------------------------------------------------
@@ -243,7 +268,11 @@ def loss(model: nn.Module, rows: Tensor) -> SumAndCount:
     """Return the loss of one block of each row, which begins at a random token in every step."""
     block = rows.shape[1] // BLOCKS_PER_ROW
     last_start = (BLOCKS_PER_ROW - 1) * block
-    start = torch.randint(last_start, (len(rows), 1), device=rows.device)
+    start = torch.randint(
+        last_start,
+        (len(rows), 1),
+        device=rows.device,
+    )
     offsets = torch.arange(block + 1, device=rows.device)
     return sum_token_losses(model, rows.gather(1, start + offsets))
 
@@ -253,7 +282,12 @@ def sum_token_losses(model: nn.Module, rows: Tensor) -> SumAndCount:
     inputs = rows[:, :-1].long().clamp(min=0)
     targets = rows[:, 1:].long()
     logits = model(inputs).flatten(0, 1).float()
-    total = F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
+    total = F.cross_entropy(
+        logits,
+        targets.flatten(),
+        ignore_index=PADDING,
+        reduction="sum",
+    )
     return total, (targets != PADDING).sum()
 
 

@@ -52,7 +52,11 @@ def build(config: Config) -> Job:
         nn.Tanh(),
         nn.Linear(config.hidden, 1),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=config.lr,
+        momentum=0.9,
+    )
     return Job(
         model=model,
         optimizer=optimizer,

@@ -93,7 +93,11 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
         print_message(f"{path} cannot be written: {error.strerror}")
 
 
-def read_job_records(path: Path, job: str | None, kind: type) -> list[dict[str, Any]]:
+def read_job_records(
+    path: Path,
+    job: str | None,
+    kind: type,
+) -> list[dict[str, Any]]:
     """Return the records of one job, see `read_records`."""
     return [record for record in read_records(path, kind) if record["job"] == job]
 
@@ -125,7 +129,12 @@ def submit(job: BatchJob) -> str:
     """
     script = render_batch_script(job)
     try:
-        output = run_slurm("sbatch", "--parsable", text=script, env=collect_secrets(job))
+        output = run_slurm(
+            "sbatch",
+            "--parsable",
+            text=script,
+            env=collect_secrets(job),
+        )
     except SlurmRefusal as error:
         raise InputError(
             error.problem, "stepladder submit --help, or sinfo for what this cluster has"
@@ -157,7 +166,13 @@ def find_job(job: str) -> JobInfo:
         if note is None:
             raise InputError(f"there is no job {job}", "stepladder status") from None
         state = read_accounted_state(job)
-        return JobInfo(job, note["name"], state, output=note["output"], job_dir=note["job_dir"])
+        return JobInfo(
+            job,
+            note["name"],
+            state,
+            output=note["output"],
+            job_dir=note["job_dir"],
+        )
     name = re.match(r"JobId=\S+ JobName=(.*)", text)
     output = parse_field(text, "StdOut")
     is_same_job = note is not None and note["output"] == output  # not one of another cluster
@@ -176,7 +191,16 @@ def find_job(job: str) -> JobInfo:
 def read_accounted_state(job: str) -> str:
     """Return a job's state from Slurm's accounting, "" if the cluster has none."""
     try:
-        output = run_slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State")
+        output = run_slurm(
+            "sacct",
+            "-X",
+            "-n",
+            "-P",
+            "-j",
+            job,
+            "-o",
+            "State",
+        )
     except InputError:
         return ""
     states = output.splitlines() or [""]
@@ -185,11 +209,25 @@ def read_accounted_state(job: str) -> str:
 
 def list_user_jobs() -> list[JobInfo]:
     """Return this user's jobs that wait or run."""
-    output = run_slurm("squeue", "--noheader", "--me", "--format", "%i|%T|%r|%N|%j")
+    output = run_slurm(
+        "squeue",
+        "--noheader",
+        "--me",
+        "--format",
+        "%i|%T|%r|%N|%j",
+    )
     jobs = []
     for line in output.splitlines():
         job, state, reason, nodes, name = line.split("|", 4)
-        jobs.append(JobInfo(job, name, state, "" if reason == "None" else reason, nodes))
+        jobs.append(
+            JobInfo(
+                job,
+                name,
+                state,
+                "" if reason == "None" else reason,
+                nodes,
+            )
+        )
     return jobs
 
 

@@ -197,7 +197,11 @@ class RunDirLock:
         with as_input_error(f"{self.path} cannot be written", hint):
             # A damaged file may be longer, and would then not be read.
             os.ftruncate(self.file, LOCK_FILE_BYTES)
-            os.pwrite(self.file, self._describe(details).encode().ljust(LOCK_FILE_BYTES), 0)
+            os.pwrite(
+                self.file,
+                self._describe(details).encode().ljust(LOCK_FILE_BYTES),
+                0,
+            )
 
     def _describe(self, details: JsonObject) -> str:
         process = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -261,7 +265,11 @@ class RunDirLock:
 def open_lock_file(path: Path) -> int:
     """Open or create a lock file; raise InputError for a link, which could name any file."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return os.open(
+            path,
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW,
+            0o666,
+        )
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -94,7 +94,11 @@ class Snapshot:
             differences = differences or [to_one_line(error)]
             raise self._make_other_model_error(differences, hint) from error
 
-    def _make_other_model_error(self, differences: list[str], hint: str) -> InputError:
+    def _make_other_model_error(
+        self,
+        differences: list[str],
+        hint: str,
+    ) -> InputError:
         text = format_differences(differences)
         return InputError(f"snapshot {self.name} is of another model: {text}", hint)
 
@@ -181,7 +185,12 @@ def _read_verified(path: Path, expected: JsonObject) -> bytes:
     with typed_file.open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read() if size == expected["bytes"] else b""
-    snapshot_slices.verify_checksum(path.name, size, hashlib.sha256(data).hexdigest(), expected)
+    snapshot_slices.verify_checksum(
+        path.name,
+        size,
+        hashlib.sha256(data).hexdigest(),
+        expected,
+    )
     return data
 
 

@@ -58,10 +58,18 @@ class HostBuffers:
             " which cannot be read back safely"
         )
 
-    def _copy_tensor(self, tensor: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _copy_tensor(
+        self,
+        tensor: torch.Tensor,
+        keys: Keys,
+    ) -> torch.Tensor:
         buffer = self.buffers.get(keys)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(
+                tensor.shape,
+                dtype=tensor.dtype,
+                pin_memory=tensor.is_cuda,
+            )
             self.buffers[keys] = buffer
         if not _is_large(tensor):
             return buffer.copy_(tensor.detach(), non_blocking=True)

@@ -61,7 +61,11 @@ class Checkpoint:
         self.folder = folder
         pickled = typed_file.read_file(folder / METADATA, MAX_METADATA_BYTES)
         metadata = get_fields(Interpreter().run(pickled), METADATA_CLASS)
-        records = check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
+        records = check_type(
+            metadata.get("state_dict_metadata"),
+            dict,
+            "state_dict_metadata",
+        )
         self.tensors = {
             check_type(name, str, "a tensor's name"): get_fields(record, TENSOR_CLASS)
             for name, record in records.items()
@@ -70,7 +74,11 @@ class Checkpoint:
         self.shapes = {
             name: list(get_shape(fields, "size")) for name, fields in self.tensors.items()
         }
-        storage = check_type(metadata.get("storage_data"), dict, "storage_data")
+        storage = check_type(
+            metadata.get("storage_data"),
+            dict,
+            "storage_data",
+        )
         self.chunks = self._read_storage(storage)
 
     def _read_storage(self, storage: dict[Any, Any]) -> dict[ChunkKey, StoredChunk]:
@@ -85,9 +93,17 @@ class Checkpoint:
             chunks[name, offsets] = self._make_chunk(get_fields(info, STORAGE_CLASS), checked_files)
         return chunks
 
-    def _make_chunk(self, fields: Mapping[str, Any], checked_files: set[str]) -> StoredChunk:
+    def _make_chunk(
+        self,
+        fields: Mapping[str, Any],
+        checked_files: set[str],
+    ) -> StoredChunk:
         """Raise ValueError if the chunk's file is outside of the folder."""
-        file = check_type(fields.get("relative_path"), str, "relative_path")
+        file = check_type(
+            fields.get("relative_path"),
+            str,
+            "relative_path",
+        )
         if file not in checked_files:
             self._check_file(file)
             checked_files.add(file)
@@ -113,7 +129,11 @@ class Checkpoint:
 
         Raises OSError or ValueError if a chunk is missing, damaged, or is no tensor.
         """
-        records = check_type(self.tensors[name].get("chunks"), list, "chunks")
+        records = check_type(
+            self.tensors[name].get("chunks"),
+            list,
+            "chunks",
+        )
         chunks = [get_fields(record, CHUNK_CLASS) for record in records]
         sizes_by_offsets = {
             get_shape(chunk, "offsets"): get_shape(chunk, "sizes") for chunk in chunks

@@ -30,7 +30,12 @@ JOB_SETTINGS = (
 )
 
 
-def run_on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:
+def run_on_ranks(
+    work: Callable[[], int],
+    ranks: int,
+    threads: int,
+    request: TrainRequest,
+) -> None:
     """Run `work()` on each of so many ranks until it returns.
 
     Args:

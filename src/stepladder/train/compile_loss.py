@@ -49,7 +49,12 @@ def prepare_compiler() -> str:
 
     try:
         command = [get_cpp_compiler(), "--version"]
-        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        process = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
         raise InputError(

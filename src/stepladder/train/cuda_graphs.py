@@ -122,7 +122,12 @@ class RecordableLoss(nn.Module):
         # the cache held when it was recorded.
         is_mixed = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
-        self.autocast = torch.autocast("cuda", dtype, enabled=is_mixed, cache_enabled=False)
+        self.autocast = torch.autocast(
+            "cuda",
+            dtype,
+            enabled=is_mixed,
+            cache_enabled=False,
+        )
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """Return the loss sum, and the count if that is a tensor."""

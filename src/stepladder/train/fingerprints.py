@@ -34,7 +34,12 @@ def fingerprint_source(source: Source | None) -> bytes:
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
     last = len(source) - 1
-    positions = torch.linspace(0, last, MAX_SAMPLES_COMPARED, dtype=torch.float64)
+    positions = torch.linspace(
+        0,
+        last,
+        MAX_SAMPLES_COMPARED,
+        dtype=torch.float64,
+    )
     indices = positions.long().to(source.device)
     samples = [tensor.index_select(0, indices) for tensor in source.tensors]
     return fingerprint([fingerprint(tensor) for tensor in samples])
@@ -48,7 +53,11 @@ def fingerprint_order(plan: Plan, epoch: int) -> bytes:
     elif plan.shuffle == SORT:
         order = plan.order(epoch)
     else:  # every index comes from the same keys
-        order = plan.indices_at(epoch, 0, min(plan.num_samples, MAX_INDICES_COMPARED))
+        order = plan.indices_at(
+            epoch,
+            0,
+            min(plan.num_samples, MAX_INDICES_COMPARED),
+        )
     return blake2b(order.data, digest_size=HASH_BYTES).digest()
 
 

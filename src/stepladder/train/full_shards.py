@@ -130,7 +130,11 @@ class FullShards:
                 continue
             *_, number, key = name.split("/")
             param = self.params[self.names_by_number[int(number)]]
-            rows = read_rows(reader, STATE_PREFIX + name, get_local_slice(param))
+            rows = read_rows(
+                reader,
+                STATE_PREFIX + name,
+                get_local_slice(param),
+            )
             self.optimizer.state[param][key] = distribute_like(param, rows)
 
     def _load_average(self, reader: SliceReader, name: str) -> None:
@@ -194,10 +198,23 @@ class BlockAllGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> Any:
         if self.comm.shared_memory is not None:
-            return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
-        self.comm.progress.record_block_collective("all_gather", self.block, input_tensor.numel())
+            return self.comm.all_gather(
+                output_tensor,
+                input_tensor,
+                self.block,
+            ).wait()
+        self.comm.progress.record_block_collective(
+            "all_gather",
+            self.block,
+            input_tensor.numel(),
+        )
         with self.comm.phases(EXCHANGING):
-            return all_gather(output_tensor, input_tensor, group=group, **options)
+            return all_gather(
+                output_tensor,
+                input_tensor,
+                group=group,
+                **options,
+            )
 
 
 class BlockReduceScatter(BlockAllGather):
@@ -207,12 +224,21 @@ class BlockReduceScatter(BlockAllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> Any:
         if self.comm.shared_memory is not None:
-            return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
+            return self.comm.reduce_scatter(
+                output_tensor,
+                input_tensor,
+                self.block,
+            ).wait()
         self.comm.progress.record_block_collective(
             "reduce_scatter", self.block, input_tensor.numel()
         )
         with self.comm.phases(EXCHANGING):
-            return reduce_scatter(output_tensor, input_tensor, group=group, **options)
+            return reduce_scatter(
+                output_tensor,
+                input_tensor,
+                group=group,
+                **options,
+            )
 
 
 def read_rows(
@@ -221,7 +247,11 @@ def read_rows(
     own_rows: TensorSlice,
 ) -> torch.Tensor:
     """Read the rows of a snapshot's tensor that this rank holds."""
-    return reader.read_rows(name, own_rows.first, own_rows.first + len(own_rows.values))
+    return reader.read_rows(
+        name,
+        own_rows.first,
+        own_rows.first + len(own_rows.values),
+    )
 
 
 def is_distributed(value: Any) -> bool:

@@ -41,7 +41,11 @@ class AlignedRows:
         self.cuts = make_cuts(param)
         self.parts = self.cut(get_local_slice(param).values)
         if param.grad is not None:
-            for part, grad in zip(self.parts, self.cut(param.grad.to_local()), strict=True):
+            for part, grad in zip(
+                self.parts,
+                self.cut(param.grad.to_local()),
+                strict=True,
+            ):
                 part.grad = grad
 
     def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:

@@ -83,7 +83,11 @@ def resolve_paths(settings: Settings, folder: Path) -> Settings:
         return settings
     make_end_file_absolute(folder)
     init_from = settings.init_from and str(folder / settings.init_from)
-    return replace(settings, run_dir=folder / settings.run_dir, init_from=init_from)
+    return replace(
+        settings,
+        run_dir=folder / settings.run_dir,
+        init_from=init_from,
+    )
 
 
 @contextmanager
@@ -145,7 +149,11 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     validate_build_signature(path, module.build)
     config = config_class(**values)
     for field in fields(config):
-        validate_int_size(path, field.name, getattr(config, field.name))
+        validate_int_size(
+            path,
+            field.name,
+            getattr(config, field.name),
+        )
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
     seed_all(resolve_sizes(settings, recipe).seed)
@@ -188,7 +196,11 @@ def validate_init_from(settings: Settings) -> None:
             read_newest_snapshot(source)  # raises
 
 
-def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:
+def validate_config(
+    path: Path,
+    config_class: Any,
+    values: dict[str, Any],
+) -> None:
     """Raise InputError if Config is no dataclass, or a field has neither default nor value."""
     if not (is_dataclass(config_class) and isinstance(config_class, type)):
         raise InputError(
@@ -213,7 +225,11 @@ def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
             ) from error
 
 
-def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
+def scale_learning_rate(
+    config: Any,
+    settings: Settings,
+    world: World,
+) -> None:
     """Scale the Config's `lr` for a global batch that grows with the ranks, as --lr-scale asks.
 
     Linear scaling is by Goyal et al. 2017, section 2.1, and square-root scaling by Krizhevsky 2014,

@@ -229,7 +229,12 @@ def estimate_memory(
 
 def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
     """Return the run with the batches of its first step, and without run-time checks."""
-    settings = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
+    settings = replace(
+        spec.settings,
+        fail_at=(),
+        guard_every=None,
+        replay_every=None,
+    )
     spans = spec.plan.share(0, world.rank, world.world_size)
     if not spec.by_microbatch:
         spans = fuse_spans(spans)

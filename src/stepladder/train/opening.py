@@ -172,12 +172,21 @@ class Opening:
         validate_wandb_login(settings.log_to)
         is_fresh = settings.fresh and (has_fd_store() or self.comm.world.restart_count == 0)
         self._load_initial_weights(is_fresh)
-        run_dir = open_run_dir(settings, self.snapshot_saver, self.at_end, is_fresh)
+        run_dir = open_run_dir(
+            settings,
+            self.snapshot_saver,
+            self.at_end,
+            is_fresh,
+        )
         self.run_dir = run_dir
         remove_end()
         config = run_dir.read_json(CONFIG_FILE)
         if config is not None:
-            validate_same_definition(config["definition"], spec.definition, run_dir.path)
+            validate_same_definition(
+                config["definition"],
+                spec.definition,
+                run_dir.path,
+            )
             self.is_job_edited = is_edited(config, spec.recipe.job_file)
         shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)
@@ -219,7 +228,11 @@ class Opening:
 
     # -- on all ranks ------------------------------------------------------------------------------
 
-    def _start(self, attempt: int, snapshot: Snapshot | None) -> Session:
+    def _start(
+        self,
+        attempt: int,
+        snapshot: Snapshot | None,
+    ) -> Session:
         """Restore the state and start the records. A collective."""
         spec = self.spec
         comm = self.comm
@@ -227,7 +240,12 @@ class Opening:
             comm.broadcast_model(spec.job.model)
         built_settings = read_optimizer_settings(spec.job.optimizer)
         self.state.restore(spec.settings, comm, snapshot)
-        loggers = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
+        loggers = open_loggers(
+            self.run_dir,
+            self.loggers,
+            spec.settings.log_to,
+            spec.definition,
+        )
         header = LedgerHeader(
             attempt,
             comm.world.rank,
@@ -241,7 +259,11 @@ class Opening:
         self.at_end.callback(recorder.close)
         lines = describe_start(spec, comm.world, self.state.step)
         if self.is_job_edited and self.state.step:
-            lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
+            lines += describe_edits(
+                spec.recipe.job_file,
+                spec.job,
+                built_settings,
+            )
         self._report(lines)
         return self._make_session(recorder, attempt)
 
@@ -269,7 +291,11 @@ class Opening:
         session.join()
         return session
 
-    def _make_session(self, recorder: Recorder, attempt: int) -> Session:
+    def _make_session(
+        self,
+        recorder: Recorder,
+        attempt: int,
+    ) -> Session:
         return Session(
             self.spec,
             self.comm,

@@ -194,7 +194,12 @@ class OptimizerShards:
                     shape = list(piece.param.shape)
                     slices[name] = TensorSlice(value.reshape(-1), piece.lo, shape, flat=True)
                 elif piece.lo == 0:  # what all pieces of a parameter have is written once
-                    slices[name] = TensorSlice(value.reshape(-1), 0, list(value.shape), flat=True)
+                    slices[name] = TensorSlice(
+                        value.reshape(-1),
+                        0,
+                        list(value.shape),
+                        flat=True,
+                    )
         return slices
 
     def load_slices(self, reader: SliceReader) -> None:

@@ -23,7 +23,12 @@ class RankShare:
             microbatches, because the passes gather weights. An idle pass has an empty span.
     """
 
-    def __init__(self, spec: RunSpec, world: World, passes_are_equal: bool) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        world: World,
+        passes_are_equal: bool,
+    ) -> None:
         self.spec = spec
         self.world = world
         self.passes_are_equal = passes_are_equal

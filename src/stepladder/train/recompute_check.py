@@ -93,7 +93,11 @@ class RecomputeCheck:
         """Return whether this step is checked."""
         return (step + 1) % self.every == 0
 
-    def _choose_microbatch(self, step: int, rank: int) -> Span | None:
+    def _choose_microbatch(
+        self,
+        step: int,
+        rank: int,
+    ) -> Span | None:
         """Return the microbatch of a rank that is checked in this step, by the run's seed."""
         spans = self.plan.share(step, rank, self.comm.world.world_size)
         return spans[derive_seed(self.plan.seed, "replay", step) % len(spans)] if spans else None
@@ -141,7 +145,11 @@ class RecomputeCheck:
         self.hashes = {}
         if span is not None:
             with self.comm.phases(REPLAYING), preserve_random_state(self.comm.device):
-                self.compute(span, self._read_batch(step, span), self._recompute_backward)
+                self.compute(
+                    span,
+                    self._read_batch(step, span),
+                    self._recompute_backward,
+                )
         return self._join_hashes()
 
     def _recompute_backward(
@@ -189,7 +197,12 @@ class RecomputeCheck:
             if own_digest != checker_digest:
                 mismatched_owners.append(owner)
         mismatches = [
-            self._recompute_on_all(step, owner, own_hashes, peer_hashes)
+            self._recompute_on_all(
+                step,
+                owner,
+                own_hashes,
+                peer_hashes,
+            )
             for owner in mismatched_owners
         ]
         if mismatches:

@@ -162,7 +162,11 @@ class MismatchReport:
         """Return the ranks by their numbers in the launch."""
         return format_ranks([self.members[rank] for rank in ranks])
 
-    def _first_difference(self, hashes: bytes, correct: bytes) -> str:
+    def _first_difference(
+        self,
+        hashes: bytes,
+        correct: bytes,
+    ) -> str:
         """Return the first item whose hash differs."""
         for index, item in enumerate(self.items):
             begin = index * HASH_BYTES

@@ -95,7 +95,11 @@ class StepJournal:
             is not done; else None.
     """
 
-    def __init__(self, recorder: Recorder, state: TrainState) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        state: TrainState,
+    ) -> None:
         self.recorder = recorder
         self.state = state
         self.pending_actions: list[bool] | None = None
@@ -104,7 +108,11 @@ class StepJournal:
     def open(self, votes: list[bool]) -> None:
         """Begin the end of a step."""
         self.pending_actions = votes
-        self.entry = JournalEntry(votes, list(self.recorder.rows), self.state.records())
+        self.entry = JournalEntry(
+            votes,
+            list(self.recorder.rows),
+            self.state.records(),
+        )
 
     def commit(self) -> None:
         """Mark the end of the step as done."""
@@ -143,12 +151,21 @@ class StepJournal:
         if self.state.step == last_step and Position(last_step, True) in positions:
             self.rollback()
         if any(position.step < last_step for position in positions):
-            self._send_state(comm, model, [position.step for position in positions])
+            self._send_state(
+                comm,
+                model,
+                [position.step for position in positions],
+            )
         if replicas is not None and holders is not None:
             self.state.replace_shards(replicas.reshard(*holders))
         return self.recorder.last_written_step
 
-    def _send_state(self, comm: Comm, model: torch.nn.Module, steps: list[int]) -> None:
+    def _send_state(
+        self,
+        comm: Comm,
+        model: torch.nn.Module,
+        steps: list[int],
+    ) -> None:
         """Send the state of the first rank at the last step to the ranks that are behind.
 
         Args:
@@ -182,7 +199,11 @@ class StepJournal:
             unfinished_step,
         )
 
-    def _adopt(self, message: StateMessage, model: torch.nn.Module) -> None:
+    def _adopt(
+        self,
+        message: StateMessage,
+        model: torch.nn.Module,
+    ) -> None:
         """Bring this rank to the state of the rank that has sent the message."""
         replicas = self.state.shard_replicas
         if replicas is not None:

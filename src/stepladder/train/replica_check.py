@@ -132,7 +132,11 @@ class ReplicaCheck:
         for number, group in enumerate(self.optimizer.param_groups):
             rate = fingerprint(float(group["lr"]))
             yield Item("learning rate", f"learning rate of group {number}", rate)
-        yield Item("data order", "data order of the epoch", epoch_order_digest)
+        yield Item(
+            "data order",
+            "data order of the epoch",
+            epoch_order_digest,
+        )
 
     def _find_difference(
         self,
@@ -143,7 +147,13 @@ class ReplicaCheck:
         names = [(item.kind, item.name) for item in items]
         if ranks := find_minority(self.comm.gather_bytes(fingerprint(names))):
             cause = "a model that is built by rank"
-            return ReplicasDiffer(step, "set of tensors", "set of tensors", ranks, cause)
+            return ReplicasDiffer(
+                step,
+                "set of tensors",
+                "set of tensors",
+                ranks,
+                cause,
+            )
         hashes = self.comm.gather_bytes(b"".join(item.digest for item in items))
         ranks_by_item = {}
         for index, item in enumerate(items):
@@ -156,7 +166,13 @@ class ReplicaCheck:
         if self.is_first and "parameter" in kinds:
             kinds = kinds - {"parameter"} | {"start"}
         cause = next(text for kind, text in LIKELY_CAUSES.items() if kind in kinds)
-        return ReplicasDiffer(step, first.kind, first.name, ranks_by_item[first], cause)
+        return ReplicasDiffer(
+            step,
+            first.kind,
+            first.name,
+            ranks_by_item[first],
+            cause,
+        )
 
 
 def validate_finite_weights(

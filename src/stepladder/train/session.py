@@ -143,7 +143,11 @@ class Session:
                 self.state.record_evaluation(self._evaluate(source, self.job.metrics))
         self.recorder.end_epoch()
 
-    def _evaluate(self, source: Source, function: Metrics) -> dict[str, float]:
+    def _evaluate(
+        self,
+        source: Source,
+        function: Metrics,
+    ) -> dict[str, float]:
         if not self.spec.by_microbatch:
             # Each rank's batch norm has seen only the rank's own share: rank 0's is evaluated.
             for buffer in self.job.model.buffers():
@@ -239,7 +243,12 @@ class Session:
         )
         self.at_end.callback(self.snapshot_saver.close)
         durable.remove_unfinished(settings.run_dir / SNAPSHOTS_FOLDER, "step_")
-        loggers = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
+        loggers = open_loggers(
+            self.run_dir,
+            self.loggers,
+            settings.log_to,
+            self.spec.definition,
+        )
         self.recorder.take_over(loggers)
         return self.run_dir
 
@@ -317,17 +326,29 @@ def open_run_dir(
         attempt=attempt,
     )
 
-    def close(_type: object, error: BaseException | None, _trace: object) -> None:
+    def close(
+        _type: object,
+        error: BaseException | None,
+        _trace: object,
+    ) -> None:
         run_dir.close(failed=error is not None)
 
     at_end.push(close)
     snapshot_saver.open(
-        Snapshots(settings.run_dir / SNAPSHOTS_FOLDER, settings.keep, run_dir.validate_ownership)
+        Snapshots(
+            settings.run_dir / SNAPSHOTS_FOLDER,
+            settings.keep,
+            run_dir.validate_ownership,
+        )
     )
     return run_dir
 
 
-def print_on_first_rank(text: str, settings: Settings, comm: Comm) -> None:
+def print_on_first_rank(
+    text: str,
+    settings: Settings,
+    comm: Comm,
+) -> None:
     """Print text for the person who started the run, unless the settings switch progress off."""
     if text and settings.progress and comm.world.is_first:
         write_text(text, sys.stderr)

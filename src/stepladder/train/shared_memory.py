@@ -149,7 +149,12 @@ class SharedMemory:
             message_format = MessageFormat(
                 "all_reduce", tensor.dtype, self.one_row_each, tensor.numel(), offset
             )
-            work = InPlaceWork(self.exchange, message_format, vectors, self.rank)
+            work = InPlaceWork(
+                self.exchange,
+                message_format,
+                vectors,
+                self.rank,
+            )
             self.queue.append(work)
             return work
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
@@ -164,7 +169,12 @@ class SharedMemory:
             if is_copy:
                 tensor.copy_(flat.view(tensor.shape))
 
-        message_format = MessageFormat("all_reduce", flat.dtype, self.one_row_each, length)
+        message_format = MessageFormat(
+            "all_reduce",
+            flat.dtype,
+            self.one_row_each,
+            length,
+        )
         return self._enqueue(message_format, flat, add_rows)
 
     def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
@@ -176,7 +186,12 @@ class SharedMemory:
                 flat[lo:hi].copy_(rows[0])
 
         rows_per_rank = tuple(int(rank == src) for rank in range(self.ranks))
-        message_format = MessageFormat("broadcast", flat.dtype, rows_per_rank, len(flat))
+        message_format = MessageFormat(
+            "broadcast",
+            flat.dtype,
+            rows_per_rank,
+            len(flat),
+        )
         return self._enqueue(message_format, flat, copy_row)
 
     def all_gather(
@@ -202,7 +217,12 @@ class SharedMemory:
             self.one_row_each,
             len(part),
         )
-        return self._enqueue(message_format, part, copy_rows, zlib.crc32(block.encode()))
+        return self._enqueue(
+            message_format,
+            part,
+            copy_rows,
+            zlib.crc32(block.encode()),
+        )
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_options: Any
@@ -251,7 +271,12 @@ class SharedMemory:
         message_format = MessageFormat(
             "reduce_scatter", tensor.dtype, self.one_row_each, len(tensor)
         )
-        return self._enqueue(message_format, tensor, add_slices, zlib.crc32(block.encode()))
+        return self._enqueue(
+            message_format,
+            tensor,
+            add_slices,
+            zlib.crc32(block.encode()),
+        )
 
     def combine(
         self,

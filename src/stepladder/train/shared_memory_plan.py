@@ -65,7 +65,13 @@ class ExchangePlanner:
                     exchanges.append([])
                     used_bytes = 0
                     continue
-                chunk = self._make_chunk(index, message_format, lo, lo + width, used_bytes)
+                chunk = self._make_chunk(
+                    index,
+                    message_format,
+                    lo,
+                    lo + width,
+                    used_bytes,
+                )
                 exchanges[-1].append(chunk)
                 lo += width
                 used_bytes += round_up_to_cache_line(width * column_bytes)
@@ -91,7 +97,11 @@ class ExchangePlanner:
         for half in range(2):
             first = FIRST_HALF_OFFSET + HALF_BYTES * half + begin
             half_offsets = [SLOT_BYTES * rank + first for rank in range(self.ranks)]
-            views = self.make_views(half_offsets, message_format.dtype, lengths)
+            views = self.make_views(
+                half_offsets,
+                message_format.dtype,
+                lengths,
+            )
             offsets.append(half_offsets)
             own_views.append(views[self.rank])
             row_views.append([row for view in views if len(view) for row in view.split(width)])

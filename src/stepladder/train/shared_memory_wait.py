@@ -103,7 +103,11 @@ class PeerWaiter:
                 raise RuntimeError(
                     f"timed out: rank {peer} did not arrive in {self.timeout_seconds:g} s"
                 )
-            wait_while_equal(self.futexes[peer], futex_value, min(remaining, MAX_SLEEP_S))
+            wait_while_equal(
+                self.futexes[peer],
+                futex_value,
+                min(remaining, MAX_SLEEP_S),
+            )
         slots[own_slot + SLEEPING_WORD] = 0
         self.should_spin = self.has_core_per_rank and perf_counter() < spin_end
 

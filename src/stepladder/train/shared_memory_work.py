@@ -158,7 +158,12 @@ class InPlaceWork(Work):
         vectors: Tensors,
         rank: int,
     ) -> None:
-        super().__init__(exchange, message_format, NO_TENSOR, _combine_nothing)
+        super().__init__(
+            exchange,
+            message_format,
+            NO_TENSOR,
+            _combine_nothing,
+        )
         self.vectors = vectors
         length = message_format.row_length
         ranks = len(vectors)
@@ -195,8 +200,18 @@ class ScalarSumWork(Work):
         rank: int,
         rows_per_rank: tuple[int, ...],
     ) -> None:
-        message_format = MessageFormat("numbers", torch.float64, rows_per_rank, len(values))
-        super().__init__(exchange, message_format, NO_TENSOR, _combine_nothing)
+        message_format = MessageFormat(
+            "numbers",
+            torch.float64,
+            rows_per_rank,
+            len(values),
+        )
+        super().__init__(
+            exchange,
+            message_format,
+            NO_TENSOR,
+            _combine_nothing,
+        )
         self.values = values
         self.memory = memory
         self.rank = rank
@@ -205,7 +220,12 @@ class ScalarSumWork(Work):
 
     def write(self, chunk: Chunk, half: int) -> None:
         """Write this rank's numbers into its slot."""
-        struct.pack_into(self.layout, self.memory, chunk.offsets[half][self.rank], *self.values)
+        struct.pack_into(
+            self.layout,
+            self.memory,
+            chunk.offsets[half][self.rank],
+            *self.values,
+        )
 
     def read(self, chunk: Chunk, half: int) -> None:
         """Add the numbers of all ranks, in rank order."""

@@ -61,11 +61,21 @@ class SnapshotSaver:
         if state.shards is not None:
             self._wait_for_parts()
             folder = self.comm.on_first(self._begin)
-            self.part_writer.save(Path(folder), self.comm.world.rank, state.shards.slices())
+            self.part_writer.save(
+                Path(folder),
+                self.comm.world.rank,
+                state.shards.slices(),
+            )
             num_parts = self.comm.world.world_size
             manifest = {**manifest, **state.shards.manifest_entry}
         if self.store is not None:
-            self.store.save(state.step, state.job.model, state.state_dict(), manifest, num_parts)
+            self.store.save(
+                state.step,
+                state.job.model,
+                state.state_dict(),
+                manifest,
+                num_parts,
+            )
 
     def wait(self) -> None:
         """Wait until the snapshot under way is on disk. A collective.

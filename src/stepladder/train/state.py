@@ -111,7 +111,12 @@ class TrainState:
             if self.full_shards is not None:
                 self.full_shards.average = self.average
 
-    def restore(self, settings: Settings, comm: Comm, snapshot: Snapshot | None) -> None:
+    def restore(
+        self,
+        settings: Settings,
+        comm: Comm,
+        snapshot: Snapshot | None,
+    ) -> None:
         """Shard the state, then load a snapshot, whatever ranks and --shard it was taken with."""
         self.shard(settings, comm)
         if snapshot is None:
@@ -169,7 +174,11 @@ class TrainState:
 
     # -- losses and metrics ------------------------------------------------------------------------
 
-    def add_to_epoch(self, losses: Iterable[float], counts: Sequence[float]) -> None:
+    def add_to_epoch(
+        self,
+        losses: Iterable[float],
+        counts: Sequence[float],
+    ) -> None:
         """Add the losses of steps to the sums of the current epoch."""
         for loss in losses:  # one by one: the moment of a flush must not change the bits of the sum
             self.epoch_loss += loss

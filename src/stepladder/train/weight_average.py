@@ -41,7 +41,11 @@ class WeightAverage:
         """Add the weights after a step of the optimizer."""
         averages = list(self.values.values())
         with torch.no_grad():
-            torch._foreach_lerp_(averages, self._weights(), self.weight)
+            torch._foreach_lerp_(
+                averages,
+                self._weights(),
+                self.weight,
+            )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -71,7 +71,12 @@ def mnist_file(
     size: int,
     sha256: str,
 ) -> RemoteFile:
-    return RemoteFile(name, size, sha256, tuple(mirror + name for mirror in MNIST_MIRRORS))
+    return RemoteFile(
+        name,
+        size,
+        sha256,
+        tuple(mirror + name for mirror in MNIST_MIRRORS),
+    )
 
 
 MNIST = DataSet(
@@ -121,7 +126,13 @@ def movielens_zip(
     size: int,
     sha256: str,
 ) -> RemoteFile:
-    return RemoteFile(name, size, sha256, (MOVIELENS_URL + name,), unpack=True)
+    return RemoteFile(
+        name,
+        size,
+        sha256,
+        (MOVIELENS_URL + name,),
+        unpack=True,
+    )
 
 
 MOVIELENS_SMALL = DataSet(

@@ -90,7 +90,12 @@ def make_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveM
     file_type = stat.S_IFMT(info.external_attr >> 16)
     if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
         kind = "other"
-    return ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
+    return ArchiveMember(
+        info.filename,
+        info.file_size,
+        kind,
+        partial(archive.open, info),
+    )
 
 
 def make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveMember:
@@ -99,7 +104,12 @@ def make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveM
         kind = "file"
     elif info.isdir():
         kind = "folder"
-    return ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
+    return ArchiveMember(
+        info.name,
+        info.size,
+        kind,
+        partial(archive.extractfile, info),
+    )
 
 
 def unpack(archive: Path, folder: Path) -> None:

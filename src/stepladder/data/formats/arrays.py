@@ -115,7 +115,14 @@ def array_table(
         )
     rows = next(iter(lengths.values()))
     reader = ArrayReader(source, arrays, rows)
-    return Table(str(source), columns, identity, reader, rows * row_bytes, rows=rows)
+    return Table(
+        str(source),
+        columns,
+        identity,
+        reader,
+        rows * row_bytes,
+        rows=rows,
+    )
 
 
 def read_rows(
@@ -156,7 +163,11 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
         arrays = {name: find_npy(path, f"{name}.npy") for name in selected}
     if not arrays:
         raise input_error(path, "it holds no arrays")
-    return array_table(path, tables.identify_files("npz", path), arrays)
+    return array_table(
+        path,
+        tables.identify_files("npz", path),
+        arrays,
+    )
 
 
 def find_npy(path: Path, member: str) -> StoredArray:
@@ -176,7 +187,13 @@ def find_npy(path: Path, member: str) -> StoredArray:
         problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
         raise input_error(path, problem)
     label = member.removesuffix(".npy")
-    return StoredArray(label, shape, dtype, start, partial(open_npy, path, member))
+    return StoredArray(
+        label,
+        shape,
+        dtype,
+        start,
+        partial(open_npy, path, member),
+    )
 
 
 def validate_npy(
@@ -220,14 +237,24 @@ def idx_table(
     """
     selected = tables.select_columns(names, files, source)
     arrays = {name: find_idx(files[name]) for name in selected}
-    return array_table(source, tables.identify_files("idx", *files.values()), arrays)
+    return array_table(
+        source,
+        tables.identify_files("idx", *files.values()),
+        arrays,
+    )
 
 
 def find_idx(path: Path) -> StoredArray:
     with idx.report_errors(path), idx.open_decompressed(path) as stream:
         shape, start = idx.read_header(stream.read(idx.HEADER_BYTES), path)
     opener = partial(idx.open_decompressed, path)
-    return StoredArray(path.name, shape, np.dtype(np.uint8), start, opener)
+    return StoredArray(
+        path.name,
+        shape,
+        np.dtype(np.uint8),
+        start,
+        opener,
+    )
 
 
 def read_idx_magic(path: Path) -> int:

@@ -94,7 +94,11 @@ def read_csv(
         while rows := list(islice(lines, BLOCK_ROWS)):
             table.bytes_read = text.buffer.tell()
             yield {
-                column.name: parse_column(column, rows, table.columns[column.name].dtype)
+                column.name: parse_column(
+                    column,
+                    rows,
+                    table.columns[column.name].dtype,
+                )
                 for column in csv_columns
             }
 
@@ -105,7 +109,11 @@ def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
         "give a file that can be read",
         (OSError, ValueError),
     ):
-        return TextIOWrapper(open_to_read(path), encoding="utf-8-sig", newline="")
+        return TextIOWrapper(
+            open_to_read(path),
+            encoding="utf-8-sig",
+            newline="",
+        )
 
 
 def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
@@ -117,7 +125,11 @@ def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
     Raises:
         InputError: A row is broken, or the file is empty.
     """  # noqa: DOC501 - line_error makes an InputError
-    reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    reader = csv.reader(
+        text,
+        delimiter="\t" if path.suffix == ".tsv" else ",",
+        strict=True,
+    )
     header: list[str] = []
     try:
         for fields in reader:

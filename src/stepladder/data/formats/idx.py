@@ -151,7 +151,12 @@ def read_mnist(data_dir: Path) -> Mnist:
     arrays = {name: read_idx(path) for name, path in paths.items()}
     for split in ("train", "test"):
         images, labels = f"{split}_images", f"{split}_labels"
-        validate_pair(arrays[images], arrays[labels], paths[images], paths[labels])
+        validate_pair(
+            arrays[images],
+            arrays[labels],
+            paths[images],
+            paths[labels],
+        )
     return Mnist(**arrays)
 
 

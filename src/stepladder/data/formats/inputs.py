@@ -96,7 +96,14 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
     files = tables.identify_files("hdf5", *(shard.path for shard in shards.shards))
     total_bytes = len(shards) * shards.row_bytes
     read = partial(read_shards, shards)
-    return Table(str(path), shards.columns, files, read, total_bytes, rows=len(shards))
+    return Table(
+        str(path),
+        shards.columns,
+        files,
+        read,
+        total_bytes,
+        rows=len(shards),
+    )
 
 
 def read_shards(shards: Shards, table: Table) -> Iterator[Block]:

@@ -45,7 +45,13 @@ def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
     }
     total_bytes = file.metadata.num_rows * row_bytes(columns)
     read = partial(read_parquet, path)
-    return Table(str(path), columns, identify_files("parquet", path), read, total_bytes)
+    return Table(
+        str(path),
+        columns,
+        identify_files("parquet", path),
+        read,
+        total_bytes,
+    )
 
 
 def read_parquet(path: Path, table: Table) -> Iterator[Block]:
@@ -55,7 +61,13 @@ def read_parquet(path: Path, table: Table) -> Iterator[Block]:
         file = pq.ParquetFile(path)
         for batch in file.iter_batches(block_rows, columns=list(table.columns)):
             block = {
-                name: convert_array(path, name, column, batch.column(name), num_rows)
+                name: convert_array(
+                    path,
+                    name,
+                    column,
+                    batch.column(name),
+                    num_rows,
+                )
                 for name, column in table.columns.items()
             }
             num_rows += len(batch)
@@ -78,7 +90,11 @@ def parse_type(
     if not is_number and not types.is_boolean(value_type):
         problem = f"column {name} is {arrow_type}, not numbers or lists of them"
         raise input_error(path, problem, OMIT_HINT)
-    return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
+    return Column(
+        np.dtype(value_type.to_pandas_dtype()),
+        shape,
+        is_list,
+    )
 
 
 def convert_array(

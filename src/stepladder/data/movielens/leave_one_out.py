@@ -173,7 +173,11 @@ def split_validation(data: LeaveOneOut, generator: np.random.Generator) -> Leave
         users=data.users[train],
         items=data.items[train],
         held_out=data.items[chosen],
-        negatives=draw_unrated_items(is_rated, data.negatives.shape[1], generator),
+        negatives=draw_unrated_items(
+            is_rated,
+            data.negatives.shape[1],
+            generator,
+        ),
         user_ids=data.user_ids,
         item_ids=data.item_ids,
     )

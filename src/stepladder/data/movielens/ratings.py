@@ -105,13 +105,27 @@ def read_ratings(data_dir: Path) -> Ratings:
     if has_times:
         names.append("timestamp")
     columns = [header.index(name) for name in names]
-    table = parse_table(text, path, columns, len(header), skip=1, delimiter=",")
+    table = parse_table(
+        text,
+        path,
+        columns,
+        len(header),
+        skip=1,
+        delimiter=",",
+    )
     if not len(table):
         raise InputError(f"{path} holds no rating", GET_RATINGS_HINT)
     user_ids, users = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     item_ids, items = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
     times = table[:, 3].astype(np.int64) if has_times else np.arange(len(table))
-    return Ratings(users, items, table[:, 2].astype(np.float32), times, user_ids, item_ids)
+    return Ratings(
+        users,
+        items,
+        table[:, 2].astype(np.float32),
+        times,
+        user_ids,
+        item_ids,
+    )
 
 
 def parse_table(
@@ -225,9 +239,17 @@ def compute_biases(
     user_counts = np.bincount(users, minlength=num_users) + BIAS_DAMPING
     item_counts = np.bincount(items, minlength=num_items) + BIAS_DAMPING
     for _ in range(BIAS_ROUNDS):
-        item_sums = np.bincount(items, stars - mean - user_bias[users], num_items)
+        item_sums = np.bincount(
+            items,
+            stars - mean - user_bias[users],
+            num_items,
+        )
         item_bias = item_sums / item_counts
-        user_sums = np.bincount(users, stars - mean - item_bias[items], num_users)
+        user_sums = np.bincount(
+            users,
+            stars - mean - item_bias[items],
+            num_users,
+        )
         user_bias = user_sums / user_counts
     return mean, user_bias, item_bias
 

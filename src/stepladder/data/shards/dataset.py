@@ -32,7 +32,11 @@ class Shards:
     A batch is a dict of tensors by column. With `columns` it is a list of tensors in their order.
     """
 
-    def __init__(self, path: str | Path, columns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        columns: tuple[str, ...] | None = None,
+    ) -> None:
         """Check that the data set can be read; no file stays open.
 
         Args:

@@ -86,8 +86,16 @@ class ShardJournal:
             return
         problem = f"cannot use {self.folder / SHARD_JOURNAL}"
         hint = f"rm -r {shlex.quote(str(self.folder))}"
-        with as_input_error(problem, hint, (ValueError, KeyError, TypeError, RecursionError)):
-            validate_settings(json.loads(lines[0]), self.settings, self.folder)
+        with as_input_error(
+            problem,
+            hint,
+            (ValueError, KeyError, TypeError, RecursionError),
+        ):
+            validate_settings(
+                json.loads(lines[0]),
+                self.settings,
+                self.folder,
+            )
             for line in lines[1:]:
                 entry = json.loads(line)
                 if not self._has_file(entry):

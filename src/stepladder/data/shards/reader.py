@@ -44,7 +44,11 @@ File = TypeVar("File", bound=Closeable)
 class OpenFiles(Generic[File]):
     """Open files of shards. The file that has not been used for longest is closed."""
 
-    def __init__(self, open_file: Callable[[int], File], limit: int) -> None:
+    def __init__(
+        self,
+        open_file: Callable[[int], File],
+        limit: int,
+    ) -> None:
         """Make an empty cache.
 
         Args:
@@ -223,7 +227,12 @@ class ShardReader:
                     self._read_array(shard_index, name, lo, target)
                     digest = xxhash.xxh3_64_intdigest(target.data)
             except H5_ERRORS as error:
-                raise chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
+                raise chunk_error(
+                    shard,
+                    chunk_in_shard,
+                    name,
+                    to_one_line(error),
+                ) from error
             if shard.checksums is not None and digest != shard.checksums[name][chunk_in_shard]:
                 problem = "its bytes are not those that were written (checksum)"
                 raise chunk_error(shard, chunk_in_shard, name, problem)
@@ -286,7 +295,11 @@ class ShardReader:
     def _open_h5(self, shard_index: int) -> Any:
         import h5py
 
-        return h5py.File(self.shards.shards[shard_index].path, "r", locking=False)
+        return h5py.File(
+            self.shards.shards[shard_index].path,
+            "r",
+            locking=False,
+        )
 
 
 def find_extent(h5: Any, dataset: Any) -> Extent:

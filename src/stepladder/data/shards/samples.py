@@ -59,7 +59,11 @@ def infer_column(name: str, value: Any) -> Column:
         has_floats = (
             len(value) > 0 and array.dtype.kind == "f"
         )  # NumPy makes floats of an empty list
-        return Column(np.dtype(np.float32 if has_floats else np.int64), (), is_list=True)
+        return Column(
+            np.dtype(np.float32 if has_floats else np.int64),
+            (),
+            is_list=True,
+        )
     if isinstance(value, float):
         return Column(np.dtype(np.float32), array.shape)
     return Column(array.dtype.newbyteorder("="), array.shape)

@@ -97,7 +97,11 @@ def write_h5(
                 file.raise_failure()
                 rows += count_rows(block)
                 list_bytes = max(list_bytes, count_list_bytes(block))
-                feedback.on_progress(table.name, table.bytes_read, table.total_bytes)
+                feedback.on_progress(
+                    table.name,
+                    table.bytes_read,
+                    table.total_bytes,
+                )
         file.raise_failure()
     texts = {name: np.array(values, ">u8").tobytes().hex() for name, values in checksums.items()}
     return {"rows": rows, "list_bytes": list_bytes, "checksums": texts}
@@ -149,7 +153,13 @@ class ArrayWriter:
         settings: ShardSettings,
     ) -> None:
         self.column = column
-        self.rows = GrowingDataset(h5, name, column, settings.chunk_rows, settings.compress)
+        self.rows = GrowingDataset(
+            h5,
+            name,
+            column,
+            settings.chunk_rows,
+            settings.compress,
+        )
 
     def append(self, part: Any) -> int:
         """Write the rows of a chunk, and return their checksum, as the reader computes it."""
@@ -172,8 +182,20 @@ class ListWriter:
         ends = Column(np.dtype(np.int64))
         values = Column(column.dtype)
         self.column = column
-        self.ends = GrowingDataset(group, "ends", ends, settings.chunk_rows, settings.compress)
-        self.values = GrowingDataset(group, "values", values, VALUES_PER_CHUNK, settings.compress)
+        self.ends = GrowingDataset(
+            group,
+            "ends",
+            ends,
+            settings.chunk_rows,
+            settings.compress,
+        )
+        self.values = GrowingDataset(
+            group,
+            "values",
+            values,
+            VALUES_PER_CHUNK,
+            settings.compress,
+        )
 
     def append(self, part: Ragged) -> int:
         """Write the lists of a chunk, and return their checksum, as the reader computes it."""

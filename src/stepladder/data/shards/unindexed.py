@@ -78,7 +78,11 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
         if len(set(lengths.values())) != 1:
             texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
             problem = ", ".join(texts) or "it has no arrays"
-            raise input_error(file, problem, "give every array one row per sample")
+            raise input_error(
+                file,
+                problem,
+                "give every array one row per sample",
+            )
         largest = max(columns, key=lambda name: columns[name].row_bytes)
         chunk_rows = choose_chunk_rows(arrays[largest], row_bytes(columns))
     return columns, Shard(file, lengths[largest], chunk_rows)

@@ -66,7 +66,13 @@ def write_shards(
     Raises:
         InputError: A sample does not fit, or the folder has something else or cannot be written.
     """
-    return write_table(samples_table(samples), Path(out), chunk_rows, rows_per_shard, compress)
+    return write_table(
+        samples_table(samples),
+        Path(out),
+        chunk_rows,
+        rows_per_shard,
+        compress,
+    )
 
 
 def write_table(

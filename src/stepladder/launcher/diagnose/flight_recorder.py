@@ -66,7 +66,12 @@ class RecordedCollective:
         for frame in self.entry.get("frames", []):
             frames.append(Frame(frame["name"], frame["filename"], int(frame["line"])))
         caller = find_user_frame(frames) or UNKNOWN_CALLER
-        return CallSite(caller.function, caller.file, caller.line, self.name)
+        return CallSite(
+            caller.function,
+            caller.file,
+            caller.line,
+            self.name,
+        )
 
     @property
     def size(self) -> int:
@@ -163,4 +168,8 @@ def _make_progress(collectives: list[RecordedCollective]) -> RankProgress:
     for collective in collectives[-RING:]:
         recent.append((collective.number, (collective.call_site, collective.size)))
     waits = 0 if last.is_completed else last.number
-    return RankProgress(count=last.number, waits=waits, recent=tuple(recent))
+    return RankProgress(
+        count=last.number,
+        waits=waits,
+        recent=tuple(recent),
+    )

@@ -64,7 +64,12 @@ class LocalGroup:
         process_context.set_forkserver_preload([FORK_SERVER_MODULE, *self.spec.preload_modules])
         # Keeps the lock of the run directory while no rank has it.
         self._mailbox = make_fd_store()
-        self._starter = RankStarter(process_context, work, self.spec, self._mailbox)
+        self._starter = RankStarter(
+            process_context,
+            work,
+            self.spec,
+            self._mailbox,
+        )
         self._fork_server_watch = ForkServerWatch()
         self._stop_request = StopRequest()
         self._context = GroupContext(
@@ -89,7 +94,12 @@ class LocalGroup:
         """The signal that asked the group to stop; 0 if there was none."""
         return self._stop_request.signal_number
 
-    def run(self, nproc: int, attempt: int = 0, min_nproc: int | None = None) -> Outcome:
+    def run(
+        self,
+        nproc: int,
+        attempt: int = 0,
+        min_nproc: int | None = None,
+    ) -> Outcome:
         """Run ranks 0 to nproc - 1 of a single node until they end.
 
         Args:
@@ -106,7 +116,12 @@ class LocalGroup:
             pass
         return self.end()
 
-    def start_single_node(self, nproc: int, attempt: int = 0, min_nproc: int | None = None) -> None:
+    def start_single_node(
+        self,
+        nproc: int,
+        attempt: int = 0,
+        min_nproc: int | None = None,
+    ) -> None:
         """Start ranks 0 to nproc - 1 of a single node, as described at `run`."""
         variables = {
             "WORLD_SIZE": str(nproc),
@@ -115,7 +130,14 @@ class LocalGroup:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             **make_loopback_env(),
         }
-        self._start(AttemptSpec(str(attempt), range(nproc), variables, min_ranks=min_nproc))
+        self._start(
+            AttemptSpec(
+                str(attempt),
+                range(nproc),
+                variables,
+                min_ranks=min_nproc,
+            )
+        )
 
     def start(
         self,
@@ -134,7 +156,15 @@ class LocalGroup:
             joins: Whether the ranks join ranks of other nodes, which train already.
             consensus: The agreement with the other nodes; None if a loss ends the attempt.
         """
-        self._start(AttemptSpec(attempt, ranks, variables, joins, consensus or SingleNode()))
+        self._start(
+            AttemptSpec(
+                attempt,
+                ranks,
+                variables,
+                joins,
+                consensus or SingleNode(),
+            )
+        )
 
     def _start(self, spec: AttemptSpec) -> None:
         validate_open_files(len(spec.ranks))

@@ -161,7 +161,11 @@ class Monitor:
             return None
         return Hang(explain_hang(statuses, self._ranks.has_all_ranks), waiting)
 
-    def _may_inspect(self, alive: Collection[int], enough_polls: int) -> bool:
+    def _may_inspect(
+        self,
+        alive: Collection[int],
+        enough_polls: int,
+    ) -> bool:
         """Return whether ranks have been idle for long enough to be asked for their stacks."""
         counts = [self._ranks[local_rank].idle_meter.max_count for local_rank in alive]
         if max(counts) < enough_polls:
@@ -258,7 +262,11 @@ class Monitor:
         return not is_starting and self._is_stalled_for(self._limits.timeout + TIMEOUT_GRACE_S)
 
 
-def _find_wait(status: RankStatus, meter: IdleMeter, enough_polls: int) -> IdleKind | None:
+def _find_wait(
+    status: RankStatus,
+    meter: IdleMeter,
+    enough_polls: int,
+) -> IdleKind | None:
     """Return how a rank is idle if it has waited for others for so many polls."""
     if status.is_waiting and meter.count(IdleKind.ASLEEP) >= enough_polls:
         return IdleKind.ASLEEP

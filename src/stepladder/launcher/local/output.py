@@ -31,7 +31,11 @@ class RankLogFile:
 
     def __init__(self, path: Path) -> None:
         self._folder = path.parent
-        self._file = os.fdopen(open_without_links(path, APPEND_FLAGS), "ab", buffering=0)
+        self._file = os.fdopen(
+            open_without_links(path, APPEND_FLAGS),
+            "ab",
+            buffering=0,
+        )
         self._has_failed = False
 
     def write(self, data: bytes) -> None:
@@ -63,7 +67,12 @@ class Stream:
         log: The file that gets the lines, if there is one.
     """
 
-    def __init__(self, prefix: bytes, target: int, log: RankLogFile | None = None) -> None:
+    def __init__(
+        self,
+        prefix: bytes,
+        target: int,
+        log: RankLogFile | None = None,
+    ) -> None:
         self._prefix = prefix
         self._target = target
         self._log = log
@@ -139,7 +148,12 @@ class Output:
         self._shown = shown
 
     @contextmanager
-    def open_pipes(self, name: str, rank: int, local_rank: int) -> Iterator[Sequence[OpenFile]]:
+    def open_pipes(
+        self,
+        name: str,
+        rank: int,
+        local_rank: int,
+    ) -> Iterator[Sequence[OpenFile]]:
         """Make pipes for a rank that is started in the block.
 
         Args:
@@ -157,7 +171,12 @@ class Output:
             for pipe in set(pipes):
                 pipe.close()  # the rank has its own copy
 
-    def _make_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
+    def _make_pipes(
+        self,
+        name: str,
+        rank: int,
+        local_rank: int,
+    ) -> Sequence[OpenFile]:
         if not self._prefixed and self._log_dir is None:
             return ()
         log = _open_log(self._log_dir / f"{name}.log") if self._log_dir is not None else None
@@ -258,7 +277,12 @@ class LogFiles(Output):
         self._has_failed = False
         self._pending: list[tuple[str, bytes]] = []  # names of files, and data for them
 
-    def _make_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
+    def _make_pipes(
+        self,
+        name: str,
+        rank: int,
+        local_rank: int,
+    ) -> Sequence[OpenFile]:
         if rank == 0:
             return ()
         pipe = self._make_pipe(_RawStream(f"{name}.log", self._add))
@@ -305,7 +329,11 @@ class LogFiles(Output):
 class _RawStream(Stream):
     """The bytes that come through one pipe, which are written to a log file unchanged."""
 
-    def __init__(self, name: str, add: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        add: Callable[[str, bytes], None],
+    ) -> None:
         super().__init__(b"", 0)
         self._name = name
         self._add = add

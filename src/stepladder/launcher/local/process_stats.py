@@ -16,7 +16,11 @@ T = TypeVar("T")
 IDLE_CPU_S = 0.015  # between two polls: at most one tick of the kernel's clock
 
 
-def query_process(pid: int, query: Callable[[psutil.Process], T], default: T) -> T:
+def query_process(
+    pid: int,
+    query: Callable[[psutil.Process], T],
+    default: T,
+) -> T:
     """Return the result of a query of a process, or the default if the process has ended."""
     import psutil  # late: it would take a third of the time of `train --help`
 
@@ -27,12 +31,20 @@ def query_process(pid: int, query: Callable[[psutil.Process], T], default: T) ->
 
 def is_stopped(pid: int) -> bool:
     """Return whether SIGSTOP or Ctrl-Z has stopped the process. A debugger does not count."""
-    return query_process(pid, lambda process: process.status() == "stopped", False)
+    return query_process(
+        pid,
+        lambda process: process.status() == "stopped",
+        False,
+    )
 
 
 def read_cpu_seconds(pid: int) -> float:
     """Return the time that a process has computed, in user and system mode."""
-    return query_process(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
+    return query_process(
+        pid,
+        lambda process: sum(process.cpu_times()[:2]),
+        0.0,
+    )
 
 
 def count_context_switches(pid: int) -> tuple[int, int]:
@@ -40,12 +52,20 @@ def count_context_switches(pid: int) -> tuple[int, int]:
 
     The two numbers, of voluntary and involuntary switches, do not change while the thread sleeps.
     """
-    return query_process(pid, lambda process: tuple(process.num_ctx_switches()), (0, 0))
+    return query_process(
+        pid,
+        lambda process: tuple(process.num_ctx_switches()),
+        (0, 0),
+    )
 
 
 def find_children(pid: int) -> list[int]:
     """Return the child processes of a process."""
-    return query_process(pid, lambda process: sorted(child.pid for child in process.children()), [])
+    return query_process(
+        pid,
+        lambda process: sorted(child.pid for child in process.children()),
+        [],
+    )
 
 
 def count_oom_kills() -> int:

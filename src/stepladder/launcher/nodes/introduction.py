@@ -14,7 +14,11 @@ from stepladder.launcher.nodes.peers import Peers
 Check = Callable[[], object]
 
 
-def join_running_ranks(node: LocalNode, rendezvous: OpenRendezvous, check: Check) -> Peers | None:
+def join_running_ranks(
+    node: LocalNode,
+    rendezvous: OpenRendezvous,
+    check: Check,
+) -> Peers | None:
     """Join a start whose ranks train already.
 
     Args:
@@ -42,7 +46,12 @@ def join_running_ranks(node: LocalNode, rendezvous: OpenRendezvous, check: Check
     return peers
 
 
-def meet_peers(node: LocalNode, rendezvous: OpenRendezvous, generation: int, check: Check) -> Peers:
+def meet_peers(
+    node: LocalNode,
+    rendezvous: OpenRendezvous,
+    generation: int,
+    check: Check,
+) -> Peers:
     """Wait until enough nodes have come for a new start, and exchange infos with them.
 
     Args:

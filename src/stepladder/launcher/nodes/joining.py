@@ -45,7 +45,12 @@ class RunningStart:
 def announce_start(peers: Peers, known: NodeInfo) -> None:
     """Publish, on the first node, that other nodes can join this start."""
     if peers.index == 0:
-        start = RunningStart(known.attempt, peers.node_count, peers.world_size, known.failed)
+        start = RunningStart(
+            known.attempt,
+            peers.node_count,
+            peers.world_size,
+            known.failed,
+        )
         board = SignedBoard(peers.shared_store, LAUNCH_SCOPE, peers.secret)
         board.write(CURRENT_START_KEY, json.dumps(asdict(start)))
 

@@ -142,7 +142,11 @@ def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
     return wait_interruptibly(lambda: open_store(spec.host, spec.port, serves=False), check)
 
 
-def train_on_nodes(node: LocalNode, rendezvous: RunDirRendezvous, nodes: tuple[int, int]) -> int:
+def train_on_nodes(
+    node: LocalNode,
+    rendezvous: RunDirRendezvous,
+    nodes: tuple[int, int],
+) -> int:
     """Run this node's part of a job.
 
     Args:
@@ -283,7 +287,11 @@ def make_rendezvous(
         join=timedelta(seconds=limits["join_timeout"]),
         last_call=timedelta(seconds=limits["last_call_timeout"]),
     )
-    backend = SignedBackend(C10dRendezvousBackend(store, name), secret, name)
+    backend = SignedBackend(
+        C10dRendezvousBackend(store, name),
+        secret,
+        name,
+    )
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         name,
         store,
@@ -308,7 +316,23 @@ def set_connection_timeouts(port: int) -> None:
         # torch may close the connection meanwhile.
         with suppress(OSError), socket.socket(fileno=os.dup(info.fd)) as connection:
             timeout_ms = int(1000 * NODE_SILENCE_S)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+            connection.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_KEEPALIVE,
+                1,
+            )
+            connection.setsockopt(
+                socket.IPPROTO_TCP,
+                socket.TCP_KEEPIDLE,
+                KEEPALIVE_S,
+            )
+            connection.setsockopt(
+                socket.IPPROTO_TCP,
+                socket.TCP_KEEPINTVL,
+                KEEPALIVE_S,
+            )
+            connection.setsockopt(
+                socket.IPPROTO_TCP,
+                socket.TCP_USER_TIMEOUT,
+                timeout_ms,
+            )

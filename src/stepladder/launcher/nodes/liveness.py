@@ -40,7 +40,11 @@ class LivenessConnections:
             return
         with suppress(OSError):
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, 0), family=family, backlog=LISTEN_BACKLOG)
+            self._listener = socket.create_server(
+                (host, 0),
+                family=family,
+                backlog=LISTEN_BACKLOG,
+            )
             self.address = (host, self._listener.getsockname()[1])
 
     def set_peers(self, addresses: Mapping[int, Address]) -> None:
@@ -76,9 +80,17 @@ class LivenessConnections:
         try:
             connection = socket.create_connection(address, LIVENESS_CONNECT_TIMEOUT_S)
             self._connections[node] = connection
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_KEEPALIVE,
+                1,
+            )
             if hasattr(socket, "TCP_KEEPIDLE"):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+                connection.setsockopt(
+                    socket.IPPROTO_TCP,
+                    socket.TCP_KEEPIDLE,
+                    KEEPALIVE_IDLE_S,
+                )
         except ConnectionRefusedError:
             return False
         except ConnectionError:  # the process may be ending: the next call tries again

@@ -194,7 +194,11 @@ def _end_failed(view: View, text: str) -> End:
     return End(FAILED, text if view.can_resume else "")
 
 
-def peers_end_timeout(can_resume: bool, stop_asked: bool, time_limited: bool) -> float:
+def peers_end_timeout(
+    can_resume: bool,
+    stop_asked: bool,
+    time_limited: bool,
+) -> float:
     """Return the seconds that ranks which ended well wait for those of other nodes to end.
 
     Args:

@@ -59,7 +59,11 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
     monitor = SelfMonitor(world, explain_after, stack_file)
     if stack_file >= 0:
         dump_stacks_into(stack_file)
-        threading.Thread(target=monitor.run, name=SELF_MONITOR_THREAD_NAME, daemon=True).start()
+        threading.Thread(
+            target=monitor.run,
+            name=SELF_MONITOR_THREAD_NAME,
+            daemon=True,
+        ).start()
     return monitor
 
 
@@ -98,7 +102,12 @@ class SelfMonitor:
         board: Values that the ranks exchange, once the store is open.
     """
 
-    def __init__(self, world: World, explain_after: float, stack_file: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        explain_after: float,
+        stack_file: int,
+    ) -> None:
         """Set up the monitor.
 
         Args:
@@ -231,7 +240,12 @@ class SelfMonitor:
                 time.sleep(EXIT_NOTICE_POLL_INTERVAL_S)
         return False
 
-    def _print_early_exit(self, board: StoreBoard, error: RankError, exited: list[int]) -> None:
+    def _print_early_exit(
+        self,
+        board: StoreBoard,
+        error: RankError,
+        exited: list[int],
+    ) -> None:
         name = str(self.world.rank)
         if board.write_if_absent("left", name) != name:
             return
@@ -247,7 +261,11 @@ class SelfMonitor:
         # torch puts `[rank0]:` before what goes to sys.stderr.
         write_text(f"stepladder: {explanation.with_cause}", sys.__stderr__)
 
-    def _print_explanation(self, board: StoreBoard, ranks: list[RankStatus]) -> None:
+    def _print_explanation(
+        self,
+        board: StoreBoard,
+        ranks: list[RankStatus],
+    ) -> None:
         """Print why ranks wait.
 
         Args:
@@ -266,7 +284,11 @@ class SelfMonitor:
         waited = time.monotonic() - self._waiting_since
         print_message(explanation.format_report("other ranks have waited", waited))
 
-    def _inspect_peer(self, board: StoreBoard, rank: int) -> RankStatus:
+    def _inspect_peer(
+        self,
+        board: StoreBoard,
+        rank: int,
+    ) -> RankStatus:
         """Return the state of a rank that has not answered."""
         if board.has(f"left-{rank}"):
             return RankStatus(
@@ -297,6 +319,12 @@ def read_stack(frame: FrameType | None) -> Stack:
     """Return the calls of a thread, the innermost first."""
     stack = []
     while frame is not None:
-        stack.append(Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        stack.append(
+            Frame(
+                frame.f_code.co_name,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+            )
+        )
         frame = frame.f_back
     return stack

@@ -58,7 +58,12 @@ class SignedBackend(RendezvousBackend):
         newest: The largest number of a state so far.
     """
 
-    def __init__(self, backend: RendezvousBackend, secret: str, name: str) -> None:
+    def __init__(
+        self,
+        backend: RendezvousBackend,
+        secret: str,
+        name: str,
+    ) -> None:
         self.backend = backend
         self.secret = secret
         self.key = f"rendezvous/{name}"

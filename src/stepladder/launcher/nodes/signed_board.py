@@ -25,7 +25,12 @@ class SignedBoard:
         secret: The launch's.
     """
 
-    def __init__(self, store: Store, scope: str, secret: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        scope: str,
+        secret: str,
+    ) -> None:
         self.store = store
         self.scope = scope
         self.secret = secret
@@ -55,7 +60,11 @@ class SignedBoard:
         Raises:
             Forged: It was not signed for this key.
         """
-        self.store.compare_set(self._full_key(key), "", self._sign(key, text))
+        self.store.compare_set(
+            self._full_key(key),
+            "",
+            self._sign(key, text),
+        )
         return self.read(key)
 
     def read(self, key: str) -> str:

@@ -38,7 +38,12 @@ class StoreConsensus:
         join_requested: A rank of some node waits to join.
     """
 
-    def __init__(self, peers: Peers, min_nodes: int, liveness: LivenessConnections) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        min_nodes: int,
+        liveness: LivenessConnections,
+    ) -> None:
         self.peers = peers
         self.node = peers.index
         self.min_nodes = min_nodes

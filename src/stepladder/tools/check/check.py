@@ -108,7 +108,11 @@ class Check:
         on_finding: Called with each finding as soon as it is certain.
     """
 
-    def __init__(self, request: Request, on_finding: OnFinding) -> None:
+    def __init__(
+        self,
+        request: Request,
+        on_finding: OnFinding,
+    ) -> None:
         self.request = request
         self.on_finding = on_finding
         self.folder = Path.cwd()
@@ -155,9 +159,17 @@ class Check:
             report = self.check_in_sandbox(scratch_folder, sandbox)
             isolation = summarize(sandbox)
         not_checked = blame_refusal(report.not_checked, isolation)
-        return replace(report, not_checked=not_checked, isolation=isolation)
+        return replace(
+            report,
+            not_checked=not_checked,
+            isolation=isolation,
+        )
 
-    def check_in_sandbox(self, scratch_folder: Path, sandbox: Sandbox) -> Report:
+    def check_in_sandbox(
+        self,
+        scratch_folder: Path,
+        sandbox: Sandbox,
+    ) -> Report:
         runs = ScriptRuns(self.source, self.add_early_findings)
         run = runs.run(self.make_launch(scratch_folder, sandbox))
         self.notes += runs.notes
@@ -171,9 +183,17 @@ class Check:
             if note:
                 self.notes.append(note)
         self.add_findings(findings)
-        return Report(not_checked=not_checked, run_summary=summarize_run(run), notes=self.notes)
+        return Report(
+            not_checked=not_checked,
+            run_summary=summarize_run(run),
+            notes=self.notes,
+        )
 
-    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
+    def make_launch(
+        self,
+        scratch_folder: Path,
+        sandbox: Sandbox,
+    ) -> RankLaunch:
         """Return how the script is started first."""
         request = self.request
         settings = ProbeSettings(
@@ -208,7 +228,11 @@ class Check:
         """Add what is certain while the script still runs."""
         self.add_findings(apply_rules(RunEvidence(recording, self.source), early=True))
 
-    def reason_not_checked(self, run: ScriptRun, findings: list[Finding]) -> NotChecked | None:
+    def reason_not_checked(
+        self,
+        run: ScriptRun,
+        findings: list[Finding],
+    ) -> NotChecked | None:
         """Return why a run proves nothing, unless a finding explains how it ended."""
         outcome = run.outcome
         is_explained = any(finding.rule in EXPLAINS_A_HANG for finding in findings)

@@ -26,7 +26,11 @@ MOST_COPIED_FILES = 20_000
 MOST_COPIED_BYTES = 4 << 30
 
 
-def copy_folder(source: Path, target: Path, writes: Sequence[Path] = ()) -> None:
+def copy_folder(
+    source: Path,
+    target: Path,
+    writes: Sequence[Path] = (),
+) -> None:
     """Copy a working folder. Links to folders stay links, because data may be there.
 
     Args:

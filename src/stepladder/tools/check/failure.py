@@ -83,7 +83,11 @@ class Folders:
         return text.replace(self.copy, self.original)
 
 
-def classify_failure(output: str, folders: Folders, simulates: bool) -> NotChecked:
+def classify_failure(
+    output: str,
+    folders: Folders,
+    simulates: bool,
+) -> NotChecked:
     """Return why a rank failed.
 
     Args:
@@ -94,9 +98,17 @@ def classify_failure(output: str, folders: Folders, simulates: bool) -> NotCheck
     for traceback in last_traceback_chain(output):
         if is_caused_by_check(traceback, folders, simulates):
             line = f"this check cannot run it: {exception_line(traceback)}"
-            return NotChecked("check", folders.show_original(line), folders.show_original(output))
+            return NotChecked(
+                "check",
+                folders.show_original(line),
+                folders.show_original(output),
+            )
     shown = hide_check_frames(output, folders)
-    return NotChecked("script", "the script failed by itself, as above", shown)
+    return NotChecked(
+        "script",
+        "the script failed by itself, as above",
+        shown,
+    )
 
 
 def last_traceback_chain(output: str) -> list[str]:
@@ -117,7 +129,11 @@ def frames_of(traceback: str) -> Iterator[TracebackFrame]:
             yield TracebackFrame(match["file"], RANK_PREFIX.sub("", source).strip())
 
 
-def is_caused_by_check(traceback: str, folders: Folders, simulates: bool) -> bool:
+def is_caused_by_check(
+    traceback: str,
+    folders: Folders,
+    simulates: bool,
+) -> bool:
     """Return whether the innermost frame that decides it is this check's own.
 
     A wrapper of the probe that only calls the wrapped function does not decide it: the frame
@@ -135,7 +151,11 @@ def is_caused_by_check(traceback: str, folders: Folders, simulates: bool) -> boo
     return False
 
 
-def lacks_simulation(traceback: str, frames: list[TracebackFrame], folders: Folders) -> bool:
+def lacks_simulation(
+    traceback: str,
+    frames: list[TracebackFrame],
+    folders: Folders,
+) -> bool:
     """Return whether the script failed because something of CUDA is not simulated."""
     is_raised_by_user = False
     if frames:

@@ -127,7 +127,11 @@ class RankLaunch:
             return env
         return env | self.torchrun_variables(rank, port)
 
-    def torchrun_variables(self, rank: int, port: int) -> dict[str, str]:
+    def torchrun_variables(
+        self,
+        rank: int,
+        port: int,
+    ) -> dict[str, str]:
         """Return the variables that torchrun sets for one rank."""
         ranks_per_node = max(1, self.nproc // self.nodes)
         return {
@@ -179,7 +183,11 @@ def run_ranks(
             kill_with_children(process)
 
 
-def start_rank(launch: RankLaunch, rank: int, port: int) -> subprocess.Popen[bytes]:
+def start_rank(
+    launch: RankLaunch,
+    rank: int,
+    port: int,
+) -> subprocess.Popen[bytes]:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
     command = [sys.executable, "-u", launch.script, *launch.args]
     with output.open("wb") as file:

@@ -195,7 +195,11 @@ def group_events(events: Iterable[Event], key: str) -> dict[Any, list[Event]]:
     return groups
 
 
-def read_recording(folder: Path, original: str = "", copy: str = "") -> Recording:
+def read_recording(
+    folder: Path,
+    original: str = "",
+    copy: str = "",
+) -> Recording:
     """Return all recordings of a folder, as far as they are written."""
     processes = [list(read_events(path)) for path in sorted(folder.glob("*.jsonl"))]
     processes = [events for events in processes if events]
@@ -217,7 +221,13 @@ def read_recording(folder: Path, original: str = "", copy: str = "") -> Recordin
         ranks = other_processes[:1]
         other_processes = other_processes[1:]
     world_size = max((size for size in world_sizes if size > 0), default=1)
-    return Recording(ranks, world_size, original, copy, other_processes=other_processes)
+    return Recording(
+        ranks,
+        world_size,
+        original,
+        copy,
+        other_processes=other_processes,
+    )
 
 
 def has_trained(events: list[Event]) -> bool:

@@ -69,14 +69,26 @@ def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list
         return [], NO_TRAINING_AFTER_SNAPSHOT
     resumed = run_ranks(launch, "resumed")
     original = evidence.run.original
-    resumed_recording = read_recording(resumed.folder, original, launch.settings.copy)
+    resumed_recording = read_recording(
+        resumed.folder,
+        original,
+        launch.settings.copy,
+    )
     if resumed.failed:
         return [failed_resume(evidence, resumed_recording, resumed)], ""
-    halted_recording = read_recording(halted.folder, original, launch.settings.copy)
+    halted_recording = read_recording(
+        halted.folder,
+        original,
+        launch.settings.copy,
+    )
     return compare(evidence, halted_recording, resumed_recording)
 
 
-def failed_resume(evidence: RunEvidence, resumed: Recording, outcome: LaunchOutcome) -> Finding:
+def failed_resume(
+    evidence: RunEvidence,
+    resumed: Recording,
+    outcome: LaunchOutcome,
+) -> Finding:
     """Return the finding of a resumed script that failed."""
     failed_rank = next(rank for rank, code in enumerate(outcome.codes) if code)
     last_line = " ".join(outcome.output(failed_rank).rstrip().splitlines()[-1:])
@@ -283,7 +295,11 @@ def compare_learning_rates(run: ResumedRun) -> Finding | None:
 
 def is_reproducible(run: ResumedRun) -> bool:
     """Return whether two runs of the script have the same weights up to the stop."""
-    pairs = zip(run.unbroken.select("step"), run.halted.select("step"), strict=False)
+    pairs = zip(
+        run.unbroken.select("step"),
+        run.halted.select("step"),
+        strict=False,
+    )
     weights = [(a["after"], b["after"]) for a, b in pairs if "after" in a and "after" in b]
     return bool(weights) and all(first == second for first, second in weights)
 

@@ -121,7 +121,13 @@ class ScriptRun:
         for rank, code in enumerate(self.outcome.codes):
             if code not in (0, None):
                 output = self.outcome.output(rank).rstrip() or f"exit code {code}"
-                failures.append(classify_failure(output, self.folders, self.launch.simulates_gpus))
+                failures.append(
+                    classify_failure(
+                        output,
+                        self.folders,
+                        self.launch.simulates_gpus,
+                    )
+                )
         if not failures:
             return None
         by_check = [failure for failure in failures if failure.cause == "check"]
@@ -172,7 +178,12 @@ class ScriptRuns:
                 run = second
         return self.rerun_if_separate(run)
 
-    def run_on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+    def run_on_nodes(
+        self,
+        launch: RankLaunch,
+        name: str,
+        is_last: bool,
+    ) -> ScriptRun:
         """Run the script on two simulated nodes.
 
         If that fails, and the script knows its node, run it on one.
@@ -184,7 +195,12 @@ class ScriptRuns:
             run = self.run_once(replace(launch, nodes=1), f"{name}-one-node", is_last)
         return run
 
-    def run_once(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+    def run_once(
+        self,
+        launch: RankLaunch,
+        name: str,
+        is_last: bool,
+    ) -> ScriptRun:
         """Run the script, and once more if it was started in a wrong way.
 
         It is started again as one process if it makes its ranks itself, and with more overlays if
@@ -195,12 +211,20 @@ class ScriptRuns:
         if outcome.spawns and not launch.is_alone:
             name_alone = f"{name}-alone"
             launch = self.with_fresh_copy(replace(launch, is_alone=True), name_alone)
-            outcome = run_ranks(launch, name_alone, self.make_watcher(launch, is_last))
+            outcome = run_ranks(
+                launch,
+                name_alone,
+                self.make_watcher(launch, is_last),
+            )
         refused = read_refused_paths(outcome.folder)
         if launch.sandbox.can_cover(refused):
             name_overlaid = f"{name}{OVERLAID}"
             launch = self.with_fresh_copy(launch, name_overlaid, refused)
-            outcome = run_ranks(launch, name_overlaid, self.make_watcher(launch, is_last))
+            outcome = run_ranks(
+                launch,
+                name_overlaid,
+                self.make_watcher(launch, is_last),
+            )
         recording = replace(
             self.read_recording(outcome.folder, launch),
             has_stalled=outcome.has_stalled or outcome.failed,
@@ -239,7 +263,11 @@ class ScriptRuns:
         if is_certain or not self.are_separate(run.recording):
             return run
         note = RAN_ALONE
-        alone = self.run_once(replace(run.launch, is_alone=True), "one-process", is_last=True)
+        alone = self.run_once(
+            replace(run.launch, is_alone=True),
+            "one-process",
+            is_last=True,
+        )
         if alone.outcome.failed:
             note = RANKS_NOT_COMPARED
             alone = run
@@ -247,7 +275,11 @@ class ScriptRuns:
             self.notes.append(note)
         return alone
 
-    def make_watcher(self, launch: RankLaunch, is_last: bool) -> Callable[[Path], None]:
+    def make_watcher(
+        self,
+        launch: RankLaunch,
+        is_last: bool,
+    ) -> Callable[[Path], None]:
         """Return a function that passes on the recording of a run, unless it will be repeated."""
 
         def read_and_watch(folder: Path) -> None:
@@ -263,8 +295,16 @@ class ScriptRuns:
 
         return read_and_watch
 
-    def read_recording(self, folder: Path, launch: RankLaunch) -> Recording:
-        recording = read_recording(folder, launch.settings.original, launch.settings.copy)
+    def read_recording(
+        self,
+        folder: Path,
+        launch: RankLaunch,
+    ) -> Recording:
+        recording = read_recording(
+            folder,
+            launch.settings.original,
+            launch.settings.copy,
+        )
         recording = replace(recording, is_single_process=launch.is_alone)
         if self.are_separate(recording) or self.source.contains(*IS_MODEL_PARALLEL):
             return recording.as_single_process()

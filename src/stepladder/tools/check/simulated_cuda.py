@@ -239,7 +239,11 @@ def patch_accelerator(cuda: dict[str, Any]) -> None:
         functions["current_accelerator"] = lambda check_available=False: torch.device("cuda")
     for name, function in functions.items():
         original = getattr(torch.accelerator, name)
-        setattr(torch.accelerator, name, unless_called_by_torch(original, function))
+        setattr(
+            torch.accelerator,
+            name,
+            unless_called_by_torch(original, function),
+        )
 
 
 def unless_called_by_torch(
@@ -277,7 +281,12 @@ def patch_amp() -> None:
         def __init__(
             self, enabled: bool = True, dtype: Any = None, cache_enabled: bool = True
         ) -> None:
-            super().__init__("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+            super().__init__(
+                "cpu",
+                dtype=dtype,
+                enabled=enabled,
+                cache_enabled=cache_enabled,
+            )
 
     class CudaGradScaler(torch.amp.GradScaler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -179,7 +179,11 @@ def patch_groups() -> None:
         tensor.div_(dist.get_world_size(group))
         return CompletedWork() if async_op else None
 
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    def barrier(
+        group: Any = None,
+        async_op: bool = False,
+        device_ids: Any = None,
+    ) -> Any:
         return original_barrier(group, async_op)
 
     replace_in_distributed("all_reduce", all_reduce)

@@ -72,7 +72,11 @@ class RecordComparison:
     that differ; `common_steps` counts the steps of both runs up to the first that differs.
     """
 
-    def __init__(self, first: RecordedRun, second: RecordedRun) -> None:
+    def __init__(
+        self,
+        first: RecordedRun,
+        second: RecordedRun,
+    ) -> None:
         self.runs = (first, second)
         self.is_exact = first.is_exact and second.is_exact
         self.tolerance = max(first.tolerance, second.tolerance)
@@ -136,7 +140,11 @@ class RecordComparison:
             step = first["step"]
             self.common_steps += 1
             self.last_common_step = step
-            is_same_loss = math.isclose(first["loss"], second["loss"], rel_tol=self.tolerance)
+            is_same_loss = math.isclose(
+                first["loss"],
+                second["loss"],
+                rel_tol=self.tolerance,
+            )
             if is_same_loss and first["lr"] == second["lr"]:
                 continue
             kind = "learning rate" if is_same_loss else "loss"
@@ -184,7 +192,12 @@ class RecordComparison:
             if step > last_step:
                 break
             paths = (first[step], second[step])
-            values = compare_tensors(step, paths, self.tolerance, first_run.problems)
+            values = compare_tensors(
+                step,
+                paths,
+                self.tolerance,
+                first_run.problems,
+            )
             if values:
                 return Divergence(step, "weights", values[0].name, values)
         return None

@@ -44,13 +44,22 @@ class Rerun:
     events: list[Event]
 
 
-def train_and_record(request: TrainRequest, start: int, first: int) -> int:
+def train_and_record(
+    request: TrainRequest,
+    start: int,
+    first: int,
+) -> int:
     """Train on this rank, write the events of all steps from `first` on, and return 0."""
     with join_process_group(request) as (build_job, recipe, comm):
         job = build_job()
         recorder = EventRecorder(job, start, first)
         comm.phases.observer = recorder
-        job = replace(job, loss=recorder.compute_loss, eval_data=None, best=None)
+        job = replace(
+            job,
+            loss=recorder.compute_loss,
+            eval_data=None,
+            best=None,
+        )
         Trainer(job, request.settings, recipe, comm).fit()
     text = json.dumps(recorder.events)
     (request.settings.run_dir / EVENTS_FILE).write_text(text, encoding="utf-8")
@@ -71,7 +80,12 @@ def find_start(run: RecordedRun, step: int) -> int:
     return 0
 
 
-def rerun_steps(run: RecordedRun, start: int, steps: StepRange, folder: Path) -> Rerun:
+def rerun_steps(
+    run: RecordedRun,
+    start: int,
+    steps: StepRange,
+    folder: Path,
+) -> Rerun:
     """Train the steps of a run after `start` again, in a new run directory.
 
     Raises:
@@ -87,7 +101,11 @@ def rerun_steps(run: RecordedRun, start: int, steps: StepRange, folder: Path) ->
     return Rerun(folder, start, events)
 
 
-def make_request(run: RecordedRun, last_step: int, folder: Path) -> TrainRequest:
+def make_request(
+    run: RecordedRun,
+    last_step: int,
+    folder: Path,
+) -> TrainRequest:
     """Return the request that trains a run's first steps again on one process."""
     job_path, config, settings = load_stored_job(run.run_dir)
     validate_rerun(run, job_path, settings, last_step)

@@ -124,10 +124,20 @@ def named_interface(facts: Facts) -> Findings:
         selected = listed if set(listed) <= set(names) else []
         yield from check_named_interface(facts, "gloo", gloo, selected)
     nccl = facts.env.get("NCCL_SOCKET_IFNAME", "")
-    yield from check_named_interface(facts, "NCCL", nccl, interfaces_of_nccl(nccl, names))
+    yield from check_named_interface(
+        facts,
+        "NCCL",
+        nccl,
+        interfaces_of_nccl(nccl, names),
+    )
 
 
-def check_named_interface(facts: Facts, library: str, value: str, selected: list[str]) -> Findings:
+def check_named_interface(
+    facts: Facts,
+    library: str,
+    value: str,
+    selected: list[str],
+) -> Findings:
     """Check that a library finds interfaces, and that they lead to the peer.
 
     Args:

@@ -99,7 +99,11 @@ def script_imports(facts: Facts) -> Findings:
         )
 
 
-def slow_imports(what: str, imports: Torch | Imports, limit_s: float) -> Findings:
+def slow_imports(
+    what: str,
+    imports: Torch | Imports,
+    limit_s: float,
+) -> Findings:
     if imports.seconds > limit_s:
         slowest = ", ".join(
             f"{name} {seconds:.1f} s" for name, seconds in imports.slowest if seconds >= 0.05

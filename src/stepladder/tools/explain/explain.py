@@ -77,7 +77,12 @@ def known_errors() -> list[KnownError]:
     """Return all errors of errors.toml, in its order."""
     text = files(__package__).joinpath("errors.toml").read_text(encoding="utf-8")
     return [
-        KnownError(entry["from"], tuple(entry["text"]), entry["cause"], entry["do"])
+        KnownError(
+            entry["from"],
+            tuple(entry["text"]),
+            entry["cause"],
+            entry["do"],
+        )
         for entry in tomllib.loads(text)["error"]
     ]
 
@@ -103,7 +108,12 @@ def find_nearest(text: str) -> Iterator[Occurrence]:
     best = max(((s.shared, s.shared_with_message) for s in scores), default=None)
     nearest = [s for s in scores if (s.shared, s.shared_with_message) == best]
     for result in nearest[:MOST_NEAREST]:
-        yield Occurrence(1, result.message, result.error, is_literal=False)
+        yield Occurrence(
+            1,
+            result.message,
+            result.error,
+            is_literal=False,
+        )
 
 
 def score(terms: set[str], error: KnownError) -> Score:
@@ -112,7 +122,12 @@ def score(terms: set[str], error: KnownError) -> Score:
         (len(terms & significant_terms(f"{error.source} {text}")), text) for text in error.texts
     )
     all_terms = significant_terms(f"{error.source} {message} {error.cause}")
-    return Score(len(terms & all_terms), shared_with_message, message, error)
+    return Score(
+        len(terms & all_terms),
+        shared_with_message,
+        message,
+        error,
+    )
 
 
 def significant_terms(text: str) -> set[str]:

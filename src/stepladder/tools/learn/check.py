@@ -33,12 +33,21 @@ class Verdict:
     text: str
 
 
-def check_item(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
+def check_item(
+    course: Course,
+    item: Lesson | Exercise,
+    echo: Echo,
+) -> Verdict:
     """Check a lesson or an exercise, and save whether it passed."""
     if isinstance(item, Lesson):
         verdict = check_lesson(course, item, echo)
     else:
-        verdict = check_exercise(course, item, load_progress().exercise_file(course, item), echo)
+        verdict = check_exercise(
+            course,
+            item,
+            load_progress().exercise_file(course, item),
+            echo,
+        )
     progress = load_progress()  # only now: another terminal may have changed it during the check
     if verdict.passed:
         progress.passed.add(item.key)
@@ -56,7 +65,11 @@ def find_next_item(course: Course, progress: CourseProgress) -> Lesson | Exercis
     return None
 
 
-def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
+def check_lesson(
+    course: Course,
+    lesson: Lesson,
+    echo: Echo,
+) -> Verdict:
     """Run a lesson's command; it passes with exit code 0 and a line that its claim holds."""
     result = run_lesson(course, lesson, (), echo, get_timeout_s(lesson))
     claim = result.find_last_line(CLAIM_PREFIX)
@@ -65,13 +78,24 @@ def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
     return Verdict(True, claim)
 
 
-def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -> Verdict:
+def check_exercise(
+    course: Course,
+    exercise: Exercise,
+    file: Path,
+    echo: Echo,
+) -> Verdict:
     """Run the learner's file, whose check must be the shipped one."""
     solution = course.solution_file(exercise).read_text(encoding="utf-8")
     if extract_check(file.read_text(encoding="utf-8")) != extract_check(solution):
         text = f"the part below `# -- the check` in {file} was changed: restore the original"
         return Verdict(False, text)
-    result = run_exercise(exercise, file, (), echo, get_timeout_s(exercise))
+    result = run_exercise(
+        exercise,
+        file,
+        (),
+        echo,
+        get_timeout_s(exercise),
+    )
     success = result.find_last_line(PASSED_PREFIX).removeprefix(PASSED_PREFIX)
     if success and not result.failure:
         return Verdict(True, success)
@@ -99,7 +123,13 @@ def run_lesson(
     command = [*shlex.split(lesson.command), *args]
     # Buffered: otherwise print() writes a line and its end separately, and the lines of several
     # ranks would be mixed. Lessons flush.
-    return run_command(command, course.root, echo, timeout_s, PYTHONUNBUFFERED="")
+    return run_command(
+        command,
+        course.root,
+        echo,
+        timeout_s,
+        PYTHONUNBUFFERED="",
+    )
 
 
 def run_exercise(
@@ -107,4 +137,10 @@ def run_exercise(
 ) -> CommandResult:
     command = [*exercise.launcher.split(), str(file), *args]
     # Unbuffered: a file that hangs is killed, and would lose its buffered output.
-    return run_command(command, file.parent, echo, timeout_s, PYTHONUNBUFFERED="1")
+    return run_command(
+        command,
+        file.parent,
+        echo,
+        timeout_s,
+        PYTHONUNBUFFERED="1",
+    )

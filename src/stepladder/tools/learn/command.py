@@ -62,7 +62,11 @@ def run_command(
     Each line of its output (stdout and stderr) is passed to `echo`. The variables are added to its
     environment.
     """
-    process = start_process(find_program(command), cwd, make_environment(variables))
+    process = start_process(
+        find_program(command),
+        cwd,
+        make_environment(variables),
+    )
     is_overdue = threading.Event()
 
     def end_overdue_process() -> None:
@@ -79,7 +83,11 @@ def run_command(
         for line in process.stdout:
             lines.append(line)
             echo(line.rstrip("\n"))
-        return CommandResult(process.wait(), "".join(lines), is_overdue.is_set())
+        return CommandResult(
+            process.wait(),
+            "".join(lines),
+            is_overdue.is_set(),
+        )
     finally:
         timer.cancel()
         kill_process_tree(process)

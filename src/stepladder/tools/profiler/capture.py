@@ -33,7 +33,13 @@ class Capture:
     and its peak memory.
     """
 
-    def __init__(self, folder: Path, rank: int, warmup: int, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        warmup: int,
+        steps: int,
+    ) -> None:
         import torch
         from torch.profiler import (
             ProfilerActivity,

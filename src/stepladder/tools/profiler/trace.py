@@ -124,7 +124,11 @@ class Trace:
         """The collectives that moved data, by begin: on a thread of gloo or as a kernel of NCCL."""
         events = [*self.annotations, *self.gpu_events]
         return sorted(
-            Collective(self.begin(event), self.end(event), event["name"])
+            Collective(
+                self.begin(event),
+                self.end(event),
+                event["name"],
+            )
             for event in events
             if COLLECTIVE.match(event["name"])
         )

@@ -32,7 +32,13 @@ QUIET_KINETO = {
 }  # Kineto of torch 2.13 prints two lines per rank otherwise
 
 
-def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, folder: Path) -> int:
+def profile_job(
+    request: TrainRequest,
+    warmup: int,
+    steps: int,
+    nproc: int,
+    folder: Path,
+) -> int:
     settings = replace(
         request.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False
     )
@@ -46,13 +52,22 @@ def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, fold
         return run_local(LocalGroup(train, threads, Limits(settings.timeout)), nproc)
 
 
-def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path) -> int:
+def train_profiled(
+    request: TrainRequest,
+    warmup: int,
+    steps: int,
+    folder: Path,
+) -> int:
     """Train `warmup` steps on this rank, and `steps` more under the profiler."""
     # These import torch, which the launcher works without.
     from stepladder.train.job_runner import join_process_group
     from stepladder.train.trainer import Trainer
 
-    settings = replace(request.settings, steps=warmup + steps, epochs=None)
+    settings = replace(
+        request.settings,
+        steps=warmup + steps,
+        epochs=None,
+    )
     with join_process_group(request) as (build, recipe, comm):
         comm.phases.observer = Capture(folder, comm.world.rank, warmup, steps).observe
         recipe = recipe.with_sizes(epochs=warmup + steps)  # as many as could be needed

@@ -60,7 +60,11 @@ def validate_script_run_dir(run_dir: Path) -> None:
     validate_run_dir_writable(run_dir)
 
 
-def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
+def run_recorded(
+    run_dir: Path,
+    script: str,
+    work: Callable[[], int],
+) -> int:
     """Record the launch, and the times of steps on the ranks that `work()` starts.
 
     Returns the exit code of `work()`. Raises InputError if the folder cannot be written.

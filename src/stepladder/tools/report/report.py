@@ -121,10 +121,26 @@ def format_world_sizes(record: RunRecord | ScriptRecord) -> str:
 
 def draw_curves(record: RunRecord) -> Iterator[Figure]:
     metrics = record.metrics
-    yield draw_lines("training loss", {"loss": metrics.losses.points}, "step", "loss")
-    yield draw_lines("learning rate", {"rate": metrics.rates.points}, "step", "learning rate")
+    yield draw_lines(
+        "training loss",
+        {"loss": metrics.losses.points},
+        "step",
+        "loss",
+    )
+    yield draw_lines(
+        "learning rate",
+        {"rate": metrics.rates.points},
+        "step",
+        "learning rate",
+    )
     for name, curve in metrics.evaluations.items():
-        yield draw_lines(name, {name: curve.points}, "step", name, dots=[name])
+        yield draw_lines(
+            name,
+            {name: curve.points},
+            "step",
+            name,
+            dots=[name],
+        )
 
 
 def compare_ranks(times: RankTimes) -> dict[str, object] | None:

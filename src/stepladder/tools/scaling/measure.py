@@ -170,7 +170,12 @@ class TimedJob:
 
     def run(self, nproc: int, folder: Path) -> Round:
         start_time = time.time()
-        function = partial(time_steps, self._make_request(folder), self.weak, self.warmup)
+        function = partial(
+            time_steps,
+            self._make_request(folder),
+            self.weak,
+            self.warmup,
+        )
         run_on_ranks(function, nproc, self.threads, self.request)
         return self.read(nproc, folder, start_time)
 
@@ -182,7 +187,12 @@ class TimedJob:
         args = ["run", "-m", "stepladder.tools.scaling.step_times", str(file)]
         return args, {"OMP_NUM_THREADS": str(self.threads)}
 
-    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
+    def read(
+        self,
+        nproc: int,
+        folder: Path,
+        start_time: float,
+    ) -> Round:
         try:
             content = np.load(folder / "run" / TIMES_FILE)
         except OSError as error:
@@ -261,7 +271,12 @@ class TimedScript:
         env = self._make_observer(folder) | {"OMP_NUM_THREADS": str(self.threads)}
         return ["run", self.script.name, *self.script.args], env
 
-    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
+    def read(
+        self,
+        nproc: int,
+        folder: Path,
+        start_time: float,
+    ) -> Round:
         if not self._is_measured(folder, nproc):
             raise self._make_incomplete_error(nproc, folder)
         results = [np.load(times_path(folder, rank)) for rank in range(nproc)]
@@ -288,7 +303,11 @@ class TimedScript:
     def _is_measured(self, folder: Path, nproc: int) -> bool:
         return all(times_path(folder, rank).exists() for rank in range(nproc))
 
-    def _make_incomplete_error(self, nproc: int, folder: Path) -> InputError:
+    def _make_incomplete_error(
+        self,
+        nproc: int,
+        folder: Path,
+    ) -> InputError:
         """Return the error of a script that has ended without failure before it was measured."""
         files = [step_count_path(folder, rank) for rank in range(nproc)]
         counts = [int(file.read_bytes()) for file in files if file.exists()]

@@ -108,7 +108,12 @@ class SafeLogger:
 class Wandb:
     """A run of Weights & Biases, in the project WANDB_PROJECT."""
 
-    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        run_dir: Path,
+        config: dict[str, Any],
+    ) -> None:
         import wandb
 
         state.setdefault("id", uuid.uuid4().hex[:12])
@@ -122,7 +127,11 @@ class Wandb:
                 name=run_dir.name,
                 config=config,
                 dir=run_dir,
-                settings=wandb.Settings(silent=True, console="off", **WANDB_TIMEOUTS),
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    **WANDB_TIMEOUTS,
+                ),
             )
         finally:
             sys.argv = arguments
@@ -139,7 +148,12 @@ class Wandb:
 class Mlflow:
     """A run of MLflow, on the server MLFLOW_TRACKING_URI, in MLFLOW_EXPERIMENT_NAME."""
 
-    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        run_dir: Path,
+        config: dict[str, Any],
+    ) -> None:
         for name, value in MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         from mlflow.entities import Metric, Param
@@ -201,7 +215,11 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        event = Event(
+            wall_time=time.time(),
+            step=step,
+            summary=Summary(value=scalars),
+        )
         self.writer.write(event.SerializeToString())
 
     def close(self) -> None:
@@ -260,7 +278,12 @@ def open_loggers(
     for number, logger in enumerate(user_loggers):
         makers[f"{type(logger).__name__}-{number}"] = partial(return_logger, logger)
     for name in names:
-        makers[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
+        makers[name] = partial(
+            BACKENDS[name],
+            state.setdefault(name, {}),
+            run_dir.path,
+            config,
+        )
     loggers = [
         SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makers.items()
     ]

@@ -192,7 +192,11 @@ class TreeBucket:
             return self.pending
         self.pending.wait()
         self.own_slice = self.out.new_empty(self.width)
-        add_remaining(self.received.split(self.width), self.additions, self.own_slice)
+        add_remaining(
+            self.received.split(self.width),
+            self.additions,
+            self.own_slice,
+        )
         return self.comm.all_gather(self.out, self.own_slice)
 
     def _combine(
@@ -203,7 +207,11 @@ class TreeBucket:
     ) -> None:
         """Finish the tree for columns [lo, hi) of `out`, from the blocks of all ranks."""
         is_whole = hi - lo == self.out.numel()
-        add_remaining(rows, self.additions, self.out if is_whole else self.out[lo:hi])
+        add_remaining(
+            rows,
+            self.additions,
+            self.out if is_whole else self.out[lo:hi],
+        )
 
     def end_step(self) -> None:
         """Free the blocks of the step that is over."""
@@ -236,7 +244,12 @@ class ExactSync(Sync):
         extra_sizes = [0] * (len(groups) - 1) + [extra_size]
         float32 = torch.zeros(0, device=comm.device)
         self.buckets = [
-            TreeBucket(comm, params, params[0].detach() if params else float32, size)
+            TreeBucket(
+                comm,
+                params,
+                params[0].detach() if params else float32,
+                size,
+            )
             for params, size in zip(groups, extra_sizes, strict=True)
         ]
         self.bucket_and_index = {

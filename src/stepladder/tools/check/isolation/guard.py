@@ -45,7 +45,11 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     if handler is not None:
         handler(*args)
     elif event in program_guard.EVENT_HANDLERS and mechanism() == "audit":
-        program_guard.EVENT_HANDLERS[event](refuse_program, refuse_outside_path, *args)
+        program_guard.EVENT_HANDLERS[event](
+            refuse_program,
+            refuse_outside_path,
+            *args,
+        )
 
 
 def refuse_open(path: Any, mode: Any, flags: Any) -> None:
@@ -154,7 +158,12 @@ def refuse_rename(
     source_folder: int = WORKING_FOLDER,
     target_folder: int = WORKING_FOLDER,
 ) -> None:
-    refuse_outside_path(source, source_folder, follow=False, must_exist=True)
+    refuse_outside_path(
+        source,
+        source_folder,
+        follow=False,
+        must_exist=True,
+    )
     source_exists = os.path.lexists(real_path(source, source_folder, follow=False) or "")
     if source_exists or mechanism() == "namespace":
         refuse_outside_path(target, target_folder, follow=False)
@@ -210,14 +219,25 @@ def guard_calls_without_event() -> None:
     original_mkfifo = os.mkfifo
     original_mknod = os.mknod
 
-    def guarded_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def guarded_open(
+        path: Any,
+        flags: int,
+        mode: int = 0o777,
+        *,
+        dir_fd: int | None = None,
+    ) -> int:
         if dir_fd is not None and flags & WRITING_FLAGS:
             refuse_outside_path(path, dir_fd)
             path = real_path(path, dir_fd, follow=False)
             dir_fd = None
         return original_open(path, flags, mode, dir_fd=dir_fd)
 
-    def guarded_mkfifo(path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
+    def guarded_mkfifo(
+        path: Any,
+        mode: int = 0o666,
+        *,
+        dir_fd: int | None = None,
+    ) -> None:
         refuse_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mkfifo(path, mode, dir_fd=dir_fd)
 

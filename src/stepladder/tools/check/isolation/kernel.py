@@ -128,7 +128,12 @@ class MountAttributes(ctypes.Structure):
     )
 
 
-def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: bool) -> None:
+def set_mount_attributes(
+    path: str,
+    set_bits: int,
+    clear_bits: int,
+    recursive: bool,
+) -> None:
     attributes = MountAttributes(set_bits, clear_bits, 0, 0)
     result = libc.syscall(
         ctypes.c_long(SYS_MOUNT_SETATTR),
@@ -156,13 +161,23 @@ def read_mounts() -> list[Mount]:
     mounts = []
     for fields in lines:
         kind = fields[fields.index("-") + 1]
-        mounts.append(Mount(unescape(fields[4]), kind, tuple(fields[5].split(","))))
+        mounts.append(
+            Mount(
+                unescape(fields[4]),
+                kind,
+                tuple(fields[5].split(",")),
+            )
+        )
     return mounts
 
 
 def unescape(path: str) -> str:
     """Decode spaces, tabs, newlines and backslashes as mountinfo writes them."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+    return re.sub(
+        r"\\([0-7]{3})",
+        lambda match: chr(int(match[1], 8)),
+        path,
+    )
 
 
 def set_readonly_everywhere(by_remount: bool = False) -> None:
@@ -173,7 +188,12 @@ def set_readonly_everywhere(by_remount: bool = False) -> None:
     """
     if not by_remount:
         with suppress(OSError):
-            set_mount_attributes("/", MOUNT_ATTR_RDONLY, 0, recursive=True)
+            set_mount_attributes(
+                "/",
+                MOUNT_ATTR_RDONLY,
+                0,
+                recursive=True,
+            )
             return
     for mounted in read_mounts():
         remount(mounted, MS_RDONLY)
@@ -243,7 +263,11 @@ def restrict_writes(folders: list[str]) -> None:
         add_landlock_rule(ruleset, folder, handled)
     for path in devices():
         add_landlock_rule(ruleset, path, write_only)
-    add_landlock_rule(ruleset, "/dev/shm", write_only | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE)
+    add_landlock_rule(
+        ruleset,
+        "/dev/shm",
+        write_only | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE,
+    )
     check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     result = libc.syscall(
         ctypes.c_long(SYS_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint(0)

@@ -22,7 +22,12 @@ class AfterImport:
     def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
         self.callbacks = callbacks
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self,
+        name: str,
+        path: Any = None,
+        target: Any = None,
+    ) -> Any:
         callback = self.callbacks.pop(name, None)
         if callback is None:
             return None
@@ -43,7 +48,12 @@ def attach(refuse_outside_path: Callable[..., None]) -> None:
     """Have `refuse_outside_path` called with the path before a library writes it."""
 
     def guard_safetensors(module: Any) -> None:
-        wrap(module, "serialize_file", 1, lambda path, *_: refuse_outside_path(path))
+        wrap(
+            module,
+            "serialize_file",
+            1,
+            lambda path, *_: refuse_outside_path(path),
+        )
 
     def guard_h5py(module: Any) -> None:
         def check_mode(path: Any, mode: str = "r", *_: Any) -> None:
@@ -59,7 +69,12 @@ def attach(refuse_outside_path: Callable[..., None]) -> None:
     sys.meta_path.insert(0, AfterImport(callbacks))
 
 
-def wrap(module: Any, name: str, first: int, check: Callable[..., Any]) -> None:
+def wrap(
+    module: Any,
+    name: str,
+    first: int,
+    check: Callable[..., Any],
+) -> None:
     """Have `check` called before each call of a function, with its arguments from the first on."""
     original = getattr(module, name)
 

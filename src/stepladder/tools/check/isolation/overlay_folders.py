@@ -148,7 +148,11 @@ def children(folder: str) -> list[str]:
         return []
 
 
-def is_covered(folder: str, chosen: set[str], machine: Machine) -> bool:
+def is_covered(
+    folder: str,
+    chosen: set[str],
+    machine: Machine,
+) -> bool:
     """Return whether an overlay on a folder above is enough.
 
     It is not if a folder between them belongs to another user: an overlay cannot copy that one up.
@@ -161,7 +165,11 @@ def is_covered(folder: str, chosen: set[str], machine: Machine) -> bool:
     return False
 
 
-def likely_paths(folder: Path, args: Iterable[str], mounts: Iterable[Mount]) -> Iterator[str]:
+def likely_paths(
+    folder: Path,
+    args: Iterable[str],
+    mounts: Iterable[Mount],
+) -> Iterator[str]:
     """Yield paths outside the folder that the script may write.
 
     They are temporary folders, mounted file systems, folders that hold data on many machines, and

@@ -32,7 +32,12 @@ WRITING_FUNCTIONS_OF_C = {
 UNWRITTEN_DATABASE_OPTIONS = ("mode=ro", "immutable=1", "mode=memory")
 
 
-def check_program(refuse: Refuse, program: Any, args: Any = (), env: Any = None) -> None:
+def check_program(
+    refuse: Refuse,
+    program: Any,
+    args: Any = (),
+    env: Any = None,
+) -> None:
     """Refuse a program unless it changes no file, or is Python with the guard."""
     name = os.fsdecode(program)
     if os.path.basename(name) in READING_PROGRAMS:
@@ -80,7 +85,12 @@ def check_popen(
     env: Any,
 ) -> None:
     argv = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
-    check_program(refuse, argv[0] if program is None else program, argv, env)
+    check_program(
+        refuse,
+        argv[0] if program is None else program,
+        argv,
+        env,
+    )
 
 
 def check_exec(
@@ -93,7 +103,11 @@ def check_exec(
     check_program(refuse, program, args, env)
 
 
-def check_shell_command(refuse: Refuse, refuse_outside_path: Refuse, command: Any) -> None:
+def check_shell_command(
+    refuse: Refuse,
+    refuse_outside_path: Refuse,
+    command: Any,
+) -> None:
     check_program(refuse, command)
 
 
@@ -108,16 +122,29 @@ def check_spawn(
     check_program(refuse, program, args, env)
 
 
-def check_terminal(refuse: Refuse, refuse_outside_path: Refuse, args: Any) -> None:
+def check_terminal(
+    refuse: Refuse,
+    refuse_outside_path: Refuse,
+    args: Any,
+) -> None:
     check_program(refuse, args if isinstance(args, str) else args[0])
 
 
-def check_c_function(refuse: Refuse, refuse_outside_path: Refuse, library: Any, name: Any) -> None:
+def check_c_function(
+    refuse: Refuse,
+    refuse_outside_path: Refuse,
+    library: Any,
+    name: Any,
+) -> None:
     if name in WRITING_FUNCTIONS_OF_C:
         refuse(f"the function {name} of C")
 
 
-def check_database(refuse: Refuse, refuse_outside_path: Refuse, path: Any) -> None:
+def check_database(
+    refuse: Refuse,
+    refuse_outside_path: Refuse,
+    path: Any,
+) -> None:
     """Refuse a database outside, unless it is opened to be read: SQLite opens its files itself."""
     name = os.fsdecode(path)
     if name in ("", ":memory:"):
@@ -131,7 +158,12 @@ def check_database(refuse: Refuse, refuse_outside_path: Refuse, path: Any) -> No
     refuse_outside_path(name)
 
 
-def check_socket(refuse: Refuse, refuse_outside_path: Refuse, sock: Any, address: Any) -> None:
+def check_socket(
+    refuse: Refuse,
+    refuse_outside_path: Refuse,
+    sock: Any,
+    address: Any,
+) -> None:
     """Refuse a Unix socket outside, which is a file unless its address begins with a zero byte."""
     if isinstance(address, (str, bytes)) and os.fsencode(address)[:1] not in (
         b"",

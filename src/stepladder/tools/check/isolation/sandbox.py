@@ -104,7 +104,11 @@ class Sandbox:
 
     def open(self) -> None:
         protected = self.protected
-        copy_folder(protected.original, protected.copy, protected.writes)
+        copy_folder(
+            protected.original,
+            protected.copy,
+            protected.writes,
+        )
         forced = os.environ.get(MECHANISM_VARIABLE, "")
         namespace = open_namespace(protected) if forced in ("", "namespace") else None
         if namespace is not None:
@@ -120,7 +124,12 @@ class Sandbox:
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
         self.mechanism = "landlock" if has_landlock else "audit"
 
-    def move_to(self, copy: Path, also: Iterable[str] = (), keeps_written: bool = False) -> None:
+    def move_to(
+        self,
+        copy: Path,
+        also: Iterable[str] = (),
+        keeps_written: bool = False,
+    ) -> None:
         """Start again in a fresh copy, without anything that was written outside.
 
         Args:
@@ -131,7 +140,11 @@ class Sandbox:
         if keeps_written:
             self.earlier_changes += self.read_changes()
         self.close()
-        self.protected = replace(self.protected, copy=copy, also=(*self.protected.also, *also))
+        self.protected = replace(
+            self.protected,
+            copy=copy,
+            also=(*self.protected.also, *also),
+        )
         self.open()
 
     def can_cover(self, paths: Iterable[str]) -> bool:
@@ -147,7 +160,11 @@ class Sandbox:
         real = (self.protected.scratch, *self.protected.writes)
         return tuple(str(folder.resolve()) for folder in real)
 
-    def command(self, command: Sequence[str], folder: Path | None = None) -> list[str]:
+    def command(
+        self,
+        command: Sequence[str],
+        folder: Path | None = None,
+    ) -> list[str]:
         """Return the command that runs another command in the sandbox.
 
         Args:

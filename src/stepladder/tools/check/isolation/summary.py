@@ -110,7 +110,11 @@ def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
         known = merged.get(changes.folder, FolderChanges(changes.folder, (), ()))
         written = sorted({*known.written, *changes.written})
         removed = sorted({*known.removed, *changes.removed})
-        merged[changes.folder] = FolderChanges(changes.folder, tuple(written), tuple(removed))
+        merged[changes.folder] = FolderChanges(
+            changes.folder,
+            tuple(written),
+            tuple(removed),
+        )
     return [merged[folder] for folder in sorted(merged)]
 
 

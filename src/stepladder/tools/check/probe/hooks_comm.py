@@ -87,7 +87,11 @@ def attach() -> None:
     wrap([c10d, dist], "destroy_process_group", record_destroy)
     wrap([torch.Tensor], "mean", remember_mean)
     wrap([torch], "mean", remember_mean)
-    wrap([spawn, torch.multiprocessing], "start_processes", record_spawning)
+    wrap(
+        [spawn, torch.multiprocessing],
+        "start_processes",
+        record_spawning,
+    )
     wrap(spawn, "_wrap", record_spawned_rank)
     from torch.distributed.algorithms.join import Join
 
@@ -155,7 +159,12 @@ def record_collective(name: str) -> Any:
             return original(*args, **kwargs)
         log = current_log()
         fields = describe_call(name, args, kwargs)
-        log.write_with_line("coll", op=name, way=log.user_stack(), **fields)
+        log.write_with_line(
+            "coll",
+            op=name,
+            way=log.user_stack(),
+            **fields,
+        )
         with running_collective:
             result = original(*args, **kwargs)
         log.write("did", op=name)
@@ -165,7 +174,11 @@ def record_collective(name: str) -> Any:
 
 
 @default_on_error(lambda: {"group": "?"})
-def describe_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def describe_call(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
     """Return the group of a collective, and the shape, type and (few) values of its tensor."""
     group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
     ranks = "" if group is None else str(dist.get_process_group_ranks(group))

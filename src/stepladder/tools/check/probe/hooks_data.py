@@ -109,7 +109,11 @@ def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def record_set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
-    current_log().write_with_line("setepoch", sampler=id(sampler), value=epoch)
+    current_log().write_with_line(
+        "setepoch",
+        sampler=id(sampler),
+        value=epoch,
+    )
     return original(sampler, epoch)
 
 
@@ -142,7 +146,13 @@ def record_pass(original: Any, loader: Any) -> Any:
     for owner in (loader.sampler, loader.batch_sampler, loader.dataset):
         watch_set_epoch(owner)
     number = pass_counters.begin_pass()
-    log.write("pass", number=number, at=line, way=log.user_stack(), **describe_loader(loader))
+    log.write(
+        "pass",
+        number=number,
+        at=line,
+        way=log.user_stack(),
+        **describe_loader(loader),
+    )
     context = loader.multiprocessing_context or multiprocessing
     if loader.num_workers > 0 and context.get_start_method() == "fork":
         record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
@@ -312,11 +322,21 @@ def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
 
 def record_pass_end(state: PassState, cut: bool) -> None:
     pass_counters.finish_pass(state.key)
-    current_log().write("endpass", number=state.number, cut=cut, steps=pass_counters.steps)
+    current_log().write(
+        "endpass",
+        number=state.number,
+        cut=cut,
+        steps=pass_counters.steps,
+    )
 
 
 @default_on_error(lambda: None)
-def record_open_files(owner: Any, line: Any, path: str = "dataset", depth: int = 0) -> None:
+def record_open_files(
+    owner: Any,
+    line: Any,
+    path: str = "dataset",
+    depth: int = 0,
+) -> None:
     """Record the open files of a data set, which the workers will share with this process.
 
     Args:

@@ -67,7 +67,11 @@ def attach() -> None:
 def record_search(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
     exists = original(path, *args, **kwargs)
     if current_log().is_called_by_user():
-        current_log().write_with_line("looked", path=absolute_path(path), found=bool(exists))
+        current_log().write_with_line(
+            "looked",
+            path=absolute_path(path),
+            found=bool(exists),
+        )
     return exists
 
 

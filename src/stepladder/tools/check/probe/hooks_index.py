@@ -40,7 +40,11 @@ def attach() -> None:
 class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
     """An `enumerate` that records the values of lists before the first pass over a loader."""
 
-    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> RecordingEnumerate:
+    def __new__(
+        cls,
+        iterable: Iterable[Any],
+        start: int = 0,
+    ) -> RecordingEnumerate:
         is_early = numberings.count < MOST_NUMBERINGS and pass_counters.passes == 0
         if is_early and current_log().is_called_by_user():
             record_numbering(iterable)
@@ -58,4 +62,9 @@ def record_numbering(values: Any) -> None:
     shown = [repr(value)[:60] for value in first_values if isinstance(value, (str, int))]
     if len(shown) == len(first_values):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
-        current_log().write_with_line("numbered", values=shown, count=len(values), digest=digest)
+        current_log().write_with_line(
+            "numbered",
+            values=shown,
+            count=len(values),
+            digest=digest,
+        )

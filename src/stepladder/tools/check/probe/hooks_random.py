@@ -57,7 +57,12 @@ def record_draw(name: str) -> Any:
                 state = digests.digest(torch.get_rng_state())
             else:
                 state = digests.generator_state(generator)
-            log.write_with_line("draw", fn=name, state=state, own=generator is not None)
+            log.write_with_line(
+                "draw",
+                fn=name,
+                state=state,
+                own=generator is not None,
+            )
         return original(*args, **kwargs)
 
     return around
@@ -91,7 +96,11 @@ def generator_states(dataset: Any) -> dict[str, str]:
 
 def line_of_getitem(dataset: Any) -> Any:
     """Return the line of the method with which the data set's class reads a sample."""
-    code = getattr(getattr(type(base_of(dataset)), "__getitem__", None), "__code__", None)
+    code = getattr(
+        getattr(type(base_of(dataset)), "__getitem__", None),
+        "__code__",
+        None,
+    )
     if code is None or not current_log().is_user_file(code.co_filename):
         return None
     return [code.co_filename, code.co_firstlineno, "__getitem__"]

@@ -67,7 +67,12 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     refuse_outside_path(path)  # torch writes it in C++, which no audit hook sees
     log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
-    log.write_with_line("save", path=path, existed=existed, **parts_of(value))
+    log.write_with_line(
+        "save",
+        path=path,
+        existed=existed,
+        **parts_of(value),
+    )
     result = original(value, file, *args, **kwargs)
     if log.settings.stop_at_snapshot and log.is_called_by_user():
         log.write("snapshot")
@@ -87,7 +92,13 @@ def record_pickle(original: Any, value: Any, file: Any, *args: Any, **kwargs: An
         parts = parts_of(value)
         if parts["model"]:
             path = absolute_path(getattr(file, "name", ""))
-            log.write_with_line("save", path=path, existed=True, opened=True, **parts)
+            log.write_with_line(
+                "save",
+                path=path,
+                existed=True,
+                opened=True,
+                **parts,
+            )
     return original(value, file, *args, **kwargs)
 
 
@@ -95,7 +106,11 @@ def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = redirect_to_copy(file)
     if path:
         weights_only = str(kwargs.get("weights_only", "default"))
-        current_log().write_with_line("load", path=path, weights_only=weights_only)
+        current_log().write_with_line(
+            "load",
+            path=path,
+            weights_only=weights_only,
+        )
     return original(file, *args, **kwargs)
 
 
@@ -161,7 +176,11 @@ def is_position(name: str, item: Any) -> bool:
     return any(word in name for word in NAMES_OF_POSITIONS)
 
 
-def nested_items(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def nested_items(
+    value: Any,
+    name: str = "",
+    depth: int = 0,
+) -> Iterator[tuple[str, Any]]:
     """Yield a value, and all values in nested dicts and lists, each with its name."""
     yield name, value
     if isinstance(value, dict) and depth < 3 and is_container(value):

@@ -122,8 +122,16 @@ def attach() -> None:
         is_schedule = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
         if is_schedule and "step" in vars(cls):
             wrap(cls, "step", record_schedule_step)
-    wrap(lr_scheduler.LRScheduler, "_initial_step", ignore_initial_step)
-    wrap(lr_scheduler.ReduceLROnPlateau, "__init__", ignore_initial_step)
+    wrap(
+        lr_scheduler.LRScheduler,
+        "_initial_step",
+        ignore_initial_step,
+    )
+    wrap(
+        lr_scheduler.ReduceLROnPlateau,
+        "__init__",
+        ignore_initial_step,
+    )
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

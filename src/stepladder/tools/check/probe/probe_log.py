@@ -47,7 +47,11 @@ class ProbeLog:
     def open(self) -> int:
         """Open the file of this process, and return its descriptor."""
         path = f"{self.settings.folder}/{self.pid}.jsonl"
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return os.open(
+            path,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o600,
+        )
 
     def reopen_after_fork(self) -> None:
         self.parent = self.pid

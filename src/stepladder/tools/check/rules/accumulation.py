@@ -79,7 +79,13 @@ def accumulating_windows(log: RankLog) -> list[Window]:
     """Return the windows with several backward passes, each after a forward pass."""
     windows: list[Window] = []
     current = Window()
-    for event in log.select("backward", "forward", "prestep", "step", "zero"):
+    for event in log.select(
+        "backward",
+        "forward",
+        "prestep",
+        "step",
+        "zero",
+    ):
         current.add(event)
         if event["k"] == "step":
             windows.append(current)

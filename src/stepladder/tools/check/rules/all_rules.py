@@ -110,7 +110,11 @@ def drop_suppressed(findings: list[Finding], source: ScriptSource) -> list[Findi
     return [
         finding
         for finding in findings
-        if not source.is_suppressed(finding.rule, finding.code_line.file, finding.code_line.line)
+        if not source.is_suppressed(
+            finding.rule,
+            finding.code_line.file,
+            finding.code_line.line,
+        )
     ]
 
 

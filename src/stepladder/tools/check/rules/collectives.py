@@ -61,7 +61,12 @@ def describe_collective(evidence: RunEvidence, event: Event) -> str:
     return f"{event['op']}{shape} at {evidence.code_line(event['at'])}"
 
 
-def unanswered_collective(evidence: RunEvidence, rank: int, event: Event, number: int) -> Findings:
+def unanswered_collective(
+    evidence: RunEvidence,
+    rank: int,
+    event: Event,
+    number: int,
+) -> Findings:
     """Find a rank that waits in a collective which the other rank does not reach."""
     peer = 1 - rank
     peer_log = evidence.run.ranks[peer]
@@ -118,7 +123,11 @@ def uneven_end(evidence: RunEvidence) -> Findings:
         )
 
 
-def has_left_loop(evidence: RunEvidence, log: RankLog, last_pass: LoaderPass) -> bool:
+def has_left_loop(
+    evidence: RunEvidence,
+    log: RankLog,
+    last_pass: LoaderPass,
+) -> bool:
     """Return whether the last collective of a rank is outside of the loop over a pass."""
     collectives = [e for e in log.select("coll") if e["n"] > last_pass.start["n"]]
     loop = find_loop(evidence, last_pass)

@@ -123,7 +123,11 @@ def local_count(evidence: RunEvidence) -> Findings:
         for reduction_line, line, text in local_quotients(file):
             at_line = [event["at"] for event in collectives if event["at"][1] == reduction_line]
             if any(evidence.code_line(recorded).file == file.name for recorded in at_line):
-                yield evidence.finding("local-count", [file.name, line, ""], text)
+                yield evidence.finding(
+                    "local-count",
+                    [file.name, line, ""],
+                    text,
+                )
                 return
 
 

@@ -153,7 +153,12 @@ def find_divergence(
     return None
 
 
-def describe_cause(before: list[Steps], after: list[Steps], key: StepKey, name: str) -> str:
+def describe_cause(
+    before: list[Steps],
+    after: list[Steps],
+    key: StepKey,
+    name: str,
+) -> str:
     """Return why a weight differs after a step; empty where neither rate nor gradient differs."""
     first_rate = after[0][key]["lr"]
     second_rate = after[1][key]["lr"]
@@ -232,7 +237,12 @@ def first_difference(first: dict[str, str], second: dict[str, str]) -> str:
     return next(differences, "")
 
 
-def diverged_before_step(evidence: RunEvidence, step: Event, key: StepKey, name: str) -> Finding:
+def diverged_before_step(
+    evidence: RunEvidence,
+    step: Event,
+    key: StepKey,
+    name: str,
+) -> Finding:
     """Return the finding of weights that differ before a step, and did not after the one before."""
     if key[1] > 1:
         return evidence.finding(

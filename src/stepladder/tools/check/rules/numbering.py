@@ -86,7 +86,11 @@ def fills_dict(loop: ast.For, statement: ast.stmt) -> bool:
     return is_numbering(loop.target, target.slice, statement.value)
 
 
-def is_numbering(target: ast.expr, key: ast.expr, value: ast.expr) -> bool:
+def is_numbering(
+    target: ast.expr,
+    key: ast.expr,
+    value: ast.expr,
+) -> bool:
     """Return whether the target is the pair of this value (a number) and this key."""
     if not isinstance(target, ast.Tuple):
         return False

@@ -157,7 +157,11 @@ def overlapping_shards(
         text += f", {unread} of {length} are read by none"
     else:
         text += f", of {len(sets[0])} and {len(sets[1])}"
-    return evidence.finding("overlapping-shards", first.sampler_line, text)
+    return evidence.finding(
+        "overlapping-shards",
+        first.sampler_line,
+        text,
+    )
 
 
 def padding_limit(passes: list[LoaderPass]) -> int:

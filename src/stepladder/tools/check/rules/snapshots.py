@@ -41,7 +41,11 @@ def many_writers(evidence: RunEvidence) -> Findings:
             is_on_several_nodes = not evidence.run.is_single_process
             if is_on_several_nodes and evidence.source.contains(*READS_LOCAL_RANK):
                 text += "; each of them plays local rank 0 of a node of its own"
-            yield evidence.finding("many-writers", events[ranks[0]]["at"], text)
+            yield evidence.finding(
+                "many-writers",
+                events[ranks[0]]["at"],
+                text,
+            )
             return
 
 
@@ -54,7 +58,11 @@ def resumed_in_run(evidence: RunEvidence) -> Findings:
         are_all_different = len({str(rows) for rows in epochs}) == len(epochs)
         if len(epochs) < 2 or not all(epochs) or not are_all_different:
             continue
-        resumed = first_trained_rows(log, load["n"], next_save(log, load["n"]))
+        resumed = first_trained_rows(
+            log,
+            load["n"],
+            next_save(log, load["n"]),
+        )
         if resumed == epochs[-1]:
             yield evidence.finding(
                 "resume-epoch",
@@ -89,7 +97,11 @@ def next_save(log: RankLog, number: int) -> int:
     )
 
 
-def first_trained_rows(log: RankLog, after: int, before: int) -> list[str]:
+def first_trained_rows(
+    log: RankLog,
+    after: int,
+    before: int,
+) -> list[str]:
     """Return the hashes of the first batch that is trained between two numbers of events."""
     for event in log.select("forward"):
         if event["grad"] and after < event["n"] < before:
@@ -104,7 +116,12 @@ def in_place(evidence: RunEvidence) -> Findings:
             is_temporary = path.endswith(TEMPORARY_SUFFIXES) or path.startswith("/dev/")
             text = "" if is_temporary else describe_overwriting(log, saves)
             if text:
-                yield evidence.finding("in-place-snapshot", saves[0]["at"], text, log.rank)
+                yield evidence.finding(
+                    "in-place-snapshot",
+                    saves[0]["at"],
+                    text,
+                    log.rank,
+                )
                 return
 
 
@@ -158,7 +175,11 @@ def incomplete(evidence: RunEvidence) -> Findings:
                 return
 
 
-def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Event]) -> Finding | None:
+def missing_parts(
+    evidence: RunEvidence,
+    log: RankLog,
+    saves: list[Event],
+) -> Finding | None:
     """Return the finding of one snapshot, which consists of these saves, that misses a part."""
     models = [event for event in saves if event["model"]]
     if not models:
@@ -251,7 +272,11 @@ def unsafe_load(evidence: RunEvidence) -> Findings:
             name = dotted_name(call.func)
             if name in PICKLE_LOADS:
                 text = f"{name} of what {file_name(pickled[0])} holds: weights"
-                yield evidence.finding("unsafe-load", [file.name, call.lineno, ""], text)
+                yield evidence.finding(
+                    "unsafe-load",
+                    [file.name, call.lineno, ""],
+                    text,
+                )
                 return
     for rank, event in evidence.run.select("load"):
         if event["weights_only"] == "False" and event["at"]:

@@ -117,7 +117,11 @@ def dividend_of(division: ast.BinOp) -> str:
     return ast.unparse(division.left).removesuffix(".item()")
 
 
-def divides_by_batches(node: ast.AST, loop: ast.For, sums: list[str]) -> bool:
+def divides_by_batches(
+    node: ast.AST,
+    loop: ast.For,
+    sums: list[str],
+) -> bool:
     """Return whether a node divides one of these sums by the number of batches of the loop."""
     if not is_division(node):
         return False
@@ -284,7 +288,11 @@ def returns_quotient(call: ast.Call, module: ast.Module) -> bool:
     return bool(returned) and all(map(is_division, returned))
 
 
-def is_quotient(value: ast.expr, function: ast.AST, module: ast.Module) -> bool:
+def is_quotient(
+    value: ast.expr,
+    function: ast.AST,
+    module: ast.Module,
+) -> bool:
     """Return whether a value is a quotient, or a tensor that is made of one.
 
     For example `tensor(total / count)`, or `tensor(mean)` after `mean = total / count`.

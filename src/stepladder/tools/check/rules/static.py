@@ -49,11 +49,24 @@ RUNS_WITHOUT_GPUS = (
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
-def finding_at(rule: str, file: SourceFile, node: ast.AST, evidence: str) -> Finding:
-    return Finding(rule, CodeLine(file.name, getattr(node, "lineno", 1)), evidence)
+def finding_at(
+    rule: str,
+    file: SourceFile,
+    node: ast.AST,
+    evidence: str,
+) -> Finding:
+    return Finding(
+        rule,
+        CodeLine(file.name, getattr(node, "lineno", 1)),
+        evidence,
+    )
 
 
-def argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
+def argument(
+    call: ast.Call,
+    index: int,
+    name: str,
+) -> ast.expr | None:
     """Return an argument of a call that is passed by keyword or by position."""
     by_position = call.args[index] if len(call.args) > index else None
     return keyword_value(call, name) or by_position
@@ -131,7 +144,12 @@ def unsafe_load(source: ScriptSource) -> Iterator[Finding]:
         name = dotted_name(call.func)
         weights_only = constant_value(keyword_value(call, "weights_only"))
         if name == "torch.load" and weights_only is False:
-            yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
+            yield finding_at(
+                "unsafe-load",
+                file,
+                call,
+                "torch.load with weights_only=False",
+            )
         elif name in PICKLE_LOADERS and is_of_snapshot(file, call):
             yield finding_at("unsafe-load", file, call, f"{name} of a snapshot")
 

@@ -181,7 +181,11 @@ def world_size_names(source: ScriptSource) -> Names:
     return names
 
 
-def dependent_parameters(function: ast.FunctionDef, call: ast.Call, names: Names) -> Names:
+def dependent_parameters(
+    function: ast.FunctionDef,
+    call: ast.Call,
+    names: Names,
+) -> Names:
     """Return the parameters of a function that a call gives dependent values."""
     parameters = [parameter.arg for parameter in function.args.args]
     if "self" in parameters:

@@ -25,7 +25,12 @@ class OptimizerFinder:
     """Attaches the observer to torch's optimizers once the other finders have loaded them."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        cls,
+        name: str,
+        path: Any = None,
+        target: Any = None,
+    ) -> Any:
         if name != MODULE:
             return None
         sys.meta_path.remove(cls)
