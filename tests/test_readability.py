@@ -14,16 +14,57 @@ SOURCE = Path(stepladder.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists())
 
-TOKENS_A_LINE = 8.8  # click has 6.6, pytest 6.4, mypy 6.8
-TOKENS_A_LINE_OF_A_PACKAGE = 11.1
-TOKENS_A_LINE_OF_A_FILE = 17.0
-PERCENT_OF_DIALECT = {"src": 7.7, "lessons": 3.2, "benchmarks": 7.2, "tests": 6.7}
-TUPLE_ASSIGNMENTS = 13  # in a thousand lines
-CONDITIONAL_EXPRESSIONS = 22  # in a thousand lines
-PERCENT_OF_FRAGMENTS = 22.0
-LATE_ATTRIBUTES = 195
-ATTRIBUTES_OF_OTHERS = 200
+TOKENS_A_LINE = 7.5  # click has 6.6, pytest 6.4, mypy 6.8
+TOKENS_A_LINE_OF_A_PACKAGE = 8.5
+TOKENS_A_LINE_OF_A_FILE = 10.0
+PERCENT_OF_DIALECT = {"src": 1.0, "lessons": 1.0, "benchmarks": 1.0, "tests": 2.0}
+TUPLE_ASSIGNMENTS = 2  # in a thousand lines
+CONDITIONAL_EXPRESSIONS = 10  # in a thousand lines
+PERCENT_OF_FRAGMENTS = 1.0
+LATE_ATTRIBUTES = 40
+ATTRIBUTES_OF_OTHERS = 80
 
+# What is set from outside of its object, each with its reason.
+SET_FROM_OUTSIDE = {
+    "BatchIterator.__next__": "the iterator of a user's DataLoader, timed from outside",
+    "_syscall.argtypes": "ctypes declares a C function so",
+    "_syscall.restype": "the same",
+    "block.forward": "a block of the user's model, whose activations are recomputed",
+    "block.total": "in each step: a method call would cost",
+    "bucket.filled": "in each step: a method call would cost",
+    "bucket.leaf_observer": "in each step: a method call would cost",
+    "bucket.pending": "in each step: a method call would cost",
+    "comm.members": "the group's members, known once ranks have agreed",
+    "comm.phases.observer": "a tool that measures a job's phases",
+    "config.data_dir": "a job's own Config",
+    "ctx.ignore_unknown_options": "click's context",
+    "cudnn.allow_tf32": "a switch of torch",
+    "cudnn.benchmark": "a switch of torch",
+    "dynamo_config.fail_on_recompile_limit_hit": "a switch of torch",
+    "end.code": "the exit code that EndWriter writes when its block ends",
+    "failure.__cause__": "the chain of a copied exception",
+    "killer.daemon": "threading.Timer takes no such argument",
+    "layer.momentum": "of a batch norm of the user's model",
+    "logger.propagate": "a logger of torchelastic",
+    "matmul.allow_tf32": "a switch of torch",
+    "memory.fill_uninitialized_memory": "a switch of torch",
+    "module.training": "of a module of the user's model",
+    "optimizer.state": "torch's optimizer, whose state is exchanged for a step",
+    "phases.column": "in each step: a method call would cost",
+    "rendezvous.TCPStore": "a patch of torch",
+    "self._optimizer._opt_called": "torch's scheduler looks for it",
+    "self.full_shards.average": "the average exists once the optimizer does",
+    "self.optimizer.state": "torch's optimizer, whose state is exchanged for a step",
+    "self.state.average": "an estimate leaves the average out",
+    "server._forkserver_address": "multiprocessing has no public name for it",
+    "sharer._address": "multiprocessing has no public name for it",
+    "source.num_workers": "a recomputed batch is read without workers",
+    "spec.loader.exec_module": "the import system calls it",
+    "table.bytes_read": "a reader reports its position",
+    "timer.daemon": "threading.Timer takes no such argument",
+    "work.has_result": "in each exchange: a method call would cost",
+    "work.is_finished": "in each exchange: a method call would cost",
+}
 # Files that are tables of data: a row is a line, however many tokens it has.
 TABLES: dict[str, str] = {}
 # Written as strangers write: the input of tests, not code of this project.
@@ -82,17 +123,20 @@ def test_a_statement_has_one_idea() -> None:
     tuples = gauges.places["tuple assignment"]
     assert in_a_thousand_lines(len(tuples), gauges) <= TUPLE_ASSIGNMENTS, tuples
     assert in_a_thousand_lines(gauges.conditional_expressions, gauges) <= CONDITIONAL_EXPRESSIONS
+    assert gauges.places["conditional expression in another"] == []
+    assert gauges.places["tuple assignment to attributes"] == []
 
 
 def test_docstrings_are_sentences() -> None:
     gauges = source()
     fragments = gauges.places["fragment"]
     assert 100 * len(fragments) / gauges.docstrings <= PERCENT_OF_FRAGMENTS, fragments
+    assert gauges.places["home-made parameter list"] == []
 
 
 def test_a_constant_has_one_value() -> None:
     several = {name: values for name, values in source().constants.items() if len(values) > 1}
-    assert len(several) <= 73
+    assert several == {}
 
 
 def test_attributes_are_born_in_the_constructor() -> None:
@@ -103,6 +147,8 @@ def test_attributes_are_born_in_the_constructor() -> None:
 def test_attributes_are_set_by_their_own_object() -> None:
     set_from_outside = source().places["attribute of another object"]
     assert len(set_from_outside) <= ATTRIBUTES_OF_OTHERS, set_from_outside
+    names = {place.split()[-1] for place in set_from_outside}
+    assert names == SET_FROM_OUTSIDE.keys(), "each has a reason"
 
 
 HARD_TO_READ = '''

@@ -283,7 +283,7 @@ def validate_rendezvous_setting(name: str, value: str) -> None:
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """Where and how the nodes of a `run` meet.
+    """The rendezvous of a `run` on several nodes: the store, its back end and its limits.
 
     Attributes:
         backend: "c10d" or "static", which is torchrun's name for --node-rank and --master-addr.

@@ -42,12 +42,18 @@ def make_timing_line(
     middle = len(seconds) // 2
     median = (ordered[middle] + ordered[~middle]) / 2
     spread = np.stack([ordered[0], median, ordered[-1]]).round(6).T
+    spread_of_phases = {
+        key: values.tolist() for key, values in zip(TIMING_KEYS, spread, strict=True)
+    }
+    named_ranks = {}
+    for rank in sorted(slowest.tolist()):
+        named_ranks[str(rank)] = seconds[rank].round(6).tolist()
     return {
         "step": step,
         "steps": steps,
         "world_size": len(seconds),
-        **{key: values.tolist() for key, values in zip(TIMING_KEYS, spread, strict=True)},
-        "ranks": {str(rank): seconds[rank].round(6).tolist() for rank in sorted(slowest.tolist())},
+        **spread_of_phases,
+        "ranks": named_ranks,
     }
 
 
@@ -62,20 +68,30 @@ def is_timing_line(line: dict[str, Any]) -> bool:
     Returns:
         True if all fields are there and have valid values.
     """
-    if not (is_count(line.get("step")) and is_count(line.get("steps")) and line["steps"]):
+    if not is_count(line.get("step")):
+        return False
+    if not is_count(line.get("steps")) or line["steps"] == 0:
         return False
     if "rank" in line:
         seconds = [line.get(key) for key in TIMING_KEYS]
-        return is_count(line["rank"]) and _is_row(seconds, len(TIMING_KEYS))
+        if not is_count(line["rank"]):
+            return False
+        return _is_row(seconds, len(TIMING_KEYS))
     ranks = line.get("ranks")
-    if not is_count(line.get("world_size")) or not isinstance(ranks, dict):
+    if not isinstance(ranks, dict):
+        return False
+    if not is_count(line.get("world_size")):
         return False
     if not 0 < len(ranks) <= min(MAX_NAMED_RANKS, line["world_size"]):
         return False
     for rank, row in ranks.items():
-        if not _is_rank(rank) or not _is_row(row, len(TIMING_KEYS)):
+        if not _is_rank(rank):
             return False
-    return names_all_ranks(line) or all(_is_row(line.get(key), len(SPREAD)) for key in TIMING_KEYS)
+        if not _is_row(row, len(TIMING_KEYS)):
+            return False
+    if names_all_ranks(line):
+        return True
+    return all(_is_row(line.get(key), len(SPREAD)) for key in TIMING_KEYS)
 
 
 def names_all_ranks(line: dict[str, Any]) -> bool:
@@ -101,7 +117,9 @@ def get_timing_rows(line: dict[str, Any]) -> dict[int | str, list[float]]:
     """
     if "rank" in line:
         return {line["rank"]: [line[key] for key in TIMING_KEYS]}
-    rows: dict[int | str, list[float]] = {int(rank): row for rank, row in line["ranks"].items()}
+    rows: dict[int | str, list[float]] = {}
+    for rank, row in line["ranks"].items():
+        rows[int(rank)] = row
     if not names_all_ranks(line):
         for index, name in enumerate(SPREAD):
             rows[name] = [line[key][index] for key in TIMING_KEYS]

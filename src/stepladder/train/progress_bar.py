@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stepladder.core.console import is_terminal, make_printable, write_text
 from stepladder.core.terminal import make_console
 
-LINE_INTERVAL_S = 10.0
+PLAIN_LINE_INTERVAL_S = 10.0
 
 
 class ProgressBar:
@@ -79,7 +79,7 @@ class ProgressBar:
                 loss=loss,
                 speed=speed,
             )
-        elif self.stream is not None and now - self.last_line_time > LINE_INTERVAL_S:
+        elif self.stream is not None and now - self.last_line_time > PLAIN_LINE_INTERVAL_S:
             self._show_line(
                 f"step {step}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} {self.unit}/s"
             )

@@ -19,7 +19,7 @@ PART_COLUMNS = (
     "optimizer",
     "other",
 )
-MAX_NAME_LENGTH = 70
+MAX_OPERATOR_NAME = 70
 
 
 def make_tables(result: ProfileResult) -> Iterator[Table]:
@@ -62,7 +62,7 @@ def make_operator_table(profile: Profile) -> Table:
         table.add_column(column, justify="right")
     for operator in profile.operators:
         table.add_row(
-            operator.name[:MAX_NAME_LENGTH],
+            operator.name[:MAX_OPERATOR_NAME],
             format_ms(operator.seconds),
             f"{operator.seconds / profile.seconds:.0%}",
             f"{operator.calls:g}",

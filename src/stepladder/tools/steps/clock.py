@@ -30,7 +30,7 @@ from stepladder.tools.steps.hook import get_rank_and_world_size, step_count_path
 # Seconds of one step on one rank, as that rank measured them. queued: the part of them in which the
 # rank had work, but waited for a core.
 COLUMNS = ("whole", *STEP_KEYS, "queued")
-LINE_INTERVAL_S = 1.0
+STEPS_LINE_INTERVAL_S = 1.0
 # With more ranks each rank writes less often: all ranks of a day write less than a gigabyte.
 RANKS_AT_FULL_RATE = 64
 TIMES_TIMEOUT_S = 30.0
@@ -151,7 +151,7 @@ class StepRecorder(StepClock):
         self.folder = Path(folder)
         self.descriptor = -1
         self.has_gpu = False
-        self.interval_s = LINE_INTERVAL_S
+        self.interval_s = STEPS_LINE_INTERVAL_S
         self.steps = 0
         self.written_steps = 0
         self.sums = [0.0] * len(STEP_KEYS)
@@ -178,7 +178,7 @@ class StepRecorder(StepClock):
         """
         rank, world_size = get_rank_and_world_size()
         self.has_gpu = has_gpu()
-        self.interval_s = LINE_INTERVAL_S * max(1, world_size / RANKS_AT_FULL_RATE)
+        self.interval_s = STEPS_LINE_INTERVAL_S * max(1, world_size / RANKS_AT_FULL_RATE)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.descriptor = open_for_append(self.folder / f"rank-{rank}.jsonl")
