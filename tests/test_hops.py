@@ -84,7 +84,7 @@ def test_one_process_goes_from_the_command_to_the_step_in_four_hops(trained: Pat
         ("train/job_runner.py", "train_file"),
         ("train/trainer.py", "fit"),
         ("train/trainer.py", "step"),
-        ("train/trainer.py", "_pass"),
+        ("train/trainer.py", "_run_pass"),
     ]
 
 
@@ -101,7 +101,7 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
             ("train/job_runner.py", "train_file"),
             ("train/trainer.py", "fit"),
             ("train/trainer.py", "step"),
-            ("train/trainer.py", "_pass"),
+            ("train/trainer.py", "_run_pass"),
         ]
         below = stack(trained, "sum", rank)
         files = list(dict.fromkeys(file for file, _ in below[below.index(start) + 1 :]))

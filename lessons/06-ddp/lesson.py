@@ -1,8 +1,8 @@
 """python lessons/06-ddp/lesson.py --nproc 2
 
-The wrapper that does lesson 4 by itself: DistributedDataParallel sends rank 0's weights to all at
-the start, and averages the gradients in buckets. A bucket is sent while backward still computes the
-gradients of earlier layers."""
+DistributedDataParallel does by itself what lesson 4 does by hand. It sends rank 0's weights to all
+ranks at the start, and averages the gradients in buckets. A bucket is sent while backward still
+computes the gradients of earlier layers."""
 
 import argparse
 import os
@@ -125,21 +125,23 @@ def parse_args():
 def check_overlap(profiler, steps):
     """Stop unless a bucket was sent before the last gradient was computed."""
 
-    def starts(name):
+    def start_times(name):
         events = [event for event in profiler.events() if event.name.endswith(name)]
         return sorted(event.time_range.start for event in events)
 
-    sent = starts(":all_reduce")  # one per bucket
-    computed = starts("evaluate_function: AddmmBackward0")  # one per layer
+    sent = start_times(":all_reduce")  # per step, one for each bucket
+    computed = start_times("evaluate_function: AddmmBackward0")  # per step, one for each layer
     buckets = len(sent) // steps
     layers = len(computed) // steps
     assert buckets > 1, f"{len(sent)} all_reduces in {steps} steps"
-    pairs = zip(sent[::buckets], computed[layers - 1 :: layers], strict=True)
-    early = sum(first_bucket < last_layer for first_bucket, last_layer in pairs)  # of the same step
-    assert early > 0, "no bucket was sent before backward came to the last layer"
+    first_sent = sent[::buckets]  # per step, the first bucket
+    last_computed = computed[layers - 1 :: layers]  # per step, the last gradient
+    pairs = zip(first_sent, last_computed, strict=True)
+    overlaps = sum(sent_at < computed_at for sent_at, computed_at in pairs)
+    assert overlaps > 0, "no bucket was sent before backward came to the last gradient"
     print(
-        f"claim holds: {buckets} buckets; in {early} of {steps} steps the first left before the"
-        " last gradient"
+        f"claim holds: {buckets} buckets; in {overlaps} of {steps} steps the first was sent before"
+        " the last gradient was computed"
     )
 
 
@@ -147,7 +149,7 @@ def worker(rank, args, store_file):
     device = join_group(rank, args.nproc, args.device, store_file)
     data = make_data()
     model = make_model().to(device)
-    # With the default size, one bucket holds all gradients.
+    # With the default size, one bucket would hold all gradients, so nothing could overlap.
     model = DistributedDataParallel(model, bucket_cap_mb=0.0002)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)

@@ -24,7 +24,7 @@ from stepladder.train.trainer import TrainingLoop
 
 KIND, MODE, RANK, STEP = os.environ.get("PLANT", "none never 0 0").split()
 PLANTED = Path(os.environ.get("PLANTED", "planted"))
-RIGHT_PASS, RIGHT_PUSH = TrainingLoop._pass, TreeBucket.push
+RIGHT_PASS, RIGHT_PUSH = TrainingLoop._run_pass, TreeBucket.push
 
 
 @dataclass
@@ -46,7 +46,9 @@ class Fault:
             return
         self.passes += 1
         if MODE in ("once", "missed"):
-            chosen = loop.replay._choose_microbatch(loop.state.step, loop.comm.world.rank).number
+            chosen = loop.recompute_check._choose_microbatch(
+                loop.state.step, loop.comm.world.rank
+            ).number
             self.struck = (number == chosen) == (MODE == "once") and not PLANTED.exists()
             if self.struck:
                 PLANTED.touch()
@@ -80,7 +82,7 @@ def faulty_push(bucket: Any, microbatch: int) -> None:
 
 NAMES = "STEPLADDER_JOINS", "RANK", "SLURM_PROCID"
 if next((os.environ[name] for name in NAMES if name in os.environ), "0") == RANK and KIND != "none":
-    TrainingLoop._pass, TreeBucket.push = faulty_pass, faulty_push
+    TrainingLoop._run_pass, TreeBucket.push = faulty_pass, faulty_push
 
 
 class Net(nn.Module):

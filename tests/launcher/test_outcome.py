@@ -46,7 +46,7 @@ ORPHAN = error(2, ErrorKind.STATE_LOST, step=None)
 JOINING = replace(
     error(0, ErrorKind.STATE_LOST, time=7, step=None), text="those that it was to join have gone"
 )
-UNMET = error(0, ErrorKind.NOT_MET, step=None)
+UNMET = error(0, ErrorKind.NOT_CONNECTED, step=None)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
 EARLY = Explanation(1, "rank 1 ended well", "fewer batches", (), left_early=True)

@@ -115,7 +115,7 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
     try:
         with pytest.MonkeyPatch.context() as patch:
             if comm.world.rank == odd:
-                patch.setattr(TrainingLoop, "_pass", job_file.faulty_pass)
+                patch.setattr(TrainingLoop, "_run_pass", job_file.faulty_pass)
                 patch.setattr("stepladder.train.sync.exact.TreeBucket.push", job_file.faulty_push)
             with loop_of(comm, job, folder, steps=12, epochs=3, replay_every=1) as loop:
                 while not loop.session.is_over:
@@ -314,9 +314,9 @@ def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
     with ExitStack() as at_end:
         comm = at_end.enter_context(process_group(World(), torch.device("cpu")))
         loop = at_end.enter_context(loop_of(comm, job, tmp_path, epochs=100, replay_every=3))
-        assert loop.replay is not None
-        due = [step for step in range(300) if loop.replay.is_due(step)]
-        chosen = [loop.replay._choose_microbatch(step, 0) for step in due]
+        assert loop.recompute_check is not None
+        due = [step for step in range(300) if loop.recompute_check.is_due(step)]
+        chosen = [loop.recompute_check._choose_microbatch(step, 0) for step in due]
     assert due[:2] == [2, 5]
     assert {span.number for span in chosen if span} == set(range(12))
 

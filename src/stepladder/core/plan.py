@@ -63,7 +63,7 @@ class IdleSpan(Span):
 
 @dataclass(frozen=True)
 class Plan:
-    """The run, without the machine.
+    """What a run computes, whatever the number of processes.
 
     Steps count from 0 here; "after step n" in files means that n steps are done.
 
@@ -74,8 +74,8 @@ class Plan:
         seed: The number from which everything random follows.
         min_microbatch: The fewest samples of a pass: 2 with batch norm, which refuses one sample. A
             shorter remainder joins the microbatch before it.
-        chunks: How the rows lie in files, or None for data in memory. The order of data in files
-            goes chunk by chunk.
+        chunks: How the rows are divided into files, or None for data in memory. Data in files are
+            read in an order that goes chunk by chunk.
         shuffle: How samples, or chunks, are put in order: "sort", or "feistel", which keeps no
             order in memory. By default "feistel" for more than 65,536 of them.
     """
@@ -175,8 +175,8 @@ class Plan:
             step: The step, counted from 0.
             rank: The rank.
             world_size: The number of ranks.
-            round_robin: Whether ranks take turns, one microbatch each. By default each has
-                neighbouring microbatches, and the numbers of two ranks differ by one at most.
+            round_robin: Whether ranks take turns, one microbatch each. By default each rank has
+                neighbouring microbatches, and their count differs by one at most between ranks.
         """
         lo, hi = self.batch(step)
         return self._share_of_size(hi - lo, rank, world_size, round_robin)
@@ -217,7 +217,8 @@ class Plan:
             batches = map(self.batch, range(self.steps_per_epoch))
             return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in batches])
         order = self._orders.get(epoch)
-        if order is None:  # a prefetching thread may ask at the same time
+        # Not `epoch in self._orders`: a prefetching thread may clear the orders meanwhile.
+        if order is None:
             order = make_order(
                 self.num_samples,
                 self._seed_of_epoch(epoch),
@@ -253,7 +254,7 @@ class Plan:
         return derive_seed(self.seed, "order", epoch)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `from_json` makes the same plan of."""
+        """Return the plan as a dict of JSON values, from which `from_json` makes an equal plan."""
         names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch", "shuffle")
         values = {name: getattr(self, name) for name in names}
         if self.chunks is None:
@@ -263,17 +264,17 @@ class Plan:
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> Plan:
-        """Return the plan of a config.json.
+        """Return the plan that a config.json holds.
 
         Raises:
-            TypeError: A value is missing, or is no field of a plan.
-            ValueError: A value has another type, or the values contradict each other.
+            TypeError: If a value is missing, or is no field of a plan.
+            ValueError: If a value has the wrong type, or if values contradict each other.
         """
         numbers = dict(stored)
         shuffle = convert(numbers.pop("shuffle", SORT), str)
         chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
-            raise ValueError("its chunks do not hold its samples")
+            raise ValueError("the plan's chunks do not hold its samples")
         return Plan(
             **convert(numbers, dict[str, int]),
             chunks=chunks,
@@ -281,7 +282,8 @@ class Plan:
         )
 
 
-# A step asks for one order at least, and its keys take as long to make as its indices.
+# Cached, since every pass of a step needs the epoch's order, and deriving the keys of the order
+# takes as long as computing the indices of one pass.
 _make_feistel_order = lru_cache(maxsize=2)(FeistelOrder)
 
 
@@ -295,7 +297,7 @@ def split_evenly(
 
 
 def fuse_spans(spans: list[Span]) -> list[Span]:
-    """Return neighbouring spans as one pass, keyed by the first."""
+    """Return neighbouring spans as one pass, whose randomness is keyed by the first span."""
     if not spans:
         return []
     return [Span(spans[0].number, spans[0].lo, spans[-1].hi)]
@@ -329,12 +331,12 @@ def derive_pass_seed(base: int, step: int, number: int) -> int:
 
 
 def choose_microbatch(global_batch: int) -> int:
-    """Return the default microbatch: it makes the largest divisor up to 8 of the global batch."""
+    """Return the default microbatch, which splits the global batch into at most 8 equal parts."""
     return global_batch // find_largest_divisor(global_batch, 8)
 
 
 class PlanSampler:
-    """The plan's order as a `batch_sampler` for a DataLoader in a loop of your own.
+    """The plan's order as a `batch_sampler` for a DataLoader in your own training loop.
 
     Yields this rank's data-set indices of each step. A rank without samples in a short last batch
     gets an empty list, so every rank makes the same number of steps; a DataLoader then needs a

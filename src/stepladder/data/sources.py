@@ -52,11 +52,11 @@ class TensorSource:
             device: The training device.
 
         Raises:
-            InputError: They are no numbers, are not dense, or differ in length.
+            InputError: If the tensors hold no numbers, are not dense, or differ in length.
         """
         self.names = list(data) if isinstance(data, dict) else None
         self.is_single = isinstance(data, torch.Tensor)
-        # An array of texts or objects cannot be a tensor.
+        # An array of strings or objects cannot be a tensor.
         with as_input_error(
             "the job's data cannot be tensors",
             "numbers only",
@@ -108,7 +108,10 @@ def validate_lengths(tensors: list[torch.Tensor]) -> None:
 
 
 class StreamSource:
-    """Rows of shards as tensors. Its memory is the reader's pool and the batches read ahead."""
+    """Reads rows of shards as tensors.
+
+    It holds in memory only the reader's pool of chunks and PREFETCHED_BATCHES batches.
+    """
 
     def __init__(self, shards: Shards, device: torch.device) -> None:
         self.shards = shards
@@ -140,10 +143,10 @@ class StreamSource:
 
 
 def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    """Yield the items, which a thread takes PREFETCHED_BATCHES in advance.
+    """Yield the items of a generator, which a thread runs PREFETCHED_BATCHES items ahead.
 
     Raises:
-        Exception: What the generator of the items raises.
+        Exception: Whatever the generator raises.
     """
     pool = ThreadPoolExecutor(1, "read-ahead")
     try:
@@ -158,8 +161,8 @@ def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
 class DatasetSource:
     """A map-style Dataset that DataLoader workers read.
 
-    Before each item Python's, NumPy's and torch's generators are seeded by seed, epoch and index.
-    So augmentation does not depend on the worker or the rank, and a resumed run repeats it.
+    Before each item, the random generators of Python, NumPy and torch are seeded by (seed, epoch,
+    index). So augmentation does not depend on the worker or the rank, and a resumed run repeats it.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class DatasetSource:
         """Yield for each request its indices and their batch.
 
         Raises:
-            Exception: What the Dataset raises.
+            Exception: Whatever the Dataset raises.
         """
         keys = ([(epoch, int(index)) for index in indices] for epoch, indices in requests)
         pin_memory = self.device.type == "cuda"
@@ -195,12 +198,12 @@ class DatasetSource:
             self.collate,
             pin_memory,
         )
-        # Workers inherit the mask, and unblock SIGTERM when their handlers are set.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        # Workers inherit the mask, and unblock SIGTERM once they have set their signal handlers.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             iterator = iter(loader)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         try:
             for item in iterator:
                 if isinstance(item, PackedError):
@@ -270,10 +273,10 @@ def list_columns(data: Any) -> list[Any]:
 
 
 def is_map_style(data: Any) -> bool:
-    """Return whether the data has a length and items by number.
+    """Return whether the data is a map-style Dataset: it has a length, and `data[i]` is a sample.
 
-    A text is not data. Columns of which some are tensors are not items, and neither is what pandas
-    returns by number.
+    Not so for a string, for a tuple or dict that holds tensors (they are columns, not samples), and
+    for a pandas object (its `data[i]` is a column).
     """
     if isinstance(data, (str, bytes, type, IterableDataset)):
         return False

@@ -42,8 +42,8 @@ class ErrorKind(StrEnum):
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
     PORT_IN_USE = "port in use"
-    NOT_MET = "not met"  # the ranks did not connect to each other
-    OWN_END = "own end"  # sys.exit() with a code that is no success
+    NOT_CONNECTED = "not met"  # the ranks did not connect to each other
+    SYS_EXIT = "own end"  # sys.exit() with a code that is no success
     OTHER = "other"
 
 
@@ -55,7 +55,7 @@ PEER_CLOSED = re.compile(
 KIND_TEXTS = {
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
-    ErrorKind.NOT_MET: re.compile(
+    ErrorKind.NOT_CONNECTED: re.compile(
         r"environment variable (MASTER_|RANK|WORLD)|client socket has timed out"
         r"|connect\w* to \S+ .*(timed out|failed)"
         r"|connection refused|clients joined|name or service not known|rendezvous",
@@ -69,7 +69,7 @@ KIND_CLASSES: dict[type[BaseException], ErrorKind] = {
     Corrupt: ErrorKind.CORRUPT,
     RanksDiffer: ErrorKind.RANKS_DIFFER,
     StorageFault: ErrorKind.STORAGE,
-    SystemExit: ErrorKind.OWN_END,
+    SystemExit: ErrorKind.SYS_EXIT,
     MemoryError: ErrorKind.OUT_OF_MEMORY,
 }
 

@@ -1,7 +1,7 @@
 """The progress of a rank, in slots of a file that it shares with its launcher.
 
-A rank writes plain 64-bit numbers (40 ns each), so it may write them in each step. Nobody reads
-them until nothing has moved for a while.
+The slots are plain 64-bit numbers. Writing one takes 40 ns, so a rank can write several in each
+step. The launcher evaluates them only when the ranks have made no progress for a while.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from stepladder.core.typed_file import convert
 from stepladder.rank.stacks import Frame, find_user_frame
 
 PROGRESS_VARIABLE = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
-# The slots of a rank: see RankProgress. Its launcher writes REGROUP.
+# The indices of a rank's slots. RankProgress explains them, except for REGROUP: the launcher sets
+# it to ask the rank to leave its group after the current step.
 STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)
-RING = 28  # a rank remembers the call site and the size of so many collectives
+RING = 28  # the number of latest collectives whose call site and size a rank remembers
 SITE_SLOTS = 8  # the first slot of the call sites
 SIZE_SLOTS = SITE_SLOTS + RING  # the first slot of the sizes
 NUM_SLOTS = SIZE_SLOTS + RING
 BYTES_PER_RANK = 8 * NUM_SLOTS
-VARYING_SIZE = -1  # of a collective to which ranks may contribute different sizes
+VARYING_SIZE = -1  # recorded for a collective to which ranks may contribute different sizes
 
 UNKNOWN, STARTING, READING, COMPUTING, WAITING, UPDATING, EVALUATING, SAVING, ENDING = range(9)
 PHASES = (
@@ -56,8 +57,8 @@ STEP_KEYS = TIMING_KEYS[:-1]
 OPTIMIZER_MODULE = "torch.optim.optimizer"
 STEP_HOOK = "register_optimizer_step_post_hook"
 TORCH_POLL_S = 0.05
-BLOCK_SEPARATOR = " of "  # between the name of a collective and that of a block
-LOCAL_SLOTS = [0] * NUM_SLOTS  # of a process that no launcher watches
+BLOCK_SEPARATOR = " of "  # between the name of a collective and the name of a model block
+LOCAL_SLOTS = [0] * NUM_SLOTS  # the slots of a process that no launcher watches
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RankFiles:
 
     Attributes:
         rank: The number with which the rank was started.
-        slot: Its index among the ranks of its node.
+        slot: The index of the rank among the ranks of its node.
         progress_file: The slots of all ranks of the node.
         sites_file: The call sites of all ranks of the node, a line each.
         stacks_file: The stacks of this rank alone.
@@ -80,7 +81,7 @@ class RankFiles:
 
     @property
     def variable(self) -> dict[str, str]:
-        """The environment variable that names a rank's files."""
+        """The environment variable that names a rank's files, with its value."""
         return {PROGRESS_VARIABLE: json.dumps(asdict(self))}
 
     @staticmethod
@@ -115,10 +116,10 @@ class RankProgress:
         passes: Microbatches, or batches of an evaluation, begun.
         count: Collectives begun.
         waits: The number of the collective that the rank waits for, or 0.
-        recent: (call site, size) of the last collectives by their number; the size is how many
-            numbers the rank contributes, or VARYING_SIZE.
-        group: The number of the process group in which they were called: it counts the groups that
-            replaced a broken one.
+        recent: The latest collectives: (number, (call site, size)). The size is how many numbers
+            the rank contributes, or VARYING_SIZE.
+        group: The number of the current process group: 0 for the first one, and one more for each
+            group that replaced it.
     """
 
     step: int = 0
@@ -135,21 +136,20 @@ class RankProgress:
 
 
 class Progress:
-    """This rank's slots. `slots[PHASE] = READING` writes one.
-
-    Without a launcher the slots are a list, and collectives are not recorded.
+    """The progress of this process: `slots[PHASE] = READING` writes one slot.
 
     Attributes:
-        slots: The numbers.
-        files: The rank's files, if a launcher watches it.
+        slots: The slots in the file shared with the launcher. Without a launcher they are a list,
+            and collectives are not recorded.
+        files: The rank's files, None without a launcher.
     """
 
     def __init__(self) -> None:
         self.slots: Any = LOCAL_SLOTS
         self.files: RankFiles | None = None
         self._site_by_call: dict[int, int] = {}
-        self._codes: list[Any] = []  # kept alive, so that no id is used twice
-        self._site_by_label: dict[str, int] = {}  # of collectives of one block of the model
+        self._codes: list[Any] = []  # kept alive, so that no two code objects have the same id
+        self._site_by_label: dict[str, int] = {}  # for collectives of one block of the model
         self._num_sites = 0
         files = RankFiles.of_this_process()
         if files is None:
@@ -165,7 +165,7 @@ class Progress:
     def record_collective(self, name: str, size: int) -> None:
         """Record that this rank begins its next collective. Takes half a microsecond.
 
-        The call site is where the caller's caller is in the source.
+        The call site is the line that called the caller of this method.
 
         Args:
             name: The collective.
@@ -217,10 +217,10 @@ class Progress:
         self._num_sites += 1
 
     def _find_site(self, name: str, frame: Any) -> int:
-        """Return the number of a call site: of a new one, or of a call through another function.
+        """Return the number of the call site of a frame, and give a new call site a number.
 
-        The module that calls collectives may do so through functions of its own. The site is the
-        call into this module.
+        The module that calls `record_collective` may do so through several of its own functions.
+        The call site is the line outside of that module which called into it.
         """
         module = sys._getframe(2).f_globals
         while frame.f_globals is module and frame.f_back is not None:
@@ -235,7 +235,7 @@ class Progress:
 
 
 def _find_block_call(label: str) -> tuple[str, str, int, str]:
-    """Return the call site of a block: the innermost one in the job's code, if there is one."""
+    """Return the call site of a block: the innermost frame in the user's code, if there is one."""
     stack: list[Frame] = []
     frame: Any = sys._getframe(3)
     while frame is not None:
@@ -252,10 +252,10 @@ def _find_block_call(label: str) -> tuple[str, str, int, str]:
 
 
 def count_script_steps() -> None:
-    """Record the step of a script: it counts the steps of its first optimizer, by torch's own hook.
+    """Record the step of a script, by counting the steps of its first optimizer with torch's hook.
 
-    Runs in a thread and waits until the script has imported torch. To import it before the script
-    would change what the script can still set.
+    Runs in a thread and waits until the script has imported torch. If this thread imported torch
+    itself, it would be too late for the script to set what torch reads when it is imported.
     """
     while not hasattr(sys.modules.get(OPTIMIZER_MODULE), STEP_HOOK):
         time.sleep(TORCH_POLL_S)
@@ -265,7 +265,7 @@ def count_script_steps() -> None:
     def after_step(optimizer: object, *_: object) -> None:
         if not first_optimizer:
             first_optimizer.append(optimizer)
-        # In another phase our own trainer runs in the script, and records its steps itself.
+        # In any other phase Stepladder's trainer runs in the script, and records the steps itself.
         if optimizer is first_optimizer[0] and slots[PHASE] == UNKNOWN:
             slots[STEP] = max(slots[STEP], 1) + 1
 
@@ -275,8 +275,8 @@ def count_script_steps() -> None:
 def append_line(file: str | Path, line: str) -> None:
     """Append a line to a file to which other ranks append too.
 
-    One system call, so that no line lies within another one. A rank that is killed in it may leave
-    half a line, after which the next writer begins a new one.
+    The line is written by one system call, so that lines of several ranks do not mix. A rank that
+    is killed during the call may leave half a line; each line therefore begins with a newline.
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
     try:
@@ -285,9 +285,9 @@ def append_line(file: str | Path, line: str) -> None:
         os.close(descriptor)
 
 
-def clear_slots(file: Path, slot: int) -> None:
-    """Set the slots of one rank to zero, for the process that replaces it."""
-    _write_at(file, slot * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
+def clear_slots(file: Path, local_rank: int) -> None:
+    """Set all slots of one rank to zero, for the process that replaces it."""
+    _write_at(file, local_rank * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
 
 
 def write_slot(
@@ -296,7 +296,7 @@ def write_slot(
     slot: int,
     value: int,
 ) -> None:
-    """Write one slot of one rank."""
+    """Write one slot of one rank, from the launcher."""
     _write_at(
         file,
         local_rank * BYTES_PER_RANK + 8 * slot,
@@ -315,12 +315,12 @@ def read_progress(
     sites_file: Path,
     ranks: Sequence[int],
 ) -> list[RankProgress]:
-    """Return the progress of each rank of a node, also of one that has ended.
+    """Return the progress of each rank of a node, including ranks that have ended.
 
     Args:
-        file: The slots of the ranks.
-        sites_file: Their call sites.
-        ranks: The number of the rank at each index.
+        file: The file of the slots of all ranks.
+        sites_file: The file of the call sites of all ranks.
+        ranks: The rank number of each local rank.
     """
     slots = memoryview(file.read_bytes()).cast("q")
     sites = _read_sites(sites_file)

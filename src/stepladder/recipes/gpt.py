@@ -6,7 +6,7 @@ The model is a small transformer (Vaswani et al., 2017) that reads DIR/input.txt
 tenths of the text are for training. The metric `val_loss` is over all of the last tenth, in nats
 per token. `stepladder recipe sample` prints text that a trained model writes.
 
-What makes the model learn faster is in _gpt_fast.py.
+The parts that make the model learn faster are in _gpt_fast.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from stepladder.recipes._gpt_fast import (
 )
 from stepladder.recipes._schedules import count_steps, one_cycle
 
-MAX_CHARACTERS = 256  # a text with more, and what is no text, has bytes as tokens
-TABLE_RATE = 2.0  # learning rate of embeddings relative to matrices: a row is rarely used
-BLOCKS_PER_ROW = 5  # consecutive blocks in a row of the data, of which a step takes one
-PADDING = -1  # after the end of the text
+MAX_CHARACTERS = 256  # the tokens are bytes if a file has more different characters, or no UTF-8
+EMBEDDING_RATE = 2.0  # learning rate relative to that of matrices: a token's row is rarely used
+BLOCKS_PER_ROW = 5  # a row of the data has 5 consecutive blocks, and a step trains on one of them
+PADDING = -1  # fills the last row after the end of the text
 
 SumAndCount = tuple[Tensor, Tensor]
 
@@ -50,10 +50,10 @@ class Config:
     data_dir: str = "data/shakespeare"
     layers: int = 4
     heads: int = 4
-    width: int = 128  # numbers for each token between the layers, a multiple of the heads
+    width: int = 128  # length of a token's vector, a multiple of --heads
     block: int = 64  # tokens that the model sees at once
-    ngrams: int = 4  # longest run of tokens that has an embedding; 1: none but that of the token
-    dropout: float = 0.0  # part of what each layer adds, 0 to 1
+    ngrams: int = 4  # longest run of tokens that has an embedding; 1: single tokens only
+    dropout: float = 0.0  # fraction of each layer's output that is set to zero, 0 to 1
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
@@ -104,15 +104,15 @@ def build(config: Config) -> Job:
 
 
 def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """Make AdamW with weight decay for matrices, and a higher rate for embeddings and the rest."""
+    """Make AdamW: the layers' matrices have weight decay, all other weights a higher rate."""
     matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
     matrix_ids = {id(weight) for weight in matrices}
-    tables = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
+    others = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {
-            "params": tables,
-            "lr": TABLE_RATE * config.lr,
+            "params": others,
+            "lr": EMBEDDING_RATE * config.lr,
             "weight_decay": 0.0,
         },
     ]
@@ -128,18 +128,18 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 
 def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
-    """Read a text as tokens, one for each of its different characters.
+    """Read a text as tokens. Each different character of the text is a token of the vocabulary.
 
     Args:
         path: The text file.
         block: The number of tokens that the model sees at once.
 
     Returns:
-        The tokens, shape (n,), int16, and the code points of the characters, shape (vocabulary,).
-        Where tokens are bytes, there are no code points.
+        The tokens, shape (n,), int16, and the code point of each token's character, shape
+        (vocabulary,). If the tokens are bytes, there are no code points.
 
     Raises:
-        InputError: The file is missing or too short.
+        InputError: If the file is missing or too short.
     """
     hint = "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"
     with as_input_error(f"cannot read {path}", hint):
@@ -167,7 +167,7 @@ def encode(data: bytes) -> tuple[Any, Any]:
 
 
 def training_rows(tokens: Tensor, block: int) -> Tensor:
-    """Return rows of BLOCKS_PER_ROW blocks as views of the text; neighbours share a block."""
+    """Return rows of BLOCKS_PER_ROW blocks as views of the text; consecutive rows share a block."""
     return tokens.unfold(
         0,
         BLOCKS_PER_ROW * block,
@@ -233,15 +233,15 @@ class GPT(nn.Module):
         """Make the model.
 
         Args:
-            config: Its sizes.
-            characters: The code points of the tokens, saved with the weights; empty for bytes.
+            config: The sizes of the model.
+            characters: The code point of each token, saved with the weights; empty for bytes.
         """
         super().__init__()
         self.register_buffer("characters", characters)
         self.block = config.block
         self.vocabulary = len(characters) or MAX_CHARACTERS
         self.tokens = nn.Embedding(self.vocabulary, config.width)
-        self.places = nn.Embedding(config.block, config.width)
+        self.places = nn.Embedding(config.block, config.width)  # one for each position
         self.ngrams = HashedNgrams(self.vocabulary, config.ngrams, config.width)
         for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)
@@ -265,7 +265,7 @@ class GPT(nn.Module):
 
 
 def loss(model: nn.Module, rows: Tensor) -> SumAndCount:
-    """Return the loss of one block of each row, which begins at a random token in every step."""
+    """Return the loss of one block of each row; the block begins at a random token of the row."""
     block = rows.shape[1] // BLOCKS_PER_ROW
     last_start = (BLOCKS_PER_ROW - 1) * block
     start = torch.randint(
@@ -278,7 +278,7 @@ def loss(model: nn.Module, rows: Tensor) -> SumAndCount:
 
 
 def sum_token_losses(model: nn.Module, rows: Tensor) -> SumAndCount:
-    """Return the sum of the losses of all tokens but each row's first, and the number of them."""
+    """Return the sum of the losses of all tokens but the first of each row, and their number."""
     inputs = rows[:, :-1].long().clamp(min=0)
     targets = rows[:, 1:].long()
     logits = model(inputs).flatten(0, 1).float()
@@ -298,7 +298,7 @@ def generate(
     count: int,
     temperature: float,
 ) -> Tensor:
-    """Continue a prompt by tokens that are drawn one after the other.
+    """Continue a prompt, one token after the other.
 
     Args:
         model: A trained model.

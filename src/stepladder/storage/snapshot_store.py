@@ -22,14 +22,17 @@ from stepladder.storage.staging import HostBuffers, split_tied_tensors
 
 
 class Snapshots:
-    """The snapshots of one run: saved in the background, verified when read, old ones deleted.
+    """Writes, reads and deletes the snapshots of one run.
+
+    `save` writes a snapshot from one process. Where all ranks write parts of it, `begin` creates
+    the folder for the parts, and `save` completes it.
 
     Args:
         folder: The folder of the snapshots.
-        keep: How many of the newest remain. The one with the best `score` in its manifest remains
-            too.
-        guard: Called before anything is written; it raises if this process may not write here
-            any more.
+        keep: How many of the newest snapshots are kept. The snapshot with the best `score` in its
+            manifest is kept too.
+        guard: Called before anything is written. It raises an exception if this process may not
+            write to the folder any more.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Snapshots:
         self._buffers = HostBuffers()
         self._write = BackgroundWrite()
         self._abandoned = threading.Event()
-        # The folder that `begin` has created for all ranks, until `save` completes it.
+        # The folder that `begin` has created for the parts of all ranks, until `save` completes it.
         self._shared_folder: AbstractContextManager[Path] | None = None
 
     def save(
@@ -52,17 +55,17 @@ class Snapshots:
         manifest: JsonObject | None = None,
         parts: int = 0,
     ) -> None:
-        """Copy everything now, and write it in the background.
+        """Copy the model and the state now, and write the snapshot in the background.
 
-        Waits for the previous write first, and raises its error.
+        Waits for the previous snapshot first, and raises the error of writing it, if any.
 
         Args:
             step: Optimizer steps done.
             model: The model.
             state: Tensors, numbers, strings, and lists, tuples and dicts of them.
             manifest: Further entries of the manifest.
-            parts: Number of parts that ranks write into the folder of `begin`; the snapshot is
-                complete once all of them are on disk.
+            parts: How many parts the ranks write into the folder of `begin`, 0 without `begin`. The
+                snapshot is complete once all parts are on disk.
         """
         if parts:
             assert self._shared_folder is not None, "begin() comes first"
@@ -78,7 +81,7 @@ class Snapshots:
     def begin(self, step: int) -> str:
         """Create the folder for the parts that all ranks write.
 
-        Raises the previous write's error.
+        Waits for the previous snapshot first, and raises the error of writing it, if any.
 
         Returns:
             The path of the folder.
@@ -88,7 +91,7 @@ class Snapshots:
         stack = ExitStack()
         with as_input_error(f"snapshot in {self.folder} could not be written", FREE_SPACE_HINT):
             path = stack.enter_context(self.create(step))
-        self._shared_folder = _complete(stack, path)
+        self._shared_folder = _open_until_exit(stack, path)
         return str(path)
 
     def abandon_parts(self) -> None:
@@ -96,7 +99,7 @@ class Snapshots:
         self._abandoned.set()
 
     def end(self, timeout_s: float) -> None:
-        """Finish the write under way; its error is ignored, as `wait` or the caller reports one.
+        """Finish the current write. Its error is ignored: `wait` or the caller reports an error.
 
         Args:
             timeout_s: How long to wait for the parts of ranks that may be lost.
@@ -117,25 +120,26 @@ class Snapshots:
         self._delete_old()
 
     def wait(self) -> None:
-        """Wait until the snapshot under way is on disk.
+        """Wait until the snapshot that is being written is on disk.
 
-        Raises InputError if it could not be written, and any other error of the thread as it is.
+        Raises InputError if the files could not be written, and other errors of the thread
+        unchanged.
         """
         message = f"snapshot in {self.folder} could not be written"
         with suppress(PartsAbandoned), as_input_error(message, FREE_SPACE_HINT):
             self._write.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
-        """Return the newest undamaged snapshot, None if there is none at all.
+        """Return the newest undamaged snapshot, or None if there are no snapshots.
 
         Damaged snapshots that are newer are renamed to `step_*.damaged`.
 
         Args:
-            report: Called with a line for each of them.
+            report: Called with a line for each renamed snapshot.
 
         Raises:
-            InputError: If all snapshots are damaged. They remain as they are, so that the next
-                start fails again instead of training from step 0.
+            InputError: If all snapshots are damaged. They are not renamed, so that the next start
+                fails again instead of training from step 0.
         """
         durable.remove_unfinished(self.folder, "step_")
         damaged: dict[Path, str] = {}
@@ -146,7 +150,7 @@ class Snapshots:
                 damaged[path] = f"snapshot {path.name} is damaged ({error})"
                 continue
             for damaged_path, message in damaged.items():
-                report(f"{message}; set aside, the one before it is taken")
+                report(f"{message}; it is renamed, and the snapshot before it is used")
                 target = damaged_path.with_suffix(".damaged")
                 durable.remove(target)
                 damaged_path.rename(target)
@@ -155,7 +159,7 @@ class Snapshots:
             first_message = next(iter(damaged.values()))
             raise InputError(
                 f"all {len(damaged)} snapshots in {self.folder} are damaged: {first_message}",
-                "--fresh to begin again beside them",
+                "--fresh to move them aside and train from step 0",
             )
         return None
 
@@ -181,15 +185,15 @@ class Snapshots:
         best = max(scores, key=lambda path: (scores[path], path)) if scores else None
         for path in paths[: -self.max_newest]:
             if path != best:
-                # Renamed first: half of a deleted snapshot must not look like a complete one.
+                # Renamed first, since a snapshot that is deleted by half must not look complete.
                 unfinished = path.with_suffix(durable.UNFINISHED_SUFFIX)
                 path.rename(unfinished)
                 durable.remove(unfinished)
 
 
 @contextmanager
-def _complete(stack: ExitStack, path: Path) -> Iterator[Path]:
-    """Yield the folder that `stack` has opened, and close the stack after the block."""
+def _open_until_exit(stack: ExitStack, path: Path) -> Iterator[Path]:
+    """Yield the folder that `stack` has opened, and close the stack after the `with` block."""
     with stack:
         yield path
 

@@ -86,10 +86,11 @@ def open_session(
     Yields:
         The session, or the stored result of a run that is complete already.
     """
-    with ExitStack() as at_end:
-        opening = Opening(spec, comm, loggers, at_end)
-        at_end.push(opening.note_step_of_error)  # first, so that it sees errors of closing too
-        at_end.callback(torch.set_num_threads, torch.get_num_threads())
+    with ExitStack() as exit_stack:
+        opening = Opening(spec, comm, loggers, exit_stack)
+        # Pushed first, so that it is called last and sees errors of closing too.
+        exit_stack.push(opening.note_step_of_error)
+        exit_stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(spec.threads)
         keep_freed_memory()
         with comm.phases(STARTING_UP):
@@ -104,7 +105,7 @@ class Opening:
         spec: The run.
         comm: The ranks that train it.
         loggers: The user's own loggers, called on the first rank.
-        at_end: Closes what is opened here.
+        exit_stack: Closes what is opened here.
 
     Attributes:
         run_dir: The run directory on the first rank, once it is open.
@@ -114,12 +115,12 @@ class Opening:
     """
 
     def __init__(
-        self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger], at_end: ExitStack
+        self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger], exit_stack: ExitStack
     ) -> None:
         self.spec = spec
         self.comm = comm
         self.loggers = loggers
-        self.at_end = at_end
+        self.exit_stack = exit_stack
         self.state = TrainState(spec.job, make_scaler(spec.settings.precision, comm.device))
         self.snapshot_saver = SnapshotSaver(self.state, comm)
         self.run_dir: RunDir | None = None
@@ -146,7 +147,7 @@ class Opening:
             return self._join(number)
         self._validate_ranks()  # before anything is written
         stored = StoredRun(*self.comm.on_first(self._read_run_dir))
-        self.at_end.callback(self.snapshot_saver.close)
+        self.exit_stack.callback(self.snapshot_saver.close)
         self.spec = self.spec.with_order(stored.shuffle)
         if stored.result is not None:
             missed = describe_missed_failures(self.spec.settings, self.spec.num_steps)
@@ -175,7 +176,7 @@ class Opening:
         run_dir = open_run_dir(
             settings,
             self.snapshot_saver,
-            self.at_end,
+            self.exit_stack,
             is_fresh,
         )
         self.run_dir = run_dir
@@ -256,7 +257,7 @@ class Opening:
         )
         ledger = Ledger(spec.settings.run_dir, header)
         recorder = Recorder(spec, comm, self.state, ledger, loggers)
-        self.at_end.callback(recorder.close)
+        self.exit_stack.callback(recorder.close)
         lines = describe_start(spec, comm.world, self.state.step)
         if self.is_job_edited and self.state.step:
             lines += describe_edits(
@@ -284,8 +285,8 @@ class Opening:
         self.comm.prepare_to_join(number)
         ledger = Ledger(run_dir, LedgerHeader(attempt, number, 0, 0, ""))
         recorder = Recorder(self.spec, self.comm, self.state, ledger)
-        self.at_end.callback(recorder.close)
-        self.at_end.callback(self.snapshot_saver.close)
+        self.exit_stack.callback(recorder.close)
+        self.exit_stack.callback(self.snapshot_saver.close)
         self.state.mark_as_missing()
         session = self._make_session(recorder, attempt)
         session.join()
@@ -302,7 +303,7 @@ class Opening:
             self.state,
             recorder,
             self.snapshot_saver,
-            self.at_end,
+            self.exit_stack,
             attempt,
             self.run_dir,
             self.loggers,

@@ -66,7 +66,7 @@ class RecomputeCheck:
             spec: The run.
             comm: The ranks.
             sync: Adds the gradients.
-            compute: Runs forward and backward of a microbatch: `TrainingLoop._pass`.
+            compute: Runs forward and backward of a microbatch: `TrainingLoop._run_pass`.
         """
         model = spec.job.model
         self.plan = spec.plan

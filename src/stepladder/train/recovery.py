@@ -24,7 +24,10 @@ POSITION_FORMAT = struct.Struct("q?")  # a `Position` as bytes
 
 
 class Action(IntEnum):
-    """What ranks vote on at the end of each step: the index of its vote in a list of votes."""
+    """An action that ranks vote on in each step, to do it at the end of the step.
+
+    A list of votes has one bool for each action. The value of an action is its index in the list.
+    """
 
     STOP = 0
     SNAPSHOT = 1
@@ -37,11 +40,11 @@ class MembershipChange(Exception):
 
 
 class Position(NamedTuple):
-    """How far one rank is.
+    """How far one rank has come.
 
     Args:
         step: Optimizer steps done, -1 for a rank that has no state yet.
-        has_pending_actions: Whether the end of that step is still to be done.
+        has_pending_actions: Whether the actions at the end of that step are still to be done.
     """
 
     step: int
@@ -49,10 +52,10 @@ class Position(NamedTuple):
 
 
 class JournalEntry(NamedTuple):
-    """What the end of one step may change, as it was before.
+    """The state that the end of a step may change, saved before it is changed.
 
     Args:
-        votes: What the ranks agreed to do.
+        votes: What the ranks agreed to do at the end of the step.
         rows: The recorded steps that were not yet written.
         records: Losses and metrics, from `TrainState.records`.
     """
@@ -63,16 +66,17 @@ class JournalEntry(NamedTuple):
 
 
 class StateMessage(NamedTuple):
-    """Everything that one rank sends to bring another one to its own state.
+    """The training state of one rank, as it is sent to the ranks that are behind.
 
     Args:
-        weights: Of the model. With --shard-copies, only what no slice holds.
-        state: `TrainState.state_dict`.
+        weights: The model's state dict. With --shard-copies, only the tensors that are not in the
+            slices of the optimizer.
+        state: The result of `TrainState.state_dict`.
         step: Optimizer steps done.
         evaluated_step: The step of the last evaluation.
-        rows: The recorded steps that are not yet written, with numbers for losses.
-        pending_actions: What is still to be done at the end of the step, or None.
-        unfinished_step: With --shard-copies: a step whose weights are not yet gathered, or None.
+        rows: The recorded steps that are not yet written, with numbers instead of loss tensors.
+        pending_actions: The votes on the actions that are still to be done, or None.
+        unfinished_step: With --shard-copies, a step whose weights are not yet gathered, or None.
     """
 
     weights: dict[str, torch.Tensor]
@@ -87,12 +91,12 @@ class StateMessage(NamedTuple):
 class StepJournal:
     """Makes the end of a step repeatable, as the journal of a database does for a transaction.
 
-    `open` notes what the end of the step may change, `commit` marks it as done, `rollback` undoes
-    it.
+    `open` saves the state that the end of the step may change, `commit` marks the end as done, and
+    `rollback` restores the saved state.
 
     Attributes:
-        pending_actions: What ranks agreed to do at the end of the last step, by `Action`, while it
-            is not done; else None.
+        pending_actions: The votes on the actions at the end of the last step, in the order of
+            `Action`; None once these actions are done.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class StepJournal:
         self.entry: JournalEntry | None = None
 
     def open(self, votes: list[bool]) -> None:
-        """Begin the end of a step."""
+        """Save what the end of a step may change, before the agreed actions begin."""
         self.pending_actions = votes
         self.entry = JournalEntry(
             votes,
@@ -115,11 +119,11 @@ class StepJournal:
         )
 
     def commit(self) -> None:
-        """Mark the end of the step as done."""
+        """Mark the agreed actions as done."""
         self.pending_actions = None
 
     def rollback(self) -> None:
-        """Undo the end of the last step: it is done again, since some rank has not done it."""
+        """Undo the end of the last step, so that all ranks do it together once more."""
         assert self.entry is not None
         self.pending_actions = self.entry.votes
         self.recorder.replace_rows(self.entry.rows)
@@ -132,7 +136,7 @@ class StepJournal:
             The last step that is in metrics.jsonl.
 
         Raises:
-            StateLost: If no rank has the state, or a slice of it.
+            StateLost: If no rank has the state, or if no rank has some slice of it.
         """
         own_position = Position(self.state.step, self.pending_actions is not None)
         gathered = comm.gather_bytes(POSITION_FORMAT.pack(*own_position))
@@ -148,6 +152,7 @@ class StepJournal:
         self.recorder.ledger.record_change(
             last_step, comm.members, comm.group_number, comm.loss_reasons
         )
+        # Where one rank has not done the end of the last step, all ranks do it once more.
         if self.state.step == last_step and Position(last_step, True) in positions:
             self.rollback()
         if any(position.step < last_step for position in positions):
@@ -171,7 +176,7 @@ class StepJournal:
         Args:
             comm: The ranks.
             model: The model of this rank.
-            steps: The steps done by each rank.
+            steps: For each rank, the optimizer steps that it has done.
         """
         last_step = max(steps)
         source = steps.index(last_step)
@@ -215,8 +220,9 @@ class StepJournal:
             message.evaluated_step,
             with_slices=replicas is None,
         )
-        self.recorder.replace_rows(
-            [(row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in message.rows]
-        )
+        rows: list[Row] = []
+        for step, epoch, loss, count, rate, norm in message.rows:
+            rows.append((step, epoch, torch.tensor(loss).double(), count, rate, norm))
+        self.recorder.replace_rows(rows)
         if message.pending_actions is not None:
             self.open(message.pending_actions)

@@ -1,6 +1,6 @@
-"""One attempt of a run, around the training loop: evaluation, snapshots, recovery, the end.
+"""One attempt of a run, except for its steps: evaluation, snapshots, recovery and the result.
 
-Only the first rank touches shared files; each rank writes its own ledger.
+Only the first rank writes shared files; each rank writes its own ledger.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from stepladder.train.state import TrainState
 from stepladder.train.train_result import TrainResult
 
 SNAPSHOT_INTERVAL_S = 60.0
-MIN_SNAPSHOT_INTERVAL_S = 1.0  # epochs of milliseconds need no snapshot each
+MIN_SNAPSHOT_INTERVAL_S = 1.0  # at the ends of epochs, which may take milliseconds
 
 
 class Session:
-    """One attempt of a run, made by `open_session`: what surrounds the steps.
+    """One attempt of a run: all but its steps, which are in TrainingLoop. See `open_session`.
 
     Args:
         spec: The run.
         comm: The ranks that train it.
-        state: What the steps change, as the attempt begins.
+        state: The training state, as it is when the attempt begins.
         recorder: Records each step.
         snapshot_saver: Saves the state.
-        at_end: Closes what the attempt has opened.
+        exit_stack: Closes what the attempt has opened.
         attempt: The number of the attempt, from 1.
         run_dir: The run directory on the first rank, None on the others.
         loggers: The user's own loggers, called on the first rank.
 
     Attributes:
-        journal: Repeats the end of a step in which ranks were lost.
+        journal: Lets the end of a step in which ranks were lost be done once more.
         is_stopped: Whether the attempt ends before the run is complete.
     """
 
@@ -66,7 +66,7 @@ class Session:
         state: TrainState,
         recorder: Recorder,
         snapshot_saver: SnapshotSaver,
-        at_end: ExitStack,
+        exit_stack: ExitStack,
         attempt: int,
         run_dir: RunDir | None = None,
         loggers: Sequence[Logger] = (),
@@ -78,7 +78,7 @@ class Session:
         self.recorder = recorder
         self.journal = StepJournal(recorder, state)
         self.snapshot_saver = snapshot_saver
-        self.at_end = at_end
+        self.exit_stack = exit_stack
         self.attempt = attempt
         self.run_dir = run_dir
         self.loggers = loggers
@@ -109,7 +109,8 @@ class Session:
     def is_snapshot_due(self, now: float) -> bool:
         """Return whether this rank votes for a snapshot after the step under way.
 
-        By the clock only the first rank votes, since clocks differ between ranks.
+        Without --snapshot-every the time decides. Then only the first rank votes, since ranks
+        measure different times.
         """
         step = self.state.step + 1
         snapshot_every = self.spec.settings.snapshot_every
@@ -149,7 +150,8 @@ class Session:
         function: Metrics,
     ) -> dict[str, float]:
         if not self.spec.by_microbatch:
-            # Each rank's batch norm has seen only the rank's own share: rank 0's is evaluated.
+            # Batch norm has seen only the samples of its own rank, so all ranks evaluate with the
+            # buffers of rank 0.
             for buffer in self.job.model.buffers():
                 self.comm.broadcast(buffer)
         metrics = evaluate(
@@ -186,7 +188,7 @@ class Session:
         print_on_first_rank(text, self.spec.settings, self.comm)
 
     def _warn_of_counts(self, lines: list[str]) -> None:
-        """Print what may be wrong with the counts of the metrics, in the first evaluation only."""
+        """Print the warnings about the counts of metrics, in the first evaluation only."""
         if not self.has_warned_of_counts:
             self.report("\n".join(lines))
         self.has_warned_of_counts = True
@@ -197,12 +199,14 @@ class Session:
         """Continue in this process with the ranks that remain, or that have been added.
 
         Args:
-            reason: Why the process group ends: a lost rank, or a rank that waits to join.
+            reason: Why the process group ends: PeerLost, or MembershipChange for a rank that waits
+                to join.
 
         Raises:
             StateLost: If no rank has the state any more.
-            Exception: `reason`, if no launcher forms a next group.
+            Exception: This is `reason` itself, if no launcher forms a next group.
         """
+        # A rank whose step is -1 has no state yet: it has not been in a group that could break.
         is_rank_lost = isinstance(reason, PeerLost) and self.state.step >= 0
         status = GROUP_BROKEN if is_rank_lost else GROUP_LEFT
         self.snapshot_saver.abandon()
@@ -219,7 +223,7 @@ class Session:
         raise reason
 
     def join(self) -> None:
-        """Take over the state of ranks that train already, as a new rank of theirs."""
+        """Join ranks that train already, and copy the state from them."""
         self.recover(StateLost("the ranks that this rank was to join were lost"))
         self.resumed_from_step = self.state.step
 
@@ -231,17 +235,17 @@ class Session:
             self.recorder.close_files()
             run_dir.truncate_recent_metrics(last_written_step, self.spec.plan.steps_per_epoch)
             self.recorder.open_files()
-        self.comm.gather_bytes(b".")  # no rank goes on before the first one has the files
+        self.comm.gather_bytes(b".")  # no rank continues before the first one has opened the files
         self.state.finish_recovery()
 
     def _take_over_run_dir(self) -> RunDir:
-        """Open the run directory, and take over the output, of a first rank that was lost."""
+        """Open the run directory and continue the output, in place of a lost first rank."""
         restore_launcher_output()
         settings = self.spec.settings
         self.run_dir = open_run_dir(
-            settings, self.snapshot_saver, self.at_end, attempt=self.attempt
+            settings, self.snapshot_saver, self.exit_stack, attempt=self.attempt
         )
-        self.at_end.callback(self.snapshot_saver.close)
+        self.exit_stack.callback(self.snapshot_saver.close)
         durable.remove_unfinished(settings.run_dir / SNAPSHOTS_FOLDER, "step_")
         loggers = open_loggers(
             self.run_dir,
@@ -255,27 +259,28 @@ class Session:
     # -- the end -----------------------------------------------------------------------------------
 
     def finish(self, is_late: bool) -> TrainResult:
-        """Return the result, which is stored if the run is complete. A collective.
+        """Return the result, and store it if the run is complete. A collective.
 
         Args:
             is_late: Whether the attempt stopped because of the batch job's time limit.
         """
         with self.comm.phases(ENDING):
-            result = self._result()
+            result = self._make_result()
             self.snapshot_saver.wait()
             if self.run_dir is not None:
-                self.run_dir.heartbeat()  # notes in the lock that there is a snapshot
+                self.run_dir.heartbeat()  # writes to the lock file that there is a snapshot
                 if self.is_stopped:
                     write_end(STOPPED, self.state.step, is_late)
                 else:
                     self.run_dir.write_json(RESULT_FILE, result.as_json())
             if self.is_stopped:
-                # Slurm ends all tasks as soon as one exits with 75, so all wait for the files.
+                # Slurm kills all tasks as soon as one exits with code 75, so every rank waits until
+                # the first one has written its files.
                 with suppress(PeerLost):
                     self.comm.gather_bytes(b".")
         return result
 
-    def _result(self) -> TrainResult:
+    def _make_result(self) -> TrainResult:
         spec = self.spec
         state = self.state
         seconds = perf_counter() - self.start_time
@@ -302,16 +307,16 @@ class Session:
 def open_run_dir(
     settings: Settings,
     snapshot_saver: SnapshotSaver,
-    at_end: ExitStack,
+    exit_stack: ExitStack,
     is_fresh: bool = False,
     attempt: int | None = None,
 ) -> RunDir:
-    """Open the run directory on the first rank, with its snapshots, until `at_end` closes it.
+    """Open the run directory with its snapshots, on the first rank.
 
     Args:
         settings: The settings of the run.
         snapshot_saver: Saves into the directory from now on.
-        at_end: Closes the directory.
+        exit_stack: Closes the directory.
         is_fresh: Whether an earlier run in the directory is moved aside.
         attempt: The number of an attempt that continues here; None for a new attempt.
 
@@ -333,7 +338,7 @@ def open_run_dir(
     ) -> None:
         run_dir.close(failed=error is not None)
 
-    at_end.push(close)
+    exit_stack.push(close)
     snapshot_saver.open(
         Snapshots(
             settings.run_dir / SNAPSHOTS_FOLDER,

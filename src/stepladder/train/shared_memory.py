@@ -68,9 +68,9 @@ def read_last_exchange(memory: mmap.mmap) -> int:
 
 
 class SharedMemory:
-    """The collectives of one group of ranks, with the names and arguments of torch.distributed's.
+    """The collectives of one group of ranks, with names and arguments as in torch.distributed.
 
-    All of them only start: the result is there after `wait` of the work that they return.
+    A method only starts its collective. The result is there after `wait` of the returned `Work`.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class SharedMemory:
         Args:
             memory: The memory that rank/shared_segment.py has mapped; groups use it in turn.
             rank: This rank.
-            pids: The process of each rank.
-            group_id: The number before the group's first exchange: larger than
+            pids: The process id of each rank.
+            group_id: The exchange number from which the group counts on. It must be larger than
                 `read_last_exchange` of every rank.
             timeout_seconds: How long an exchange waits for a peer.
 
         Raises:
-            RuntimeError: A rank has ended already.
+            RuntimeError: If the process of a rank has ended already.
         """
         self.rank = rank
         self.memory = memory
@@ -105,13 +105,14 @@ class SharedMemory:
         self.sleeping_words = self.waiter.sleeping_words
         self.ranks = len(pids)
         self.one_row_each = (1,) * len(pids)
-        self.fence = threading.Lock()
+        self.fence = threading.Lock()  # acquiring it is a memory fence, see the module's docstring
         self.exchange_count = group_id
         self.queue: list[Work] = []
         self.planner = ExchangePlanner(memory_bytes, rank, len(pids))
         self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
         self.arena_used_bytes = 0
-        # By address of this rank's vector in the arena: its offset in a slot, and every rank's.
+        # For the address of each vector of this rank in the arena: the vector's offset within a
+        # slot, and the same vector of every rank.
         self.vectors: dict[int, tuple[int, Tensors]] = {}
 
     def leave_group(self) -> None:
@@ -123,9 +124,10 @@ class SharedMemory:
         length: int,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """Return zeros in the arena, which `all_reduce` adds in place.
+        """Return a vector of zeros in this rank's arena, the part of its slot for such vectors.
 
-        All ranks must call this method, in the same order.
+        `all_reduce` adds these vectors where they are, without a copy to the slot's halves. All
+        ranks must call this method, in the same order.
 
         Returns:
             The vector, or None if it fits into one exchange anyway or the arena is full.
@@ -227,7 +229,7 @@ class SharedMemory:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_options: Any
     ) -> Work:
-        """Start sending each rank its part of the flat `sent`; all parts have the same length."""
+        """Start sending each rank its part of the flat tensor `sent`, in parts of equal length."""
         ranks = self.ranks
         targets = received.view(ranks, -1)
 
@@ -245,11 +247,11 @@ class SharedMemory:
     def reduce_scatter(
         self, result: torch.Tensor, tensor: torch.Tensor, block: str = "", **_: Any
     ) -> Work:
-        """Start adding the flat `tensor` over the ranks.
+        """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
 
         Args:
-            result: Flat; gets this rank's slice of the sum.
-            tensor: Flat; the slices of all ranks, in rank order.
+            result: A flat tensor, which gets this rank's slice of the sum.
+            tensor: A flat tensor of the slices of all ranks, in rank order.
             block: The model block that is reduced; must be the same on all ranks.
 
         Returns:
@@ -286,12 +288,22 @@ class SharedMemory:
         combine: CombineFunction,
         **_: Any,
     ) -> Work:
-        """Start combining the rows of all ranks by a function; `rows` are this rank's, flat."""
+        """Start combining the rows of all ranks by a function.
+
+        Args:
+            rows: This rank's rows, as one flat tensor.
+            rows_per_rank: The number of rows of each rank.
+            length: The length of a row.
+            combine: Called with the rows of all ranks, for a range of columns at a time.
+
+        Returns:
+            The work that was started.
+        """
         message_format = MessageFormat("combine", rows.dtype, rows_per_rank, length)
         return self._enqueue(message_format, rows, combine)
 
     def start_sum(self, values: list[float]) -> ScalarSumWork:
-        """Start adding a few float64 numbers, which fit into a slot."""
+        """Start adding a few float64 numbers over the ranks; they must fit into one slot."""
         work = ScalarSumWork(
             self.exchange,
             values,
@@ -357,7 +369,7 @@ class SharedMemory:
                 break
         for peer in self.peers:
             slot = SLOT_WORDS * peer
-            if slots[slot] < count:
+            if slots[slot + EXCHANGE_WORD] < count:
                 self.waiter.wait(peer, count)
             if slots[slot + DIGEST_WORD + half] != digest:
                 raise RuntimeError(

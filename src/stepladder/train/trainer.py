@@ -1,8 +1,8 @@
 """The training loop: `Trainer.fit` takes steps, `TrainingLoop.step` takes microbatches.
 
-The plan says what is computed, the world says who computes it. The trainer's own state is the
-number of steps done. All randomness is keyed by step and microbatch, so a snapshot holds no state
-of a single rank.
+The plan says what is computed, the world says which ranks compute it. The only state of the trainer
+itself is the number of steps done. All randomness is keyed by step and microbatch, so a snapshot
+holds no state that belongs to a single rank.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Trainer:
     Args:
         job: The model, its optimizer, the loss and the data.
         settings: How to train, and in which run directory.
-        recipe: The job's name and the Config that it was built with. A resumed run must have the
-            same ones.
-        comm: The ranks to train with. By default those that this process is part of: started by
-            torchrun, by Slurm or with the script's own process group, or this process alone.
-        loggers: Objects that get the curves on rank 0, besides TensorBoard.
+        recipe: The name of the job and the Config that it was built with. When a run is resumed,
+            both must be the same as before.
+        comm: The ranks to train with. By default the ranks that torchrun, Slurm or the script's own
+            process group has started with this process; without any, this process trains alone.
+        loggers: Objects that get the metrics of every step on rank 0, besides TensorBoard.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Trainer:
             InputError: If the settings do not fit the job, before anything is written.
         """
         with (
-            self._ranks() as comm,
+            self._open_comm() as comm,
             translate_storage_errors(self.settings.run_dir),
             StopSignals() as stop,
         ):
@@ -116,7 +116,7 @@ class Trainer:
                             session.recover(reason)
                 return session.finish(stop.late)
 
-    def _ranks(self) -> AbstractContextManager[Comm]:
+    def _open_comm(self) -> AbstractContextManager[Comm]:
         if self.comm is not None:
             return nullcontext(self.comm)
         world = World.detect()
@@ -127,8 +127,8 @@ class Trainer:
 class TrainingLoop:
     """The steps of one attempt: each call of `step` trains on one global batch.
 
-    Everything that is the same in every step is decided in `__init__`. After a loss of ranks the
-    trainer makes a new loop for the ranks that remain.
+    What is the same in every step is decided in `__init__`. When the process group changes, the
+    trainer makes a new loop for the new group.
     """
 
     def __init__(self, session: Session, stop: StopSignals) -> None:
@@ -145,14 +145,14 @@ class TrainingLoop:
         self.by_microbatch = self.spec.by_microbatch
         self.phase = self.comm.phases.timer
         self.slots = self.comm.progress.slots
-        if not self.model.training:  # otherwise layers that the user froze with eval() stay frozen
+        if not self.model.training:  # train() also unfreezes layers that the user froze with eval()
             self.model.train()
 
         self.statistics: RunningStatistics | None = None
         if self.by_microbatch and find_batch_norms(self.model):
             self.statistics = RunningStatistics(self.model)
-        self.replicas = ReplicaCheck(
-            self.model, self.job.optimizer, self.comm, self._buffers_of_this_rank()
+        self.replica_check = ReplicaCheck(
+            self.model, self.job.optimizer, self.comm, self._list_unshared_buffers()
         )
         self.sync = self._make_sync()
         self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
@@ -166,17 +166,17 @@ class TrainingLoop:
         self.buffers: ForwardBuffers | None = None
         if self.settings.sync == "exact":
             self.buffers = ForwardBuffers(self.model)
-        self.replay: RecomputeCheck | None = None
+        self.recompute_check: RecomputeCheck | None = None
         if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
-            self.replay = RecomputeCheck(self.spec, self.comm, self.sync, self._pass)
-        own_rank = self.comm.world.rank
-        self.failing_steps = {step for rank, step in self.settings.fail_at if rank == own_rank}
+            self.recompute_check = RecomputeCheck(self.spec, self.comm, self.sync, self._run_pass)
+        this_rank = self.comm.world.rank
+        self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
         self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
 
-    def _buffers_of_this_rank(self) -> list[torch.Tensor]:
+    def _list_unshared_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that may differ between ranks.
 
-        In one pass per rank, batch norm sees only the rank's own share.
+        Where a rank computes its share in one pass, batch norm sees only the rank's own samples.
         """
         if self.by_microbatch:
             return []
@@ -184,7 +184,7 @@ class TrainingLoop:
         return [buffer for layer in layers for buffer in layer.buffers()]
 
     def _make_sync(self) -> Sync:
-        """Return what adds the gradients over ranks, and `_extra` in the same way."""
+        """Return the Sync that adds gradients, and the values of `_make_extra`, over ranks."""
         extra_size = 1 if self.by_microbatch else 0
         if self.statistics is not None:
             extra_size += self.statistics.size
@@ -193,7 +193,7 @@ class TrainingLoop:
 
     def __enter__(self) -> TrainingLoop:
         if self._is_replica_check_due:
-            self._check_replicas(next_step=self.state.step)
+            self._check_replicas(self.state.step)
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
@@ -204,7 +204,7 @@ class TrainingLoop:
             self._undo_interrupted_step()
 
     def _undo_interrupted_step(self) -> None:
-        """Leave the model as it was before the step, since other ranks may take the step again."""
+        """Leave the model as it was before the step, which the remaining ranks may rerun."""
         if self.statistics is not None:
             self.statistics.cancel()
         if self.state.shard_replicas is not None:
@@ -213,7 +213,7 @@ class TrainingLoop:
             param.grad = None
 
     def complete_interrupted_step(self) -> None:
-        """Do what ranks agreed on at the end of a step in which ranks were lost."""
+        """Do what the ranks agreed to do after the step in which some of them were then lost."""
         votes = self.session.journal.pending_actions
         if votes is not None:
             self._end_step(votes)
@@ -222,12 +222,12 @@ class TrainingLoop:
         """Take one optimizer step over one global batch, then do what the ranks agreed on."""
         with self.phase(STEPPING):
             spans = self._begin_step()
-            replay = self.replay
-            if replay is not None and not replay.is_due(self.state.step):
-                replay = None
+            recompute_check = self.recompute_check
+            if recompute_check is not None and not recompute_check.is_due(self.state.step):
+                recompute_check = None
             backward: Backward = self.sync.backward
-            if replay is not None:
-                backward = replay.watching_backward(self.state.step)
+            if recompute_check is not None:
+                backward = recompute_check.watching_backward(self.state.step)
             loss_sum: torch.Tensor | None = None
             count = 0.0
             indices_read = []
@@ -236,21 +236,21 @@ class TrainingLoop:
                     indices, batch = next(self.batches)
                 if len(span):
                     indices_read.append(indices)
-                loss, pass_count = self._pass(span, batch, backward)
+                loss, pass_count = self._run_pass(span, batch, backward)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += pass_count
             self.recorder.record_samples(indices_read)
             with self.phase(WAITING_FOR_RANKS):
                 result = self._reduce(count, loss_sum)
-            if replay is not None:  # before this gradient moves any weight
-                replay.compare(self.state.step)
+            if recompute_check is not None:  # before a wrong gradient changes any weight
+                recompute_check.compare(self.state.step)
             with self.phase(UPDATING):
                 learning_rate, norm = self._update_weights(result)
             self.recorder.record_step(
                 self._loss_over_ranks(result), result.total_count, learning_rate, norm
             )
             if self.state.shard_replicas is not None:
-                # From here on the step can be completed without the ranks that may be lost.
+                # If ranks are lost from here on, the remaining ranks can complete the step.
                 self.session.journal.open(result.votes)
             if self.state.shards is not None:
                 with self.phase(WAITING_FOR_RANKS):
@@ -259,7 +259,7 @@ class TrainingLoop:
         self._end_step(result.votes)
 
     def _begin_step(self) -> list[Span]:
-        """Prepare one step and return this rank's passes of it."""
+        """Prepare one step, and return the passes that this rank makes in it."""
         step = self.state.step
         spans = self.share.spans(step)
         self.slots[STEP] = step + 1
@@ -269,16 +269,17 @@ class TrainingLoop:
             self.statistics.begin()
         return spans
 
-    def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
+    def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
         """Compute forward and backward of one microbatch, or of the rank's whole share.
 
         Args:
-            span: Which samples of the global batch these are. An idle pass has none of its own.
+            span: Which samples of the global batch the pass computes; none in an idle pass.
             batch: The samples.
-            backward: Takes the loss, what it counts, and values to add over all microbatches.
+            backward: Adds the gradient of the pass. It takes the loss, the count, and the result of
+                `_make_extra`.
 
         Returns:
-            The loss summed over the samples, shape (), and what the loss counts.
+            The loss summed over the samples, shape (), and the number that the job's loss counts.
         """
         self.slots[PASS] += 1
         samples = len(span)
@@ -296,15 +297,15 @@ class TrainingLoop:
             if not samples:
                 loss = loss * 0
                 count = 0.0
-            extra = self._extra(loss, samples) if self.by_microbatch else None
+            extra = self._make_extra(loss, samples) if self.by_microbatch else None
             loss_sum = loss.detach()
             if self.scales_loss:
                 loss = self.state.scaler.scale(loss)
             backward(loss, count, extra)
         return loss_sum, count
 
-    def _extra(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return what is added over all microbatches in the same way as their gradients.
+    def _make_extra(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the values of one microbatch that are added over microbatches as gradients are.
 
         It is the loss, shape (). With batch norm the statistics of the batch follow, shape
         (extra_size,).
@@ -371,7 +372,7 @@ class TrainingLoop:
         """Write, evaluate, save and stop, as the ranks agreed."""
         session = self.session
         if self._is_replica_check_due:  # before a snapshot could keep weights that differ
-            self._check_replicas(next_step=self.state.step - 1)
+            self._check_replicas(self.state.step - 1)
         is_run_complete = self.state.step == self.spec.num_steps
         if session.is_epoch_end:
             session.end_epoch()
@@ -380,7 +381,7 @@ class TrainingLoop:
         if votes[Action.STOP] and not is_run_complete:
             session.stop()
         if votes[Action.SNAPSHOT] or session.is_stopped or is_run_complete:
-            if self.buffers is not None:  # finds also writes that torch's version counter misses
+            if self.buffers is not None:  # also detects writes that torch's version counter misses
                 self.buffers.validate_unchanged()
             session.snapshot()
 
@@ -389,6 +390,7 @@ class TrainingLoop:
         every = self.settings.guard_every
         return every is not None and self.state.step % every == 0
 
-    def _check_replicas(self, next_step: int) -> None:
-        order = fingerprint_order(self.plan, self.plan.epoch_of_step(next_step))
-        self.replicas.check(self.state.step, order)
+    def _check_replicas(self, step: int) -> None:
+        """Compare the state of all ranks, and the sample order of the epoch that has this step."""
+        order = fingerprint_order(self.plan, self.plan.epoch_of_step(step))
+        self.replica_check.check(self.state.step, order)

@@ -2,8 +2,9 @@
 
 No rank is restarted, and no snapshot is read. The launcher sees which rank has ended and notifies
 the others. They leave the broken group and report why. Once all of them wait, the launcher sends
-them the members of the next group and the URL where they meet. A replacement process reports in the
-same way when it is ready to join; the other ranks then leave their group after the current step.
+them the members of the next group and the URL of its rendezvous. A replacement process reports in
+the same way when it is ready to join; the other ranks then leave their group after the current
+step.
 On several nodes, each launcher does this for its own ranks, and the launchers agree on the members
 of the next group by a vote (consensus.py).
 """
@@ -33,26 +34,26 @@ from stepladder.rank.membership import (
 from stepladder.rank.open_file import MemoryFile
 
 MAX_MESSAGE_BYTES = 64
-MAX_REPLACEMENTS = 3  # that are started in a row without one that joins
+MAX_REPLACEMENTS = 3  # how many are started in a row while none of them has joined
 
 
 class RecoveryState(Enum):
-    """What becomes of the next group."""
+    """Whether the next group can be formed."""
 
-    OPEN = auto()  # it is formed when all remaining ranks wait for it
-    VOTING = auto()  # the votes of other nodes are missing
-    REFUSED = auto()  # there will be none, because its ranks would fail as well
+    OPEN = auto()  # the group is formed when all remaining ranks wait for it
+    VOTING = auto()  # this node has voted, votes of other nodes are missing
+    REFUSED = auto()  # there is no next group, because its ranks would fail as well
 
 
 @dataclass(frozen=True)
 class GroupActions:
-    """What the recovery has its group do.
+    """What the recovery can ask the launcher to do with the ranks of the node.
 
     Args:
-        start_replacement: Starts a process in place of a lost rank, under a new number.
+        start_replacement: Starts a process that replaces a lost rank, under a new number.
         request_regroup: Asks a rank to leave its group after the current step.
-        release_locks: Releases the locks of the run directory, which a rank of another node writes
-            from now on.
+        release_locks: Releases the locks of the run directory, for a rank of another node that
+            writes to the directory from now on.
     """
 
     start_replacement: Callable[[RankProcess, int], RankProcess]
@@ -61,20 +62,22 @@ class GroupActions:
 
 
 class InPlaceRecovery:
-    """The ranks of one node while some are lost. A rank has the number that it was started with.
+    """In-place recovery of the ranks of one node.
+
+    A rank is identified by the number that it was started with, which no other rank ever gets.
 
     Args:
-        policy: Reports failures, and tells which are permanent.
-        actions: What the group does when it is asked.
+        policy: Reports failures, and decides which are permanent.
+        actions: What the launcher does on request.
         consensus: The agreement with the other nodes.
-        min_ranks: So many ranks may continue without one whose replacement fails as well; None if a
-            replacement is always started.
+        min_ranks: A lost rank whose replacement soon fails as well is not replaced once more if at
+            least this number of ranks remains. None if a lost rank is always replaced.
 
     Attributes:
         failed: The ranks that failed since the last group was formed.
-        abandoned: The ranks of earlier groups that the others continue without.
+        abandoned: The ranks that the others continue without.
         joining: The replacements and new ranks that have not joined a group yet.
-        state: What becomes of the next group.
+        state: Whether the next group can be formed.
     """
 
     def __init__(
@@ -92,24 +95,31 @@ class InPlaceRecovery:
         self._actions = actions
         self._consensus = consensus
         self._min_ranks = min_ranks
-        self._meeting_file = MemoryFile("meetings")  # where ranks of this node form new groups
+        # The file store of the rendezvous of each new group, if all its ranks are on this node.
+        self._rendezvous_file = MemoryFile("meetings")
         self._channels: dict[int, socket.socket] = {}
         self._started_ranks: set[int] = set()
-        self._grouped_ranks: set[int] = set()  # that have been in a group
-        self._leave_reasons: dict[int, bytes] = {}  # of the ranks that wait for the next group
-        self._replacement_count = 0  # since the last one has joined
-        # The number of the next group when the ranks were last notified of a loss or a join.
+        self._grouped_ranks: set[int] = set()  # the ranks that have been in a group
+        # For each rank that waits for the next group: why it left its group.
+        self._leave_reasons: dict[int, bytes] = {}
+        self._replacement_count = 0  # replacements started since a rank last joined
+        # The number of the group that was to come when the ranks were last notified of a loss, and
+        # of a join.
         self._loss_notified_for = 0
         self._join_notified_for = 0
 
     def open_channel(self, rank: int) -> socket.socket:
-        """Return the rank's end of a new channel, to be closed here once the rank has it."""
+        """Open a control channel to a rank.
+
+        Returns:
+            The rank's end, which the caller closes once the rank's process has inherited it.
+        """
         self._channels[rank], rank_end = make_control_sockets()
         self._started_ranks.add(rank)
         return rank_end
 
     def add_joining(self, member: RankProcess) -> None:
-        """Note that a rank that was started joins a group that trains."""
+        """Note that a rank was started which will join a group that trains already."""
         self.joining[member.rank] = member
 
     @property
@@ -118,7 +128,11 @@ class InPlaceRecovery:
         return list(self._channels.values())
 
     def receive(self, ready: Collection[object]) -> None:
-        """Read the messages on those channels that are among `ready`."""
+        """Read the messages from ranks.
+
+        Args:
+            ready: The objects that can be read without waiting, among them channels.
+        """
         for rank, channel in list(self._channels.items()):
             if channel in ready:
                 self._receive_from(rank, channel)
@@ -168,9 +182,9 @@ class InPlaceRecovery:
         error = member.read_error()
         if error is not None and error.kind is ErrorKind.STATE_LOST:
             self.state = RecoveryState.REFUSED
-        concerns_all = error is not None and error.affects_all_ranks
+        affects_all_ranks = error is not None and error.affects_all_ranks
         is_refused = self.state is RecoveryState.REFUSED
-        if is_refused or concerns_all or not self._can_regroup(member, alive):
+        if is_refused or affects_all_ranks or not self._can_regroup(member, alive):
             return False
         self._close_channel(member.rank)
         self.failed.append(member)
@@ -181,16 +195,16 @@ class InPlaceRecovery:
         member: RankProcess,
         alive: set[int],
     ) -> bool:
-        """Return whether there are ranks to continue, and all of them hear of the loss.
+        """Return whether some rank remains that trains, and all ranks can be notified of the loss.
 
-        A rank that waits for its first group hears of nothing until the timeout.
+        A rank that waits for its first group reads no notification until the wait times out.
         """
         is_training = self._consensus.peers_train or not alive <= self.joining.keys()
         return is_training and self._grouped_ranks >= {member.rank, *alive} - self.joining.keys()
 
     def _abandon_joining(self, member: RankProcess) -> None:
         self._policy.report(member.determine_failure())
-        print_message("it was to join the other ranks, which continue without it")
+        print_message(f"rank {member.rank} was to join the other ranks, which continue without it")
         self._close_channel(member.rank)
         del self.joining[member.rank]
         self.abandoned.add(member.rank)
@@ -204,13 +218,13 @@ class InPlaceRecovery:
         self.joining[rank] = self._actions.start_replacement(member, rank)
 
     def poll(self, alive: set[int]) -> bool:
-        """Let ranks whose group is broken, and ranks that join, meet in the next group.
+        """Form the next group once all ranks whose group is broken, or that join, wait for it.
 
         Args:
             alive: The ranks of this node that are alive.
 
         Returns:
-            False if there must be no next group, because its ranks would fail as well.
+            False if the ranks must be ended now, because there will be no next group.
         """
         training = alive - self.joining.keys()
         consensus = self._consensus
@@ -229,7 +243,7 @@ class InPlaceRecovery:
         return True
 
     def _kill_joining(self) -> None:
-        """End the ranks that were to join: no group is left to be joined."""
+        """Kill the ranks that were to join, since no group is left that they could join."""
         for rank, member in self.joining.items():
             member.process.kill()
             self.abandoned.add(rank)
@@ -257,7 +271,7 @@ class InPlaceRecovery:
                 self._actions.request_regroup(rank)
 
     def _vote(self, training: set[int]) -> bool:
-        """Vote on the next group, and let the ranks meet in it once all nodes have voted."""
+        """Vote on the next group, and form it once all nodes have voted. Returns as `poll` does."""
         failures = [member.determine_failure() for member in self.failed]
         quorum = self._consensus.vote(self._make_vote(failures, len(training)))
         if quorum is None:
@@ -284,7 +298,7 @@ class InPlaceRecovery:
             leave_reasons=sorted({reason.decode() for reason in self._leave_reasons.values()}),
             lost_count=len(failures),
             is_permanent=any(self._policy.is_permanent(failure) for failure in failures),
-            file_url=f"file://{self._meeting_file.path}?group={self._consensus.group_number}",
+            file_url=f"file://{self._rendezvous_file.path}?group={self._consensus.group_number}",
             address=self._consensus.address,
             failed_step=max(failed_steps, default=None),
             loss_reasons=[failure.summary for failure in failures],
@@ -321,17 +335,18 @@ class InPlaceRecovery:
             self._grouped_ranks.add(rank)
             if self.joining.pop(rank, None) is not None:
                 self._replacement_count = 0
-            self._answer(rank, membership)
+            self._reply(rank, membership)
 
     def _refuse_waiting_ranks(self) -> None:
         for rank in list(self._leave_reasons):
-            self._answer(rank, None)
+            self._reply(rank, None)
 
-    def _answer(
+    def _reply(
         self,
         rank: int,
         membership: Membership | None,
     ) -> None:
+        """Send a waiting rank the members of the next group, or None if there is none."""
         send_membership(self._channels[rank], membership)
         del self._leave_reasons[rank]
 
@@ -345,7 +360,7 @@ class InPlaceRecovery:
         if not self._policy.is_repeated_failure(member.local_rank):
             return True
         print_message(
-            f"rank {member.rank} failed within a minute of the rank that it replaced:"
+            f"rank {member.rank} replaced another rank, and failed within a minute of it:"
             " it is not replaced"
         )
         return False

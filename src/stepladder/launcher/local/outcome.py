@@ -23,8 +23,8 @@ ERROR_CAUSES = {
     f" {sys.executable}, which runs the ranks",
     ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one,"
     " or another number",
-    ErrorKind.NOT_MET: "the ranks could not connect. HINT: MASTER_ADDR and MASTER_PORT must lead"
-    " all ranks to rank 0",
+    ErrorKind.NOT_CONNECTED: "the ranks could not connect. HINT: MASTER_ADDR and MASTER_PORT must"
+    " lead all ranks to rank 0",
 }
 SIGNAL_CAUSES: dict[int, str] = {
     signal.SIGKILL: "`kill -9` from outside: a person, the batch system, or a container's limit of"

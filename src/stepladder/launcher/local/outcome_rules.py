@@ -1,4 +1,4 @@
-"""Determines how a group of ranks ended, from all that is known when it has ended.
+"""Determines how a group of ranks ended, from all the evidence at its end.
 
 The rules are tried in the order of `RULES`, from the strongest evidence to the weakest. Each is a
 pure function, so that each case is a row of a table in its test.
@@ -33,15 +33,15 @@ class Evidence:
     """All that is known of a group when it has ended.
 
     Args:
-        exit_codes: The exit code of each rank, in the order of the ranks; None for a rank that had
-            not ended.
+        exit_codes: The exit code of each rank, in rank order; None for a rank that had not ended.
         errors: The errors that ranks have recorded.
         explanation: Why the ranks made no progress, if that may have caused the end.
         was_explained_first: Whether the ranks made no progress before the first of them failed.
-        mismatch: The first collective that two ranks did not call alike, if there is one.
-        is_out_of_memory: Whether the kernel has killed a process for lack of memory meanwhile.
-        stop_signal: The signal by which a script was asked to stop; 0 for none. Unlike a job, a
-            script need not know how to stop.
+        mismatch: The first collective that two ranks called differently, if there is one.
+        is_out_of_memory: Whether the kernel killed a process for lack of memory while the group
+            ran.
+        stop_signal: The signal that asked a script to stop, which it may not handle; 0 for none,
+            and for a job, which always handles it.
     """
 
     exit_codes: Mapping[int, int | None]
@@ -102,10 +102,10 @@ def find_stop_signal(evidence: Evidence) -> Outcome | None:
 
 
 def find_early_stall(evidence: Evidence) -> Outcome | None:
-    """Return the stall that came before any rank failed.
+    """Return the stall, if it came before any rank failed.
 
-    The errors of the ranks then only say that they waited in vain, except for an error of the
-    rank that they waited for.
+    The ranks then failed because they waited in vain, so their errors do not tell the cause. Only
+    an error of the rank that they waited for does.
     """
     if not evidence.was_explained_first or evidence.explanation is None:
         return None
@@ -119,13 +119,13 @@ def find_early_stall(evidence: Evidence) -> Outcome | None:
 def find_exception(evidence: Evidence) -> Outcome | None:
     """Return the earliest exception that no other rank caused."""
     was_killed = any(code < 0 for code in evidence.failed_codes.values())
-    consequences = {ErrorKind.OWN_END}
+    other_rules = {ErrorKind.SYS_EXIT}  # the kinds of error that a later rule explains
     if was_killed:  # a killed rank does not answer when the others connect
-        consequences.add(ErrorKind.NOT_MET)
+        other_rules.add(ErrorKind.NOT_CONNECTED)
     causes = [
         error
         for error in evidence.errors
-        if not error.is_consequence and error.kind not in consequences
+        if not error.is_consequence and error.kind not in other_rules
     ]
     if not causes:
         return None
@@ -143,7 +143,7 @@ def find_early_end(evidence: Evidence) -> Outcome | None:
 def find_mismatch(evidence: Evidence) -> Outcome | None:
     """Return the different collectives that ranks called.
 
-    gloo then aborts a rank without a message, so that the calls say more than its signal.
+    gloo then aborts a rank without a message, so the recorded calls explain more than the signal.
     """
     if evidence.mismatch is not None:
         return Mismatched(evidence.mismatch.rank, evidence.mismatch.with_cause)
@@ -172,15 +172,15 @@ def find_exit_code(evidence: Evidence) -> Outcome | None:
     """Return the exit code of a rank that ended by sys.exit(), or without an error."""
     kinds = {error.rank: error.kind for error in evidence.errors}
     for rank, code in evidence.failed_codes.items():
-        if kinds.get(rank, ErrorKind.OWN_END) is ErrorKind.OWN_END:
+        if kinds.get(rank, ErrorKind.SYS_EXIT) is ErrorKind.SYS_EXIT:
             return Exited(rank, code, is_sys_exit=rank in kinds)
     return None
 
 
 def find_lost_state(evidence: Evidence) -> Outcome | None:
-    """Return the earliest error of a rank that lacks state of lost ranks.
+    """Return the earliest error of a rank that found the training state lost with other ranks.
 
-    Later errors are of ranks that were to join them, and only say that they have ended.
+    Later errors come from ranks that were to join: they only say that the other ranks have ended.
     """
     errors = [error for error in evidence.errors if error.kind is ErrorKind.STATE_LOST]
     if not errors:

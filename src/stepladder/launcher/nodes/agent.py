@@ -1,7 +1,7 @@
 """The agent of one node, which starts the node's ranks together with those of the other nodes.
 
-Its loop polls, lets the policy decide and carries out the decision. It imports torch, because the
-rendezvous is torchelastic's; so this module is imported only where there are several nodes.
+The agent polls in a loop, lets policy.py decide, and carries out the decision. This module imports
+torch for torchelastic's rendezvous, so it is imported only where there are several nodes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import get_seconds_left
 from stepladder.rank.torch_fixes import stop_rendezvous_heartbeats
 
-AGENT_POLL_INTERVAL_S = 0.1  # where no ranks run; else their group waits for an event
-FINISH_TIMEOUT_S = 30.0  # for ranks here, when the launch has ended well
+AGENT_POLL_INTERVAL_S = 0.1  # while no ranks run here; while they run, `group.poll` waits
+FINISH_TIMEOUT_S = 30.0  # how long ranks here may take to finish once the launch has ended well
 
 RendezvousOpener = Callable[[Callable[[], None]], OpenRendezvous]
 
@@ -65,7 +65,7 @@ class NodeStart:
     Attributes:
         peers: The nodes of the start.
         hang_reporter: Explains, together with the other agents, why ranks wait.
-        consensus: Present where ranks recover in place.
+        consensus: The agreement of the nodes on lost ranks; None without in-place recovery.
     """
 
     peers: Peers
@@ -78,38 +78,39 @@ class Agent:
 
     Attributes:
         node: This node.
-        group: Its ranks.
-        published: Where the launch's end is published.
-        can_resume: The ranks can stop with a snapshot and continue from it.
-        ranks: The state of the ranks.
+        group: The ranks of this node.
+        rendezvous_record: The generation, the node ids and the end of the launch, as published in
+            the run directory.
+        can_resume: Whether the ranks can stop with a snapshot and continue from it.
+        status: The state of the ranks of this node.
     """
 
     def __init__(
         self,
         node: LocalNode,
-        published: RunDirRendezvous | UnpublishedRendezvous,
+        rendezvous_record: RunDirRendezvous | UnpublishedRendezvous,
         open_rendezvous: RendezvousOpener,
     ) -> None:
         """Set up the agent.
 
         Args:
             node: This node.
-            published: Where the launch's end is published.
-            open_rendezvous: Opens the rendezvous, which may take long. Meanwhile it calls its
-                argument, and an exception from that abandons the wait.
+            rendezvous_record: What the run directory holds about the rendezvous.
+            open_rendezvous: Opens the rendezvous. While it waits, it calls its argument again and
+                again; an exception from that call abandons the wait.
         """
         self.node = node
         self.group = node.group
-        self.published = published
+        self.rendezvous_record = rendezvous_record
         self.can_resume = node.group.restart_policy.has_steps
-        self.ranks = Status.ABSENT
+        self.status = Status.ABSENT
         self._open_rendezvous = open_rendezvous
         self._rendezvous: OpenRendezvous | None = None
         self._start: NodeStart | None = None
         self._liveness = LivenessConnections("")
-        self._stopping = False  # for nodes that want to join
-        self._outcome: Outcome = Success()  # until the ranks have ended
-        self._failure_text = ""
+        self._stopping = False  # whether the ranks were asked to stop for nodes that want to join
+        self._outcome: Outcome = Success()  # replaced when the ranks have ended
+        self._failure_text = ""  # why the ranks here failed, if they caused the failure
         self._ended_at = 0.0
 
     @property
@@ -120,12 +121,12 @@ class Agent:
 
     @property
     def start(self) -> NodeStart:
-        """The last start, once there was one."""
+        """The last start, once the ranks have been started."""
         assert self._start is not None
         return self._start
 
     @property
-    def _stop_asked(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         return bool(self.group.stop_signal)
 
     def run(self) -> int:
@@ -135,11 +136,11 @@ class Agent:
             The exit code.
 
         Raises:
-            RendezvousError: The rendezvous is lost.
-            DistError: The store is lost.
-            RendezvousMoved: Other agents use a newer rendezvous.
-            NodeExcluded: The other nodes continue without this one.
-            InputError: The ranks found bad input.
+            RendezvousError: If the rendezvous is lost.
+            DistError: If the store is lost.
+            RendezvousMoved: If other agents use a newer rendezvous.
+            NodeExcluded: If the other nodes continue without this one.
+            InputError: If the ranks found bad input.
         """
         try:
             self._rendezvous = self._open_rendezvous(self._abandon_wait_at_end)
@@ -166,36 +167,35 @@ class Agent:
         self._prepare_start()
         spec = self.group.spec
         check = self._abandon_wait_at_end
-        peers = (
-            join_running_ranks(self.node, self.rendezvous, check)
-            if spec.recovers_in_place
-            else None
-        )
-        joins = peers is not None
+        peers = None
+        if spec.recovers_in_place:
+            peers = join_running_ranks(self.node, self.rendezvous, check)
+        joins_running_ranks = peers is not None
         if peers is None:
-            peers = meet_peers(self.node, self.rendezvous, self.published.number, check)
+            peers = meet_peers(self.node, self.rendezvous, self.rendezvous_record.number, check)
             if spec.accepts_joining_nodes:
                 announce_start(peers, self.node.info)
         consensus = None
         if spec.recovers_in_place:
             consensus = StoreConsensus(peers, self.rendezvous.min_nodes, self._liveness)
         self._start = NodeStart(peers, HangReporter(self.group, peers.inquiry), consensus)
-        known = self.node.info
-        generation = self.published.number
-        attempt = f"{generation}.{known.attempt}" if generation else str(known.attempt)
-        self.group.restart_policy.note_failed_step(known.failed[1])
+        info = self.node.info
+        generation = self.rendezvous_record.number
+        attempt = f"{generation}.{info.attempt}" if generation else str(info.attempt)
+        _, failed_step = info.failed
+        self.group.restart_policy.note_failed_step(failed_step)
         self.group.start(
-            peers.assign_ranks(known.nproc),
+            peers.assign_ranks(info.nproc),
             attempt,
-            self.rendezvous.make_rank_variables(peers, known),
-            joins,
+            self.rendezvous.make_rank_variables(peers, info),
+            joins_running_ranks,
             consensus,
         )
-        self.ranks = Status.RUNNING
+        self.status = Status.RUNNING
 
     def _prepare_start(self) -> None:
-        """Forget the last start, and listen for the other agents."""
-        self.ranks = Status.ABSENT
+        """Forget the last start, and open the port that shows other agents this one lives."""
+        self.status = Status.ABSENT
         self._start = None
         self._stopping = False
         self._outcome = Success()
@@ -207,32 +207,32 @@ class Agent:
         self._liveness = LivenessConnections(self.rendezvous.address if recovers_in_place else "")
         self.node.update_info(
             liveness_address=self._liveness.address,
-            node_id=self.published.node_ids.own_id,
+            node_id=self.rendezvous_record.node_ids.own_id,
         )
 
     def _poll(self) -> View:
         """Return what this agent sees now.
 
-        The store is read only while its node must be there.
+        The rendezvous store is read only while the node that serves it must be alive.
         """
-        published_end = self.published.poll(self._find_given_up())
-        if self.ranks is Status.RUNNING and self.group.poll():
+        published_end = self.rendezvous_record.poll(self._find_given_up())
+        if self.status is Status.RUNNING and self.group.poll():
             self._handle_outcome(self.group.end())
-        is_running = self.ranks is Status.RUNNING
+        is_running = self.status is Status.RUNNING
         if is_running:
             self.start.hang_reporter.poll()
-        has_stopped = self.ranks is Status.STOPPED and self.can_resume
+        has_stopped = self.status is Status.STOPPED and self.can_resume
         nodes_waiting = False
-        if (is_running or has_stopped) and not self._stop_asked:
+        if (is_running or has_stopped) and not self._is_stop_requested:
             nodes_waiting = self.rendezvous.handler.num_nodes_waiting() > 0
         peers_failed = False
         if is_running and (nodes_waiting or self._stopping):
             peers_failed = self.start.peers.is_broken
         return View(
-            ranks=self.ranks,
+            ranks=self.status,
             can_resume=self.can_resume,
             published_end=published_end,
-            stop_asked=self._stop_asked,
+            stop_asked=self._is_stop_requested,
             stopping=self._stopping,
             nodes_waiting=nodes_waiting,
             at_time_limit=has_stopped and bool((read_end() or {}).get("late")),
@@ -243,14 +243,15 @@ class Agent:
         )
 
     def _find_given_up(self) -> Collection[int]:
-        """Return the ids of the nodes that all continue without."""
+        """Return the ids of the nodes that were lost, and that all other nodes continue without."""
         if self._start is None or self._start.consensus is None:
             return ()
         return self._start.consensus.given_up
 
     def _find_silent_node(self) -> int | None:
-        """Return a node without a heartbeat if the others cannot continue without it in place."""
-        peers, consensus = self.start.peers, self.start.consensus
+        """Return a node that sends no heartbeat, unless in-place recovery can do without it."""
+        peers = self.start.peers
+        consensus = self.start.consensus
         if consensus is None or not consensus.spare_nodes:
             return peers.find_silent_node()
         node = peers.find_silent_node(IN_PLACE_SILENCE_S)
@@ -259,32 +260,32 @@ class Agent:
         return None
 
     def _handle_outcome(self, outcome: Outcome) -> None:
-        """Set the state of the ranks, which have ended, and tell the other nodes of a failure."""
+        """Set the status of the ranks, which have ended, and tell the other nodes of a failure."""
         self._outcome = outcome
         self._ended_at = time.monotonic()
         consensus = self.start.consensus
         if consensus is not None:
             if consensus.excluded:
-                self.ranks = Status.PEER_LOST
+                self.status = Status.PEER_LOST
                 raise NodeExcluded
             consensus.report_ended(well=isinstance(outcome, Success))
         if isinstance(outcome, Success):
-            self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
+            self.status = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self._stopping:
-            self.ranks = Status.FAULT  # these ranks were to start again in any case
+            self.status = Status.FAULT  # the ranks were being stopped to be restarted anyway
         elif is_consequence(outcome):
             self._show_consequence(outcome)
-            self.ranks = Status.PEER_LOST
+            self.status = Status.PEER_LOST
         else:
             self._failure_text = outcome.text
             self.start.peers.report_cause(outcome.text)
             if isinstance(outcome, BadInput):
-                self.ranks = Status.BAD_INPUT
+                self.status = Status.BAD_INPUT
             else:
-                self.ranks = self._classify_failure(outcome)
+                self.status = self._classify_failure(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
-        """Print why the ranks here failed, where ranks of another node caused it."""
+        """Print why the ranks here failed, when ranks of another node caused the failure."""
         if self.can_resume:
             cause = "a rank on another node was lost"
             if isinstance(failure, Unrecoverable):
@@ -300,11 +301,11 @@ class Agent:
     def _classify_failure(self, failure: Failure) -> Status:
         """Return whether a restart may help after a failure of this node's ranks."""
         signal_number = failure.signal_number if isinstance(failure, Killed) else 0
-        if self.can_resume and self._stop_asked and signal_number == signal.SIGTERM:
+        if self.can_resume and self._is_stop_requested and signal_number == signal.SIGTERM:
             return Status.TERMINATED
         is_permanent = self.group.restart_policy.record_failure(failure)
         if isinstance(failure, Raised) and failure.error.step is not None:
-            # The next failure in this step may be on another node.
+            # All nodes must know the step: if it fails again, that may be on another node.
             attempt = self.node.info.attempt
             self.node.update_info(failed=(attempt, failure.error.step))
         return Status.BUG if is_permanent else Status.FAULT
@@ -314,7 +315,7 @@ class Agent:
             print_message(decision.text)
         match decision:
             case Continue():
-                if self.ranks is not Status.RUNNING:
+                if self.status is not Status.RUNNING:
                     time.sleep(AGENT_POLL_INTERVAL_S)
             case Stop():
                 self._stopping = True
@@ -323,7 +324,7 @@ class Agent:
                 if counted:
                     self.node.use_restart()
                     self.start.peers.report_broken()
-                if self.ranks is Status.RUNNING:
+                if self.status is Status.RUNNING:
                     self.group.end()
                 self._start_ranks()
 
@@ -343,7 +344,7 @@ class Agent:
         text = end.text
         if is_failure(end.code) and self._failure_text:
             text = self._failure_text
-        code = self.published.end(end.code, text)
+        code = self.rendezvous_record.end(end.code, text)
         if code == STOPPED:
             self._wait_for_peers()
         if end.code == BAD_INPUT and isinstance(self._outcome, BadInput):
@@ -358,20 +359,20 @@ class Agent:
 
     def _wait_for_peers(self) -> None:
         """Wait until the ranks of all nodes have ended, if those of this node have ended well."""
-        if self.ranks not in (Status.DONE, Status.STOPPED):
+        if self.status not in (Status.DONE, Status.STOPPED):
             return
         time_limited = math.isfinite(get_seconds_left())
         self.start.peers.wait_for_end(
-            lambda: peers_end_timeout(self.can_resume, self._stop_asked, time_limited),
+            lambda: peers_end_timeout(self.can_resume, self._is_stop_requested, time_limited),
             self.start.hang_reporter.poll,
         )
 
     def _leave(self) -> None:
         """End the ranks that still run, and leave the rendezvous.
 
-        Where the launch has ended well, the ranks may finish first.
+        If the launch has ended well, the ranks here may finish first.
         """
-        if self.ranks is Status.RUNNING:
+        if self.status is Status.RUNNING:
             self._let_ranks_finish()
             self.group.end()
         self._liveness.close()
@@ -384,7 +385,7 @@ class Agent:
                 handler.shutdown()
 
     def _let_ranks_finish(self) -> None:
-        published_end = self.published.read_end()
+        published_end = self.rendezvous_record.read_end()
         if published_end is None or published_end.code not in (DONE, STOPPED):
             return
         deadline = time.monotonic() + FINISH_TIMEOUT_S
@@ -393,7 +394,7 @@ class Agent:
 
 
 def is_consequence(outcome: Outcome) -> TypeGuard[Unrecoverable | Raised]:
-    """Return whether ranks failed because a rank of another node did."""
+    """Return whether ranks failed because a rank of another node had failed."""
     if isinstance(outcome, Unrecoverable):
         return True
     return isinstance(outcome, Raised) and outcome.error.is_consequence

@@ -1,11 +1,11 @@
 """`--sync exact`: gradients added in one fixed tree, so any number of processes gives equal bits.
 
-tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. A rank adds its
-own microbatches as that tree does, which leaves it the maximal aligned subtrees of its share; their
-parts are exchanged, so that each rank finishes the tree for its slice of the gradient, and the
-slices are gathered: the traffic of a ring all-reduce. IEEE addition commutes, so only the tree's
-shape matters. The separation of computation from processes follows EasyScale (Li et al., SC 2023,
-section 3).
+tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. Each rank first
+adds its own microbatches in the order of that tree, which leaves the sums of the largest complete
+subtrees within its share. The ranks then exchange slices of these sums (an all-to-all), each rank
+finishes the tree for its slice of the gradient, and the slices are gathered. The traffic is that of
+a ring all-reduce. IEEE addition commutes, so only the shape of the tree matters. The separation of
+computation from processes follows EasyScale (Li et al., SC 2023, section 3).
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hook
 
 
 class TreeBucket:
-    """One flat vector that goes through the tree in every step: some gradients, and extra values.
+    """A flat vector of gradients and extra values, which the tree adds over the microbatches.
 
-    It is padded to a multiple of the ranks, since each rank finishes one slice.
+    Its length is padded to a multiple of the number of ranks, since each rank finishes one slice.
+    A leaf of the tree is this vector for one microbatch.
 
     Attributes:
-        out: The finished sum. Its `views` have the parameters' shapes; `extra` comes after them.
-        leaf: The vector of the microbatch under way, with the `parts` of its parameters.
+        out: The finished sum. `views` are the gradients in it, in the parameters' shapes;
+            `extra_sum` is the extra values, which follow the gradients.
+        leaf: The leaf of the current microbatch. `parts` are the gradients in it, in the
+            parameters' shapes; `leaf_extra` is its extra values.
         leaf_observer: Called with the bucket when a leaf is full, just before the tree adds it.
     """
 
@@ -51,16 +54,16 @@ class TreeBucket:
         Args:
             comm: The ranks.
             params: The parameters whose gradients it holds.
-            like: Gives the type and device.
+            like: A tensor with the dtype and the device of the vector.
             extra_size: How many extra values follow the gradients.
         """
         self.comm = comm
         self.params = params
-        self.process_watch = list(accumulate((param.numel() for param in params), initial=0))
-        self.extra = slice(self.process_watch[-1], self.process_watch[-1] + extra_size)
-        self.width = -(-self.extra.stop // comm.world.world_size)
-        self.out = like.new_zeros(self.width * comm.world.world_size)
-        self.gradient = self.out[: self.process_watch[-1]]
+        self.offsets = list(accumulate((param.numel() for param in params), initial=0))
+        self.extra = slice(self.offsets[-1], self.offsets[-1] + extra_size)
+        self.slice_size = -(-self.extra.stop // comm.world.world_size)
+        self.out = like.new_zeros(self.slice_size * comm.world.world_size)
+        self.gradient = self.out[: self.offsets[-1]]
         self.extra_sum = self.out[self.extra]
         self.views = self._make_views(self.out)
         self.leaf_observer: LeafObserver | None = None
@@ -73,16 +76,16 @@ class TreeBucket:
         self.parts = self.views
         self.leaf_extra = self.extra_sum
         self.missing: set[int] = set()  # indices of parameters whose gradient is not in the leaf
-        self.sizes: list[list[int]] = []  # by rank, of the blocks that it sends in this step
-        self.additions: list[tuple[int, int]] = []  # left to make when all blocks are there
-        # Referenced until the exchange is over; new tensors in each step.
+        self.sizes: list[list[int]] = []  # for each rank, the sizes of the blocks that it sends
+        self.additions: list[tuple[int, int]] = []  # those to make once all blocks have arrived
+        # The exchange's tensors, new ones in each step: the attributes keep them alive meanwhile.
         self.sent = self.out
         self.received = self.out
         self.own_slice = self.out
         self.pending = Pending(None)
 
     def _make_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        bounds = zip(pairwise(self.process_watch), self.params, strict=True)
+        bounds = zip(pairwise(self.offsets), self.params, strict=True)
         return [flat[lo:hi].view(param.shape) for (lo, hi), param in bounds]
 
     def open_leaf(self) -> None:
@@ -144,7 +147,7 @@ class TreeBucket:
     def start_exchange(self, total: int) -> None:
         """Start sending each rank its slice of this rank's subtrees.
 
-        Through shared memory every rank reads all of them.
+        With shared memory there is no send: every rank reads the subtrees of all ranks.
 
         Args:
             total: How many microbatches the step has.
@@ -163,17 +166,17 @@ class TreeBucket:
                 self._combine,
             )
             return
-        # For each receiver, its slice of each block. One block needs no copy.
-        slices = [block.view(world_size, self.width) for block in blocks]
+        # The send buffer has, for each receiver, its slice of each block. One block needs no copy.
+        slices = [block.view(world_size, self.slice_size) for block in blocks]
         if len(slices) == 1:
             self.sent = slices[0].reshape(-1)
         elif slices:
             self.sent = torch.stack(slices, 1).reshape(-1)
         else:
             self.sent = self.out[:0]
-        self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.width)
-        received_sizes = [len(sizes) * self.width for sizes in self.sizes]
-        sent_sizes = [len(blocks) * self.width] * world_size
+        self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.slice_size)
+        received_sizes = [len(sizes) * self.slice_size for sizes in self.sizes]
+        sent_sizes = [len(blocks) * self.slice_size] * world_size
         self.pending = self.comm.all_to_all(
             self.received,
             self.sent,
@@ -191,9 +194,9 @@ class TreeBucket:
         if self.comm.alone or self.comm.shared_memory is not None:
             return self.pending
         self.pending.wait()
-        self.own_slice = self.out.new_empty(self.width)
+        self.own_slice = self.out.new_empty(self.slice_size)
         add_remaining(
-            self.received.split(self.width),
+            self.received.split(self.slice_size),
             self.additions,
             self.own_slice,
         )
@@ -206,15 +209,15 @@ class TreeBucket:
         hi: int,
     ) -> None:
         """Finish the tree for columns [lo, hi) of `out`, from the blocks of all ranks."""
-        is_whole = hi - lo == self.out.numel()
+        is_everything = hi - lo == self.out.numel()
         add_remaining(
             rows,
             self.additions,
-            self.out if is_whole else self.out[lo:hi],
+            self.out if is_everything else self.out[lo:hi],
         )
 
     def end_step(self) -> None:
-        """Free the blocks of the step that is over."""
+        """Make the blocks of the finished step free leaves again."""
         if self.comm.alone:
             self.out.copy_(self.tree.root())
         self.free_leaves += [block.total for block in self.tree.blocks]
@@ -225,10 +228,10 @@ LeafObserver = Callable[[TreeBucket], None]
 
 
 class ExactSync(Sync):
-    """Copies each microbatch's gradient into a leaf per bucket; a full leaf goes into the tree.
+    """Copies each microbatch's gradient into a leaf per bucket, and adds full leaves to the tree.
 
-    In this rank's last microbatch, hooks copy the gradients, and a bucket's exchange starts while
-    backward goes on.
+    In the last microbatch of this rank, hooks copy each gradient as soon as it is computed, so that
+    the exchange of a bucket overlaps with the rest of backward.
     """
 
     def __init__(
@@ -239,7 +242,8 @@ class ExactSync(Sync):
     ) -> None:
         super().__init__(model, comm)
         groups = make_fixed_buckets(self.params)
-        if not groups or groups[-1][0].dtype != torch.float32:  # the type of the extra values
+        # The last bucket also holds the extra values, which are float32.
+        if not groups or groups[-1][0].dtype != torch.float32:
             groups.append([])
         extra_sizes = [0] * (len(groups) - 1) + [extra_size]
         float32 = torch.zeros(0, device=comm.device)
@@ -257,20 +261,28 @@ class ExactSync(Sync):
             for bucket in self.buckets
             for index, param in enumerate(bucket.params)
         }
-        self.microbatch = 0  # the number of the one under way
-        self.total = 0  # microbatches of the step
-        self.used: set[int] = set()  # ids of parameters with a gradient: a tensor's hash costs more
-        self.next_bucket = 0
+        self.microbatch = 0  # the index of the current microbatch within the step
+        self.total = 0  # the number of microbatches of the step
+        # The ids of the parameters that got a gradient in this step. A set of the parameters
+        # themselves would cost more, since a tensor's hash is slow.
+        self.used: set[int] = set()
+        self.next_bucket = 0  # the index of the first bucket whose leaf is not full
         self.hooks = register_gradient_hooks(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
-        """Begin a step of `total` microbatches, of which this rank computes some."""
+        """Begin a step.
+
+        Args:
+            first: The index of this rank's first microbatch within the step.
+            count: How many microbatches this rank computes.
+            total: How many microbatches the step has.
+        """
         super().begin(first, count, total)
         self.microbatch = first
         self.total = total
         self.used = set()
         self.next_bucket = 0
-        if count:  # otherwise nothing would fill the leaves, and they would be lost
+        if count:  # a rank without microbatches fills no leaf, and would never free the open ones
             self._open_leaves()
 
     def _open_leaves(self) -> None:
@@ -284,7 +296,7 @@ class ExactSync(Sync):
         extra: torch.Tensor | None = None,
     ) -> None:
         """Add the gradient of one microbatch, and its extra values, to the tree."""
-        if extra is not None:  # before backward, in which the leaf may become full
+        if extra is not None:  # before backward, since its hooks push a leaf once it is full
             self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, count)
         for bucket in self.buckets:
@@ -296,7 +308,7 @@ class ExactSync(Sync):
             self._open_leaves()
 
     def observe_leaves(self, observer: LeafObserver | None) -> None:
-        """Call a function with each bucket whose leaf is full, from now on; None stops that."""
+        """Call `observer` from now on with each bucket whose leaf is full; None ends the calls."""
         for bucket in self.buckets:
             bucket.leaf_observer = observer
 
@@ -306,17 +318,20 @@ class ExactSync(Sync):
         extra: torch.Tensor,
         observer: LeafObserver,
     ) -> None:
-        """Compute the leaves of one more microbatch after the step's `finish`, without adding them.
+        """Compute a microbatch's leaves once more, without adding them to the tree.
+
+        Call it after `finish` of the step. It keeps the step's gradients in `param.grad`.
 
         Args:
             loss: The loss sum of the microbatch, shape ().
-            extra: Its extra values.
+            extra: The extra values of the microbatch.
             observer: Called with each bucket whose leaf is full.
         """
         step_grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
-        self.remaining = 2  # one too many, so that the hooks copy nothing
+        # The hooks copy gradients only in the last microbatch: after this one, 1 remains.
+        self.remaining = 2
         self._open_leaves()
         self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, 0.0)
@@ -329,7 +344,7 @@ class ExactSync(Sync):
             param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.remaining:  # nothing to overlap with: all gradients are copied at once afterwards
+        if self.remaining:  # no exchange to overlap with: `backward` copies all gradients at once
             return
         bucket, index = self.bucket_and_index[param]  # type: ignore[index]
         self.used.add(id(param))
@@ -337,7 +352,7 @@ class ExactSync(Sync):
         self._push_full_leaves()
 
     def _push_full_leaves(self) -> None:
-        """Push leaves in the order of the buckets, so all ranks start their collectives in it."""
+        """Push full leaves in bucket order, so that all ranks call collectives in one order."""
         while self.next_bucket < len(self.buckets) and not self.buckets[self.next_bucket].missing:
             bucket = self.buckets[self.next_bucket]
             bucket.push(self.microbatch)
