@@ -26,10 +26,14 @@ def my_device():
 
 
 def rank_main(rank, results):
-    os.environ["RANK"] = str(rank)
-    os.environ["LOCAL_RANK"] = str(rank % GPUS)
-    os.environ["WORLD_SIZE"] = str(NODES * GPUS)
-    os.environ["LOCAL_WORLD_SIZE"] = str(GPUS)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % GPUS,
+        "WORLD_SIZE": NODES * GPUS,
+        "LOCAL_WORLD_SIZE": GPUS,
+    }
+    for name, value in variables.items():
+        os.environ[name] = str(value)
     results.put((rank, my_device().index or 0))
 
 

@@ -194,7 +194,7 @@ def test_a_task_per_rank_and_cancel(jobs: Jobs) -> None:
     jobs.lab.slurm("scancel", "--signal=TERM", job)
     jobs.is_requeued(job, 1)
     jobs.is_held(job, jobs.folder / "at-14")
-    assert "goes on from its snapshot" in jobs.typed("cancel", job)
+    assert "it continues from its snapshot" in jobs.typed("cancel", job)
     assert jobs.ended(job, "CANCELLED")["restarts"] == 1
     refusal = run("cancel", job, cwd=jobs.folder, env=jobs.lab.env)
     assert refusal.returncode == 2 and "has ended already" in refusal.stderr

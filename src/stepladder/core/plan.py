@@ -349,9 +349,10 @@ class PlanSampler:
         world_size: The number of ranks.
         start_step: The first step.
 
-    >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
-    >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
-    [4, 4, 2]
+    Examples:
+        >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
+        >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
+        [4, 4, 2]
     """
 
     def __init__(

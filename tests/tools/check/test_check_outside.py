@@ -270,7 +270,7 @@ def test_a_rehearsal_leaves_the_snapshot_in_production(outside: Path) -> None:
         TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
     )
     before = tree(outside.parent)
-    code = "from stepladder.cli.rehearsal import Rehearsal; Rehearsal.of('run', ['script.py'], False).passes(False)"
+    code = "from stepladder.cli.rehearsal import Rehearsal; Rehearsal.from_command('run', ['script.py'], False).passes_check(False)"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )
