@@ -39,6 +39,7 @@ EXIT_NOTICE_TIMEOUT_S = 3.0  # to read that a rank has exited, before the store 
 EXIT_NOTICE_POLL_INTERVAL_S = 0.05
 STORE_CONNECT_TIMEOUT_S = 5
 STORE_READ_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 5.0
 
 
 def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor:
@@ -59,11 +60,13 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
     monitor = SelfMonitor(world, explain_after, stack_file)
     if stack_file >= 0:
         dump_stacks_into(stack_file)
-        threading.Thread(
+        thread = threading.Thread(
             target=monitor.run,
             name=SELF_MONITOR_THREAD_NAME,
             daemon=True,
-        ).start()
+        )
+        atexit.register(monitor.stop, thread)
+        thread.start()
     return monitor
 
 
@@ -126,17 +129,32 @@ class SelfMonitor:
         self._reported_switches = (-1, -1)
         self._has_connected = False
         self._waiting_since = 0.0
+        self._stopping = threading.Event()
+
+    def stop(self, thread: threading.Thread) -> None:
+        """Stop polling, and wait for the thread, before the interpreter is finalized.
+
+        Python ends a daemon thread that then returns from compiled code. It does so by unwinding
+        the thread's stack, and C++ answers that in the store's code with abort().
+
+        Args:
+            thread: The monitor's thread.
+        """
+        self._stopping.set()
+        thread.join(STOP_TIMEOUT_S)
 
     def run(self) -> None:
         """Poll until the process ends."""
         with suppress(RuntimeError, OSError, ValueError):  # the store is gone, or holds rubbish
-            board = StoreBoard(self._open_store())
+            store = self._open_store()
+            if store is None:
+                return
+            board = StoreBoard(store)
             self.board = board
             board.write(f"who-{self.world.rank}", self._contact)
             atexit.register(self._report_exit, board)
             inquiry = Inquiry(board, self.world.rank, self.world.world_size)
-            while True:
-                time.sleep(MONITOR_INTERVAL_S)
+            while not self._stopping.wait(MONITOR_INTERVAL_S):
                 self.meter.poll(self.pid)
                 answers = inquiry.poll(self._is_waiting(), self._inspect_ranks)
                 if answers is not None:
@@ -149,15 +167,15 @@ class SelfMonitor:
         An import of torch here would delay the main thread.
 
         Returns:
-            The store of the process group, which puts a prefix before the monitor's keys.
+            The store of the process group, which puts a prefix before the monitor's keys; None
+            if the process exits before there is one.
         """
         endpoint = urlsplit(self.world.init_method)
         host, port = endpoint.hostname, endpoint.port
         if self.world.init_method == "env://":
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=STORE_READ_TIMEOUT_S)
-        while True:
-            time.sleep(MONITOR_INTERVAL_S)
+        while not self._stopping.wait(MONITOR_INTERVAL_S):
             torch = sys.modules.get("torch.distributed")
             if torch is None or not hasattr(torch, "is_initialized"):
                 continue
@@ -165,6 +183,7 @@ class SelfMonitor:
                 socket.create_connection((host, port), STORE_CONNECT_TIMEOUT_S).close()
                 store = torch.TCPStore(host, port, None, False, timeout, False)
                 return torch.PrefixStore("stepladder/self-watch", store)
+        return None
 
     def _is_waiting(self) -> bool:
         """Return whether this rank waits for others in a wait that was not reported yet."""
