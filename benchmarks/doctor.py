@@ -153,15 +153,17 @@ def findings(out: str) -> list[Finding]:
     return json.loads(lines[-1])["findings"] if lines else []
 
 
-def said(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     return f"{finding['severity']} {finding['rule']}: {finding['found']}"
 
 
-def judged(fault: Fault, clean: list[Finding], bundle: dict[str, Any] | None) -> tuple[bool, str]:
+def judge_fault(
+    fault: Fault, clean: list[Finding], bundle: dict[str, Any] | None
+) -> tuple[bool, str]:
     """Whether it is named, and what was found beyond `clean`."""
     code, out, error = doctor(fault, bundle)
-    new = [said(finding) for finding in findings(out) if finding not in clean]
-    errors = [*fault.patterns, *map(said, clean)]
+    new = [format_finding(finding) for finding in findings(out) if finding not in clean]
+    errors = [*fault.patterns, *map(format_finding, clean)]
     right = code == any(line.startswith("error") for line in errors) and not error
     right &= len(new) == len(fault.patterns)
     right &= all(any(re.match(pattern, line) for line in new) for pattern in fault.patterns)
@@ -210,7 +212,7 @@ def main() -> int:
         of = bundle if fault.how == "bundle" else None
         if fault.where not in clean:
             clean[fault.where] = findings(doctor(CLEAN[fault.where], of)[1])
-        right, fault_findings = judged(fault, clean[fault.where], of)
+        right, fault_findings = judge_fault(fault, clean[fault.where], of)
         for text, word in (
             (sys.executable, "PYTHON"),
             (sys.prefix, "PREFIX"),
@@ -241,7 +243,9 @@ def sections(
     ]
     quiet = [[f.planted, f.how, findings, "yes" if ok else "NO"] for f, ok, findings in harmless]
     real = sum(fault.how == "real" for fault, ok, _ in faults if ok)
-    before = sorted({said(finding) for findings in clean.values() for finding in findings})
+    before = sorted(
+        {format_finding(finding) for findings in clean.values() for finding in findings}
+    )
     missing = sorted(RULES.keys() - {rule for fault, _, _ in faults for rule in fault.rules})
     verdicts = [
         verdict(

@@ -110,16 +110,16 @@ class Way(ABC):
         """Those that train, or are about to."""
 
     @abstractmethod
-    def places(self) -> list[tuple[int, int]]:
+    def progress(self) -> list[tuple[int, int]]:
         """Attempt and step of each process."""
 
     def step(self) -> int:
         """Of the process that is the furthest in the last attempt."""
-        return max(self.places(), default=(0, 0))[1]
+        return max(self.progress(), default=(0, 0))[1]
 
     def is_whole(self) -> bool:
         """Whether all processes take the same step, or nearly."""
-        places = self.places()
+        places = self.progress()
         attempt, step = max(places, default=(0, 0))
         return len([1 for position in places if position >= (attempt, step - 1)]) == NPROC
 
@@ -158,7 +158,7 @@ class Ours(Way):
             ]  # the fork server's
         return []
 
-    def places(self) -> list[tuple[int, int]]:
+    def progress(self) -> list[tuple[int, int]]:
         for file in self.folder.glob("stepladder*/**/progress"):
             with suppress(OSError):
                 return [
@@ -195,7 +195,7 @@ class Rival(Way):
             records += [(rank, *record) for record in RECORD.iter_unpack(complete)]
         return records
 
-    def places(self) -> list[tuple[int, int]]:
+    def progress(self) -> list[tuple[int, int]]:
         positions = []
         for file in self.folder.glob("steps-*"):
             with file.open("rb") as opened:

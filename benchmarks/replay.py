@@ -66,7 +66,7 @@ def trained(folder: Path, argv: list[str], env: dict[str, str]) -> subprocess.Co
 # -- planted faults --------------------------------------------------------------------------------
 
 
-def found(plant: str, nproc: int) -> tuple[str, int]:
+def find_reported_ranks(plant: str, nproc: int) -> tuple[str, int]:
     """Whom the run's last word names, "rank 1", "ranks 0, 1", or "", and after how many replays."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [JOB, *SMALL, *FLAGS, "1", "--nproc", str(nproc), "--steps", str(STEP + MOST - 1)]
@@ -89,7 +89,7 @@ def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
     """
     named = both = longest = 0
     for rank in range(nproc):
-        named_as, replays = found(f"{kind} {mode} {rank} {STEP}", nproc)
+        named_as, replays = find_reported_ranks(f"{kind} {mode} {rank} {STEP}", nproc)
         longest = max(longest, replays)
         named += named_as == f"rank {rank}"
         both += named_as == "ranks 0, 1" and nproc == 2
@@ -111,7 +111,9 @@ def faults() -> Iterator[str]:
     yield "## Planted faults: found, and the rank named\n\n" + table(
         ["a bit is wrong in", *(f"{n} processes" for n in RANKS)], rows
     )
-    missed = sum(found(f"product missed {rank} {STEP}", 3)[0] == "" for rank in range(3))
+    missed = sum(
+        find_reported_ranks(f"product missed {rank} {STEP}", 3)[0] == "" for rank in range(3)
+    )
     sentence = ", ".join(f"{waits[mode]} replays ({often})" for mode, often in MODES.items())
     yield (
         "Each fault was planted on each rank, in a run of its own, with a replay in each step. What strikes once"

@@ -239,7 +239,7 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
     return results
 
 
-def said(passed: bool) -> str:
+def format_verdict(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
@@ -290,9 +290,11 @@ def sections(results: dict[tuple[str, int], dict[str, Any]], weights: int, block
         for size in SIZES[1:]
     ]
     alike = all(result["weights"] == by_hand["weights"] for result, by_hand in pairs)
-    bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all seven runs")
     bars.append(
-        f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time"
+        f"- {format_verdict(len(exact) == 1)}: exact: one hash of the weights in all seven runs"
+    )
+    bars.append(
+        f"- {format_verdict(alike)}: with --shard optimizer the hash that is there without it, each time"
     )
     return [
         f"{weights / 1e6:.1f} million weights, {4 * weights / 1e6:,.1f} MB in float32.",

@@ -101,13 +101,13 @@ def text() -> str:
 def figures() -> str:
     """The front page's list, with the figures of the reports."""
 
-    def found(place: re.Match[str]) -> str:
-        report = (RESULTS / f"{place[1]}.md").read_text(encoding="utf-8")
-        figure = re.search(place[2], report)
-        assert figure is not None, f"{place[1]}.md has no {place[2]}"
+    def read_figure(match: re.Match[str]) -> str:
+        report = (RESULTS / f"{match[1]}.md").read_text(encoding="utf-8")
+        figure = re.search(match[2], report)
+        assert figure is not None, f"{match[1]}.md has no {match[2]}"
         return figure[1]
 
-    lines = [re.sub(r"\{(\w+): (.*?)\}", found, sentence) for sentence in FIGURES]
+    lines = [re.sub(r"\{(\w+): (.*?)\}", read_figure, sentence) for sentence in FIGURES]
     linked = [
         re.sub(r" \[(\w+)\](?!\()", r" ([table](benchmarks/results/\1.md))", line) for line in lines
     ]

@@ -65,7 +65,7 @@ LONGEST = 1200  # characters of a line that says what is wrong
 C = TypeVar("C")
 
 
-class Found(AssertionError):
+class Failure(AssertionError):
     """kind: the same for all cases that have the same cause, as far as can be told from outside."""
 
     def __init__(self, kind: str, about: str) -> None:
@@ -76,10 +76,11 @@ class Found(AssertionError):
 class Fuzz:
     """One test's cases. seconds: for all of them; 0: FEW cases."""
 
-    def __init__(self, place: Place, seconds: float) -> None:
-        self.place, self.seconds = place, seconds
+    def __init__(self, sandbox: Sandbox, seconds: float) -> None:
+        self.sandbox = sandbox
+        self.seconds = seconds
         self.tried: Counter[str] = Counter()  # by how they ended
-        self.found: dict[str, list[str]] = {}
+        self.failures: dict[str, list[str]] = {}
 
     def each(self, cases: st.SearchStrategy[C], attempt: Callable[[C], str]) -> None:
         """attempt: returns how the case ended, in a word, or raises. Raises for all that was found,
@@ -87,15 +88,15 @@ class Fuzz:
         """
         deadline = time.monotonic() + self.seconds
 
-        def one(case: C) -> None:
+        def attempt_case(case: C) -> None:
             if self.seconds and time.monotonic() > deadline:
                 return
             try:
                 self.tried[attempt(case)] += 1
             except AssertionError as error:
-                self.tried["found"] += 1
-                kind = error.kind if isinstance(error, Found) else str(error)[:200]
-                self.found.setdefault(kind, []).append(str(error))
+                self.tried["failed"] += 1
+                kind = error.kind if isinstance(error, Failure) else str(error)[:200]
+                self.failures.setdefault(kind, []).append(str(error))
 
         for number in itertools.count(SEED * 10_000):
             rules = settings(
@@ -106,18 +107,18 @@ class Fuzz:
                 derandomize=False,
                 suppress_health_check=list(HealthCheck),
             )
-            seed(number)(rules(given(cases)(one)))()
+            seed(number)(rules(given(cases)(attempt_case)))()
             if time.monotonic() >= deadline:
                 break
-        summaries = [f"{len(texts)} x {texts[0]}" for texts in self.found.values()]
+        summaries = [f"{len(texts)} x {texts[0]}" for texts in self.failures.values()]
         if summaries:
             kinds = (
-                f"{len(summaries)} kinds were found in {self.tried.total()} cases of seed {SEED}"
+                f"{len(summaries)} kinds of failure in {self.tried.total()} cases of seed {SEED}"
             )
             pytest.fail("\n\n".join([kinds, *summaries]), pytrace=False)
 
 
-class Place:
+class Sandbox:
     """Where cases run: below a short folder, as a user who may do nothing elsewhere where this is
     root.
     """
@@ -180,7 +181,7 @@ class Place:
         stop then.
         """
         arguments = [*COMMAND, *args]
-        before, stopped = tree(self.folder), False
+        before, stopped = list_tree(self.folder), False
         with (
             TemporaryFile("w+", errors="surrogateescape") as out,
             TemporaryFile("w+", errors="surrogateescape") as err,
@@ -198,19 +199,21 @@ class Place:
                     process.wait()
                     stopped = False
                 if not stopped:
-                    raise Found(
+                    raise Failure(
                         f"no end: {arguments[3:4]}",
-                        f"{shown(env, arguments)}\n{read(out)}\n{read(err)}",
+                        f"{format_command(env, arguments)}\n{read(out)}\n{read(err)}",
                     ) from None
             text = read(out), read(err)
         leftovers = remaining()
-        new = sorted(path for path, state in tree(self.folder).items() if before.get(path) != state)
+        new = sorted(
+            path for path, state in list_tree(self.folder).items() if before.get(path) != state
+        )
         new = [
             path for path in new if "/torchinductor_" not in path
         ]  # torch's own, at its first optimizer
-        ended = Ended(shown(env, arguments), process.returncode, *text, stopped, new)
+        ended = Ended(format_command(env, arguments), process.returncode, *text, stopped, new)
         if leftovers:
-            raise ended.found(f"left running: {leftovers}")
+            raise ended.make_failure(f"left running: {leftovers}")
         return ended
 
 
@@ -220,34 +223,32 @@ class Ended:
     def __init__(
         self, arguments: str, code: int, out: str, err: str, stopped: bool, new: list[str]
     ) -> None:
-        self.words, self.code, self.out, self.err, self.stopped, self.new = (
-            arguments,
-            code,
-            out,
-            err,
-            stopped,
-            new,
-        )
+        self.command = arguments
+        self.code = code
+        self.out = out
+        self.err = err
+        self.stopped = stopped
+        self.new = new
 
-    def found(self, what: str) -> Found:
+    def make_failure(self, what: str) -> Failure:
         raised, lines = RAISED.findall(self.err), self.err.splitlines()
         kind = f"{what}: {' in '.join(raised[-1])}: {lines[-1][:80]}" if raised else what
-        way = " > ".join(" in ".join(place) for place in raised[-5:])
+        way = " > ".join(" in ".join(frame) for frame in raised[-5:])
         report = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])
-        return Found(kind, f"{self.words}\nexit code {self.code}, new: {self.new}\n{report}")
+        return Failure(kind, f"{self.command}\nexit code {self.code}, new: {self.new}\n{report}")
 
     def judge(self, foreign: bool = False) -> str:
         """As the rule for bad input has it. foreign: the exit code may be that of a program of the
         user's.
         """
         if "Traceback (most recent call last)" in self.out + self.err:
-            raise self.found("traceback")
+            raise self.make_failure("traceback")
         if self.stopped:
             if self.code not in STOPPED_ENDS:
-                raise self.found(f"exit code {self.code} after SIGTERM")
+                raise self.make_failure(f"exit code {self.code} after SIGTERM")
             return "worked until it was stopped"
         if self.code not in ENDS and not foreign:
-            raise self.found(f"exit code {self.code}")
+            raise self.make_failure(f"exit code {self.code}")
         if (
             self.code == 2
             and not self.err.startswith("Usage: ")
@@ -261,14 +262,14 @@ class Ended:
         if (
             errors != lines[-1:] or errors[0].count(". HINT: ") != 1
         ):  # before it may stand what was done by then
-            raise self.found("not one line")
+            raise self.make_failure("not one line")
         if not errors[0].isprintable() or len(errors[0]) > LONGEST:
-            raise self.found("not a line that can be read")
+            raise self.make_failure("not a line that can be read")
         if self.new:
-            raise self.found("something was made, and then the input was refused")
+            raise self.make_failure("something was made, and then the input was refused")
 
 
-def shown(env: Mapping[str, str], arguments: list[str]) -> str:
+def format_command(env: Mapping[str, str], arguments: list[str]) -> str:
     texts = [
         *(f"{name}={value!r}" for name, value in env.items()),
         "stepladder",
@@ -277,7 +278,7 @@ def shown(env: Mapping[str, str], arguments: list[str]) -> str:
     return " ".join(text if len(text) < 100 else f"{text[:60]}...({len(text)})" for text in texts)
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+def list_tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Each path below it: kind, size and time of change."""
     found = {}
     for top, folders, files in os.walk(os.fsencode(folder)):
@@ -294,7 +295,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @contextmanager
-def place() -> Iterator[Place]:
+def open_sandbox() -> Iterator[Sandbox]:
     """For the length of the block: a folder, and the process that forks commands there."""
     folder = Path(
         tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
@@ -302,14 +303,14 @@ def place() -> Iterator[Place]:
     folder.chmod(0o755)
     with reaping():
         try:
-            made = Place(folder)
-            OURS.update(one.pid for one in psutil.Process().children(recursive=True))
-            made.server.can_run([sys.executable, "-m", "stepladder"], {})
-            OURS.add(made.server.pid)
-            yield made
+            sandbox = Sandbox(folder)
+            OURS.update(child.pid for child in psutil.Process().children(recursive=True))
+            sandbox.server.can_run([sys.executable, "-m", "stepladder"], {})
+            OURS.add(sandbox.server.pid)
+            yield sandbox
         finally:
             end(below())
-            made.server.stop()
+            sandbox.server.stop()
             OURS.clear()
             subprocess.run(["chmod", "-Rf", "u+rwx", folder], check=False)
             shutil.rmtree(folder)

@@ -1,5 +1,5 @@
-"""The house: every import goes down, torch stays off the doorstep, few know who we are, nothing
-grows big.
+"""The architecture: every import goes to a lower layer, start-up imports no torch, few modules read
+the variables of a rank, and no file or function grows big.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import stepladder
 
 ROOT = Path(stepladder.__file__).parent
 
-# A room imports itself and rooms of lower floors. Rooms of one floor do not know each other.
-FLOORS = {
+# A package imports itself and packages of lower layers, and none of its own layer.
+LAYERS = {
     0: ["core"],
     1: ["rank"],
     2: ["storage", "data", "slurm"],
@@ -32,14 +32,14 @@ FLOORS = {
     5: ["tools"],
     6: ["cli"],
 }
-ENTRIES = 10  # rooms at the package's top
+MAX_PACKAGES = 10
 
-# Arrows that these floors forbid, each with its reason.
+# Imports that these layers forbid, each with its reason.
 EXCEPTIONS = {
     (
         "launcher.entry",
         "train.job_runner",
-    ): "late, in a rank's process: there training begins",
+    ): "late, in the process of a rank, where the training begins",
 }
 
 WITHOUT_TORCH = [
@@ -56,7 +56,7 @@ WITHOUT_TORCH = [
 ]
 ON_TORCHELASTIC = ["launcher.nodes"]  # its engine is torch, imported late
 
-KNOW_WHO_WE_ARE = [
+READ_RANK_VARIABLES = [
     "core.world",
     "launcher",
     "slurm",
@@ -83,8 +83,10 @@ MAX_LINES_OF_MOST_FUNCTIONS = 35
 
 @dataclass(frozen=True)
 class Import:
-    """One arrow, also one that only a type checker follows. late: inside a function, so at call
-    time only.
+    """One import, also one that only a type checker follows.
+
+    Attributes:
+        late: True inside a function: it happens at a call.
     """
 
     source: str
@@ -97,13 +99,13 @@ class Import:
 
     @property
     def allowed(self) -> bool:
-        rooms = room_of(self.source), room_of(self.target)
-        return rooms[0] == rooms[1] or floor_of(rooms[0]) > floor_of(rooms[1])
+        packages = package_of(self.source), package_of(self.target)
+        return packages[0] == packages[1] or layer_of(packages[0]) > layer_of(packages[1])
 
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Parsed modules by name without `stepladder.`; the package itself and `__main__` are the door."""
+    """Parsed modules by name without `stepladder.`; without the package itself and `__main__`."""
     paths = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT]
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -116,9 +118,9 @@ def modules() -> dict[str, ast.Module]:
 
 
 @cache
-def arrows() -> list[Import]:
+def find_imports() -> list[Import]:
     return [
-        arrow for name, tree in modules().items() for arrow in imports_of(name, tree, late=False)
+        entry for name, tree in modules().items() for entry in imports_of(name, tree, late=False)
     ]
 
 
@@ -146,36 +148,38 @@ def targets_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
             yield full if full in modules() else module
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def floor_of(room: str) -> int:
-    return next(floor for floor, rooms in FLOORS.items() if room in rooms)
+def layer_of(package: str) -> int:
+    return next(layer for layer, packages in LAYERS.items() if package in packages)
 
 
-def house() -> str:
+def describe_layers() -> str:
     return "\n".join(
-        f"  floor {floor}: {', '.join(rooms)}"
-        for floor, rooms in sorted(FLOORS.items(), reverse=True)
+        f"  layer {layer}: {', '.join(packages)}"
+        for layer, packages in sorted(LAYERS.items(), reverse=True)
     )
 
 
-def test_the_top_holds_the_rooms_of_this_house_and_nothing_else() -> None:
-    rooms = {room for rooms in FLOORS.values() for room in rooms}
+def test_the_top_holds_the_packages_and_nothing_else() -> None:
+    packages = {package for packages in LAYERS.values() for package in packages}
     entries = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
-    assert entries == rooms | {"__init__.py", "__main__.py", "py.typed"}, f"the house:\n{house()}"
-    assert len(rooms) <= ENTRIES
+    assert entries == packages | {"__init__.py", "__main__.py", "py.typed"}, (
+        f"the layers:\n{describe_layers()}"
+    )
+    assert len(packages) <= MAX_PACKAGES
 
 
 def test_imports_go_down() -> None:
-    upward = {(a.source, a.target): a for a in arrows() if not a.allowed}
+    upward = {(a.source, a.target): a for a in find_imports() if not a.allowed}
     assert not upward.keys() - EXCEPTIONS.keys(), "\n  ".join(
         [
             "",
             *(str(a) for key, a in upward.items() if key not in EXCEPTIONS),
-            "in this house:",
-            house(),
+            "with these layers:",
+            describe_layers(),
         ]
     )
     assert not EXCEPTIONS.keys() - upward.keys(), "no longer there: take it off the list"
@@ -185,30 +189,32 @@ def test_imports_go_down() -> None:
 @pytest.mark.parametrize(
     ("below", "above"), [("train", "launcher"), ("storage", "train"), ("core", "rank")]
 )
-def test_the_arrows_that_this_house_was_built_to_be_rid_of(below: str, above: str) -> None:
+def test_imports_that_were_hard_to_remove_stay_away(below: str, above: str) -> None:
     assert not [
-        str(a) for a in arrows() if (room_of(a.source), room_of(a.target)) == (below, above)
+        str(a)
+        for a in find_imports()
+        if (package_of(a.source), package_of(a.target)) == (below, above)
     ]
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Late imports, and those for a type checker, included."""
     graph: dict[str, set[str]] = {name: set() for name in modules()}
-    for arrow in arrows():
-        if arrow.target in graph and (arrow.source, arrow.target) not in EXCEPTIONS:
-            graph[arrow.source].add(arrow.target)
+    for entry in find_imports():
+        if entry.target in graph and (entry.source, entry.target) not in EXCEPTIONS:
+            graph[entry.source].add(entry.target)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("imports in a circle: " + " <- ".join(error.args[1]))
 
 
-def test_the_arrows_of_this_house_are_seen_at_all() -> None:
+def test_known_imports_are_in_the_list() -> None:
     """So that the tests above cannot pass on an empty list."""
-    known_arrows = {(arrow.source, arrow.target, arrow.late) for arrow in arrows()}
-    assert ("train.session", "storage.run_dir", False) in known_arrows
-    assert ("launcher.entry", "train.job_runner", True) in known_arrows
-    assert ("recipes.mlp", "train.job", False) in known_arrows, "a public name counts as its home"
+    known_imports = {(entry.source, entry.target, entry.late) for entry in find_imports()}
+    assert ("train.session", "storage.run_dir", False) in known_imports
+    assert ("launcher.entry", "train.job_runner", True) in known_imports
+    assert ("recipes.mlp", "train.job", False) in known_imports, "a public name counts as its home"
 
 
 def test_nothing_that_starts_up_imports_torch() -> None:
@@ -241,11 +247,13 @@ def rank_variables_in(tree: ast.Module) -> set[str]:
     }
 
 
-def test_only_world_and_who_starts_ranks_know_the_variables_that_say_who_we_are() -> None:
+def test_few_modules_read_the_variables_of_a_rank() -> None:
     entries = {
         (name, variable)
         for name, tree in modules().items()
-        if not any(name == room or name.startswith(f"{room}.") for room in KNOW_WHO_WE_ARE)
+        if not any(
+            name == package or name.startswith(f"{package}.") for package in READ_RANK_VARIABLES
+        )
         for variable in rank_variables_in(tree)
     }
     assert entries <= ALSO_READ.keys(), f"ask World instead: {sorted(entries - ALSO_READ.keys())}"

@@ -18,7 +18,7 @@ from stepladder.core import console
 from stepladder.core.console import make_log_printable, make_printable, write_text
 from stepladder.core.terminal import MAX_COLUMNS, make_console
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_of_version_0_1"
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
 SHOWN = r"\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

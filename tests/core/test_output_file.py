@@ -16,7 +16,7 @@ from processes import refused, run
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
 
-RUN = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
+RUN = Path(__file__).parents[1] / "fixtures" / "run_of_version_0_1"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TEXT = "text: \N{SNOWMAN} \udc80"
 BYTES = "text: \N{SNOWMAN} \\udc80".encode()

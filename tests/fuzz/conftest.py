@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fuzzing import MINUTES, SEED, Fuzz, place
+from fuzzing import MINUTES, SEED, Fuzz, open_sandbox
 
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
     here = [item for item in request.session.items if Path(__file__).parent in item.path.parents]
     workers = min(len(here), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    with place() as made:
-        one = Fuzz(made, MINUTES * 60 * workers / len(here))
+    with open_sandbox() as sandbox:
+        one = Fuzz(sandbox, MINUTES * 60 * workers / len(here))
         yield one
         request.node.user_properties.append(("fuzz", dict(one.tried)))
 

@@ -16,7 +16,7 @@ import click
 import numpy as np
 from hypothesis import strategies as st
 
-from fuzzing import Place
+from fuzzing import Sandbox
 
 NUMBERS = [
     "", " ", "²", "٣", "1" * 30, "9" * 400, "nan", "inf", "-inf", "-1", "0", "1e-9", "1e309", "1e308", "+1",
@@ -127,20 +127,20 @@ def values(name: str, kind: click.ParamType, good: Sequence[str] = ()) -> st.Sea
     )
 
 
-def prepare(place: Place, checkout: Path) -> Path:
+def prepare(sandbox: Sandbox, checkout: Path) -> Path:
     """A folder with one of everything, a finished run and shards among them, and what is none of
     these.
     """
-    here = place.cwd
+    here = sandbox.cwd
     for words in (
         ("train", "mlp", "--steps", "4", "--samples", "512", "--run-dir", "run"),
         ("doctor", "--save", "bundle.json"),
     ):
-        place.call(words).judge()
+        sandbox.call(words).judge()
     (here / "table.csv").write_text("a,b,c\n1,2.5,x\n2,3.5,y\n3,4.5,z\n")
     (here / "numbers.csv").write_text("a,b\n" + "".join(f"{n},{n / 2}\n" for n in range(100)))
-    place.own(here)
-    place.call(("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")).judge()
+    sandbox.own(here)
+    sandbox.call(("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")).judge()
     np.savez(here / "arrays.npz", x=np.arange(12).reshape(4, 3), y=np.arange(4))
     (here / "script.py").write_text("import sys\nsys.exit(0)\n")
     (here / "job.sh").write_text("#!/bin/bash\n#SBATCH --nodes=2\nsrun python train.py\n")
@@ -148,8 +148,8 @@ def prepare(place: Place, checkout: Path) -> Path:
     for name in ("lessons", "docs"):
         shutil.copytree(checkout / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
     odd_files(here)
-    place.own(here)
-    return place.keep()
+    sandbox.own(here)
+    return sandbox.keep()
 
 
 def odd_files(here: Path) -> None:

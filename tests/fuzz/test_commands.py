@@ -118,12 +118,12 @@ LEAVES = dict(leaves(cli))
 
 
 def test_a_command_with_odd_values_ends_as_the_rule_says(fuzz: Fuzz) -> None:
-    prepared = prepare(fuzz.place, CHECKOUT)
+    prepared = prepare(fuzz.sandbox, CHECKOUT)
 
     def attempt(args: tuple[str, ...]) -> str:
-        fuzz.place.reset(prepared)
+        fuzz.sandbox.reset(prepared)
         names = {" ".join(args[:count]) for count in (1, 2)}
-        return fuzz.place.call(args, works=bool(names & WORKING)).judge(
+        return fuzz.sandbox.call(args, works=bool(names & WORKING)).judge(
             foreign=bool(names & FOREIGN)
         )
 

@@ -200,23 +200,23 @@ def commands(name: str) -> st.SearchStrategy[tuple[str, ...]]:
 
 
 def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
-    here = fuzz.place.cwd
+    here = fuzz.sandbox.cwd
     prepare(here)
-    fuzz.place.own(here)
-    fuzz.place.call(
+    fuzz.sandbox.own(here)
+    fuzz.sandbox.call(
         ("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")
     ).judge()
-    prepared = fuzz.place.keep()
+    prepared = fuzz.sandbox.keep()
 
     def attempt(case: tuple[tuple[str, Any], tuple[str, ...]]) -> str:
         (name, what), words = case
-        fuzz.place.reset(prepared)
+        fuzz.sandbox.reset(prepared)
         if isinstance(what, bytes):
             (here / name).write_bytes(what)
         elif what is not None:
             what(here / name)
-        fuzz.place.own(here)
-        return fuzz.place.call(words, works=words[0] == "train").judge()
+        fuzz.sandbox.own(here)
+        return fuzz.sandbox.call(words, works=words[0] == "train").judge()
 
     fuzz.each(
         sources().flatmap(lambda source: st.tuples(st.just(source), commands(source[0]))), attempt

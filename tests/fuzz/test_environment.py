@@ -69,8 +69,8 @@ def environments() -> st.SearchStrategy[dict[str, str]]:
 def test_odd_variables_end_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(case: tuple[dict[str, str], tuple[str, ...]]) -> str:
         env, words = case
-        fuzz.place.reset()
-        return fuzz.place.call(words, env, works=words[0] != "status").judge(
+        fuzz.sandbox.reset()
+        return fuzz.sandbox.call(words, env, works=words[0] != "status").judge(
             foreign=words[0] == "run"
         )
 

@@ -117,19 +117,19 @@ def write(folder: Path, place: str, planted: bytes) -> None:
 
 
 def test_a_pickle_is_read_as_a_description_or_refused(fuzz: Fuzz) -> None:
-    (fuzz.place.cwd / "job.py").write_text(JOB)
-    (fuzz.place.cwd / "theirs").mkdir()
+    (fuzz.sandbox.cwd / "job.py").write_text(JOB)
+    (fuzz.sandbox.cwd / "theirs").mkdir()
     for key, tensor in WEIGHTS.items():
-        torch.save(tensor, fuzz.place.cwd / "theirs" / f"{key}.distcp")
-    fuzz.place.own(fuzz.place.cwd)
-    prepared = fuzz.place.keep()
+        torch.save(tensor, fuzz.sandbox.cwd / "theirs" / f"{key}.distcp")
+    fuzz.sandbox.own(fuzz.sandbox.cwd)
+    prepared = fuzz.sandbox.keep()
 
     def attempt(case: tuple[str, bytes]) -> str:
-        fuzz.place.reset(prepared)
-        write(fuzz.place.cwd / "theirs", *case)
-        ended = fuzz.place.call(("import", "theirs", "--run-dir", "new", "job.py"))
+        fuzz.sandbox.reset(prepared)
+        write(fuzz.sandbox.cwd / "theirs", *case)
+        ended = fuzz.sandbox.call(("import", "theirs", "--run-dir", "new", "job.py"))
         if any(path.endswith("called") for path in ended.new):
-            raise ended.found("code of the folder's maker has run")
+            raise ended.make_failure("code of the folder's maker has run")
         return ended.judge()
 
     places = st.sampled_from(["planner", "tensors", "storage", "an entry", "all"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from fuzzing import Fuzz, Place
+from fuzzing import Fuzz, Sandbox
 from processes import JOBS
 from stepladder.core.durable import remove
 
@@ -50,7 +50,7 @@ SLURM = {"SLURM_JOB_ID": "7", "STEPLADDER_END_FILE": "7:job/ended.json"}
 Damage = Callable[[Path, random.Random, list[Path]], object]
 
 
-def prepare(place: Place) -> Path:
+def prepare(sandbox: Sandbox) -> Path:
     """A run that stopped on its way, one that is finished, a script's, and weights that were
     written elsewhere.
     """
@@ -73,10 +73,10 @@ def prepare(place: Place) -> Path:
         ("export", "done", "--to", "dcp", "dcp"),
     ):
         for name, source in (("script.py", "script.py"), ("slow.py", "slow_rank.py")):
-            (place.cwd / name).write_bytes((JOBS / source).read_bytes())
-        place.call(words, works=True).judge(foreign=True)
+            (sandbox.cwd / name).write_bytes((JOBS / source).read_bytes())
+        sandbox.call(words, works=True).judge(foreign=True)
     end = {"code": 75, "step": 8, "late": False, "job": "7", "restart": 0}
-    (place.cwd / "job/ended.json").write_text(f"{json.dumps(end)}\n")
+    (sandbox.cwd / "job/ended.json").write_text(f"{json.dumps(end)}\n")
     line = {
         "job": "7",
         "restart": 0,
@@ -87,11 +87,11 @@ def prepare(place: Place) -> Path:
         "lost": [],
         "time": 1e9,
     }
-    (place.cwd / "job/requeues.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
-    (place.cwd / "job/loggers.json").write_text("{}")
-    (place.cwd / "job/rendezvous.json").write_text('{"number": 1, "host": "x", "port": 1}')
-    place.own(place.cwd)
-    return place.keep()
+    (sandbox.cwd / "job/requeues.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
+    (sandbox.cwd / "job/loggers.json").write_text("{}")
+    (sandbox.cwd / "job/rendezvous.json").write_text('{"number": 1, "host": "x", "port": 1}')
+    sandbox.own(sandbox.cwd)
+    return sandbox.keep()
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -199,16 +199,16 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
 
 
 def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
-    prepared = prepare(fuzz.place)
+    prepared = prepare(fuzz.sandbox)
 
     def attempt(case: tuple[tuple[str, ...], int]) -> str:
         args, number = case
-        fuzz.place.reset(prepared)
-        folder = fuzz.place.cwd / next(name for name in FOLDERS if name in args)
+        fuzz.sandbox.reset(prepared)
+        folder = fuzz.sandbox.cwd / next(name for name in FOLDERS if name in args)
         names = damage(folder, random.Random(number))
-        fuzz.place.own(fuzz.place.cwd)
+        fuzz.sandbox.own(fuzz.sandbox.cwd)
         try:
-            ended = fuzz.place.call(
+            ended = fuzz.sandbox.call(
                 args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING
             )
             ended.new = [path for path in ended.new if not is_of_lock(path)]
@@ -250,19 +250,19 @@ faults.FAULT.plant(*faults.from_text(f"{name} {error}"), count=int(count) or Non
 @pytest.mark.slow
 def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     """From some use of a file on, once or for ever, in all processes of the command."""
-    prepared = prepare(fuzz.place)
+    prepared = prepare(fuzz.sandbox)
 
     def attempt(case: tuple[tuple[str, ...], str, str, int, int]) -> str:
         args, name, error, first, count = case
-        fuzz.place.reset(prepared)
+        fuzz.sandbox.reset(prepared)
         folder = next(name for name in FOLDERS if name in args)
-        (fuzz.place.folder / "tmp" / "sitecustomize.py").write_text(AT_START)
+        (fuzz.sandbox.folder / "tmp" / "sitecustomize.py").write_text(AT_START)
         env = {
-            "PYTHONPATH": os.pathsep.join([str(fuzz.place.folder / "tmp"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(fuzz.sandbox.folder / "tmp"), os.environ.get("PYTHONPATH", "")]),
             "FAULTS": str(JOBS),
             "FAULT": f"{folder}/{name} {error} {first} {count}", **(SLURM if args[0] == "after" else {}),
         }  # fmt: skip
-        ended = fuzz.place.call(args, env, works=args[0] in WORKING)
+        ended = fuzz.sandbox.call(args, env, works=args[0] in WORKING)
         ended.new = []  # it had begun
         return ended.judge(foreign=args[0] in FOREIGN)
 
@@ -278,13 +278,13 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
 @pytest.mark.slow
 def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     """Files vanish, or become folders, pipes or loops of links, at any moment of a command."""
-    prepared = prepare(fuzz.place)
+    prepared = prepare(fuzz.sandbox)
 
     def attempt(case: tuple[tuple[str, ...], int]) -> str:
         args, number = case
-        fuzz.place.reset(prepared)
+        fuzz.sandbox.reset(prepared)
         folder, chance = (
-            fuzz.place.cwd / next(name for name in FOLDERS if name in args),
+            fuzz.sandbox.cwd / next(name for name in FOLDERS if name in args),
             random.Random(number),
         )
         is_over = threading.Event()
@@ -299,7 +299,7 @@ def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz
         changes = threading.Thread(target=change)
         changes.start()
         try:
-            ended = fuzz.place.call(
+            ended = fuzz.sandbox.call(
                 args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING
             )
         except AssertionError as error:

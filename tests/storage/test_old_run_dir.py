@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from processes import audited, refused, run, train
 from stepladder.train.determinism import describe_machine
 
-BEFORE = Path(__file__).parent.parent / "fixtures" / "run_before_the_house"
+BEFORE = Path(__file__).parent.parent / "fixtures" / "run_of_version_0_1"
 FLAGS = ("mlp", "--sync", "exact", "--microbatch", 16, "--steps", 40)
 WEIGHTS = "4d81ab90006027c5ff8d2a9dacec4decf9c9aadbe208592382f5b522c07efa65"
 
