@@ -13,8 +13,9 @@ import click
 
 from stepladder.cli import OLD_SPELLINGS, cli
 from stepladder.cli.options import JobCommand
-from stepladder.tools.check.finding import rule_texts
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.explain.explain import known_errors
+from stepladder.tools.findings.render import format_page
 
 HERE = Path(__file__).parent
 RECIPES = "digits", "gpt", "mlp", "mnist", "movielens"
@@ -37,14 +38,7 @@ def rules_page() -> str:
         "[check.md](../check.md) says how to use it. An error is a wrong result or a hang,"
         " a warning a risk, a note cost or taste.\n"
     )
-    family = ""
-    for rule in rule_texts().values():
-        if rule.family != family:
-            family = rule.family
-            parts.append(f"## {family.capitalize()}\n")
-        parts.append(f"### {rule.id}\n\n{rule.what} ({rule.severity})\n\n{rule.why}\n")
-        parts.append(f"<!-- not run here: it is the mistake -->\n```python\n{rule.example}\n```\n")
-        parts.append(f"Fix: `{rule.fix}`\n")
+    parts += format_page(CHECK_TEXTS.rules)
     return "\n".join(parts)
 
 

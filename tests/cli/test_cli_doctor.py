@@ -107,7 +107,7 @@ def test_a_slow_link_and_clocks_apart_are_findings() -> None:
     assert list(fast.findings()) == []
     slow = replace(fast, speeds=(Speed(2**26, 1e6, 0.1),), skew=2.5)
     assert [f.rule for f in slow.findings()] == ["link-speed", "clocks-of-ranks"]
-    assert "0.100 GB/s, of 1.25" in next(slow.findings()).found
+    assert "0.100 GB/s, of 1.25" in next(slow.findings()).evidence
 
 
 def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is() -> None:
@@ -115,7 +115,7 @@ def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is()
     assert [f.rule for f in link.findings()] == ["link-slow"], (
         "all_reduce carries what that link does"
     )
-    assert "one plain TCP connection carries 0.100 GB/s, of 1.25" in next(link.findings()).found
+    assert "one plain TCP connection carries 0.100 GB/s, of 1.25" in next(link.findings()).evidence
     assert [f.rule for f in replace(link, stream=1.2).findings()] == ["link-speed"]
     assert [f.rule for f in replace(link, limit=None, stream=1.2).findings()] == ["link-speed"]
     assert list(replace(link, nodes=1, limit=None, stream=1.2).findings()) == [], (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepladder.slurm.lint import lint_script
+from stepladder.tools.lint.lint import lint_script
 
 GOOD = """#!/bin/bash
 #SBATCH --nodes=2
@@ -25,7 +25,7 @@ def findings(tmp_path: Path, text: str) -> list[tuple[str, int]]:
     (tmp_path / "train.py").touch()
     script = tmp_path / "job.sbatch"
     script.write_text(text)
-    return [(finding.rule, finding.line) for finding in lint_script(script)]
+    return [(finding.rule, finding.location.line) for finding in lint_script(script)]
 
 
 @pytest.mark.parametrize(

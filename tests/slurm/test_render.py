@@ -19,7 +19,7 @@ from stepladder.core.errors import InputError
 from stepladder.rank.timing import make_timing_line
 from stepladder.slurm.batch_job import DEFAULT_MARGIN_S, BatchJob, measure_margin
 from stepladder.slurm.batch_script import render_batch_script
-from stepladder.slurm.lint import lint_script
+from stepladder.tools.lint.lint import lint_script
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 JOB = BatchJob(

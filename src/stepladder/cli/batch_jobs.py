@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,14 @@ from stepladder.slurm.partitions import (
     validate_node_names,
 )
 from stepladder.slurm.site_defaults import find_site_defaults
+
+LINT_RECORD_KEYS = {
+    "file": "location.file",
+    "rule": "rule",
+    "line": "location.line",
+    "evidence": "evidence",
+    "fix": "fix",
+}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -220,15 +227,16 @@ def find_shared_run_dir(command: SubmittedCommand, job: BatchJob) -> list[str]:
 
 def show_findings(path: Path, as_json: bool) -> int:
     """Print the mistakes in a batch script, and return exit code 1 if there are any."""
-    from stepladder.slurm.lint import lint_script
+    from stepladder.tools.findings.render import as_record
+    from stepladder.tools.lint.lint import lint_script
 
     findings = lint_script(path)
     if as_json:
-        records = [{"file": str(path), **asdict(finding)} for finding in findings]
+        records = [as_record(finding, LINT_RECORD_KEYS) for finding in findings]
         echo(json.dumps({"schema": 1, "findings": records}))
     else:
         for finding in findings:
-            echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
+            echo(f"{finding.location}: {finding.evidence}. HINT: {finding.fix}")
         echo(f"{len(findings)} found" if findings else "nothing found")
     return int(bool(findings))
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import click
 
-from stepladder.cli.doctor import SEVERITY_COLOURS
+from stepladder.cli.findings import show_finding
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, Seconds
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.tools.check.check import Report, Request, check
-from stepladder.tools.check.finding import Finding, rule_texts
-from stepladder.tools.check.formats import format_finding, format_sarif
-from stepladder.tools.check.formats import format_json as json_text
+from stepladder.tools.check.formats import json_of_report, sarif_of_report
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS
+from stepladder.tools.findings.render import count_severities
 from stepladder.train.job_source import validate_not_job
 
 
@@ -111,11 +111,11 @@ def command(
     if sarif:
         write_output(
             sarif,
-            format_sarif(report, version("stepladder")),
+            sarif_of_report(report, version("stepladder")),
             "--sarif",
         )
     if as_json:
-        echo(json_text(report))
+        echo(json_of_report(report))
     else:
         show_summary(report)
     return report.exit_code
@@ -135,18 +135,6 @@ def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(folder.resolve() for folder in folders)
 
 
-def show_finding(finding: Finding) -> None:
-    """Print a finding."""
-    head, details = format_finding(finding)
-    click.secho(
-        finding.severity,
-        fg=SEVERITY_COLOURS[finding.severity],
-        nl=False,
-    )
-    echo(head)
-    echo(details)
-
-
 def show_summary(report: Report) -> None:
     """Print what was not checked, where SCRIPT could write, and the number of findings."""
     if report.not_checked:
@@ -156,9 +144,7 @@ def show_summary(report: Report) -> None:
         echo(note)
     for line in report.isolation.lines() if report.isolation else []:
         echo(line)
-    severities = [finding.severity for finding in report.findings]
-    counts = ", ".join(f"{severities.count(kind)} {kind}s" for kind in SEVERITY_COLOURS)
-    line = f"{counts}; {len(rule_texts())} rules"
+    line = f"{count_severities(report.findings)}; {len(CHECK_TEXTS.rules)} rules"
     if report.run_summary:
         line += f"; {report.run_summary}"
     echo(line)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from stepladder.cli.findings import show_finding
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, PORT
 from stepladder.core.address import validate_host_name
@@ -20,14 +21,21 @@ from stepladder.core.process_count import parse_process_count
 from stepladder.core.python_file import parse_source
 from stepladder.core.world import World
 from stepladder.launcher.allocation import exec_srun_step
-from stepladder.tools.doctor.finding import MachineFinding
 from stepladder.tools.doctor.machine_facts import Facts, gather_facts
 from stepladder.tools.doctor.rules import RULES, apply_rules
+from stepladder.tools.findings.finding import Finding
+from stepladder.tools.findings.render import as_record, count_severities
 
 if TYPE_CHECKING:
     from stepladder.tools.doctor.link import Link, Speed
 
-SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+DOCTOR_RECORD_KEYS = {
+    "severity": "severity",
+    "found": "evidence",
+    "cause": "cause",
+    "fix": "fix",
+    "rule": "rule",
+}
 
 
 @click.command()
@@ -107,7 +115,7 @@ def command(
     if save:
         facts.save(save)
     link: Link | None = None
-    link_findings: list[MachineFinding] = []
+    link_findings: list[Finding] = []
     if comm:
         link, link_findings = measure_link(facts, ranks)
         if not World.detect().is_first:
@@ -136,7 +144,7 @@ def validate_files_and_port(
         parse_source(script)
 
 
-def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[MachineFinding]]:
+def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     """Return the first rank's measurements between processes, and what is wrong with them."""
     if not facts.torch.version:
         raise InputError(
@@ -148,19 +156,16 @@ def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[MachineFin
     return measure_among_ranks(ranks or max(2, facts.torch.devices))
 
 
-def show_report(
-    facts: Facts, findings: list[MachineFinding], link: Link | None, as_json: bool
-) -> int:
+def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
     """Print the findings, and return exit code 1 if one is an error."""
-    severities: list[str] = [finding.severity for finding in findings]
-    failed = "error" in severities
+    failed = any(finding.severity == "error" for finding in findings)
     if as_json:
         report = {
             "schema": 1,
             "ok": not failed,
             "host": facts.host,
             "rules": len(RULES),
-            "findings": [asdict(finding) for finding in findings],
+            "findings": [as_record(finding, DOCTOR_RECORD_KEYS) for finding in findings],
             "comm": asdict(link) if link else None,
         }
         echo(json.dumps(report))
@@ -170,23 +175,11 @@ def show_report(
         show_finding(finding)
     if link is not None:
         show_link(link)
-    counts = ", ".join(f"{severities.count(kind)} {kind}s" for kind in SEVERITY_COLOURS)
+    counts = count_severities(findings)
     echo(
         f"{counts}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs"
     )
     return int(failed)
-
-
-def show_finding(finding: MachineFinding) -> None:
-    """Print a finding."""
-    click.secho(
-        finding.severity,
-        fg=SEVERITY_COLOURS[finding.severity],
-        nl=False,
-    )
-    echo(f" {finding.rule}: {finding.found}")
-    echo(f"    why: {finding.cause}")
-    echo(f"    fix: {finding.fix}")
 
 
 def format_summary(facts: Facts) -> str:

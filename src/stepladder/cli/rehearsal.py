@@ -73,9 +73,10 @@ class Rehearsal:
         Returns:
             Whether the script ran, without an error or a warning.
         """
-        from stepladder.cli.check import show_finding, show_summary
+        from stepladder.cli.check import show_summary
+        from stepladder.cli.findings import show_finding
         from stepladder.tools.check.check import Request, check
-        from stepladder.tools.check.formats import format_json as json_text
+        from stepladder.tools.check.formats import json_of_report
 
         request = Request(
             self.script,
@@ -88,7 +89,7 @@ class Rehearsal:
         )
         report = check(request, (lambda _: None) if as_json else show_finding)
         if as_json and report.exit_code:
-            echo(json_text(report))
+            echo(json_of_report(report))
         elif not as_json:
             show_summary(report)
         if report.not_checked and report.exit_code != 1:

@@ -254,9 +254,9 @@ def test_only_a_frozen_parameter_is_left_out() -> None:
 def test_an_optimizer_of_frozen_parameters_is_named_as_that_and_by_no_guess() -> None:
     (finding,) = learns_nothing(evidence_of(steps_with(["w", "head"], {})))
     assert "all 2 parameters of the optimizer have requires_grad=False" in finding.evidence
-    assert "class" not in finding.text.fix
+    assert "class" not in finding.fix
     (guess,) = learns_nothing(evidence_of(steps_with(["w"], {})))
-    assert "class" in guess.text.fix
+    assert "class" in guess.fix
 
 
 FAILS = {

@@ -15,8 +15,8 @@ from check_recordings import (
     step,
     train_pass,
 )
-from stepladder.tools.check.finding import rule_texts
-from stepladder.tools.check.rules.static import apply_static_rules
+from stepladder.tools.check.rules.all_rules import apply_source_rules
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 
 Events = list[dict[str, Any]]
 ZERO, ONE = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
@@ -405,7 +405,7 @@ STATIC = {
 
 @pytest.mark.parametrize("rule", STATIC)
 def test_the_source_alone_says_it(rule: str) -> None:
-    assert [finding.rule for finding in apply_static_rules(source(STATIC[rule]))] == [rule]
+    assert [finding.rule for finding in apply_source_rules(source(STATIC[rule]))] == [rule]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_the_source_alone_says_it(rule: str) -> None:
     ],
 )
 def test_sound_source_has_no_finding(text: str) -> None:
-    assert apply_static_rules(source(text)) == []
+    assert apply_source_rules(source(text)) == []
 
 
 def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not() -> None:
@@ -443,8 +443,8 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-samples",
         "resume-lr",
         "resume-differs",
-    } == set(rule_texts())
+    } == {rule.id for rule in CHECK_TEXTS.rules}
     assert all(
-        text.what.endswith(".") and text.why.endswith(".") and text.fix
-        for text in rule_texts().values()
+        text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example
+        for text in CHECK_TEXTS.texts.values()
     )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from machines import CPU, ETH, GPUS, H100, LO, PEER, TWO, WELL
-from stepladder.tools.doctor.finding import SEVERITIES
 from stepladder.tools.doctor.machine_facts import Facts
 from stepladder.tools.doctor.network import Interface
 from stepladder.tools.doctor.programs import SHADOWS_MODULE, Gpus, Imports
 from stepladder.tools.doctor.rules import RULES, apply_rules
+from stepladder.tools.findings.finding import SEVERITIES
 
 TORCHRUN = {
     "RANK": "1",
@@ -383,7 +383,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
 
 
 def fired(facts: Facts) -> dict[str, str]:
-    return {finding.rule: finding.found for finding in apply_rules(facts)}
+    return {finding.rule: finding.evidence for finding in apply_rules(facts)}
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_machine_without_faults_has_no_findings(facts: Facts) -> None:
 
 def test_findings_are_whole_and_errors_come_first() -> None:
     findings = [f for cases in CASES.values() for fires, _, _ in cases for f in apply_rules(fires)]
-    assert all(f.found and f.cause and f.fix and f.rule for f in findings)
+    assert all(f.evidence and f.cause and f.fix and f.rule for f in findings)
     assert {f.severity for f in findings} == set(SEVERITIES)
     order = [
         SEVERITIES.index(f.severity)

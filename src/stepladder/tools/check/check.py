@@ -12,7 +12,6 @@ from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.finding import Finding, sort_by_severity
 from stepladder.tools.check.isolation.sandbox import Protected, Sandbox
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.probe_settings import ProbeSettings
@@ -21,17 +20,13 @@ from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
     apply_rules,
+    apply_source_rules,
     drop_consequences,
-    drop_suppressed,
 )
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.rules.static import (
-    RULES_WITHOUT_RUN,
-    STATIC_RULES,
-    apply_static_rules,
-)
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
+from stepladder.tools.findings.finding import Finding, sort_by_severity
 
 USES_GPUS = ("cuda", "nccl", "torch.accelerator", "accelerate", "lightning")
 KNOWS_OTHER_RANKS = (
@@ -124,8 +119,7 @@ class Check:
         self.notes: list[str] = []
 
     def run(self) -> Report:
-        rules = STATIC_RULES if self.request.static else RULES_WITHOUT_RUN
-        self.add_findings(drop_suppressed(apply_static_rules(self.source, rules), self.source))
+        self.add_findings(apply_source_rules(self.source, self.request.static))
         report = Report(notes=self.notes)
         if not self.request.static:
             with (

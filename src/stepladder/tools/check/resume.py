@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import (
     Event,
@@ -18,6 +17,7 @@ from stepladder.tools.check.recording import (
 )
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.snapshots import module_prefix
+from stepladder.tools.findings.finding import Finding
 
 NO_SNAPSHOT = "--resume: the script has written no snapshot, so there is nothing to resume from"
 NO_TRAINING_AFTER_SNAPSHOT = (

@@ -22,14 +22,9 @@ import numpy as np
 from stepladder.core.address import resolve_host
 from stepladder.core.world import World
 from stepladder.launcher.function import launch
-from stepladder.tools.doctor.finding import (
-    CLOCKS_DIFFER,
-    Findings,
-    MachineFinding,
-    error,
-    warning,
-)
+from stepladder.tools.doctor.finding import Findings, problem
 from stepladder.tools.doctor.network import find_interfaces
+from stepladder.tools.findings.finding import Finding
 
 MEASURED_BYTES = tuple(4 * 4**k for k in range(13))  # 4 bytes to 64 MiB
 SIZE_BUDGET_S = 0.25  # for all rounds of one size
@@ -93,42 +88,25 @@ class Link:
 
     def findings(self) -> Findings:
         if self.limit and self.stream is not None and self.stream < GOOD_SHARE * self.limit:
-            yield warning(
-                f"one plain TCP connection carries {self.stream:.3f} GB/s, of {self.limit:.2f} "
-                f"that the interface has by its driver",
-                "a slower link on the way, a limit of the network or of the virtual machine, or "
-                "others use it",
-                "iperf3 between the nodes; ip -s link for errors; another network by "
-                "GLOO_SOCKET_IFNAME",
-                "link-slow",
-            )
+            yield problem("link-slow", self)
         best = max(speed.bus for speed in self.speeds)
         possible = min((speed for speed in (self.limit, self.stream) if speed), default=0.0)
         if self.nodes > 1 and best < GOOD_SHARE * possible:
-            yield warning(
-                f"all_reduce reaches {best:.3f} GB/s, of {possible:.3f} that the link could carry",
-                "another network was chosen, one TCP stream is not enough, or others use the link",
-                "stepladder doctor --peer HOST; NCCL_DEBUG=INFO shows its choice; "
-                "NCCL_SOCKET_NTHREADS=4",
-                "link-speed",
-            )
+            yield problem("link-speed", self, best=best, possible=possible)
         if abs(self.skew) > MAX_CLOCK_SKEW_S:
-            text = f"the ranks' clocks differ by {self.skew:.1f} s"
-            yield warning(text, *CLOCKS_DIFFER, "clocks-of-ranks")
+            yield problem("clocks-of-ranks", self)
 
 
-def unreachable_ranks_finding(world: World, message: str) -> MachineFinding:
+def unreachable_ranks_finding(world: World, message: str) -> Finding:
     """Return the finding of ranks that did not connect, or lost each other."""
-    this_host = socket.gethostname()
     first_host = rendezvous_host(world)
-    other_host = "HOST" if world.is_first else first_host
-    first_line = message.partition("\n")[0]
-    return error(
-        f"rank {world.rank} on {this_host} had no way to the others, at {first_host}: {first_line}",
-        "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did "
-        "not start",
-        f"stepladder doctor --peer {other_host}, and ping {other_host}, on {this_host}",
+    return problem(
         "no-way-between-ranks",
+        world,
+        host=socket.gethostname(),
+        first_host=first_host,
+        other_host="HOST" if world.is_first else first_host,
+        error=message.partition("\n")[0],
     )
 
 
@@ -144,7 +122,7 @@ def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
     return 2 * (ranks - 1) / ranks * size / seconds / GB
 
 
-def measure_link(nproc: int) -> tuple[Link | None, list[MachineFinding]]:
+def measure_link(nproc: int) -> tuple[Link | None, list[Finding]]:
     """Measure among `nproc` ranks that are started here.
 
     Inside torchrun, `stepladder run` or a Slurm step, measure among those ranks. Raises InputError

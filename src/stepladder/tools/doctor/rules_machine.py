@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from stepladder.core.numbers import parse_whole_number
-from stepladder.tools.doctor.finding import (
-    CLOCKS_DIFFER,
-    Findings,
-    error,
-    error_if,
-    note,
-    warning,
-    warning_if,
-)
+from stepladder.tools.doctor.finding import Findings, Rule, problem
 from stepladder.tools.doctor.machine_facts import Facts
 
 MIB_BYTES = 2**20
@@ -57,76 +49,48 @@ def threads_and_cores(facts: Facts) -> Findings:
     ranks = facts.planned_ranks
     outermost = text.partition(",")[0].strip()  # of nested parallel regions, as in 4,1
     threads = parse_whole_number(outermost) or 0
-    fix = f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
+    share = max(1, facts.cores // ranks)
     if text and not threads:
-        cause = "libgomp ignores it, and each process takes all cores"
-        yield warning(f"OMP_NUM_THREADS={text} is not a number of threads", cause, fix)
+        yield problem("threads-and-cores.no-number", facts, share=share)
     if not text and ranks > 1 and facts.cores > 1:
-        yield note(
-            f"OMP_NUM_THREADS is not set, for {ranks} processes on {facts.cores} cores",
-            "`stepladder` shares the cores out; torchrun gives each process one thread, a plain "
-            "start all",
-            f"outside stepladder: {fix}",
-        )
+        yield problem("threads-and-cores.not-set", facts, share=share)
     if threads * ranks > facts.cores and threads > 1:
         processes = "1 process" if ranks == 1 else f"{ranks} processes"
-        yield warning(
-            f"OMP_NUM_THREADS={threads} with {processes} on {facts.cores} cores",
-            "more threads than cores wait for each other, spinning: it can be several times slower",
-            fix,
-        )
+        yield problem("threads-and-cores", facts, threads=threads, processes=processes, share=share)
 
 
 def open_files(facts: Facts) -> Findings:
-    fix = "ulimit -n 65536"
-    if 0 <= facts.nofile_hard < MIN_OPEN_FILES:
-        fix = (
-            f"ask for a higher hard limit than {facts.nofile_hard} (limits.conf, or Docker's "
-            "--ulimit)"
-        )
     if 0 <= facts.nofile < MIN_OPEN_FILES:
-        cause = (
-            "each data loader worker, connection and shared tensor takes some: `Too many open "
-            "files`"
-        )
-        yield warning(f"a process may have {facts.nofile} open files", cause, fix)
+        has_low_limit = 0 <= facts.nofile_hard < MIN_OPEN_FILES
+        yield problem("open-files.hard-limit" if has_low_limit else "open-files", facts)
 
 
 def run_folder(facts: Facts) -> Findings:
     folder = facts.folder
     free = folder.free_bytes
     if not folder.writable:
-        fix = "--run-dir DIR, on a file system that this user may write to"
-        yield error(f"{folder.path} cannot be written", "runs are stored there", fix)
+        yield problem("run-folder", facts)
     elif free is not None and free < MIN_FREE_BYTES:
         amount = f"{free // MIB_BYTES} MiB"
         if free >= GIB_BYTES:
             amount = f"{free / GIB_BYTES:.1f} GiB"
-        text = f"{amount} are free for {folder.path}"
-        fix = "--run-dir DIR on another file system, or --keep 1"
-        if free < MIB_BYTES:
-            yield error(text, "no run can be stored there", fix)
-        else:
-            cause = "a snapshot that does not fit leaves the one before it, but the run stops"
-            yield warning(text, cause, fix)
+        name = "run-folder.full" if free < MIB_BYTES else "run-folder.nearly-full"
+        yield problem(name, facts, amount=amount)
     if folder.kind in IN_MEMORY_FILE_SYSTEMS:
-        yield warning(
-            f"{folder.path} is in memory ({folder.kind})",
-            "snapshots take memory from the training, and are gone after a reboot",
-            "--run-dir DIR on a disk",
-        )
+        yield problem("run-folder.in-memory", facts)
 
 
 def clock_skew(facts: Facts) -> Findings:
     skew = facts.folder.skew or 0.0
     if abs(skew) <= MAX_SKEW_S:
         return
-    direction = "ahead" if skew > 0 else "behind"
-    text = f"the file system of {facts.folder.path} is {abs(skew):.1f} s {direction}"
-    if facts.nodes > 1 and abs(skew) > MAX_SKEW_BETWEEN_NODES_S:
-        yield error(text, *CLOCKS_DIFFER)
-    else:
-        yield warning(text, *CLOCKS_DIFFER)
+    delays_heartbeats = facts.nodes > 1 and abs(skew) > MAX_SKEW_BETWEEN_NODES_S
+    yield problem(
+        "clock-skew.of-nodes" if delays_heartbeats else "clock-skew",
+        facts,
+        skew=abs(skew),
+        direction="ahead" if skew > 0 else "behind",
+    )
 
 
 def too_few_cores(facts: Facts) -> str:
@@ -165,43 +129,14 @@ def is_folder_unshared(facts: Facts) -> bool:
     return facts.nodes > 1 and bool(kind) and kind not in SHARED_FILE_SYSTEMS
 
 
-MACHINE_RULES = {
-    "processes-and-cores": warning_if(
-        too_few_cores,
-        "{f.planned_ranks} processes on {0} that this process may use",
-        "they take turns; under Slurm, srun of 22.05 and later does not pass on --cpus-per-task",
-        "srun --cpus-per-task=N (and export SRUN_CPUS_PER_TASK=N), or fewer processes",
-    ),
+MACHINE_RULES: dict[str, Rule] = {
+    "processes-and-cores": too_few_cores,
     "threads-and-cores": threads_and_cores,
-    "core-quota": warning_if(
-        smaller_quota,
-        "{f.cores} cores are visible, but the control group may use {f.cores_quota:g}",
-        "a limit of the container or the batch job: programs that count cores start too many "
-        "threads, and the"
-        " kernel then halts them all in turn",
-        "--threads {0} in all, or docker run --cpuset-cpus instead of --cpus",
-    ),
-    "shared-memory": warning_if(
-        small_shared_memory,
-        "/dev/shm has {0}",
-        "data loader workers and NCCL pass data through it: `Bus error`, `No space left` "
-        "(Docker: 64 MiB)",
-        "docker run --shm-size=8g, or --ipc=host",
-    ),
+    "core-quota": smaller_quota,
+    "shared-memory": small_shared_memory,
     "open-files": open_files,
-    "locked-memory": error_if(
-        small_locked_memory,
-        "InfiniBand, and {0} of memory may be locked",
-        "it needs registered memory: NCCL fails with `ibv_reg_mr` or falls back to TCP",
-        "ulimit -l unlimited (limits.conf; Slurm: LimitMEMLOCK=infinity in slurmd.service; "
-        "Docker: --ulimit)",
-    ),
+    "locked-memory": small_locked_memory,
     "run-folder": run_folder,
-    "shared-folder": error_if(
-        is_folder_unshared,
-        "{f.nodes} nodes, and {f.folder.path} is on {f.folder.kind}, which only this machine sees",
-        "all nodes use one run directory, to find each other and to resume",
-        "--run-dir DIR on a shared file system (df -T lists them)",
-    ),
+    "shared-folder": is_folder_unshared,
     "clock-skew": clock_skew,
 }

@@ -6,15 +6,7 @@ from ipaddress import ip_address
 
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.tools.doctor.finding import (
-    Findings,
-    error,
-    error_if,
-    note,
-    note_if,
-    warning,
-    warning_if,
-)
+from stepladder.tools.doctor.finding import Findings, Rule, problem
 from stepladder.tools.doctor.machine_facts import Facts
 from stepladder.tools.doctor.network import Interface
 
@@ -32,7 +24,6 @@ VIRTUAL_INTERFACES = (
     "vboxnet",
 )
 SLOW_MBIT = 1000
-NAME_INTERFACE = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
 
 
 def is_loopback(address: str) -> bool:
@@ -47,20 +38,9 @@ def own_name(facts: Facts) -> Findings:
     if facts.nodes == 1 and not facts.peer.host:
         return
     if not facts.own_addresses:
-        fix = f"--local-addr ADDRESS, or a line `ADDRESS {facts.host}` in /etc/hosts on all nodes"
-        yield warning(
-            f"this machine's name {facts.host} has no address",
-            "other nodes connect to that name",
-            fix,
-        )
+        yield problem("own-name.no-address", facts)
     elif all(map(is_loopback, facts.own_addresses)):
-        yield error(
-            f"this machine's name {facts.host} is {facts.own_addresses[0]}, which each machine "
-            "takes for itself",
-            "a line in /etc/hosts, as Debian's installer writes it: other nodes would look for "
-            "rank 0 on themselves",
-            "--local-addr ADDRESS, or the machine's real address in /etc/hosts",
-        )
+        yield problem("own-name", facts)
 
 
 def needs_ipv6(facts: Facts) -> bool:
@@ -70,13 +50,9 @@ def needs_ipv6(facts: Facts) -> bool:
 
 
 def peer_unknown(facts: Facts) -> Findings:
-    peer = facts.peer
-    if peer.error and not needs_ipv6(facts):
-        yield error(
-            f"{peer.host}: {peer.error}",
-            "there is no route to it" if peer.addresses else "the name does not resolve here",
-            f"ping {peer.host}; use an address instead of the name, or fix /etc/hosts or DNS",
-        )
+    if facts.peer.error and not needs_ipv6(facts):
+        name = "peer-unknown.no-route" if facts.peer.addresses else "peer-unknown"
+        yield problem(name, facts)
 
 
 def peer_route(facts: Facts) -> Findings:
@@ -86,27 +62,13 @@ def peer_route(facts: Facts) -> Findings:
     interface = next(
         (i for i in facts.interfaces if i.name == peer.interface), Interface(peer.interface)
     )
-    route = f"the way to {peer.host} leads through {interface.name}"
     if is_loopback(peer.source) or peer.source in peer.addresses:
-        yield error(
-            f"{peer.host} resolves to {(*peer.addresses, peer.source)[0]}, this machine itself",
-            "a line in /etc/hosts, or this machine's own name or address: it should be another one",
-            f"the address of {peer.host} instead of its name",
-        )
+        yield problem("peer-route", facts, address=(*peer.addresses, peer.source)[0])
     elif interface.name.startswith(VIRTUAL_INTERFACES):
-        yield warning(
-            f"{route} ({peer.source}), a bridge for containers",
-            "other machines do not reach that address",
-            "docker run --network=host, or " + NAME_INTERFACE.format("the real interface"),
-        )
+        yield problem("peer-route.bridge", facts)
     elif interface.speed_mbit is not None and interface.speed_mbit < SLOW_MBIT:
         faster = max(facts.interfaces, key=lambda i: i.speed_mbit or 0)
-        yield warning(
-            f"{route}, {interface.speed_mbit} Mbit/s",
-            "gradients of every step go that way",
-            f"an address of {peer.host} on the network of {faster.name} ({faster.speed_mbit} "
-            "Mbit/s)",
-        )
+        yield problem("peer-route.slow", facts, interface=interface, faster=faster)
 
 
 def named_interface(facts: Facts) -> Findings:
@@ -114,28 +76,19 @@ def named_interface(facts: Facts) -> Findings:
     names = [interface.name for interface in facts.interfaces]
     gloo = facts.env.get("GLOO_SOCKET_IFNAME", "")
     if gloo.startswith(("^", "=")):
-        yield error(
-            f"GLOO_SOCKET_IFNAME={gloo}",
-            "^ and = are NCCL's syntax; gloo takes plain names, and would fall back to loopback",
-            f"export GLOO_SOCKET_IFNAME=NAME, one of {', '.join(names)}",
-        )
+        yield problem("named-interface.syntax", facts, names=", ".join(names))
     else:
         listed = gloo.split(",")
         selected = listed if set(listed) <= set(names) else []
         yield from check_named_interface(facts, "gloo", gloo, selected)
     nccl = facts.env.get("NCCL_SOCKET_IFNAME", "")
-    yield from check_named_interface(
-        facts,
-        "NCCL",
-        nccl,
-        interfaces_of_nccl(nccl, names),
-    )
+    yield from check_named_interface(facts, "NCCL", nccl, interfaces_of_nccl(nccl, names))
 
 
 def check_named_interface(
     facts: Facts,
     library: str,
-    value: str,
+    selection: str,
     selected: list[str],
 ) -> Findings:
     """Check that a library finds interfaces, and that they lead to the peer.
@@ -143,23 +96,19 @@ def check_named_interface(
     Args:
         facts: The facts of the machine.
         library: The name of the library.
-        value: The value of its variable.
+        selection: The value of its variable.
         selected: The interfaces that the library selects by it.
     """
-    variable = f"{library.upper()}_SOCKET_IFNAME"
-    if value and not selected:
-        names = ", ".join(interface.name for interface in facts.interfaces)
-        yield error(
-            f"{variable}={value}, and the interfaces are {names}",
-            f"{library} finds no device",
-            f"unset {variable}, or name one of them",
-        )
-    elif value and facts.peer.interface not in ("", *selected):
-        yield warning(
-            f"{variable}={value}, but {facts.peer.interface} leads to {facts.peer.host}",
-            "connections would be tried on a network that does not lead there",
-            NAME_INTERFACE.format(facts.peer.interface),
-        )
+    values = {
+        "library": library,
+        "selection": selection,
+        "variable": f"{library.upper()}_SOCKET_IFNAME",
+        "names": ", ".join(interface.name for interface in facts.interfaces),
+    }
+    if selection and not selected:
+        yield problem("named-interface", facts, **values)
+    elif selection and facts.peer.interface not in ("", *selected):
+        yield problem("named-interface.other-network", facts, **values)
 
 
 def interfaces_of_nccl(value: str, names: list[str]) -> list[str]:
@@ -180,18 +129,14 @@ def interfaces_of_nccl(value: str, names: list[str]) -> list[str]:
     return [name for name in names if is_listed(name) != excludes]
 
 
-def several_interfaces(facts: Facts) -> Findings:
+def several_interfaces(facts: Facts) -> str:
+    """Return the interfaces of which gloo may take another one than that to the peer."""
     peer = facts.peer
     has_route = bool(peer.interface and peer.source) and not is_loopback(peer.source)
     if not has_route or "GLOO_SOCKET_IFNAME" in facts.env:
-        return
+        return ""
     usable = [interface.name for interface in facts.interfaces if is_usable(interface)]
-    if len(usable) > 1:
-        yield note(
-            f"of {', '.join(usable)}, {peer.interface} ({peer.source}) leads to {peer.host}",
-            "where the machine's name belongs to another interface, gloo and NCCL take that one",
-            NAME_INTERFACE.format(peer.interface),
-        )
+    return ", ".join(usable) if len(usable) > 1 else ""
 
 
 def is_usable(interface: Interface) -> bool:
@@ -201,31 +146,17 @@ def is_usable(interface: Interface) -> bool:
 
 
 def ipv6(facts: Facts) -> Findings:
-    peer = facts.peer
     if needs_ipv6(facts):
-        yield error(
-            f"{peer.host} has only IPv6 addresses, and IPv6 is off here",
-            "net.ipv6.conf.all.disable_ipv6=1, or a container without it",
-            "sysctl net.ipv6.conf.all.disable_ipv6=0, or an IPv4 address of it",
-        )
-    if peer.addresses and all(map(is_link_local, peer.addresses)):
-        yield error(
-            f"{peer.host} is {peer.addresses[0]}, a link-local address",
-            "it is valid on one cable only, and needs the interface's name after it",
-            "a global address of that machine: ip -6 addr show scope global",
-        )
+        yield problem("ipv6", facts)
+    if facts.peer.addresses and all(map(is_link_local, facts.peer.addresses)):
+        yield problem("ipv6.link-local", facts)
 
 
 def port_in_use(facts: Facts) -> Findings:
     port = facts.port or 0
-    if not facts.port_error:
-        return
-    cause = "another run, or an orphan of an earlier one, holds it"
-    fix = f"ss -ltnp 'sport = :{port}', or another port (one node needs none)"
-    if port > 65535 or "ermission" in facts.port_error:
-        cause = "ports end at 65535, and those below 1024 are the administrator's"
-        fix = "another port (one node needs none)"
-    yield error(f"port {port} cannot be opened here: {facts.port_error}", cause, fix)
+    if facts.port_error:
+        is_reserved = port > 65535 or "ermission" in facts.port_error
+        yield problem("port-in-use.reserved" if is_reserved else "port-in-use", facts, port=port)
 
 
 def half_set(facts: Facts) -> Findings:
@@ -233,30 +164,21 @@ def half_set(facts: Facts) -> Findings:
         return  # Slurm sets either all of its variables or none
     try:
         World.detect(dict(facts.env))
-    except InputError as wrong:
-        yield error(
-            wrong.problem, "a rank with incomplete variables waits for others for ever", wrong.hint
-        )
+    except InputError as error:
+        yield problem("half-set", facts, error=error)
 
 
 def slurm_and_torchrun(facts: Facts) -> Findings:
-    tasks = facts.variable_as_int("SLURM_STEP_NUM_TASKS")
-    tasks_on_node = facts.tasks_on_node
-    if "TORCHELASTIC_RUN_ID" in facts.env and tasks_on_node > 1:
-        yield error(
-            f"torchrun inside a Slurm step with {tasks_on_node} tasks per node",
-            "each task starts its own torchrun: several groups of ranks on each node, and one port",
-            "#SBATCH --ntasks-per-node=1 for torchrun; or srun without torchrun, one task per rank",
-        )
-    elif facts.is_in_slurm_step and "RANK" in facts.env and "TORCHELASTIC_RUN_ID" not in facts.env:
+    if "TORCHELASTIC_RUN_ID" in facts.env:
+        if facts.tasks_on_node > 1:
+            yield problem("slurm-and-torchrun", facts)
+    elif facts.is_in_slurm_step and "RANK" in facts.env:
+        tasks = facts.variable_as_int("SLURM_STEP_NUM_TASKS")
         ranks = facts.variable_as_int("WORLD_SIZE")
-        if (ranks and ranks != tasks) or facts.env["RANK"] != facts.env.get("SLURM_PROCID"):
-            yield error(
-                f"RANK={facts.env['RANK']}, WORLD_SIZE={ranks} in task "
-                f"{facts.env.get('SLURM_PROCID')} of {tasks}",
-                "exported in the batch script, where `$SLURM_PROCID` is 0, so every task gets "
-                "the same rank",
-                "leave RANK and WORLD_SIZE out: stepladder reads the Slurm step",
+        task = facts.env.get("SLURM_PROCID")
+        if (ranks and ranks != tasks) or facts.env["RANK"] != task:
+            yield problem(
+                "slurm-and-torchrun.other-ranks", facts, ranks=ranks, task=task, tasks=tasks
             )
 
 
@@ -291,7 +213,11 @@ def nodes_with_local_master(facts: Facts) -> int:
     return nodes if nodes > 1 and is_local else 0
 
 
-NETWORK_RULES = {
+def fewer_cores_than_asked(facts: Facts) -> bool:
+    return facts.is_in_slurm_step and facts.variable_as_int("SLURM_CPUS_PER_TASK") > facts.cores
+
+
+NETWORK_RULES: dict[str, Rule] = {
     "own-name": own_name,
     "peer-unknown": peer_unknown,
     "peer-route": peer_route,
@@ -301,30 +227,8 @@ NETWORK_RULES = {
     "port-in-use": port_in_use,
     "half-set": half_set,
     "slurm-and-torchrun": slurm_and_torchrun,
-    "slurm-tasks-without-a-step": note_if(
-        tasks_without_a_step,
-        "an allocation of {0} tasks, and this process is not in a step of them",
-        "a batch script has the variables of rank 0 of N, but no other rank exists: plain "
-        "`python` would wait",
-        "srun python ..., or stepladder, which sees it",
-    ),
-    "slurm-cores": warning_if(
-        lambda f: f.is_in_slurm_step and f.variable_as_int("SLURM_CPUS_PER_TASK") > f.cores,
-        "SLURM_CPUS_PER_TASK={f.env[SLURM_CPUS_PER_TASK]}, but this task may use {f.cores}",
-        "srun of 22.05 and later does not take --cpus-per-task from sbatch",
-        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, before srun",
-    ),
-    "world-size-alone": warning_if(
-        preset_by,
-        "WORLD_SIZE={f.env[WORLD_SIZE]} without RANK",
-        "{0}: stepladder ignores it, but scripts that read it wait for ranks that do not come",
-        "unset WORLD_SIZE, or start with stepladder or torchrun",
-    ),
-    "local-master": error_if(
-        nodes_with_local_master,
-        "MASTER_ADDR={f.env[MASTER_ADDR]} with {0} nodes",
-        "every node waits for the others on itself, alone",
-        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1), or none with "
-        "stepladder",
-    ),
+    "slurm-tasks-without-a-step": tasks_without_a_step,
+    "slurm-cores": fewer_cores_than_asked,
+    "world-size-alone": preset_by,
+    "local-master": nodes_with_local_master,
 }

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import is_wrapped
 
 OF_A_MODULE = -1  # in place of an optimizer's number, where a module's zero_grad was called
@@ -112,6 +112,7 @@ def regular_windows(windows: list[Window]) -> list[Window]:
     return [window for window in of_one_line if len(window.backwards) == usual_length]
 
 
+@run_rule("gradients-discarded")
 def gradients_discarded(evidence: RunEvidence) -> Findings:
     windows = [w for w in accumulating_windows(evidence.run.ranks[0]) if w.step is not None]
     discarding = [w for w in windows if len(w.discarding_calls) >= len(w.backwards) - 1]
@@ -125,6 +126,7 @@ def gradients_discarded(evidence: RunEvidence) -> Findings:
         )
 
 
+@run_rule("accumulation-sync")
 def accumulation_sync(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     if not evidence.has_several_ranks or not is_wrapped(log):
@@ -142,6 +144,7 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
         )
 
 
+@run_rule("accumulation-mean")
 def accumulation_mean(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]

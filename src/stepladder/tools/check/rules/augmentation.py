@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepladder.tools.check.recording import Event
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 AUGMENTATION_NAMES = (
     "augment",
@@ -43,6 +43,7 @@ class SampleFetch:
         return not is_same_process and self.indices != peer.indices
 
 
+@run_rule("same-augmentation")
 def same_augmentation(evidence: RunEvidence) -> Findings:
     """Find equal random numbers for different samples, on two ranks or two workers."""
     fetches: dict[tuple[str, str], SampleFetch] = {}

@@ -6,7 +6,7 @@ import ast
 from itertools import zip_longest
 
 from stepladder.tools.check.recording import Event, LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 HAS_A_CPU_PATH = (
     "is_available",
@@ -19,6 +19,30 @@ HAS_A_CPU_PATH = (
 )
 
 
+@run_rule("uneven-steps")
+def uneven_steps(evidence: RunEvidence) -> Findings:
+    """Find passes with more batches on one rank than on another."""
+    if not evidence.has_several_ranks or evidence.run.select("join"):
+        return
+    logs = evidence.run.ranks
+    for number in range(max(len(log.training_passes) for log in logs)):
+        present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
+        is_cut = any(one_pass.end is not None and one_pass.end["cut"] for one_pass in present)
+        if len(present) < 2 or is_cut:
+            continue
+        counts = [len(one_pass.batches) for one_pass in present]
+        complete_counts = [len(p.batches) for p in present if p.is_complete]
+        if complete_counts and max(counts) > min(complete_counts):
+            text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            yield evidence.finding(
+                "uneven-steps",
+                present[0].line,
+                f"batches in pass {present[0].number}: {text}",
+            )
+            return
+
+
+@run_rule("collective-order")
 def collective_order(evidence: RunEvidence) -> Findings:
     """Compare the collectives of two ranks call by call, as far as both ranks have come.
 
@@ -58,7 +82,7 @@ def have_different_shapes(first: Event, second: Event) -> bool:
 
 def describe_collective(evidence: RunEvidence, event: Event) -> str:
     shape = f" of shape {event['shape']}" if "shape" in event else ""
-    return f"{event['op']}{shape} at {evidence.code_line(event['at'])}"
+    return f"{event['op']}{shape} at {evidence.location(event['at'])}"
 
 
 def unanswered_collective(
@@ -91,9 +115,10 @@ def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
     if not events:
         return "it has done nothing"
     last = events[-1]
-    return f"it was last seen at {evidence.code_line(last['at'])} ({last['k']})"
+    return f"it was last seen at {evidence.location(last['at'])} ({last['k']})"
 
 
+@run_rule("uneven-steps")
 def uneven_end(evidence: RunEvidence) -> Findings:
     """Find a rank that has left the training loop while the other is still in it.
 
@@ -146,7 +171,7 @@ def find_loop(evidence: RunEvidence, one_pass: LoaderPass) -> tuple[int, int] | 
     """Return the first and the last line of the loop over a pass, if the source has it."""
     if not one_pass.line:
         return None
-    file = evidence.source.file(evidence.code_line(one_pass.line).file)
+    file = evidence.source.file(evidence.location(one_pass.line).file)
     if file is None:
         return None
     for node in ast.walk(file.tree):
@@ -173,6 +198,7 @@ def unanswered_backward(evidence: RunEvidence) -> Findings:
     )
 
 
+@run_rule("uneven-steps")
 def uneven_backward(evidence: RunEvidence) -> Findings:
     """Compare the number of backward passes, for loops without a loader."""
     run = evidence.run
@@ -193,6 +219,7 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
         )
 
 
+@run_rule("no-destroy")
 def no_destroy(evidence: RunEvidence) -> Findings:
     """Find a process group that the script makes and never destroys."""
     run = evidence.run
@@ -211,6 +238,7 @@ def no_destroy(evidence: RunEvidence) -> Findings:
     )
 
 
+@run_rule("cuda-only")
 def cuda_only(evidence: RunEvidence) -> Findings:
     """Find a process group on NCCL in a script that cannot run without a GPU."""
     if evidence.source.contains(*HAS_A_CPU_PATH):

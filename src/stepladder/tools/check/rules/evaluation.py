@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from typing import Literal
 
 from stepladder.tools.check.recording import Event, LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
 
 
+@run_rule("padded-evaluation")
 def padded_evaluation(evidence: RunEvidence) -> Findings:
     """Find evaluations whose sampler repeats samples so that all ranks have as many."""
     if not evidence.has_several_ranks:
@@ -49,6 +50,7 @@ def is_shared_evaluation(passes: list[LoaderPass]) -> bool:
     return bool(is_divided) and start["length"] is not None
 
 
+@run_rule("no-eval-mode")
 def no_eval_mode(evidence: RunEvidence) -> Findings:
     """Find evaluations with dropout or batch norm in training mode."""
     # These pass data through the model on purpose, to measure statistics for batch norm.
@@ -72,6 +74,7 @@ def evaluated_calls(one_pass: LoaderPass) -> list[Event]:
     return [e for e in one_pass.events if e["k"] == "forward" and not e["grad"]]
 
 
+@run_rule("eval-keeps-graph")
 def eval_keeps_graph(evidence: RunEvidence) -> Findings:
     """Find evaluations that build graphs without a backward pass, which costs memory and time."""
     log = evidence.run.ranks[0]
@@ -101,6 +104,7 @@ def is_followed_by_backward(log: RankLog, one_pass: LoaderPass) -> bool:
     return next((kind for kind in following if kind in ("backward", "pass")), "") == "backward"
 
 
+@run_rule("padded-evaluation")
 def padded_by_hand(evidence: RunEvidence) -> Findings:
     """Find a padded evaluation that iterates over the sampler itself, without a loader."""
     logs = evidence.run.ranks

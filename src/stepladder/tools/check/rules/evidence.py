@@ -1,14 +1,20 @@
-"""The evidence that a rule examines, and the types of rules."""
+"""The evidence that a rule examines, and the registers of rules.
+
+A rule is a function with `@run_rule(...)` or `@source_rule(...)` and the names under which it has
+findings. Their texts are in rules.toml: a name without text, or without example, fails at import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from stepladder.tools.check.finding import CodeLine, Finding
 from stepladder.tools.check.recording import LoaderPass, Recording
 from stepladder.tools.check.script_source import ScriptSource
+from stepladder.tools.findings.finding import Catalogue, Finding, Location, Severity
+
+CHECK_TEXTS = Catalogue("stepladder.tools.check")
 
 
 @dataclass(frozen=True)
@@ -21,19 +27,17 @@ class RunEvidence:
     run: Recording
     source: ScriptSource
 
-    def code_line(self, recorded: Any) -> CodeLine:
+    def location(self, recorded: Any) -> Location:
         """Return a recorded line, with the file name that the user knows."""
         if not recorded:
-            first = self.source.files[0]
-            return CodeLine(first.name, 1)
+            return Location(self.source.files[0].name, 1)
         name = str(recorded[0])
-        number = int(recorded[1])
         for root in (self.run.copy, self.run.original):
             folder = f"{root}/"
             if root and name.startswith(folder):
                 name = name.removeprefix(folder)
                 break
-        return CodeLine(name, number)
+        return Location(name, int(recorded[1]))
 
     def finding(
         self,
@@ -41,11 +45,12 @@ class RunEvidence:
         recorded: Any,
         evidence: str,
         rank: int = -1,
-        severity: str = "",
+        severity: Severity | None = None,
     ) -> Finding:
-        """Return a finding of a rule at a recorded line."""
-        line = self.code_line(recorded)
-        return Finding(rule, line, evidence, rank, severity)
+        """Return a finding of a rule at a recorded line, on one rank or (-1) on all."""
+        line = self.location(recorded)
+        location = Location(line.file, line.line, rank if rank >= 0 else None)
+        return CHECK_TEXTS.finding(rule, location, evidence, severity)
 
     def training_passes(self) -> list[list[LoaderPass]]:
         """Return the training passes in order, each as a list with one pass per rank.
@@ -69,4 +74,47 @@ def zip_passes(passes_of_ranks: list[list[LoaderPass]]) -> list[list[LoaderPass]
 
 
 Findings = Iterator[Finding]
-Rule = Callable[[RunEvidence], Findings]
+RunRule = Callable[[RunEvidence], Findings]
+SourceRule = Callable[[ScriptSource], Findings]
+R = TypeVar("R", RunRule, SourceRule)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule, and the names under which it has findings.
+
+    Attributes:
+        static_only: Whether a rule of a run knows more, and replaces this rule of the source.
+    """
+
+    function: Callable[[Any], Findings]
+    names: tuple[str, ...]
+    static_only: bool = False
+
+    @property
+    def is_early(self) -> bool:
+        """Whether its findings are certain while the script still runs."""
+        return CHECK_TEXTS.texts[self.names[0]].early
+
+
+class Register:
+    """The rules of one kind, in the order of rules.toml."""
+
+    def __init__(self) -> None:
+        self.rules: list[Registered] = []
+
+    def __call__(self, *names: str, static_only: bool = False) -> Callable[[R], R]:
+        """Return a decorator that registers a rule under names which must have texts."""
+        CHECK_TEXTS.validate(names)
+        order = list(CHECK_TEXTS.texts)
+
+        def register(function: R) -> R:
+            self.rules.append(Registered(function, names, static_only))
+            self.rules.sort(key=lambda rule: (not rule.is_early, order.index(rule.names[0])))
+            return function
+
+        return register
+
+
+run_rule = Register()
+source_rule = Register()

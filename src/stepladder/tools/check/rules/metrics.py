@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from stepladder.tools.check.recording import Event, LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.source_patterns import (
     averages_of_batch_means,
     local_quotients,
@@ -16,6 +16,7 @@ from stepladder.tools.check.rules.source_patterns import (
 SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 
 
+@run_rule("mean-of-means")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
     yield from reduced_means(evidence)
@@ -23,7 +24,7 @@ def mean_of_means(evidence: RunEvidence) -> Findings:
         unevenness = describe_unevenness(passes)
         if not unevenness or not passes[0].line:
             continue
-        loop = evidence.code_line(passes[0].line)
+        loop = evidence.location(passes[0].line)
         for file in evidence.source.files:
             for loop_line, line in averages_of_batch_means(file):
                 if (file.name, loop_line) == (loop.file, loop.line):
@@ -43,7 +44,7 @@ def reduced_shares(evidence: RunEvidence) -> Findings:
     for file in evidence.source.files:
         lines = {line for line, _ in reduced_quotients(file)}
         for first, second in paired_collectives(evidence, lines):
-            if evidence.code_line(first["at"]).file != file.name:
+            if evidence.location(first["at"]).file != file.name:
                 continue
             rows = [
                 count_evaluated_rows(evidence.run.ranks[0], first),
@@ -114,6 +115,7 @@ def reductions_of_means(log: RankLog) -> list[Event]:
     ]
 
 
+@run_rule("local-count")
 def local_count(evidence: RunEvidence) -> Findings:
     """Find reduced sums that the source divides by the count of one rank."""
     if not evidence.has_several_ranks:
@@ -122,7 +124,7 @@ def local_count(evidence: RunEvidence) -> Findings:
     for file in evidence.source.files:
         for reduction_line, line, text in local_quotients(file):
             at_line = [event["at"] for event in collectives if event["at"][1] == reduction_line]
-            if any(evidence.code_line(recorded).file == file.name for recorded in at_line):
+            if any(evidence.location(recorded).file == file.name for recorded in at_line):
                 yield evidence.finding(
                     "local-count",
                     [file.name, line, ""],
@@ -131,6 +133,7 @@ def local_count(evidence: RunEvidence) -> Findings:
                 return
 
 
+@run_rule("one-rank-metric")
 def one_rank_metric(evidence: RunEvidence) -> Findings:
     """Find metrics of one rank's share that this rank prints without any collective."""
     if not evidence.has_several_ranks:
@@ -188,6 +191,7 @@ def first_print_after(log: RankLog, one_pass: LoaderPass) -> Event | None:
     return next((event for event in following if event["k"] == "print"), None)
 
 
+@run_rule("schedule-per-rank")
 def schedule_per_rank(evidence: RunEvidence) -> Findings:
     """Find learning-rate schedules that do not fit the number of optimizer steps."""
     log = evidence.run.ranks[0]

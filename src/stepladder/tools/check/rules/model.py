@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.findings.finding import Finding
 
 OTHER_PARALLELISMS = (
     "horovod",
@@ -68,6 +68,7 @@ def exchanges_gradients(log: RankLog) -> bool:
     return is_wrapped(log) or bool(gradient_collectives(log))
 
 
+@run_rule("not-wrapped")
 def not_wrapped(evidence: RunEvidence) -> Findings:
     """Find ranks that train without any exchange of gradients."""
     if not evidence.has_several_ranks or evidence.source.contains(*OTHER_PARALLELISMS):
@@ -102,6 +103,7 @@ def describe_gradients(steps: list[Steps], key: StepKey) -> str:
     )
 
 
+@run_rule("replicas-differ", "changed-outside")
 def replicas_differ(evidence: RunEvidence) -> Findings:
     """Find weights that diverge between two ranks, by training or by a change outside of it."""
     logs = evidence.run.ranks[:2]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from stepladder.tools.check.recording import Event
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
@@ -14,6 +14,7 @@ from stepladder.tools.check.script_source import (
 )
 
 
+@run_rule("own-index")
 def own_index(evidence: RunEvidence) -> Findings:
     """Find values that the same line numbers differently on two ranks."""
     if not evidence.has_several_ranks:
@@ -23,7 +24,7 @@ def own_index(evidence: RunEvidence) -> Findings:
     for first, second in zip(*numberings, strict=False):
         if first["at"] != second["at"] or first["digest"] == second["digest"]:
             continue
-        line = evidence.code_line(first["at"])
+        line = evidence.location(first["at"])
         if (line.file, line.line) not in lines:
             continue
         value = first_renumbered_value(first, second)

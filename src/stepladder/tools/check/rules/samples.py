@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.findings.finding import Finding
 
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
+@run_rule("set-epoch")
 def set_epoch(evidence: RunEvidence) -> Findings:
     """Find passes of one line that read the same samples in the same order."""
     log = evidence.run.ranks[0]
@@ -97,6 +98,7 @@ def has_replacement(share: Share) -> bool:
     return len(share) - len(set(share)) > max(1, len(share) // 50)
 
 
+@run_rule("same-samples", "overlapping-shards")
 def same_samples(evidence: RunEvidence) -> Findings:
     """Find ranks that read the same samples, or shards that overlap."""
     if not evidence.has_several_ranks:
@@ -199,6 +201,7 @@ def recorded_training_calls(log: RankLog) -> list[Event]:
     return [event for event in log.select("forward") if event.get("rows") and event["grad"]]
 
 
+@run_rule("workers-repeat")
 def workers_repeat(evidence: RunEvidence) -> Findings:
     """Find a stream from which each worker of a loader reads every row."""
     for one_pass in evidence.run.ranks[0].training_passes:
@@ -218,6 +221,7 @@ def workers_repeat(evidence: RunEvidence) -> Findings:
             return
 
 
+@run_rule("samples-lost")
 def samples_lost(evidence: RunEvidence) -> Findings:
     """Find samples that no rank reads in any pass, or in one pass."""
     training_passes = evidence.training_passes()
@@ -284,6 +288,7 @@ def unread_samples(passes: list[LoaderPass]) -> set[object] | None:
     return unread.difference(*shares)
 
 
+@run_rule("file-over-fork")
 def file_over_fork(evidence: RunEvidence) -> Findings:
     """Find a file of the data set that is open when the loader forks its workers."""
     for rank, event in evidence.run.select("shared"):
@@ -297,28 +302,7 @@ def file_over_fork(evidence: RunEvidence) -> Findings:
         return
 
 
-def uneven_steps(evidence: RunEvidence) -> Findings:
-    """Find passes with more batches on one rank than on another."""
-    if not evidence.has_several_ranks or evidence.run.select("join"):
-        return
-    logs = evidence.run.ranks
-    for number in range(max(len(log.training_passes) for log in logs)):
-        present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
-        is_cut = any(one_pass.end is not None and one_pass.end["cut"] for one_pass in present)
-        if len(present) < 2 or is_cut:
-            continue
-        counts = [len(one_pass.batches) for one_pass in present]
-        complete_counts = [len(p.batches) for p in present if p.is_complete]
-        if complete_counts and max(counts) > min(complete_counts):
-            text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            yield evidence.finding(
-                "uneven-steps",
-                present[0].line,
-                f"batches in pass {present[0].number}: {text}",
-            )
-            return
-
-
+@run_rule("samples-lost")
 def files_unread(evidence: RunEvidence) -> Findings:
     """Find files of a training set in several files that no rank has opened."""
     complete = [passes for passes in evidence.training_passes() if are_complete(passes)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import PurePath
 
-from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.script_source import dotted_name
+from stepladder.tools.findings.finding import Finding
 
 READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
@@ -26,6 +26,7 @@ def file_name(event: Event) -> str:
     return PurePath(event["path"]).name
 
 
+@run_rule("many-writers")
 def many_writers(evidence: RunEvidence) -> Findings:
     """Find files that several ranks write."""
     writers: dict[str, dict[int, Event]] = defaultdict(dict)
@@ -49,6 +50,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
             return
 
 
+@run_rule("resume-epoch")
 def resumed_in_run(evidence: RunEvidence) -> Findings:
     """Find a script that resumes from its snapshot in the same process, and repeats an epoch."""
     log = evidence.run.ranks[0]
@@ -109,6 +111,7 @@ def first_trained_rows(
     return []
 
 
+@run_rule("in-place-snapshot")
 def in_place(evidence: RunEvidence) -> Findings:
     """Find snapshots that are written over the only copy."""
     for log in [*evidence.run.ranks, *evidence.run.other_processes]:
@@ -163,6 +166,7 @@ def is_trained_after(log: RankLog, event: Event) -> bool:
     return any(e["n"] > event["n"] for e in log.select("backward", "enough"))
 
 
+@run_rule("incomplete-snapshot")
 def incomplete(evidence: RunEvidence) -> Findings:
     """Find snapshots without a part of the training's state."""
     for log in evidence.run.ranks:
@@ -199,7 +203,7 @@ def missing_parts(
         model["at"],
         f"{file_name(model)} holds {describe_content(model, has)}; missing: {', '.join(missing)}",
         log.rank,
-        "note" if missing == ["random state"] else "",
+        "note" if missing == ["random state"] else None,
     )
 
 
@@ -241,6 +245,7 @@ def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     return missing
 
 
+@run_rule("module-prefix")
 def module_prefix(evidence: RunEvidence) -> Findings:
     """Find state dicts that do not fit because of the wrapper's prefix `module.`."""
     loads = list(evidence.run.select("loadsd"))
@@ -264,6 +269,7 @@ def module_prefix(evidence: RunEvidence) -> Findings:
         return
 
 
+@run_rule("unsafe-load")
 def unsafe_load(evidence: RunEvidence) -> Findings:
     """Find loads that run code from the file."""
     pickled = [event for _, event in evidence.run.select("save") if event.get("opened")]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
 from typing import Literal
 
-from stepladder.tools.check.finding import CodeLine, Finding
-from stepladder.tools.check.rules.unscaled_batch import LIBRARIES, unscaled_batch
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Findings, source_rule
+from stepladder.tools.check.rules.unscaled_batch import LIBRARIES
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
@@ -17,6 +16,7 @@ from stepladder.tools.check.script_source import (
     keyword_value,
     last_name,
 )
+from stepladder.tools.findings.finding import Finding, Location
 
 DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
 
@@ -55,11 +55,8 @@ def finding_at(
     node: ast.AST,
     evidence: str,
 ) -> Finding:
-    return Finding(
-        rule,
-        CodeLine(file.name, getattr(node, "lineno", 1)),
-        evidence,
-    )
+    location = Location(file.name, getattr(node, "lineno", 1))
+    return CHECK_TEXTS.finding(rule, location, evidence)
 
 
 def argument(
@@ -72,7 +69,8 @@ def argument(
     return keyword_value(call, name) or by_position
 
 
-def fixed_port(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("fixed-port")
+def fixed_port(source: ScriptSource) -> Findings:
     """Find a port that is written into the script."""
     for file in source.files:
         for node in ast.walk(file.tree):
@@ -138,7 +136,8 @@ def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
     return node
 
 
-def unsafe_load(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("unsafe-load")
+def unsafe_load(source: ScriptSource) -> Findings:
     """Find loads that run code from the file."""
     for file, call in source.calls("load"):
         name = dotted_name(call.func)
@@ -162,7 +161,8 @@ def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
     return any(name in text for name in SNAPSHOT_NAMES)
 
 
-def device_per_rank(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("device-per-rank")
+def device_per_rank(source: ScriptSource) -> Findings:
     """Find a GPU by a constant name, where no GPU is chosen by the rank."""
     if source.contains(*CHOOSES_DEVICES) or not source.contains(*HAS_SEVERAL_RANKS):
         return
@@ -220,7 +220,8 @@ def names_cuda(node: ast.expr) -> bool:
     return any(str(constant_value(part)).startswith("cuda") for part in ast.walk(node))
 
 
-def cuda_only(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("cuda-only")
+def cuda_only(source: ScriptSource) -> Findings:
     """Find a script that needs a GPU and never asks whether there is one."""
     if source.contains(*RUNS_WITHOUT_GPUS):
         return
@@ -238,7 +239,8 @@ def cuda_only(source: ScriptSource) -> Iterator[Finding]:
                 return
 
 
-def no_destroy(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("no-destroy", static_only=True)
+def no_destroy(source: ScriptSource) -> Findings:
     """Find a process group that the script makes and never destroys."""
     if source.contains("destroy_process_group"):
         return
@@ -248,7 +250,8 @@ def no_destroy(source: ScriptSource) -> Iterator[Finding]:
         return
 
 
-def set_epoch(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("set-epoch", static_only=True)
+def set_epoch(source: ScriptSource) -> Findings:
     """Find a shuffling sampler in a loop over epochs that never gets the epoch, or a constant."""
     for file, call in source.calls("set_epoch"):
         if call.args and isinstance(call.args[0], ast.Constant):
@@ -267,7 +270,8 @@ def set_epoch(source: ScriptSource) -> Iterator[Finding]:
             return
 
 
-def clip_scaled(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("clip-scaled")
+def clip_scaled(source: ScriptSource) -> Findings:
     """Find gradients that are clipped while they are scaled. A run on a CPU scales nothing."""
     scales_loss = source.contains("GradScaler") and source.contains(".scale(")
     if not scales_loss or source.contains("unscale_") or source.imports(*LIBRARIES):
@@ -276,32 +280,3 @@ def clip_scaled(source: ScriptSource) -> Iterator[Finding]:
         text = "a GradScaler scales the loss, and no file of the script calls unscale_"
         yield finding_at("clip-scaled", file, call, text)
         return
-
-
-StaticRule = Callable[[ScriptSource], Iterator[Finding]]
-
-# The rules to which a run adds nothing.
-RULES_WITHOUT_RUN: tuple[StaticRule, ...] = (
-    fixed_port,
-    unsafe_load,
-    device_per_rank,
-    cuda_only,
-    unscaled_batch,
-    clip_scaled,
-)
-STATIC_RULES: tuple[StaticRule, ...] = (
-    fixed_port,
-    unsafe_load,
-    device_per_rank,
-    cuda_only,
-    no_destroy,
-    set_epoch,
-    unscaled_batch,
-    clip_scaled,
-)
-
-
-def apply_static_rules(
-    source: ScriptSource, rules: tuple[StaticRule, ...] = STATIC_RULES
-) -> list[Finding]:
-    return [finding for rule in rules for finding in rule(source)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from stepladder.tools.check.finding import Finding
 from stepladder.tools.check.recording import Event, RankLog, group_events
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
+from stepladder.tools.findings.finding import Finding
 
 SYNCHRONIZES_BATCH_NORM = (
     "SyncBatchNorm",
@@ -18,12 +17,9 @@ SYNCHRONIZES_BATCH_NORM = (
 )  # on GPUs, perhaps
 SMALL_BATCH = 16
 HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more is held
-UNFREEZE = (
-    "optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr); leave some of them "
-    "trainable"
-)
 
 
+@run_rule("no-gradient")
 def no_gradient(evidence: RunEvidence) -> Findings:
     """Find parameters of an optimizer that never have a gradient."""
     prestep_events = evidence.run.ranks[0].select("prestep")
@@ -52,6 +48,7 @@ def frozen_parameters(events: list[Event]) -> set[str]:
     return {name for event in events for name in event.get("frozen_names", [])}
 
 
+@run_rule("small-batch-norm")
 def small_batch_norm(evidence: RunEvidence) -> Findings:
     """Find batch norm over few samples per rank."""
     log = evidence.run.ranks[0]
@@ -70,6 +67,7 @@ def small_batch_norm(evidence: RunEvidence) -> Findings:
         )
 
 
+@run_rule("optimizer-params")
 def optimizer_params(evidence: RunEvidence) -> Findings:
     """Find optimizers that hold other parameters than the models that are called."""
     steps = [event for event in evidence.run.ranks[0].select("step") if "unheld" in event]
@@ -99,6 +97,7 @@ def optimizer_params(evidence: RunEvidence) -> Findings:
             return
 
 
+@run_rule("learns-nothing", "learns-nothing.frozen")
 def learns_nothing(evidence: RunEvidence) -> Findings:
     """Find trainings in which gradients are 0, or the loss or the weights never change."""
     log = evidence.run.ranks[0]
@@ -138,13 +137,12 @@ def is_frozen(step: Event) -> bool:
 
 def all_frozen(evidence: RunEvidence, steps: list[Event]) -> Finding:
     count = len(steps[-1]["before"])
-    finding = evidence.finding(
-        "learns-nothing",
+    return evidence.finding(
+        "learns-nothing.frozen",
         steps[0]["at"],
         f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} "
         f"steps",
     )
-    return replace(finding, fix=UNFREEZE)
 
 
 def has_constant_weights(steps: list[Event]) -> bool:
@@ -156,6 +154,7 @@ def has_constant_weights(steps: list[Event]) -> bool:
     return any(first.values()) and all(step["after"] == first for step in steps)
 
 
+@run_rule("missing-zero-grad")
 def missing_zero_grad(evidence: RunEvidence) -> Findings:
     """Find gradients that are never cleared between optimizer steps."""
     prestep_events = evidence.run.ranks[0].select("prestep")
@@ -172,6 +171,7 @@ def missing_zero_grad(evidence: RunEvidence) -> Findings:
             )
 
 
+@run_rule("eval-stays")
 def eval_stays(evidence: RunEvidence) -> Findings:
     """Find models that stay in evaluation mode for the training after an evaluation."""
     log = evidence.run.ranks[0]
@@ -204,6 +204,7 @@ def is_trained(log: RankLog, call: Event) -> bool:
     return first is not None and first["k"] == "backward"
 
 
+@run_rule("activation-twice")
 def activation_twice(evidence: RunEvidence) -> Findings:
     """Find an activation before a loss that applies the same activation."""
     backwards = evidence.run.ranks[0].select("backward")
@@ -217,6 +218,7 @@ def activation_twice(evidence: RunEvidence) -> Findings:
         )
 
 
+@run_rule("graph-kept")
 def graph_kept(evidence: RunEvidence) -> Findings:
     """Find losses whose graphs stay in memory after their backward passes."""
     growing: list[Event] = []
@@ -240,13 +242,14 @@ def recorded_line_that_keeps_loss(evidence: RunEvidence, backward: Any) -> Any:
     """Return the line that keeps the loss of this backward pass, or None."""
     if not backward:
         return None
-    file = evidence.source.file(evidence.code_line(backward).file)
+    file = evidence.source.file(evidence.location(backward).file)
     if file is None:
         return None
     line = line_that_keeps_loss(file, int(backward[1]))
     return [backward[0], line, ""] if line else None
 
 
+@run_rule("clip-before-average")
 def clip_before_average(evidence: RunEvidence) -> Findings:
     """Find gradients that are clipped on each rank before they are summed over the ranks."""
     for log in evidence.run.ranks:

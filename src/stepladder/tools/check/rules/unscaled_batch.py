@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from stepladder.tools.check.finding import CodeLine, Finding
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Findings, source_rule
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
@@ -14,6 +14,7 @@ from stepladder.tools.check.script_source import (
     keyword_value,
     last_name,
 )
+from stepladder.tools.findings.finding import Location
 
 LIBRARIES = (
     "accelerate",
@@ -36,7 +37,8 @@ MAX_ROUNDS = 6  # of following names through assignments and calls
 Names = set[str]  # whose value comes from the number of processes; "def f" for each function f
 
 
-def unscaled_batch(source: ScriptSource) -> Iterator[Finding]:
+@source_rule("unscaled-batch")
+def unscaled_batch(source: ScriptSource) -> Findings:
     """Find scripts where neither batch size nor learning rate depends on the world size."""
     if source.imports(*LIBRARIES) or not source.contains(*IS_DATA_PARALLEL):
         return
@@ -58,9 +60,9 @@ def unscaled_batch(source: ScriptSource) -> Iterator[Finding]:
     lines = [(file, call.lineno) for file, call in optimizers]
     lines += [(file, line) for file, line, _ in steps]
     file, line = lines[0]
-    yield Finding(
+    yield CHECK_TEXTS.finding(
         "unscaled-batch",
-        CodeLine(file.name, line),
+        Location(file.name, line),
         "neither the batch size per rank nor the learning rate depends on the number of processes",
     )
 

@@ -10,12 +10,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepladder.core import typed_file
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import parse_whole_number
+from stepladder.tools.findings.finding import Catalogue, Finding, Location
 
 AGENT_COMMAND = (
     r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch"
@@ -36,21 +37,7 @@ UNEXPANDED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class LintViolation:
-    """A mistake in a script.
-
-    Args:
-        rule: Name of the rule.
-        line: The line, counted from 1.
-        evidence: What is in the script, and what follows from it.
-        fix: What to write instead.
-    """
-
-    rule: str
-    line: int
-    evidence: str
-    fix: str
+LINT_TEXTS = Catalogue("stepladder.tools.lint")
 
 
 class BatchScript:
@@ -73,6 +60,10 @@ class BatchScript:
     def line(self, offset: int) -> int:
         """Return the line number of an offset in the text."""
         return self.text.count("\n", 0, offset) + 1
+
+    def finding(self, rule: str, line: int, **values: Any) -> Finding:
+        """Return the finding of a rule on a line."""
+        return LINT_TEXTS.finding(rule, Location(str(self.path), line), values=values)
 
     def option(self, name: str) -> str:
         """Return the value of an #SBATCH option, "" if there is none."""
@@ -125,7 +116,7 @@ def blank_unexpanded(text: str) -> str:
     return "".join(characters)
 
 
-def lint_script(path: Path) -> list[LintViolation]:
+def lint_script(path: Path) -> list[Finding]:
     """Return the mistakes in a script, by line.
 
     Raises:
@@ -140,51 +131,34 @@ def lint_script(path: Path) -> list[LintViolation]:
             f"{path} is Python, not a batch script of a shell",
             f"stepladder check {path}; --lint reads a shell script with #SBATCH lines",
         )
-    violations = [violation for rule in LINT_RULES for violation in rule(script)]
-    return sorted(violations, key=lambda violation: violation.line)
+    findings = [finding for rule in LINT_RULES for finding in rule(script)]
+    return sorted(findings, key=lambda finding: finding.location.line)
 
 
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def check_comments(script: BatchScript) -> Iterator[LintViolation]:
+def check_comments(script: BatchScript) -> Iterator[Finding]:
     """Find #SBATCH lines that Slurm does not read."""
     for number, line in enumerate(script.text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b", line):
-            yield LintViolation(
-                "comment",
-                number,
-                f"{line.strip()!r} is a comment for Slurm",
-                "#SBATCH, without a space",
-            )
+            yield script.finding("comment", number, text=line.strip())
     if not script.commands:
         return
     command = script.commands[0]
     first = script.line(command.end() - len(command[0].lstrip()))
     for name, (number, _) in script.options.items():
         if number > first:
-            yield LintViolation(
-                "too late",
-                number,
-                f"{name} stands after the first command (line {first}),"
-                " where Slurm does not read it",
-                "all #SBATCH lines at the top",
-            )
+            yield script.finding("too late", number, option=name, first=first)
 
 
-def check_early_expansion(script: BatchScript) -> Iterator[LintViolation]:
+def check_early_expansion(script: BatchScript) -> Iterator[Finding]:
     """Find variables of a task that the batch script expands."""
     for match in re.finditer(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b", script.code):
-        yield LintViolation(
-            "expanded early",
-            script.line(match.start()),
-            f"${match[1]} is expanded by the batch script, where it is 0 for all tasks",
-            f"srun bash -c '... ${match[1]} ...' in single quotes, or an agent with a c10d"
-            " rendezvous",
-        )
+        yield script.finding("expanded early", script.line(match.start()), variable=match[1])
 
 
-def check_fixed_port(script: BatchScript) -> Iterator[LintViolation]:
+def check_fixed_port(script: BatchScript) -> Iterator[Finding]:
     """Find ports that two jobs on one node would both use."""
     pattern = (
         r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)"
@@ -192,15 +166,10 @@ def check_fixed_port(script: BatchScript) -> Iterator[LintViolation]:
     )
     for match in re.finditer(pattern, script.code):
         port = match[match.lastindex or 0]
-        yield LintViolation(
-            "fixed port",
-            script.line(match.start()),
-            f"port {port} is fixed: two jobs on one node meet there",
-            "$((20000 + SLURM_JOB_ID % 12000))",
-        )
+        yield script.finding("fixed port", script.line(match.start()), port=port)
 
 
-def check_node_counts(script: BatchScript) -> Iterator[LintViolation]:
+def check_node_counts(script: BatchScript) -> Iterator[Finding]:
     """Find a second number of nodes, which has to be changed with the first."""
     if "--nodes" not in script.options:
         return
@@ -211,34 +180,20 @@ def check_node_counts(script: BatchScript) -> Iterator[LintViolation]:
     )
     for match in re.finditer(pattern, script.code.replace("\\\n", "  ")):
         second_count = next(filter(None, match.groups()))
-        yield LintViolation(
-            "two counts",
-            script.line(match.end() - 1),
-            f"the number of nodes stands here ({second_count}) and in line {line} ({count})",
-            '"$SLURM_JOB_NUM_NODES"',
+        yield script.finding(
+            "two counts", script.line(match.end() - 1), second=second_count, first=count, at=line
         )
 
 
-def check_signal_and_requeue(script: BatchScript) -> Iterator[LintViolation]:
+def check_signal_and_requeue(script: BatchScript) -> Iterator[Finding]:
     """Find missing options without which work is lost at the end."""
     if "--signal" not in script.options:
-        yield LintViolation(
-            "no signal",
-            1,
-            "no --signal: at the time limit Slurm kills, and all steps since the last snapshot"
-            " are lost",
-            "#SBATCH --signal=TERM@120",
-        )
+        yield script.finding("no signal", 1)
     if "--requeue" not in script.options:
-        yield LintViolation(
-            "no requeue",
-            1,
-            "no --requeue: after a lost node or a preemption the job is gone",
-            "#SBATCH --requeue",
-        )
+        yield script.finding("no requeue", 1)
 
 
-def check_agents(script: BatchScript) -> Iterator[LintViolation]:
+def check_agents(script: BatchScript) -> Iterator[Finding]:
     """Find agents (torchrun and the like) that run too seldom or too often."""
     for command in script.commands:
         agent = re.search(AGENT_COMMAND, command[0])
@@ -248,19 +203,13 @@ def check_agents(script: BatchScript) -> Iterator[LintViolation]:
 
 def _check_agent(
     script: BatchScript, command: re.Match[str], agent: re.Match[str]
-) -> Iterator[LintViolation]:
+) -> Iterator[Finding]:
     line = script.line(command.start() + agent.start())
     nodes = script.option("--nodes") or "1"
     srun = re.search(r"\bsrun\b", command[0][: agent.start()])
     if srun is None:
         if nodes not in ("1", "1-1"):
-            yield LintViolation(
-                "no srun",
-                line,
-                f"{agent.group()} without srun runs on the first node only,"
-                " and waits there for the others",
-                f"srun --ntasks-per-node=1 {agent.group()} ...",
-            )
+            yield script.finding("no srun", line, agent=agent.group())
         return
     is_training = re.search(r"\bstepladder\s+train\b", agent.group())
     if is_training and "--nproc" not in command[0]:
@@ -275,15 +224,10 @@ def _check_agent(
         tasks = f"{total} tasks"
         has_too_many = (parse_whole_number(total) or 0) > (parse_whole_number(nodes) or 1)
     if has_too_many:
-        yield LintViolation(
-            "tasks and agents",
-            line,
-            f"{tasks} start as many agents, each with all ranks",
-            "--ntasks-per-node=1: the agent starts the ranks",
-        )
+        yield script.finding("tasks and agents", line, tasks=tasks)
 
 
-def check_hidden_gpus(script: BatchScript) -> Iterator[LintViolation]:
+def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
     """Find options with which a task sees only its own GPU."""
     pattern = r"--gpus-per-task\b|--gpu-bind[ =](?:single|closest|map_gpu|mask_gpu|per_task)"
     matches = [
@@ -294,16 +238,10 @@ def check_hidden_gpus(script: BatchScript) -> Iterator[LintViolation]:
     for match in re.finditer(pattern, script.code):
         matches.append((script.line(match.start()), match[0]))
     for number, name in matches:
-        yield LintViolation(
-            "hidden GPUs",
-            number,
-            f"{name} shows each task only its own GPU: device LOCAL_RANK is not there,"
-            " NCCL loses its fast paths",
-            "--gpus-per-node=N, and srun --gpu-bind=none",
-        )
+        yield script.finding("hidden GPUs", number, option=name)
 
 
-def check_processors(script: BatchScript) -> Iterator[LintViolation]:
+def check_processors(script: BatchScript) -> Iterator[Finding]:
     """Find srun without --cpus-per-task, which it does not take over from the job."""
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
@@ -311,16 +249,10 @@ def check_processors(script: BatchScript) -> Iterator[LintViolation]:
         srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command[0])
         has_flag = "--cpus-per-task" in command[0] or re.search(r"\s-c\s?\S", command[0])
         if srun and not has_flag:
-            yield LintViolation(
-                "one processor",
-                script.line(command.start() + srun.end() - 1),
-                "srun does not take over --cpus-per-task (since Slurm 22.05):"
-                " every task has one processor",
-                'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"',
-            )
+            yield script.finding("one processor", script.line(command.start() + srun.end() - 1))
 
 
-def check_missing_files(script: BatchScript) -> Iterator[LintViolation]:
+def check_missing_files(script: BatchScript) -> Iterator[Finding]:
     """Find scripts that are run and do not exist."""
     folders = [Path.cwd(), script.path.parent]
     for command in script.commands:
@@ -336,12 +268,8 @@ def check_missing_files(script: BatchScript) -> Iterator[LintViolation]:
                 f" {command[0][: match.start()]}",
             )
             if is_run and not any((folder / name).exists() for folder in folders):
-                yield LintViolation(
-                    "no file",
-                    script.line(command.start() + match.start(1)),
-                    f"there is no {name}",
-                    f"a path seen from {folders[0]}",
-                )
+                line = script.line(command.start() + match.start(1))
+                yield script.finding("no file", line, name=name, folder=folders[0])
                 break
 
 

@@ -1,0 +1,1 @@
+"""Mistakes in batch scripts, found in their text."""
