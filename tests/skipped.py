@@ -30,7 +30,7 @@ class SkippedTests:
             self.skipped.append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        if self.config.cache is not None:
+        if getattr(self.config, "cache", None) is not None:  # absent with -p no:cacheprovider
             self.config.cache.set(CACHE_KEY, sorted(self.skipped))
 
 
