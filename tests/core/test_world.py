@@ -200,3 +200,66 @@ def test_a_step_of_two_nodes_without_scontrol_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", "")
     with pytest.raises(InputError, match="scontrol"):
         World.detect({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "2"})
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "3211264001",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+ADDRESS = {"MASTER_ADDR": "fd00::7", "MASTER_PORT": "29500"}
+
+
+def test_ranks_of_open_mpi_on_one_machine_agree_on_a_port() -> None:
+    world = World.detect(OPEN_MPI)
+    assert (world.rank, world.world_size, world.local_rank, world.num_nodes) == (1, 2, 1, 1)
+    assert world.init_method.startswith("tcp://127.0.0.1:2") and world.source == "Open MPI"
+    first = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert World.detect({**OPEN_MPI, **first}).init_method == world.init_method
+    other_run = World.detect({**OPEN_MPI, "PMIX_NAMESPACE": "3211264002"})
+    assert other_run.init_method != world.init_method
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA, CRAY])
+def test_ranks_of_mpi_connect_at_the_given_address(env: dict[str, str]) -> None:
+    world = World.detect({**env, **ADDRESS})
+    assert (world.rank, world.world_size) == (1, 2)
+    assert world.init_method == "tcp://[fd00::7]:29500"
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
+        (without(HYDRA, "MPI_LOCALNRANKS"), "without MPI_LOCALNRANKS"),
+        (without(HYDRA, "MPI_LOCALRANKID"), "PMI_RANK=1 is set without PMI_LOCAL_RANK"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR"),
+        ({**HYDRA, "MASTER_ADDR": "n1"}, "but MASTER_PORT is not set"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 with OMPI_COMM_WORLD_SIZE=2"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "many"}, "OMPI_COMM_WORLD_LOCAL_SIZE is 'many'"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "OMPI_COMM_WORLD_LOCAL_SIZE=4"),
+        ({**HYDRA, **ADDRESS, "MASTER_PORT": "none"}, "MASTER_PORT is 'none'"),
+    ],
+)  # fmt: skip
+def test_half_set_or_contradicting_variables_of_mpi_are_one_line(
+    env: dict[str, str], missing: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        World.detect(env)
+    assert missing in caught.value.problem and "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+def test_one_rank_of_mpi_is_a_single_process() -> None:
+    assert World.detect({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == World()
+    assert World.detect({"PMI_RANK": "0", "PMI_SIZE": "1"}) == World()
+
+
+def test_mpirun_s_ranks_come_before_the_slurm_step_of_its_daemons() -> None:
+    """And the PMI of `srun --mpi=pmi2` says less than the step itself."""
+    assert World.detect({**SLURM_STEP, **OPEN_MPI}).source == "Open MPI"
+    assert World.detect({**SLURM_STEP, **HYDRA, **ADDRESS}).world_size == 2
+    assert World.detect({**SLURM_STEP, "PMI_RANK": "2", "PMI_SIZE": "4"}).source == "Slurm step"
+    assert World.detect({**OPEN_MPI, **TORCHRUN}).rank == 3

@@ -187,6 +187,7 @@ def test_the_architecture_page_shows_every_package_and_no_other() -> None:
 
 CHANGES = (
     "a logger",
+    "a launcher or a cluster whose variables are read",
     "a rule of `check`",
     "a rule of `doctor` or of `submit --lint`",
     "a sharding variant",

@@ -1,11 +1,8 @@
-"""The `srun` that `run` and `train` become inside a Slurm allocation, as text; a rented cluster's
-variables.
-"""
+"""The `srun` that `run` and `train` become inside a Slurm allocation, as text."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 
@@ -83,6 +80,7 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
         ({**ON_A_NODE, "SLURM_STEP_NUM_TASKS": "2"}, False),  # srun has started us
         ({**ON_A_NODE, "SLURM_STEP_NUM_TASKS": "1"}, True),  # srun --pty bash
         ({**SALLOC, "RANK": "0"}, False),
+        ({**ON_A_NODE, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, False),
     ],
 )
 def test_an_allocation_is_seen_outside_its_steps_only(env: dict[str, str], inside: bool) -> None:
@@ -114,26 +112,3 @@ def test_more_nodes_than_the_job_has_is_one_line() -> None:
         InputError, match=r"--nodes 3 in Slurm job 4711, which has 2\. HINT: --nodes 2"
     ):
         srun(SALLOC, Topology("3"), "run", "x.py")
-
-
-RUNPOD: dict[str, Any] = {
-    "PRIMARY_ADDR": "10.65.0.2", "PRIMARY_PORT": "29400", "NODE_ADDR": "10.65.0.3", "NODE_RANK": "1",
-    "NUM_NODES": "2", "NUM_TRAINERS": "8", "WORLD_SIZE": "16",
-}  # fmt: skip
-
-
-def test_a_rented_cluster_s_variables_are_taken_where_no_flag_names_nodes() -> None:
-    topology = Topology().with_cluster_variables(RUNPOD)
-    assert (topology.nodes, topology.nproc, topology.endpoint) == ("2", "8", "10.65.0.2:29400")
-    assert topology.local_addr == "10.65.0.3" and "--nodes 1" in topology.note
-    assert Topology("1").with_cluster_variables(RUNPOD) == Topology("1")
-    assert Topology("", "4").with_cluster_variables(RUNPOD).nproc == "4"
-    for single in (
-        {},
-        {"RUNPOD_POD_ID": "x"},
-        {**RUNPOD, "NUM_NODES": "1"},
-        {**RUNPOD, "RANK": "0"},
-    ):
-        assert Topology().with_cluster_variables(single) == Topology()
-    with pytest.raises(InputError, match="PRIMARY_PORT is not a number"):
-        Topology().with_cluster_variables({**RUNPOD, "PRIMARY_PORT": "auto"})

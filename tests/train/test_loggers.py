@@ -142,6 +142,75 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
         Settings(tmp_path, log_to=("comet",))
 
 
+# -- in another package ----------------------------------------------------------------------------
+
+CSV_LOGGER = Path(__file__).parents[2] / "docs/examples/csv-logger"
+
+
+@pytest.fixture(scope="module")
+def csv_logger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables with which the example of docs/own-logger.md is installed, by pip."""
+    pytest.importorskip("setuptools", minversion="61")
+    folder = tmp_path_factory.mktemp("csv-logger")
+    copy = shutil.copytree(CSV_LOGGER, folder / "source")  # pip builds in the source's folder
+    pip = (
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+    )
+    done = run(
+        *pip, "--no-build-isolation", "--target", folder / "installed", copy,
+        cwd=folder, command=(sys.executable,),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return with_first_on_path(folder / "installed")
+
+
+def test_a_logger_of_an_installed_package_gets_the_curves(
+    csv_logger: dict[str, str], tmp_path: Path
+) -> None:
+    flags = *SMALL, "--log-to", "csv"
+    train(*flags, "--steps", 8, cwd=tmp_path, env=csv_logger)
+    result = train(*flags, cwd=tmp_path, env=csv_logger)
+    rows = [line.split(",") for line in (tmp_path / "runs/mlp/curves.csv").read_text().splitlines()]
+    evaluated = {int(step): float(value) for step, name, value in rows if name == "eval/test_mse"}
+    assert list(evaluated) == [8, 16] and evaluated[16] == result["metrics"]["test_mse"]
+    assert len({(step, name) for step, name, _ in rows}) == len(rows)
+    state = json.loads((tmp_path / "runs/mlp/loggers.json").read_text())["csv"]
+    assert (state["starts"], state["last"]["eval/test_mse"]) == (2, 16)
+
+
+def make_dist_info(folder: Path, name: str, value: str) -> None:
+    """A package as pip leaves it, with one logger."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[stepladder.loggers]\ncsv = {value}\n")
+
+
+def test_a_logger_that_cannot_be_imported_is_one_line_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    make_dist_info(tmp_path / "broken", "broken", "no_such_module:Logger")
+    env = with_first_on_path(tmp_path / "broken")
+    done = run("train", *SMALL, "--log-to", "csv", cwd=tmp_path, env=env)
+    problem = "--log-to csv: no_such_module:Logger cannot be imported: ModuleNotFoundError"
+    refused(done, problem, 'python -c "import no_such_module"')
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_of_two_loggers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        make_dist_info(tmp_path, name, f"{name}:Logger")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="several meanings: first:Logger, second:Logger"):
+        Settings(tmp_path, log_to=("csv",))
+
+
 # -- the real ones ---------------------------------------------------------------------------------
 
 needs_mlflow = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from stepladder.cli.options import JobCommand, json_flag, traceback_flag, train_
 from stepladder.cli.types import ANY_INTEGER, JOB, NAME, PATH, MemorySize, Seconds, WholeNumber
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
-from stepladder.core.settings import LOG_TO, Settings, TrainRequest
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.allocation import start_elsewhere
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
@@ -132,8 +132,9 @@ from stepladder.rank.preemption import parse_fail_at
 @click.option(
     "--log-to",
     multiple=True,
-    type=click.Choice(LOG_TO),
-    help="Also log the curves to this service, besides TensorBoard.",
+    metavar="NAME",
+    help="Also log the curves to wandb, mlflow, or a logger of another package, besides"
+    " TensorBoard.",
 )
 @click.option(
     "--max-restarts",

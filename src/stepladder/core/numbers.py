@@ -63,6 +63,8 @@ def read_env_number(
         problem = "is not set"
     if name.startswith("SLURM_"):
         alternative = "start the ranks with srun, which sets it"
+    elif name.startswith(("OMPI_", "PMI_", "MPI_")):
+        alternative = "start the ranks with mpirun, which sets it"
     else:
         alternative = "unset RANK to run one process"
     raise InputError(f"{name} {problem}", f"set {name} to a number, or {alternative}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_INTEGER, validate_wait_time
+from stepladder.core.plugins import find_plugin
 
-LOG_TO = ("wandb", "mlflow")
+LOGGER_GROUP = "stepladder.loggers"  # of entry points
 # May change when a run is resumed: they say who computes and where, not what is computed.
 CHANGEABLE_ON_RESUME = frozenset(
     (
@@ -95,7 +95,8 @@ class Settings:
         timeout: Seconds that ranks wait for a rank before it counts as lost.
         fail_at: (rank, step) pairs; that rank kills itself there once, to show a recovery.
         most_ranks: How many processes the group may grow to, if more than there are.
-        log_to: Loggers that get the curves besides TensorBoard, of "wandb" and "mlflow".
+        log_to: Loggers that get the curves besides TensorBoard: names of entry points of the group
+            `stepladder.loggers`, such as "wandb" and "mlflow".
         init_from: A run directory, or a snapshot in one, with whose weights the run begins.
         replay_every: Steps between those in which each rank recomputes a microbatch of another
             rank; None for never.
@@ -148,7 +149,8 @@ class Settings:
         self._validate_limits()
         validate_wait_time("--timeout", self.timeout)
         validate_wait_time("--lock-wait", self.lock_wait, minimum=0)
-        self._validate_loggers()
+        for name in self.log_to:
+            find_plugin(LOGGER_GROUP, name, "--log-to")
         if self.replay_every is not None and self.sync != "exact":
             raise InputError(
                 f"--replay-every {self.replay_every} with --sync {self.sync}: a microbatch has the"
@@ -189,19 +191,6 @@ class Settings:
                 raise InputError(f"{flag} {value} is too small", f"{flag} {minimum} or more")
             if value is not None and value > maximum:
                 raise InputError(f"{flag} {value} is too large", f"{flag} {maximum} or less")
-
-    def _validate_loggers(self) -> None:
-        for name in self.log_to:
-            if name not in LOG_TO:
-                raise InputError(
-                    f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}"
-                )
-            spec = find_spec(name)
-            # Without an origin it is just a folder of that name, as W&B leaves them.
-            if spec is None or spec.origin is None:
-                raise InputError(
-                    f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'"
-                )
 
     def _validate_checkpoint_blocks(self) -> None:
         if not self.checkpoint_blocks:

@@ -1,9 +1,7 @@
 """Which process this is: a frozen value, read once.
 
-No other module reads RANK, LOCAL_RANK and SLURM_* variables.
-
-Precedence: torchrun's variables, then a Slurm step of several tasks, then a single process.
-Half-set variables are an error, never rank 0. Standard library only.
+No other module reads RANK, LOCAL_RANK, and the like of other launchers. `LAUNCHERS` lists the
+variables of each. Half-set variables are an error, never rank 0. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,16 +9,117 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from stepladder.core.address import format_endpoint
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_PORT, read_env_number
 
 MAX_RANKS = 1 << 16  # a file that names more is damaged
 SCONTROL_TIMEOUT_S = 20
 FIRST_PORT = 20000
-NUM_PORTS = 12000
+NUM_PORTS = 12000  # the range ends below Linux's ephemeral ports
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """The environment variables that a launcher sets for each rank.
+
+    Attributes:
+        launcher: Its name, for the start-up text.
+        rank: The variable of the rank.
+        world_size: The variable of the number of ranks.
+        local_rank: The variable of the rank on its node.
+        ranks_per_node: The variable of the number of ranks on this node.
+        marker: The variable that only this launcher sets.
+        hint: How to start the ranks.
+        run_id: A variable that has another value in each run, but the same in all its ranks.
+    """
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    ranks_per_node: str
+    marker: str
+    hint: str
+    run_id: str = ""
+
+    def started(self, env: Mapping[str, str]) -> bool:
+        """Return whether this launcher has started the process, as one of several ranks."""
+        if self.marker not in env:
+            return False
+        return self is TORCHRUN or read_env_number(env, self.world_size, 2) > 1
+
+
+TORCHRUN = RankVariables(
+    "RANK, WORLD_SIZE, LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    marker="RANK",
+    hint="start with torchrun or `stepladder train --nproc N`",
+)
+SLURM = RankVariables(
+    "Slurm step",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    marker="SLURM_STEP_NUM_TASKS",
+    hint="start with srun",
+)
+# In the order of precedence. Slurm starts the daemons of mpirun as a step, so that its variables
+# come after those of Open MPI and Hydra. They come before PMI_RANK, which `srun --mpi=pmi2` sets.
+LAUNCHERS = (
+    TORCHRUN,
+    RankVariables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        marker="OMPI_COMM_WORLD_RANK",
+        hint="start with mpirun",
+        run_id="PMIX_NAMESPACE",
+    ),
+    RankVariables(
+        "MPICH or Intel MPI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        marker="MPI_LOCALRANKID",
+        hint="start with mpiexec",
+    ),
+    SLURM,
+    RankVariables(
+        "PMI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMI_LOCAL_RANK",
+        "PMI_LOCAL_SIZE",
+        marker="PMI_RANK",
+        hint="start with mpiexec",
+    ),
+)
+
+
+def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
+    """Return the launcher that has started this process as a rank, None if there is none."""
+    return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
+
+
+def validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
+    """Raise InputError unless a rank counts from 0 to size-1."""
+    if not 0 <= rank < size:
+        raise InputError(
+            f"{rank_name}={rank} with {size_name}={size}",
+            f"{ranks} count from 0 to {size_name}-1",
+        )
 
 
 @dataclass(frozen=True)
@@ -48,16 +147,10 @@ class World:
     restart_count: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise InputError(
-                f"RANK={self.rank} with WORLD_SIZE={self.world_size}",
-                "ranks count from 0 to WORLD_SIZE-1",
-            )
-        if not 0 <= self.local_rank < self.ranks_per_node:
-            raise InputError(
-                f"LOCAL_RANK={self.local_rank} with LOCAL_WORLD_SIZE={self.ranks_per_node}",
-                "local ranks count from 0 to LOCAL_WORLD_SIZE-1",
-            )
+        validate_position("RANK", self.rank, "WORLD_SIZE", self.world_size, "ranks")
+        validate_position(
+            "LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.ranks_per_node, "local ranks"
+        )
 
     @property
     def is_first(self) -> bool:
@@ -80,67 +173,93 @@ class World:
         """Read the ranks of this process's run from `env`, by default the process environment.
 
         Returns:
-            The world that torchrun's variables describe, or else those of a Slurm step with several
-            tasks; a world of one process if neither is set.
+            The world that the variables of the first of `LAUNCHERS` describe which has started
+            this process; a world of one process if none has.
 
         Raises:
-            InputError: Only some of the variables are set, or one of them is not a number.
+            InputError: Only some of the variables are set, one of them is not a number, or they
+                contradict each other.
         """
         env = os.environ if env is None else env
-        if "RANK" in env:
-            return World.from_torchrun(env)
-        is_slurm_step = read_env_number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
-        world = World.from_slurm(env) if is_slurm_step else World()
-        if "WORLD_SIZE" in env:
+        launcher = find_launcher(env)
+        if launcher is None:
+            world = World()
+        else:
+            world = World.from_launcher(launcher, env)
+        if "WORLD_SIZE" in env and launcher is not TORCHRUN:
             # Some hosts preset it for every process: alone it says nothing about ranks.
             return replace(world, note=f"WORLD_SIZE={env['WORLD_SIZE']} without RANK ignored")
         return world
 
     @staticmethod
-    def from_torchrun(env: Mapping[str, str]) -> World:
-        """Read the variables that torchrun and `stepladder` set for each rank."""
-        world_size = read_env_number(env, "WORLD_SIZE")
-        needed = ["LOCAL_RANK"]
-        if world_size > 1:
-            needed += ["MASTER_ADDR", "MASTER_PORT"]
-        missing = [name for name in needed if name not in env]
-        if missing:
+    def from_launcher(launcher: RankVariables, env: Mapping[str, str]) -> World:
+        """Read the variables that a launcher sets for each rank."""
+        world_size = read_env_number(env, launcher.world_size)
+        _validate_set(launcher, env, world_size)
+        read_env_number(env, "MASTER_PORT", 0, maximum=MAX_PORT)  # torch reads it too
+        rank = read_env_number(env, launcher.rank)
+        local_rank = read_env_number(env, launcher.local_rank)
+        name = launcher.ranks_per_node
+        count = re.split(r"[(,]", env.get(name, "1"))[0]  # Slurm writes 2(x3),1
+        ranks_per_node = read_env_number({name: count}, name)
+        if launcher is SLURM or name not in env:
+            ranks_per_node = max(ranks_per_node, local_rank + 1)
+        validate_position(launcher.rank, rank, launcher.world_size, world_size, "ranks")
+        validate_position(launcher.local_rank, local_rank, name, ranks_per_node, "local ranks")
+        # A rank of ours that joins a running group is one of one until it has joined.
+        if ranks_per_node > world_size and launcher not in (TORCHRUN, SLURM):
             raise InputError(
-                f"RANK={env['RANK']} is set without {' and '.join(missing)}",
-                f"start with torchrun or `stepladder train --nproc N`, or set {' '.join(missing)}",
+                f"{name}={ranks_per_node} with {launcher.world_size}={world_size}", launcher.hint
             )
-        local_rank = read_env_number(env, "LOCAL_RANK")
-        read_env_number(env, "MASTER_PORT", 0, maximum=MAX_PORT)  # only to validate it
         return World(
-            rank=read_env_number(env, "RANK"),
+            rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            ranks_per_node=read_env_number(
-                env,
-                "LOCAL_WORLD_SIZE",
-                max(local_rank + 1, 1),
-            ),
-            init_method="env://" if world_size > 1 else "",
-            source="RANK, WORLD_SIZE, LOCAL_RANK",
+            ranks_per_node=ranks_per_node,
+            init_method=_make_url(launcher, env, world_size, ranks_per_node),
+            source=launcher.launcher,
             restart_count=read_env_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         )
 
-    @staticmethod
-    def from_slurm(env: Mapping[str, str]) -> World:
-        """Read the variables of a task of `srun`; the ranks connect on the step's first node."""
-        read_env_number(env, "MASTER_PORT", 0, maximum=MAX_PORT)  # torch reads it too
-        name = "SLURM_STEP_TASKS_PER_NODE"  # as in 2(x3),1
-        first_count = re.split(r"[(,]", env.get(name, "1"))[0]
-        tasks_per_node = read_env_number({name: first_count}, name)
-        local_rank = read_env_number(env, "SLURM_LOCALID")
-        return World(
-            rank=read_env_number(env, "SLURM_PROCID"),
-            world_size=read_env_number(env, "SLURM_STEP_NUM_TASKS"),
-            local_rank=local_rank,
-            ranks_per_node=max(tasks_per_node, local_rank + 1),
-            init_method=_make_slurm_url(env),
-            source="Slurm step",
+
+def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: int) -> None:
+    """Raise InputError if only some of a launcher's variables are set."""
+    needed = [launcher.rank, launcher.local_rank]
+    if launcher is TORCHRUN:
+        if world_size > 1:
+            needed += ["MASTER_ADDR", "MASTER_PORT"]
+    elif launcher is not SLURM:
+        needed.append(launcher.ranks_per_node)
+    missing = [name for name in needed if name not in env]
+    if missing:
+        raise InputError(
+            f"{launcher.marker}={env[launcher.marker]} is set without {' and '.join(missing)}",
+            f"{launcher.hint}, or set {' '.join(missing)}",
         )
+
+
+def _make_url(
+    launcher: RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
+) -> str:
+    """Return the URL at which the ranks of a launcher connect, "" for one rank."""
+    if world_size == 1:
+        return ""
+    if launcher is TORCHRUN:
+        return "env://"
+    if launcher is SLURM:
+        return _make_slurm_url(env)
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return f"tcp://{format_endpoint(env['MASTER_ADDR'], int(env['MASTER_PORT']))}"
+    if ranks_per_node < world_size or launcher.run_id not in env:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        raise InputError(
+            f"{launcher.world_size}={world_size} with {launcher.ranks_per_node}={ranks_per_node},"
+            f" but {' and '.join(missing)} is not set: the ranks do not know where to connect",
+            "export MASTER_ADDR=HOST MASTER_PORT=29500, HOST being that of rank 0; mpirun of Open"
+            " MPI needs -x MASTER_ADDR -x MASTER_PORT too",
+        )
+    port = FIRST_PORT + zlib.crc32(env[launcher.run_id].encode()) % NUM_PORTS
+    return f"tcp://127.0.0.1:{port}"
 
 
 def _make_slurm_url(env: Mapping[str, str]) -> str:

@@ -21,12 +21,10 @@ from stepladder.core.masking import mask_command
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.process_count import parse_range
 from stepladder.core.signing import SECRET_VARIABLE, make_secret, take_secret_from_env
-from stepladder.core.world import find_first_node_address
+from stepladder.core.world import FIRST_PORT, NUM_PORTS, find_first_node_address, find_launcher
 from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
-FIRST_PORT = 20000  # the range of ports ends below Linux's ephemeral ports
-NUM_PORTS = 12000
 NUMBER_PATTERN = r"(\d+)"
 REPEATED_PATTERN = r"(\d+)(?:\(x\d+\))?"  # such as 2(x3)
 TYPED_PATTERN = r"(?:.*\D)?(\d+)"  # such as gpu:a100:2
@@ -72,21 +70,12 @@ class Allocation:
             env: The environment, by default that of this process.
 
         Returns:
-            None outside an allocation, and in a task of a step of several: srun has started that.
+            None outside an allocation, and in a rank that srun or another launcher has started.
         """
         env = os.environ if env is None else env
-        if not env.get("SLURM_JOB_ID") or "RANK" in env:
+        if not env.get("SLURM_JOB_ID") or find_launcher(env) is not None:
             return None
         job = _parse_variable(env, "SLURM_JOB_ID", NUMBER_PATTERN)
-        if (
-            _parse_variable(
-                env,
-                "SLURM_STEP_NUM_TASKS",
-                NUMBER_PATTERN,
-            )
-            > 1
-        ):
-            return None
         nodes = _parse_variable(env, "SLURM_JOB_NUM_NODES", NUMBER_PATTERN)
         nodes = nodes or _parse_variable(env, "SLURM_NNODES", NUMBER_PATTERN)
         gpus = _parse_variable(env, "SLURM_GPUS_ON_NODE", TYPED_PATTERN)
@@ -245,6 +234,11 @@ def start_elsewhere(
         InputError: This is a Slurm job, but there is no `srun`, or the job has ended.
     """
     end_with_stdin()
+    if topology.hosts and not hosts:
+        print_message(topology.note)
+        hosts = topology.hosts
+        name, *rest = arguments
+        arguments = [name, "--nodes", topology.nodes, "--nproc", topology.nproc, *rest]
     if hosts:
         from stepladder.launcher.ssh import run_on_hosts  # late: asyncio, for --hosts alone
 

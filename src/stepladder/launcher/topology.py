@@ -1,17 +1,25 @@
-"""The nodes and processes of `run` and `train`: from flags, else from a rented cluster."""
+"""The nodes and processes of `run` and `train`: from flags, else from a cluster's variables.
+
+`CLUSTERS` lists the clusters whose variables describe the nodes.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from stepladder.core.address import format_endpoint
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.process_count import parse_process_range, parse_range
+from stepladder.core.world import FIRST_PORT, NUM_PORTS, find_launcher
 
 Range = tuple[int, int]
+NODES_HINT = "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOST:PORT"
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Topology:
         endpoint: HOST:PORT where the nodes meet.
         local_addr: The address of this node.
         note: Where the values come from that no flag gave.
+        hosts: Hosts on which this process is to start the command, as --hosts has them.
     """
 
     nodes: str = ""
@@ -31,6 +40,7 @@ class Topology:
     endpoint: str = ""
     local_addr: str = ""
     note: str = ""
+    hosts: str = ""
 
     def parse_ranges(self) -> tuple[Range, Range]:
         """Return the ranges of nodes and of processes on each; (1, 1) where not given.
@@ -48,37 +58,120 @@ class Topology:
         return nodes, nproc
 
     def with_cluster_variables(self, env: Mapping[str, str] | None = None) -> Topology:
-        """Return the topology completed by the variables of a RunPod cluster.
+        """Return the topology completed by the variables of a cluster of several nodes.
 
-        They are the same on each of its nodes except for NODE_ADDR, and are used only where no flag
-        names nodes.
+        They are used only where no flag names nodes, and not in a rank.
 
         Args:
             env: The environment, by default that of this process.
 
         Raises:
-            InputError: Only some of the variables are set.
+            InputError: Only some of a cluster's variables are set, or they contradict each other.
         """
         env = os.environ if env is None else env
-        if self.nodes or "RANK" in env:
+        if self.nodes or find_launcher(env) is not None:
             return self
-        if "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
-            return self
-        numbers = ("NUM_NODES", "PRIMARY_PORT")
-        missing = [name for name in numbers if parse_whole_number(env.get(name, "")) is None]
-        if missing:
-            raise InputError(
-                f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set,"
-                f" but {' and '.join(missing)} is not a number",
-                "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOST:PORT",
-            )
-        nodes = env["NUM_NODES"]
-        cluster_endpoint = format_endpoint(env["PRIMARY_ADDR"], int(env["PRIMARY_PORT"]))
-        return replace(
-            self,
-            nodes=nodes,
-            nproc=self.nproc or env.get("NUM_TRAINERS", ""),
-            endpoint=self.endpoint or cluster_endpoint,
-            local_addr=self.local_addr or env.get("NODE_ADDR", ""),
-            note=f"{nodes} nodes (NUM_NODES, PRIMARY_ADDR); --nodes 1 for this one alone",
+        for read in CLUSTERS:
+            found = read(env)
+            if found is not None:
+                return replace(
+                    found,
+                    nproc=self.nproc or found.nproc,
+                    endpoint=self.endpoint or found.endpoint,
+                    local_addr=self.local_addr or found.local_addr,
+                    note=f"{found.nodes} nodes ({found.note}); --nodes 1 for this one alone",
+                )
+        return self
+
+
+def read_runpod(env: Mapping[str, str]) -> Topology | None:
+    """Return the nodes of a RunPod cluster, on each of which the same command is started."""
+    if "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
+        return None
+    nodes = _read_count(env, "NUM_NODES", "PRIMARY_ADDR")
+    port = _read_count(env, "PRIMARY_PORT", "PRIMARY_ADDR")
+    return Topology(
+        str(nodes),
+        env.get("NUM_TRAINERS", ""),
+        format_endpoint(env["PRIMARY_ADDR"], port),
+        env.get("NODE_ADDR", ""),
+        "NUM_NODES, PRIMARY_ADDR",
+    )
+
+
+def read_skypilot(env: Mapping[str, str]) -> Topology | None:
+    """Return the nodes of a SkyPilot task, on each of which the same command is started."""
+    gpus_name = "SKYPILOT_NUM_GPUS_PER_NODE"
+    addresses = env.get("SKYPILOT_NODE_IPS", "").split()
+    if len(addresses) < 2 and env.get("SKYPILOT_NUM_NODES", "1") == "1":
+        return None
+    nodes = _read_count(env, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS")
+    node = _read_count(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
+    if nodes != len(addresses) or node >= nodes:
+        raise InputError(
+            f"SKYPILOT_NUM_NODES={nodes} and SKYPILOT_NODE_RANK={node}, but SKYPILOT_NODE_IPS"
+            f" names {len(addresses)} nodes ({', '.join(addresses)})",
+            NODES_HINT,
         )
+    gpus = _read_count({gpus_name: "0", **env}, gpus_name, "SKYPILOT_NODE_IPS")
+    # Two tasks on one cluster meet at two ports.
+    port = FIRST_PORT + zlib.crc32(env.get("SKYPILOT_TASK_ID", "").encode()) % NUM_PORTS
+    return Topology(
+        str(nodes),
+        str(gpus or ""),
+        format_endpoint(addresses[0], port),
+        addresses[node],
+        "SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
+    )
+
+
+def read_grid_engine(env: Mapping[str, str]) -> Topology | None:
+    """Return the hosts of a parallel job of Grid Engine, which runs on the first of them."""
+    if not env.get("PE_HOSTFILE"):
+        return None
+    path = Path(env["PE_HOSTFILE"])
+    with as_input_error(f"PE_HOSTFILE={path} cannot be read", NODES_HINT, (OSError, ValueError)):
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    slots: Counter[str] = Counter()
+    for fields in filter(None, lines):  # host, slots, queue, processors; one for each queue
+        count = parse_whole_number(fields[1], 1) if len(fields) > 1 else None
+        if count is None:
+            raise InputError(
+                f"PE_HOSTFILE={path} has the line {' '.join(fields)!r}, not: host slots queue",
+                NODES_HINT,
+            )
+        slots[fields[0]] += count
+    listing = ", ".join(f"{host}: {count}" for host, count in slots.items())
+    if "NHOSTS" in env and env["NHOSTS"] != str(len(slots)):
+        raise InputError(
+            f"NHOSTS={env['NHOSTS']}, but PE_HOSTFILE={path} names {len(slots)} hosts ({listing})",
+            NODES_HINT,
+        )
+    if len(slots) < 2:
+        return None
+    return Topology(
+        str(len(slots)),
+        str(min(slots.values())),  # all nodes run equally many ranks
+        note=f"PE_HOSTFILE, slots: {listing}",
+        hosts=",".join(slots),
+    )
+
+
+# In the order of precedence.
+CLUSTERS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
+    read_runpod,
+    read_skypilot,
+    read_grid_engine,
+)
+
+
+def _read_count(env: Mapping[str, str], name: str, present: str) -> int:
+    """Return the number in a variable that a cluster sets together with another one."""
+    number = parse_whole_number(env.get(name, ""))
+    if number is None:
+        value = repr(env[name]) if name in env else "not set"
+        raise InputError(
+            f"{present} is {env.get(present, '')!r}, but {name} is not a number: {value}",
+            NODES_HINT,
+        )
+    return number

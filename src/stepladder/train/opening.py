@@ -39,7 +39,7 @@ from stepladder.storage.snapshot import Snapshot, read_newest_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import validate_equal_machines
 from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
-from stepladder.train.metrics.loggers import Logger, open_loggers, validate_wandb_login
+from stepladder.train.metrics.loggers import Logger, open_loggers, validate_loggers
 from stepladder.train.phases import STARTING_UP
 from stepladder.train.precision import make_scaler
 from stepladder.train.rank_consistency import validate_equal_data, validate_equal_models
@@ -170,7 +170,7 @@ class Opening:
         """Open the run directory and read it. For a new run, write its config.json."""
         spec = self.spec
         settings = spec.settings
-        validate_wandb_login(settings.log_to)
+        validate_loggers(settings.log_to)
         is_fresh = settings.fresh and (has_fd_store() or self.comm.world.restart_count == 0)
         self._load_initial_weights(is_fresh)
         run_dir = open_run_dir(

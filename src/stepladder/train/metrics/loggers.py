@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,8 @@ from stepladder.core import durable, typed_file
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, get_text
 from stepladder.core.masking import mask_arguments
+from stepladder.core.plugins import load_plugin
+from stepladder.core.settings import LOGGER_GROUP
 from stepladder.storage.run_dir import RunDir
 
 T = TypeVar("T")
@@ -105,8 +108,32 @@ class SafeLogger:
             return None
 
 
+def validate_installed(name: str) -> None:
+    """Raise InputError if the package of an extra is not installed."""
+    spec = find_spec(name)
+    # Without an origin it is just a folder of that name, as W&B leaves them.
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'"
+        )
+
+
 class Wandb:
     """A run of Weights & Biases, in the project WANDB_PROJECT."""
+
+    @staticmethod
+    def validate() -> None:
+        """Raise InputError if wandb would ask who the user is, while all ranks wait for it."""
+        validate_installed("wandb")
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        is_online = os.environ.get("WANDB_MODE", "online") == "online"
+        if is_online and not wandb.login(prompt=False, verify=False):
+            raise InputError(
+                "--log-to wandb: nobody is logged in on this machine",
+                "wandb login, or export WANDB_MODE=offline",
+            )
 
     def __init__(
         self,
@@ -147,6 +174,8 @@ class Wandb:
 
 class Mlflow:
     """A run of MLflow, on the server MLFLOW_TRACKING_URI, in MLFLOW_EXPERIMENT_NAME."""
+
+    validate = staticmethod(partial(validate_installed, "mlflow"))
 
     def __init__(
         self,
@@ -228,25 +257,15 @@ class TensorBoard:
             self.writer.close()
 
 
-BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-}
+def validate_loggers(names: Iterable[str]) -> None:
+    """Raise InputError if a logger of that name could not log, before anything is written.
 
-
-def validate_wandb_login(names: Iterable[str]) -> None:
-    """Raise InputError if wandb would ask who the user is, while all ranks wait for the answer."""
-    if "wandb" not in names:
-        return
-    import wandb
-
-    wandb.setup(wandb.Settings(silent=True))
-    is_online = os.environ.get("WANDB_MODE", "online") == "online"
-    if is_online and not wandb.login(prompt=False, verify=False):
-        raise InputError(
-            "--log-to wandb: nobody is logged in on this machine",
-            "wandb login, or export WANDB_MODE=offline",
-        )
+    A logger checks this itself, in its function `validate`, if it has one.
+    """
+    for name in names:
+        validate = getattr(load_plugin(LOGGER_GROUP, name, "--log-to"), "validate", None)
+        if validate is not None:
+            validate()
 
 
 def open_loggers(
@@ -260,8 +279,9 @@ def open_loggers(
     Args:
         run_dir: The run directory on the first rank, None on ranks without loggers.
         user_loggers: The user's own loggers.
-        names: Of BACKENDS.
-        config: The run's definition, which the backends show.
+        names: Entry points of the group `stepladder.loggers`. Each is called with its entries of
+            loggers.json, which it may change, the run directory, and `config`.
+        config: The run's definition, which loggers show.
     """
     if run_dir is None or not (user_loggers or names):
         return []
@@ -279,7 +299,7 @@ def open_loggers(
         makers[f"{type(logger).__name__}-{number}"] = partial(return_logger, logger)
     for name in names:
         makers[name] = partial(
-            BACKENDS[name],
+            load_plugin(LOGGER_GROUP, name, "--log-to"),
             state.setdefault(name, {}),
             run_dir.path,
             config,
