@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
-from processes import JOBS, started, wait_until
+from processes import JOBS, run, started, wait_until
 from stepladder.core.address import find_free_port
 from stepladder.core.world import World
 from stepladder.launcher.nodes.self_monitor import SelfMonitor, StoreBoard
@@ -61,6 +62,15 @@ def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Pa
     message = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
     assert len(re.findall(message, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
     assert "Traceback" not in said_by(ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_is_not_aborted_by_its_monitors_thread(tmp_path: Path) -> None:
+    """Python unwinds a daemon thread that returns from compiled code then: C++ calls abort()."""
+    endpoint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    script = JOBS / "exits_while_monitored.py"
+    done = run(script, cwd=tmp_path, env=endpoint, command=(sys.executable,))
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:

@@ -137,6 +137,30 @@ def allows_namespaces() -> bool:
     return namespace is not None
 
 
+@pytest.mark.slow
+def test_an_overlay_that_cannot_be_mounted_costs_no_other_one(
+    outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("namespace")
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name).resolve()
+        for part in ("copy", "folder"):
+            (scratch / part).mkdir()
+        no_folder = outside.parent / "a-file"
+        no_folder.touch()
+        protected = Protected(scratch, scratch / "copy", scratch / "folder")
+        plan = replace(
+            sandbox.make_plan(protected), overlays=[str(no_folder), "/removed", str(outside)]
+        )
+        monkeypatch.setattr(sandbox, "make_plan", lambda _: plan)
+        namespace = open_namespace(protected)
+        assert namespace is not None
+        descriptors, upper_layers = namespace
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert [folder for folder in plan.overlays if folder in upper_layers] == [str(outside)]
+
+
 def needs(mechanism: str) -> None:
     if mechanism == "landlock" and not kernel.landlock_abi():
         pytest.skip("this kernel has no Landlock")
@@ -275,7 +299,7 @@ def test_a_rehearsal_leaves_the_snapshot_in_production(outside: Path) -> None:
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )
     assert tree(outside.parent) == before
-    assert f"in {outside}, for the script only: written snapshot.pt" in ran.stdout
+    assert f"in {outside}, for the script only: written snapshot.pt" in ran.stdout, ran.stdout
 
 
 WRITES = """

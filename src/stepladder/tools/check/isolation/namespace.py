@@ -101,6 +101,7 @@ class NamespaceBuilder:
         self.plan = plan
         self.has_user_namespace = has_user_namespace
         self.upper_layers: dict[str, str] = {}
+        self.num_layers = 0
         self.covered_mounts = [
             mount.path
             for mount in kernel.read_mounts()
@@ -128,6 +129,8 @@ class NamespaceBuilder:
         has_overlays = self.can_mount_overlays()
         self.mount_shared_memory(opened[SHARED_MEMORY], has_overlays)
         for folder in plan.overlays if has_overlays else []:
+            if folder not in opened:  # removed since the plan was made
+                continue
             with suppress(OSError):
                 self.mount_overlay(
                     folder,
@@ -148,7 +151,9 @@ class NamespaceBuilder:
         return self.upper_layers
 
     def next_layer(self) -> str:
-        return f"{self.plan.layers}/{len(self.upper_layers)}"
+        """Return a name that no overlay has had, not even one that could not be mounted."""
+        self.num_layers += 1
+        return f"{self.plan.layers}/{self.num_layers}"
 
     def mount_excluded(
         self,

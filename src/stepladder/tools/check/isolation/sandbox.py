@@ -33,7 +33,7 @@ from stepladder.tools.check.isolation.overlay_folders import (
 MECHANISM_VARIABLE = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
 MECHANISMS = ("namespace", "landlock", "audit")
 OVERLAID = "-overlaid"  # ends the name of a start that is repeated with more overlays
-NAMESPACE_TIMEOUT_S = 20.0  # a file server that does not answer can delay it
+NAMESPACE_TIMEOUT_S = 60.0  # a busy machine or a slow file server can delay it
 MOST_MESSAGE_BYTES = 1 << 20
 PACKAGE_ROOT = str(Path(__file__).parents[4])
 RUN_MODULE = (
