@@ -23,7 +23,7 @@ from stepladder.launcher.diagnose.flight_recorder import (
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.observed_ranks import ObservedRanks
-from stepladder.rank.progress import COUNT, NUM_SLOTS, PHASE, STARTING
+from stepladder.rank.progress import COLLECTIVE, NUM_SLOTS, PHASE, STARTING
 
 
 def record(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
         rank: {"entries": [collective, sent] if rank else [collective]}
         for rank, collective in enumerate(uneven)
     }
-    assert [progress.count for progress in infer_progress(dumps).values()] == [1, 1]
+    assert [progress.num_collectives for progress in infer_progress(dumps).values()] == [1, 1]
     assert (
         explain_hang([RankStatus(r, r, progress=p) for r, p in infer_progress(dumps).items()]).rank
         is None
@@ -146,7 +146,7 @@ def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None
     assert "all ranks" in explain_hang(ranks.inspect([])).sentence
     slots = bytearray(ranks.progress_file.read_bytes())
     memoryview(slots).cast("q")[PHASE] = STARTING
-    memoryview(slots).cast("q")[NUM_SLOTS + COUNT] = 1
+    memoryview(slots).cast("q")[NUM_SLOTS + COLLECTIVE] = 1
     ranks.progress_file.write_bytes(slots)
     assert explain_hang(ranks.inspect([])).rank == 0
 

@@ -20,14 +20,14 @@ from stepladder.launcher.local.monitor import POLLS_UNTIL_REPORTED, Limits, Moni
 from stepladder.launcher.local.observed_ranks import ObservedRanks
 from stepladder.launcher.local.process_stats import read_cpu_seconds
 from stepladder.rank.progress import (
+    AWAITED,
+    COLLECTIVE,
     COMPUTING,
-    COUNT,
     GROUP,
     NUM_SLOTS,
     PASS,
     PHASE,
     STARTING,
-    WAITS,
 )
 
 
@@ -97,8 +97,8 @@ def test_what_does_not_move_is_explained_once_and_its_going_on_is_told(
 def test_the_rank_that_is_behind_is_blamed_for_the_timeout(
     monitor: Monitor, ranks: ObservedRanks, sleeper: int
 ) -> None:
-    progress_slots(ranks, 0)[COUNT] = progress_slots(ranks, 0)[WAITS] = 7
-    progress_slots(ranks, 1)[COUNT] = 6
+    progress_slots(ranks, 0)[COLLECTIVE] = progress_slots(ranks, 0)[AWAITED] = 7
+    progress_slots(ranks, 1)[COLLECTIVE] = 6
     explanation = explain_hang(ranks.inspect([0, 1]))
     assert explanation.rank == 5
     assert f"rank 5 (pid {sleeper}) has not reached collective 7" in explanation.sentence
@@ -110,7 +110,7 @@ def test_a_hang_is_explained_while_a_rank_joins(tmp_path: Path, sleeper: int) ->
     progress_slots(ranks, 0)[PHASE] = STARTING
     slots = progress_slots(ranks, 1)
     slots[PHASE] = COMPUTING
-    slots[COUNT] = slots[WAITS] = 7
+    slots[COLLECTIVE] = slots[AWAITED] = 7
     slots[GROUP] = 1
     text = poll_until_text(Monitor(ranks, Limits(2.0, explain_after=1.0)))
     assert f"rank 1 (pid {sleeper}) waits in collective 7" in text

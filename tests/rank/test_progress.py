@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from stepladder.rank.progress import (
+    AWAITED,
     NUM_SLOTS,
     PHASE,
     PROGRESS_VARIABLE,
-    RING,
+    RING_SIZE,
     SAVING,
     STEP,
-    WAITS,
     Progress,
     RankFiles,
     RankProgress,
@@ -53,18 +53,21 @@ def read(ranks: list[Progress], numbers: tuple[int, ...] = NUMBERS) -> list[Rank
 
 def test_each_rank_has_words_of_its_own(ranks: list[Progress]) -> None:
     ranks[0].slots[STEP] = 7
-    ranks[1].slots[STEP], ranks[1].slots[PHASE], ranks[1].slots[WAITS] = 8, SAVING, 3
-    assert read(ranks) == [RankProgress(step=7), RankProgress(step=8, phase=SAVING, waits=3)]
+    ranks[1].slots[STEP], ranks[1].slots[PHASE], ranks[1].slots[AWAITED] = 8, SAVING, 3
+    assert read(ranks) == [RankProgress(step=7), RankProgress(step=8, phase=SAVING, awaited=3)]
 
 
 def test_the_last_collectives_are_known_by_number_site_and_size(ranks: list[Progress]) -> None:
-    for size in range(1, RING + 6):
+    for size in range(1, RING_SIZE + 6):
         call(ranks[0], size)
     first, second = read(ranks)
-    assert second.count == 0 and first.count == RING + 5
-    assert first.collective(5) is None and first.collective(first.count + 1) is None
-    for number in (6, first.count):
-        site, size = first.collective(number) or (None, 0)
+    assert second.num_collectives == 0 and first.num_collectives == RING_SIZE + 5
+    assert (
+        first.find_collective(5) is None
+        and first.find_collective(first.num_collectives + 1) is None
+    )
+    for number in (6, first.num_collectives):
+        site, size = first.find_collective(number) or (None, 0)
         assert size == number
         assert str(site) == f"call(), test_progress.py:{call.__code__.co_firstlineno + 1}"
 
@@ -96,7 +99,7 @@ def test_half_a_line_of_a_killed_rank_hides_no_other_one(ranks: list[Progress]) 
     with Path(ranks[1].files.sites_file).open("a") as sites:
         sites.write('[4, "half')
     call(ranks[1], 3)
-    site, size = read(ranks)[1].collective(1) or (None, 0)
+    site, size = read(ranks)[1].find_collective(1) or (None, 0)
     assert (size, str(site)[:6]) == (3, "call()")
 
 

@@ -29,8 +29,8 @@ from stepladder.rank.stacks import (
 SCRIPT = """\
 import os, sys, time
 from pathlib import Path
-from stepladder.rank.stacks import dump_stacks_to_file
-dump_stacks_to_file(Path(sys.argv[1]))
+from stepladder.rank.stacks import answer_stack_signal
+answer_stack_signal(Path(sys.argv[1]))
 def worker():
     time.sleep(100)
 def trainer():

@@ -18,7 +18,7 @@ from stepladder.launcher.nodes.self_monitor import SelfMonitor, start_self_monit
 from stepladder.launcher.script import Script
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import RankFiles, count_script_steps
-from stepladder.rank.stacks import dump_stacks_to_file
+from stepladder.rank.stacks import answer_stack_signal
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     monitor: SelfMonitor | None = None
     files = RankFiles.of_this_process()
     if files is not None:
-        dump_stacks_to_file(Path(files.stacks_file))
+        answer_stack_signal(Path(files.stacks_file))
     else:
         monitor = start_self_monitor(world, float(seconds) or None)
     threading.Thread(target=count_script_steps, daemon=True).start()

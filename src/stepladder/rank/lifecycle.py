@@ -40,7 +40,7 @@ from stepladder.rank.membership import get_joining_rank, open_control_channel
 from stepladder.rank.open_file import OpenFile
 from stepladder.rank.progress import RankFiles
 from stepladder.rank.shared_segment import map_segment
-from stepladder.rank.stacks import dump_stacks_to_file
+from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.streams import redirect_output
 from stepladder.rank.torch_fixes import (
     bind_store_to_loopback,
@@ -49,15 +49,15 @@ from stepladder.rank.torch_fixes import (
 )
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Blocked in the fork server, whose ranks need them.
-UNBLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-EXIT_TIMEOUT_S = 5.0  # that the interpreter may take after an exception
-FAILURE_CODES: list[int] = []  # the exit code of the job that has failed in this process
+# Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.
+RANK_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+EXIT_TIMEOUT_S = 5.0  # how long the interpreter may take to end after an exception
 EXIT_CALLBACKS: list[Callable[[], None]] = []  # called after the work, when its error is written
+_failure_codes: list[int] = []  # one exit code if a job has failed in this process, else empty
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, also if it has ended just now.
+    """Ask Linux to kill this process when its parent ends, or end it if the parent has ended.
 
     `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
     """
@@ -72,14 +72,16 @@ def _die_with_rank(_: object) -> None:
     """Ask Linux to kill this process, such as a data loader's worker, when its rank ends.
 
     A worker that sleeps never notices that its rank has ended. Linux kills it when the thread ends
-    that forked it, so this is only for workers of the main thread.
+    that forked it, so only workers of the rank's main thread may ask for this: another thread may
+    end while the rank still needs the worker.
+
     """
     if threading.current_thread().name == "MainThread":
         die_with_parent()
 
 
 class SharedResources(NamedTuple):
-    """What a launcher gives each of its ranks.
+    """The resources that a launcher hands to one of its ranks.
 
     Attributes:
         fd_store: Keeps file descriptors that outlive a rank.
@@ -105,18 +107,20 @@ def run_rank(
     The exit code is what `work` returns, 2 for bad input, or 1 for another error.
 
     Args:
-        work: The work.
-        env: All variables that are set for the rank.
+        work: The training or the user's script; it may return an exit code.
+        env: The environment variables of the rank.
         error_file: The file for the error of a rank that fails.
         outputs: The new stdout and stderr, or nothing to keep the launcher's.
         shared: What the launcher gives the rank.
-        is_script: Whether an error keeps all its frames, as Python itself shows them.
+        is_script: Whether the work is a user's script, whose errors keep all their frames, as
+            Python itself shows them.
     """
     _become_rank(env)
     set_fd_store(shared.fd_store)
     open_control_channel(shared.control)
     map_segment(shared.segment)
     redirect_output(outputs)
+    # A rank that joins a running group is started with RANK=0; its number is in another variable.
     rank = get_joining_rank() or int(env["RANK"])
     try:
         code = work()
@@ -137,29 +141,30 @@ def run_rank(
 def _become_rank(env: dict[str, str]) -> None:
     """Prepare a process that was just forked from the fork server."""
     die_with_parent()
-    # A garbage collection would copy the pages of everything that is imported into each rank.
+    # A garbage collection writes to every object. Without freeze() it would give each rank its own
+    # copy of the memory pages of all imported modules, which ranks share with the fork server.
     gc.freeze()
-    gc.enable()  # disabled in the fork server
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNBLOCKED_SIGNALS)
-    # Python would hand on the launcher's start method, and DataLoader workers then be children of
-    # the fork server.
+    gc.enable()  # the fork server has disabled it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
+    # The rank inherits the launcher's start method, "forkserver". DataLoader workers would then be
+    # children of the fork server instead of children of the rank.
     multiprocessing.set_start_method(None, force=True)
     register_after_fork(die_with_parent, _die_with_rank)
     sys.excepthook = sys.__excepthook__
     os.environ.update(env)
     files = RankFiles.of_this_process()
     if files is not None:
-        dump_stacks_to_file(Path(files.stacks_file))
+        answer_stack_signal(Path(files.stacks_file))
     keep_backward_context_from_gloo()
     wait_for_gloo_before_destroy()
     bind_store_to_loopback()
 
 
 def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
-    """Do the work of a rank that another launcher has started, and end this process.
+    """Do the work of a rank that torchrun or Slurm has started, and end this process.
 
     Raises:
-        InputError: The input is bad. The command shows the error.
+        InputError: The input is bad. The command line shows the error.
         KeyboardInterrupt: The user has interrupted the work.
     """
     try:
@@ -169,13 +174,14 @@ def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
     except SystemExit as error:
         code = report_exit_call(error)
     except BaseException as error:
-        if isinstance(error, (RanksDiffer, StorageFault)):  # the text is enough
+        if isinstance(error, (RanksDiffer, StorageFault)):  # a traceback would explain nothing more
             print_message(str(error))
         else:
             fold_traceback(error)
             trace = skip_launcher_frames(error.__traceback__)
             traceback.print_exception(error.with_traceback(trace))
-        # Slurm's exit code may be that of a rank that Slurm has killed because of this one.
+        # The rank that failed first records why: Slurm's exit code may be the one of another rank,
+        # which Slurm killed because of this failure. After PeerLost the cause is in another rank.
         if not isinstance(error, PeerLost):
             write_end(choose_end_code(error))
         code = FAILED
@@ -188,11 +194,11 @@ def record_failure() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        FAILURE_CODES[:] = [_choose_failure_code(error)]
+        _failure_codes[:] = [_choose_failure_code(error)]
         if isinstance(error, SystemExit):
             sys.exit(report_exit_call(error))
         if isinstance(error, BrokenPipeError):
-            # click would take it for a reader of stdout that has ended, and be silent.
+            # click would assume that the reader of stdout has ended, and would print nothing.
             reason = get_reason(error)
             raise RuntimeError(f"the job has raised BrokenPipeError: {reason}") from error
         raise
@@ -209,18 +215,18 @@ def _choose_failure_code(error: BaseException) -> int:
 def limit_exit_time() -> None:
     """Limit the time that the interpreter takes to end, if a job has failed in this process.
 
-    By itself it waits without limit for threads that are no daemons, for child processes and for
-    functions of atexit.
+    Without this limit the interpreter waits forever for a thread that is no daemon, for a child
+    process or for a function of atexit.
     """
-    if FAILURE_CODES:
-        [code] = FAILURE_CODES
+    if _failure_codes:
+        [code] = _failure_codes
         threading.Thread(
             target=_exit_late, args=(code,), name="stepladder-end", daemon=True
         ).start()
 
 
 def _exit_late(code: int) -> None:
-    """End this process if it still lives some seconds after its main thread."""
+    """End this process if it is still alive EXIT_TIMEOUT_S after its main thread has ended."""
     main_thread = threading.main_thread()
     main_thread.join()
     time.sleep(EXIT_TIMEOUT_S)
@@ -238,11 +244,11 @@ def _exit_late(code: int) -> None:
 def exit_now(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown.
 
-    In the shutdown, communication threads might never end after a peer is lost, and abort a rank
-    (exit code 134) whose peers were a moment faster.
+    During the shutdown the threads of gloo or NCCL may wait forever for a lost peer. They may also
+    abort the process (exit code 134) when its peers have ended a moment earlier.
     """
     for stream in (sys.stdout, sys.stderr):
-        # The terminal has gone, or a job has closed the stream.
+        # Flushing fails if the terminal is gone, or if the job has closed the stream.
         with suppress(OSError, ValueError, AttributeError):
             if stream is not None:
                 stream.flush()
@@ -250,14 +256,17 @@ def exit_now(code: int) -> NoReturn:
 
 
 def report_exit_call(error: SystemExit) -> int:
-    """Report that the job has called sys.exit(), and return the rank's exit code."""
+    """Report that the job has called sys.exit(), which is a failure, and return the exit code."""
     write_end(FAILED)
     print_message(f"the job has ended itself, by sys.exit({error.code!r:.200})")
     return FAILED
 
 
 def get_exit_code(error: SystemExit) -> int:
-    """Return the exit code that Python itself would choose: a text is printed, and is a failure."""
+    """Return the exit code that Python itself would choose for a call of sys.exit().
+
+    The argument may be a number, None, or a text, which is printed and means failure.
+    """
     if isinstance(error.code, int) or error.code is None:
         return error.code or 0
     print(error.code, file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Who continues a training after a loss: the messages between a launcher and its ranks.
+"""The messages between a launcher and its ranks that decide who continues after a rank is lost.
 
-Each rank has a pair of sockets with its launcher. The launcher tells that a rank is lost. The
-others leave their process group, report it, and wait. When all ranks that live have reported, the
-launcher answers with the members of the next group, and how they connect.
+A pair of sockets connects each rank with its launcher. When a rank is lost, the launcher tells the
+surviving ranks. Each of them leaves its process group, reports that it has left, and waits. When
+all survivors have reported, the launcher sends them the members of the next process group and how
+to connect to them.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from queue import SimpleQueue
 
 from stepladder.core.typed_file import convert
 
-# The number of a rank that joins a group which trains already.
+# Set for a rank that is started to join a running training: the rank's number in the launch.
 JOIN_VARIABLE = "STEPLADDER_JOINS"
 MAX_CONTROL_MESSAGE_BYTES = 1 << 16
-# What a rank sends: that its first group is formed, which it can leave from now on, or why it is in
-# no group.
+# The messages of a rank. After GROUP_JOINED it is in its first group, and can leave it when the
+# launcher reports a loss. The other messages say that it is in no group, and why.
 GROUP_JOINED = b"met"
-GROUP_LEFT = b"left"  # its launcher told it that a rank is lost, or it has joined no group yet
+GROUP_LEFT = b"left"  # its launcher reported a loss, or it has not joined a group yet
 GROUP_BROKEN = b"broken"  # a collective failed
-GROUP_LATE = b"late"  # the other ranks did not come
-# What a launcher sends, besides the next Membership as JSON.
+GROUP_LATE = b"late"  # the other ranks did not join the new group in time
+# The messages of a launcher are RANK_LOST and the next Membership, as JSON.
 RANK_LOST = b"lost"
 
 
@@ -36,11 +37,12 @@ class Membership:
     """The ranks of a new process group.
 
     Attributes:
-        number: The number of the group among those of a launch, from 1.
-        members: Its ranks in order, by the numbers with which they were started.
+        number: The number of the group in its launch. The first group has number 0 and no
+            Membership, so this is 1 or more.
+        members: The numbers with which its ranks were started, in the order of the new ranks.
         nodes: The node of each member.
         init_method: A URL by which torch.distributed connects the members.
-        loss_reasons: What happened to each rank that was lost before, a sentence each.
+        loss_reasons: For each rank that was lost before, a sentence that says what happened to it.
     """
 
     number: int
@@ -51,9 +53,10 @@ class Membership:
 
 
 class ControlChannel:
-    """A rank's end of the sockets to its launcher.
+    """A rank's connection to its launcher.
 
-    A thread reads it, since a collective that waits for a lost rank must be ended from outside.
+    A thread reads the messages: the main thread may be in a collective that waits for a lost rank,
+    and somebody else must end that collective.
 
     Attributes:
         num_losses: How many losses the launcher has reported.
@@ -76,19 +79,19 @@ class ControlChannel:
         self.on_loss = handler
 
     def report_joined(self) -> None:
-        """Report that this rank is in its first group: before, the launcher tells it of no loss."""
+        """Report that this rank is in its first group; from now on the launcher reports losses."""
         with suppress(OSError):  # the launcher has ended
             self._end.send(GROUP_JOINED)
 
     def await_membership(self, reason: bytes) -> tuple[Membership | None, int]:
-        """Report that this rank is in no group, and wait for the next one.
+        """Report that this rank is in no group, and wait for the next group.
 
         Args:
             reason: GROUP_LEFT, GROUP_BROKEN or GROUP_LATE.
 
         Returns:
-            The next group, or None if there is none; and the number of losses that it accounts for.
-            After one more loss that group is broken as well.
+            The next group, or None if there is none; and how many losses the launcher had reported
+            before it. If `num_losses` is larger, that group is broken as well.
         """
         with suppress(OSError):  # the launcher has ended
             self._end.send(reason)
@@ -112,7 +115,7 @@ class ControlChannel:
                 return
 
 
-_channels: list[ControlChannel] = []  # this rank's, if it continues when others are lost
+_channels: list[ControlChannel] = []  # this rank's channel, or empty if it has none
 
 
 def open_control_channel(end: socket.socket | None) -> None:
@@ -121,17 +124,17 @@ def open_control_channel(end: socket.socket | None) -> None:
 
 
 def get_control_channel() -> ControlChannel | None:
-    """Return this rank's channel, or None if it does not continue when others are lost."""
+    """Return this rank's channel, or None if a loss ends this rank."""
     return _channels[0] if _channels else None
 
 
 def get_joining_rank() -> int | None:
-    """Return this rank's number if it joins a group that trains already."""
+    """Return this rank's number if it was started to join a running training, else None."""
     return int(os.environ[JOIN_VARIABLE]) if JOIN_VARIABLE in os.environ else None
 
 
 def make_control_sockets() -> tuple[socket.socket, socket.socket]:
-    """Return the launcher's end of a channel, and the rank's."""
+    """Return the two sockets of a channel: the launcher's and the rank's."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -143,6 +146,6 @@ def send_membership(end: socket.socket, membership: Membership | None) -> None:
 
 
 def send_loss(end: socket.socket) -> None:
-    """Tell a rank that another one is lost."""
+    """Tell a rank that another rank is lost."""
     with suppress(OSError):  # the rank has ended meanwhile
         end.send(RANK_LOST)

@@ -21,13 +21,15 @@ from stepladder.core.typed_file import convert
 from stepladder.rank.stacks import Frame, find_user_frame
 
 PROGRESS_VARIABLE = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
-# The indices of a rank's slots. RankProgress explains them, except for REGROUP: the launcher sets
-# it to ask the rank to leave its group after the current step.
-STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)
-RING = 28  # the number of latest collectives whose call site and size a rank remembers
-SITE_SLOTS = 8  # the first slot of the call sites
-SIZE_SLOTS = SITE_SLOTS + RING  # the first slot of the sizes
-NUM_SLOTS = SIZE_SLOTS + RING
+# The indices of a rank's slots. RankProgress explains what they hold, except for REGROUP: the
+# launcher sets that slot to ask the rank to leave its group after the current step.
+STEP, PHASE, PASS, COLLECTIVE, AWAITED, REGROUP, GROUP = range(7)
+# Collective n stores its call site and its size at index n % RING_SIZE of two rings of slots, so
+# the latest RING_SIZE collectives are remembered.
+RING_SIZE = 28
+FIRST_SITE_SLOT = 8
+FIRST_SIZE_SLOT = FIRST_SITE_SLOT + RING_SIZE
+NUM_SLOTS = FIRST_SIZE_SLOT + RING_SIZE
 BYTES_PER_RANK = 8 * NUM_SLOTS
 VARYING_SIZE = -1  # recorded for a collective to which ranks may contribute different sizes
 
@@ -43,7 +45,8 @@ PHASES = (
     "snapshot",
     "ending",
 )
-# The phases that are timed, and their names in timing.jsonl; all but the last add up to a step.
+# The phases that are timed, and their names in timing.jsonl. The times of all but the last one,
+# the snapshot, add up to the time of a step.
 TIMED = {
     READING: "data",
     COMPUTING: "compute",
@@ -113,10 +116,11 @@ class RankProgress:
     Attributes:
         step: The step in progress, from 1; 0 before the first.
         phase: An index of PHASES.
-        passes: Microbatches, or batches of an evaluation, begun.
-        count: Collectives begun.
-        waits: The number of the collective that the rank waits for, or 0.
-        recent: The latest collectives: (number, (call site, size)). The size is how many numbers
+        passes: How many microbatches, or batches of an evaluation, the rank has begun.
+        num_collectives: How many collectives the rank has begun in its group. They are numbered
+            from 1.
+        awaited: The number of the collective that the rank waits for, or 0.
+        recent: The latest collectives: (number, (call site, size)). The size is how many elements
             the rank contributes, or VARYING_SIZE.
         group: The number of the current process group: 0 for the first one, and one more for each
             group that replaced it.
@@ -125,12 +129,12 @@ class RankProgress:
     step: int = 0
     phase: int = UNKNOWN
     passes: int = 0
-    count: int = 0
-    waits: int = 0
+    num_collectives: int = 0
+    awaited: int = 0
     recent: tuple[tuple[int, tuple[CallSite, int]], ...] = ()
     group: int = 0
 
-    def collective(self, number: int) -> tuple[CallSite, int] | None:
+    def find_collective(self, number: int) -> tuple[CallSite, int] | None:
         """Return the call site and the size of a collective, if the rank remembers it."""
         return dict(self.recent).get(number)
 
@@ -169,21 +173,23 @@ class Progress:
 
         Args:
             name: The collective.
-            size: How many numbers this rank contributes, or VARYING_SIZE.
+            size: How many elements this rank contributes, or VARYING_SIZE.
         """
         if self.files is None:
             return
         frame = sys._getframe(2)
-        # One integer as the key, since a tuple would double the cost. The address of a code object
-        # is a multiple of 16, and an instruction's offset is below 2^16.
+        # The key is one integer, since a tuple would double the cost. It is unique: the address of
+        # a code object (its id) is a multiple of 16, so shifted by 12 bits it leaves 16 bits for
+        # the offset of the instruction, which is below 2^16.
+
         key = (id(frame.f_code) << 12) + frame.f_lasti
         site = self._site_by_call.get(key) or self._find_site(name, frame)
         slots = self.slots
-        number = slots[COUNT] + 1
-        index = number % RING
-        slots[SITE_SLOTS + index] = site
-        slots[SIZE_SLOTS + index] = size
-        slots[COUNT] = number
+        number = slots[COLLECTIVE] + 1
+        index = number % RING_SIZE
+        slots[FIRST_SITE_SLOT + index] = site
+        slots[FIRST_SIZE_SLOT + index] = size
+        slots[COLLECTIVE] = number
 
     def record_block_collective(
         self,
@@ -193,7 +199,8 @@ class Progress:
     ) -> None:
         """Record a collective of one block of the model, with the block's name.
 
-        All blocks are computed by the same lines, so their call sites would be the same.
+        The same lines of code compute all blocks, so the call site alone would not tell the blocks
+        apart.
         """
         if self.files is None:
             return
@@ -201,15 +208,15 @@ class Progress:
         if label not in self._site_by_label:
             self._add_site(_find_block_call(label))
             self._site_by_label[label] = self._num_sites
-        number = self.slots[COUNT] + 1
-        self.slots[SITE_SLOTS + number % RING] = self._site_by_label[label]
-        self.slots[SIZE_SLOTS + number % RING] = size
-        self.slots[COUNT] = number
+        number = self.slots[COLLECTIVE] + 1
+        self.slots[FIRST_SITE_SLOT + number % RING_SIZE] = self._site_by_label[label]
+        self.slots[FIRST_SIZE_SLOT + number % RING_SIZE] = size
+        self.slots[COLLECTIVE] = number
 
     def _add_site(self, site: tuple[str, str, int, str]) -> None:
-        """Give a call site the next number, from 1, and write it for the launcher.
+        """Give a call site the next number, and write it for the launcher.
 
-        0 is an empty slot of the ring.
+        The numbers begin at 1, since 0 marks an empty slot of the ring.
         """
         assert self.files is not None
         # As JSON, since the name of a folder may hold any byte.
@@ -222,7 +229,7 @@ class Progress:
         The module that calls `record_collective` may do so through several of its own functions.
         The call site is the line outside of that module which called into it.
         """
-        module = sys._getframe(2).f_globals
+        module = sys._getframe(2).f_globals  # of the caller of `record_collective`
         while frame.f_globals is module and frame.f_back is not None:
             frame = frame.f_back
         code = frame.f_code
@@ -237,6 +244,7 @@ class Progress:
 def _find_block_call(label: str) -> tuple[str, str, int, str]:
     """Return the call site of a block: the innermost frame in the user's code, if there is one."""
     stack: list[Frame] = []
+    # Frame 1 is `record_block_collective`, and frame 2 is the code of Stepladder that called it.
     frame: Any = sys._getframe(3)
     while frame is not None:
         stack.append(
@@ -265,7 +273,7 @@ def count_script_steps() -> None:
     def after_step(optimizer: object, *_: object) -> None:
         if not first_optimizer:
             first_optimizer.append(optimizer)
-        # In any other phase Stepladder's trainer runs in the script, and records the steps itself.
+        # In any other phase the script runs Stepladder's trainer, which records the steps itself.
         if optimizer is first_optimizer[0] and slots[PHASE] == UNKNOWN:
             slots[STEP] = max(slots[STEP], 1) + 1
 
@@ -331,18 +339,18 @@ def read_progress(
 
 
 def _parse_slots(slots: memoryview, sites: list[CallSite]) -> RankProgress:
-    step, phase, passes, count, waits, _, group = slots[: GROUP + 1].tolist()
+    step, phase, passes, num_collectives, awaited, _, group = slots[: GROUP + 1].tolist()
     recent = []
-    for number in range(max(1, count - RING + 1), count + 1):
-        site = slots[SITE_SLOTS + number % RING]
+    for number in range(max(1, num_collectives - RING_SIZE + 1), num_collectives + 1):
+        site = slots[FIRST_SITE_SLOT + number % RING_SIZE]
         if 0 < site <= len(sites):
-            recent.append((number, (sites[site - 1], slots[SIZE_SLOTS + number % RING])))
+            recent.append((number, (sites[site - 1], slots[FIRST_SIZE_SLOT + number % RING_SIZE])))
     return RankProgress(
         step,
         phase,
         passes,
-        count,
-        waits,
+        num_collectives,
+        awaited,
         tuple(recent),
         group,
     )

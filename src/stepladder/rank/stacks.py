@@ -1,8 +1,9 @@
-"""The Python stacks of a process, which the process writes itself on a signal.
+"""The Python stacks of a process: the process itself writes them to a file when it gets a signal.
 
-faulthandler writes from the signal handler, so a rank that holds the GIL, or waits in a collective,
-still answers. Forked workers (DataLoader's) inherit the handler and the file. py-spy, if it is
-installed and permitted, reads a process from outside, so it also sees processes that are stopped.
+faulthandler writes from the signal handler, so a rank still answers while it waits in a collective,
+or while compiled code holds the GIL. Forked workers (DataLoader's) inherit the handler and the
+file. py-spy, if it is installed and permitted, reads a process from outside; it also works for a
+process that is stopped.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ LIBRARY_PARTS = (
 )
 STACK_TIMEOUT_S = 5.0
 STACK_POLL_S = 0.02
-STACK_QUIET_S = 0.3  # a process without a core may pause within its answer
+STACK_QUIET_S = 0.3  # a process that gets no CPU core may pause in the middle of its answer
 PY_SPY_TIMEOUT_S = 10
 FRAME_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
 ABORT_TEXT = "Fatal Python error: Aborted\n"
 
 
 def get_stack_signal() -> int:
-    """Return a real-time signal: USR1 and USR2 belong to schedulers and to users."""
+    """Return the signal on which a process writes its stacks.
+
+    It is a real-time signal, since schedulers and users have their own uses of USR1 and USR2.
+    """
     return getattr(signal, "SIGRTMIN", 34) + 7
 
 
@@ -58,7 +62,7 @@ class Frame:
         return linecache.getline(self.file, self.line).strip()
 
     @property
-    def is_own(self) -> bool:
+    def is_stepladder(self) -> bool:
         """Whether the file belongs to this package, and not to its recipes."""
         in_package = self.file.startswith(PACKAGE_PREFIX)
         return in_package and not self.file.startswith(RECIPES_PREFIX)
@@ -78,17 +82,17 @@ Stack = Sequence[Frame]  # innermost call first
 def find_user_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of the user's code, else of this package, else of all."""
     for frame in stack:
-        if not frame.is_own and not frame.is_library:
+        if not frame.is_stepladder and not frame.is_library:
             return frame
     for frame in stack:
-        if frame.is_own:
+        if frame.is_stepladder:
             return frame
     return stack[0] if stack else None
 
 
-def dump_stacks_to_file(file: Path) -> None:
+def answer_stack_signal(file: Path) -> None:
     """Append this process's stacks to a file at each stack signal, and when it crashes."""
-    dump_stacks_into(
+    answer_stack_signal_into(
         os.open(
             file,
             os.O_WRONLY | os.O_CREAT | os.O_APPEND,
@@ -97,9 +101,9 @@ def dump_stacks_to_file(file: Path) -> None:
     )
 
 
-def dump_stacks_into(descriptor: int) -> None:
+def answer_stack_signal_into(descriptor: int) -> None:
     """Write this process's stacks into an open file at each stack signal, and when it crashes."""
-    if not faulthandler.is_enabled():  # else the user wants to see crashes, on stderr
+    if not faulthandler.is_enabled():  # if it is, the user wants to see crashes on stderr
         faulthandler.enable(descriptor, all_threads=True)
     faulthandler.register(
         get_stack_signal(),
@@ -124,26 +128,26 @@ def read_stacks(pid: int, file: Path) -> list[Stack]:
 
 def _request_stacks(pid: int, file: Path) -> list[Stack]:
     """Return the stacks that a process writes on the stack signal."""
-    if not handles_signal(pid, get_stack_signal()):  # the signal would end it
+    if not handles_signal(pid, get_stack_signal()):  # without a handler the signal would kill it
         return []
     try:
-        first_size = file.stat().st_size
+        old_size = file.stat().st_size
         os.kill(pid, get_stack_signal())
     except OSError:
         return []
-    _wait_for_answer(file, first_size)
+    _wait_for_answer(file, old_size)
     with file.open(encoding="utf-8") as opened:
-        opened.seek(first_size)
+        opened.seek(old_size)
         return parse_faulthandler(opened.read())
 
 
-def _wait_for_answer(file: Path, first_size: int) -> None:
-    """Wait until a file has grown, and has not grown any more for a moment."""
+def _wait_for_answer(file: Path, old_size: int) -> None:
+    """Wait until a file has grown and then kept its size for STACK_QUIET_S."""
     deadline = time.monotonic() + STACK_TIMEOUT_S
-    size = first_size
+    size = old_size
     quiet_s = 0.0
     while time.monotonic() < deadline:
-        if size > first_size and quiet_s >= STACK_QUIET_S:
+        if size > old_size and quiet_s >= STACK_QUIET_S:
             return
         time.sleep(STACK_POLL_S)
         new_size = file.stat().st_size
@@ -179,7 +183,10 @@ def parse_traceback(trace: str) -> list[Stack]:
 
 
 def parse_faulthandler(text: str) -> list[Stack]:
-    """Return the stacks in faulthandler's text, main thread first: it lists the newest first."""
+    """Return the stacks in faulthandler's text, main thread first.
+
+    faulthandler lists the newest thread first, so its order is reversed.
+    """
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -202,7 +209,8 @@ def _run_py_spy(pid: int) -> list[Stack]:
             command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=True
         )
         return parse_py_spy(result.stdout, pid)
-    # It is not permitted to read the process (ptrace), or does not know this Python.
+    # py-spy may not read the process (ptrace is forbidden), or does not know this Python version.
+
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
 
@@ -210,7 +218,7 @@ def _run_py_spy(pid: int) -> list[Stack]:
 def parse_py_spy(text: str, pid: int) -> list[Stack]:
     """Return the stacks in the output of `py-spy dump --json`, main thread first.
 
-    The main thread is the one whose number is the process's.
+    The main thread is the one whose thread id equals the process id.
     """
     threads = sorted(json.loads(text), key=lambda thread: thread.get("os_thread_id") != pid)
     return [[_parse_py_spy_frame(frame) for frame in thread["frames"]] for thread in threads]

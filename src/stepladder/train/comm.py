@@ -20,7 +20,7 @@ import torch.distributed as dist
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
-from stepladder.rank.progress import COUNT, GROUP, REGROUP, Progress
+from stepladder.rank.progress import COLLECTIVE, GROUP, REGROUP, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.train.group_setup import (
     init_process_group,
@@ -381,7 +381,7 @@ class Comm:
     def _adopt_membership(self, membership: Membership) -> None:
         """Take this rank's place in a new group."""
         launch_rank = self.members[self.world.rank]
-        self.progress.slots[COUNT] = 0  # all ranks of a group have started as many collectives
+        self.progress.slots[COLLECTIVE] = 0  # all ranks of a group have started as many collectives
         self.progress.slots[GROUP] = membership.number
         self.members = membership.members
         self.group_number = membership.number

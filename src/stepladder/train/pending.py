@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from stepladder.rank.progress import COUNT, WAITS, Progress
+from stepladder.rank.progress import AWAITED, COLLECTIVE, Progress
 from stepladder.train.peer_loss import raising_peer_lost
 from stepladder.train.shared_memory import SharedMemory
 from stepladder.train.shared_memory_work import Work
@@ -35,7 +35,7 @@ class Pending:
         self._comm = comm
         self._number = 0
         if comm is not None:
-            self._number = comm.progress.slots[COUNT]
+            self._number = comm.progress.slots[COLLECTIVE]
             if comm.shared_memory is None:
                 comm.unfinished.add(self)
 
@@ -52,12 +52,12 @@ class Pending:
         if isinstance(work, Work) and work.has_result:
             return
         slots = comm.progress.slots
-        slots[WAITS] = self._number
+        slots[AWAITED] = self._number
         try:
             with raising_peer_lost:
                 comm.wait_for(work)
         finally:
-            slots[WAITS] = 0
+            slots[AWAITED] = 0
             if comm.shared_memory is None and self.is_finished:
                 comm.unfinished.discard(self)
 

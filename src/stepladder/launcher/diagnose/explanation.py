@@ -90,8 +90,8 @@ def _format_progress(status: RankStatus) -> str:
         facts.append(f"step {progress.step}")
     if progress.phase:
         facts.append(PHASES[progress.phase])
-    if progress.count:
-        facts.append(f"{progress.count} collectives begun")
+    if progress.num_collectives:
+        facts.append(f"{progress.num_collectives} collectives begun")
     return f"  {', '.join(facts)}"
 
 
@@ -102,6 +102,6 @@ def select_frames(stack: Stack) -> Stack:
     """
     frames = [frame for index, frame in enumerate(stack) if index == 0 or not frame.is_library]
     for index, frame in enumerate(frames[1:], start=1):
-        if frame.is_own and not frames[index - 1].is_own:
+        if frame.is_stepladder and not frames[index - 1].is_stepladder:
             return frames[: min(index + 1, MAX_FRAMES_SHOWN)]
     return frames[:MAX_FRAMES_SHOWN]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.rank.progress import RING, CallSite, RankProgress
+from stepladder.rank.progress import RING_SIZE, CallSite, RankProgress
 from stepladder.rank.stacks import Frame, find_user_frame
 
 DUMP_PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -165,11 +165,11 @@ def _make_progress(collectives: list[RecordedCollective]) -> RankProgress:
         return RankProgress()
     last = max(collectives, key=lambda collective: collective.number)
     recent = []
-    for collective in collectives[-RING:]:
+    for collective in collectives[-RING_SIZE:]:
         recent.append((collective.number, (collective.call_site, collective.size)))
-    waits = 0 if last.is_completed else last.number
+    awaited = 0 if last.is_completed else last.number
     return RankProgress(
-        count=last.number,
-        waits=waits,
+        num_collectives=last.number,
+        awaited=awaited,
         recent=tuple(recent),
     )

@@ -65,8 +65,8 @@ def _describe_last_position(status: RankStatus) -> str:
     step = _describe_own_step(status)
     if status.frame:
         return f"{step}, {status.describe_position()}"
-    count = status.progress.count
-    recorded = status.progress.collective(count)
+    count = status.progress.num_collectives
+    recorded = status.progress.find_collective(count)
     if recorded is None:
         return step
     site, _ = recorded
@@ -147,17 +147,17 @@ def _find_abort(statuses: Sequence[RankStatus]) -> Explanation | None:
 
 def _find_behind(statuses: Sequence[RankStatus]) -> Explanation | None:
     """Return the ranks that have begun fewer collectives than others."""
-    counts = [status.progress.count for status in statuses]
+    counts = [status.progress.num_collectives for status in statuses]
     min_count = min(counts)
     max_count = max(counts)
     if min_count == max_count:
         return None
-    behind = [status for status in statuses if status.progress.count == min_count]
+    behind = [status for status in statuses if status.progress.num_collectives == min_count]
     # If all of them are in a collective that the others have completed, no rank is missing.
-    if all(status.progress.waits for status in behind):
+    if all(status.progress.awaited for status in behind):
         return None
-    ahead = next(status for status in statuses if status.progress.count == max_count)
-    recorded = ahead.progress.collective(min_count + 1)
+    ahead = next(status for status in statuses if status.progress.num_collectives == max_count)
+    recorded = ahead.progress.find_collective(min_count + 1)
     name = "collective"
     if recorded is not None:
         site, _ = recorded
@@ -180,9 +180,9 @@ def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
 
     Collectives that our trainer calls are counted; those that a job calls by itself are not.
     """
-    in_counted = [status for status in statuses if status.progress.waits]
+    in_counted = [status for status in statuses if status.progress.awaited]
     in_uncounted = [
-        status for status in statuses if status.collective and not status.progress.waits
+        status for status in statuses if status.collective and not status.progress.awaited
     ]
     alive_states = (ProcessState.RUNNING, ProcessState.SILENT)
     in_none = [
@@ -212,7 +212,7 @@ def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
 
 def _find_different_collectives(statuses: Sequence[RankStatus]) -> Explanation | None:
     """Return two ranks that a job has called different collectives on."""
-    waiting = [status for status in statuses if status.collective and not status.progress.waits]
+    waiting = [status for status in statuses if status.collective and not status.progress.awaited]
     for status in waiting[1:]:
         position = status.describe_position()
         first_position = waiting[0].describe_position()
@@ -253,7 +253,7 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
         subject = "all ranks of this node"
     if first.is_waiting:
         awaited = first.describe_position().removeprefix("in ")
-        if first.progress.waits:
+        if first.progress.awaited:
             awaited = _describe_awaited(first)
         sentence = f"{subject} {_inflect(statuses, 'waits', 'wait')} in {awaited}"
         cause = causes.NETWORK if has_all_ranks else causes.OTHER_NODE
@@ -275,9 +275,9 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
 
 def _describe_awaited(status: RankStatus) -> str:
     """Return the collective that a rank waits in, with its number, step and line."""
-    number = status.progress.waits
+    number = status.progress.awaited
     step = describe_step([status])
-    recorded = status.progress.collective(number)
+    recorded = status.progress.find_collective(number)
     if recorded is None:
         return f"collective {number}{step}"
     site, _ = recorded
@@ -318,7 +318,7 @@ def find_cause(status: RankStatus) -> str:
         return causes.DATA_LOADER
     if _is_in_lock(status):
         return causes.LOCK
-    if status.progress.phase == STARTING and status.progress.count == 0:
+    if status.progress.phase == STARTING and status.progress.num_collectives == 0:
         return causes.STARTING
     return causes.BUSY
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stepladder.launcher.diagnose import causes
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.rank_status import RankStatus
-from stepladder.rank.progress import BLOCK_SEPARATOR, RING, CallSite
+from stepladder.rank.progress import BLOCK_SEPARATOR, RING_SIZE, CallSite
 
 UNKNOWN_SIZE = -1
 
@@ -50,9 +50,11 @@ def find_mismatch(statuses: Sequence[RankStatus]) -> Explanation | None:
 
     Ranks call their collectives in one order, so the calls with the same number are compared.
     """
-    with_calls = [status for status in select_newest_group(statuses) if status.progress.count]
-    last = min((status.progress.count for status in with_calls), default=0)
-    for number in range(max(1, last - RING + 1), last + 1):
+    with_calls = [
+        status for status in select_newest_group(statuses) if status.progress.num_collectives
+    ]
+    last = min((status.progress.num_collectives for status in with_calls), default=0)
+    for number in range(max(1, last - RING_SIZE + 1), last + 1):
         calls = _list_calls(with_calls, number)
         # The step is only known of the last collective.
         step = describe_step(statuses) if number == last else ""
@@ -66,7 +68,7 @@ def find_mismatch(statuses: Sequence[RankStatus]) -> Explanation | None:
 def _list_calls(statuses: Iterable[RankStatus], number: int) -> list[CollectiveCall]:
     calls = []
     for status in statuses:
-        recorded = status.progress.collective(number)
+        recorded = status.progress.find_collective(number)
         if recorded is not None:
             site, size = recorded
             calls.append(CollectiveCall(status, site, size))

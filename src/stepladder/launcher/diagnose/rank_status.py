@@ -101,7 +101,7 @@ class RankStatus:
     @property
     def is_waiting(self) -> bool:
         """Whether the rank is in a collective, called by our trainer or by itself."""
-        return self.progress.waits > 0 or self.collective is not None
+        return self.progress.awaited > 0 or self.collective is not None
 
     @property
     def is_connecting(self) -> bool:
@@ -123,7 +123,7 @@ class RankStatus:
                 "silent: it has not connected yet, has ended, or is in compiled code that holds"
                 " Python's lock"
             )
-        if self.collective and not self.progress.waits:
+        if self.collective and not self.progress.awaited:
             position = f"in {self.collective.function}"
             return f"{position}, called by {self.frame}" if self.frame else position
         worker = self.find_slow_worker()
@@ -164,7 +164,7 @@ def is_in_collective(frame: Frame) -> bool:
 
 def is_users_code(frame: Frame) -> bool:
     """Return whether a call is of neither this package nor a library."""
-    return not frame.is_own and not frame.is_library
+    return not frame.is_stepladder and not frame.is_library
 
 
 def describe_frame(frame: Frame) -> str:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from stepladder.core.machine_limits import is_limit_error
 from stepladder.core.paths import FORK_SERVER_VALUE, SAFE_PATH_VARIABLE
-from stepladder.rank.lifecycle import UNBLOCKED_SIGNALS, die_with_parent
+from stepladder.rank.lifecycle import RANK_SIGNALS, die_with_parent
 
 
 def show_error(
@@ -35,4 +35,4 @@ die_with_parent()
 if os.environ.get(SAFE_PATH_VARIABLE) == FORK_SERVER_VALUE:
     del os.environ[SAFE_PATH_VARIABLE]  # processes that ranks start must not inherit it
 gc.disable()  # saves a fifth of the time that torch's import takes; each rank enables it again
-signal.pthread_sigmask(signal.SIG_BLOCK, UNBLOCKED_SIGNALS)
+signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)

@@ -228,7 +228,7 @@ class ObservedRanks:
     def _read_best_progress(self) -> list[progress.RankProgress]:
         """Return the progress that ranks wrote, or, for scripts, that the flight recorder did."""
         written = self._read_progress()
-        if any(rank_progress.count for rank_progress in written):
+        if any(rank_progress.num_collectives for rank_progress in written):
             return written
         dumps = {}
         for rank, path in find_dumps(self._dump_prefix, self._ranks).items():

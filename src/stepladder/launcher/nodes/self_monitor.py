@@ -33,7 +33,13 @@ from stepladder.launcher.local.process_stats import IdleKind, IdleMeter, is_stop
 from stepladder.launcher.nodes.local_node import SELF_MONITOR_THREAD_NAME
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import LOCAL_SLOTS, PHASE, STEP, RankProgress
-from stepladder.rank.stacks import Frame, Stack, dump_stacks_into, parse_traceback, read_stacks
+from stepladder.rank.stacks import (
+    Frame,
+    Stack,
+    answer_stack_signal_into,
+    parse_traceback,
+    read_stacks,
+)
 
 EXIT_NOTICE_TIMEOUT_S = 3.0  # to read that a rank has exited, before the store may be gone
 EXIT_NOTICE_POLL_INTERVAL_S = 0.05
@@ -59,7 +65,7 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
         explain_after = DEFAULT_EXPLAIN_AFTER_S
     monitor = SelfMonitor(world, explain_after, stack_file)
     if stack_file >= 0:
-        dump_stacks_into(stack_file)
+        answer_stack_signal_into(stack_file)
         thread = threading.Thread(
             target=monitor.run,
             name=SELF_MONITOR_THREAD_NAME,
