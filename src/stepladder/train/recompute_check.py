@@ -129,7 +129,7 @@ class RecomputeCheck:
 
     def _note_leaf(self, bucket: TreeBucket) -> None:
         """Note the hashes of a full leaf, which goes into the tree next."""
-        for param, part in zip(bucket.params, bucket.parts, strict=True):
+        for param, part in zip(bucket.params, bucket.leaf_views, strict=True):
             self.hashes[self._gradient_item(param)] = fingerprint(part)
         if bucket is self.sync.buckets[-1]:
             self.hashes[LOSS_ITEM] = fingerprint(bucket.leaf_extra[:1])

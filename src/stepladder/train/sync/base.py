@@ -1,4 +1,4 @@
-"""What all values of `--sync` share: turning the sums over microbatches into one mean gradient.
+"""The base of all values of `--sync`: it turns sums over microbatches into one mean gradient.
 
 manual  after backward, one all-reduce per parameter: distributed data parallel by hand.
 ddp     flat buckets, reduced while backward still runs (Li et al., VLDB 2020, section 3.2).
@@ -80,7 +80,8 @@ class Sync:
         Args:
             loss: The loss sum over the samples, shape ().
             count: What the loss counts.
-            extra: Added besides the gradient; shape (extra_size,), or () for one element.
+            extra: Values to add over all microbatches in the same way as the gradient, such as the
+                loss and the statistics of batch norm; shape (extra_size,), or () for one value.
         """
         self.remaining -= 1
         run_backward(loss)
@@ -104,7 +105,8 @@ class Sync:
             What all ranks know after the step.
         """
         has_gradient = self._has_gradient()
-        # Before the vote: a rank without samples has started nothing during backward.
+        # This comes before the vote, so that all ranks call their collectives in the same order: a
+        # rank without samples has started none during backward.
         self._start_remaining()
         is_on_cpu = self.comm.device.type == "cpu"
         loss_value = float(loss) if is_on_cpu and loss is not None else 0.0
@@ -158,7 +160,7 @@ class Sync:
 
 
 class SingleProcessSync(Sync):
-    """A single process; for a single microbatch, backward itself takes the mean at no cost."""
+    """One process without exchange; if a step has one microbatch, backward computes the mean."""
 
     def __init__(
         self,

@@ -20,7 +20,8 @@ class Block:
     Attributes:
         lo: The first microbatch.
         size: How many microbatches, a power of two.
-        total: Their sum: a tensor, or the index of one.
+        total: Their sum: a tensor, or the index of a tensor where only the order of the additions
+            is planned.
     """
 
     lo: int
@@ -29,9 +30,10 @@ class Block:
 
 
 class Tree:
-    """Blocks in the order of their microbatches; neighbours that form a subtree are added at once.
+    """Adds blocks as they come: neighbours that form a complete subtree become one block at once.
 
-    The tree works like a binary counter: it holds at most log2(M) + 1 blocks.
+    The blocks are pushed in the order of their microbatches. As in a binary counter, M microbatches
+    leave at most log2(M) + 1 blocks.
     """
 
     def __init__(self, add: Callable[[Any, Any], Any] = torch.Tensor.add_) -> None:
@@ -59,7 +61,10 @@ class Tree:
         return freed
 
     def root(self) -> Any:
-        """Return the sum of everything pushed: the blocks are the subtrees of the right edge."""
+        """Return the sum of all blocks, added from the last block to the first, as the tree has it.
+
+        The default `add` overwrites the blocks' totals, so call this once.
+        """
         total = self.blocks[-1].total
         for block in reversed(self.blocks[:-1]):
             total = self.add(block.total, total)
@@ -70,8 +75,8 @@ def split_into_blocks(lo: int, hi: int) -> list[int]:
     """Return the sizes of the maximal aligned subtrees of [lo, hi), in order."""
     sizes = []
     while lo < hi:
-        size = 1 << (hi - lo).bit_length() - 1  # the largest power of two that fits
-        while lo % size:
+        size = 1 << ((hi - lo).bit_length() - 1)  # the largest power of two that fits
+        while lo % size:  # a subtree of this size begins at a multiple of its size
             size //= 2
         sizes.append(size)
         lo += size
@@ -79,7 +84,7 @@ def split_into_blocks(lo: int, hi: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def block_sizes_by_rank(
+def split_by_rank(
     total: int,
     world_size: int,
 ) -> list[list[int]]:
@@ -89,18 +94,19 @@ def block_sizes_by_rank(
 
 
 @lru_cache(maxsize=16)
-def remaining_additions(
+def plan_additions(
     total: int,
     world_size: int,
 ) -> list[tuple[int, int]]:
-    """Return the additions that complete the tree from the blocks of all ranks.
+    """Plan the additions that complete the tree from the blocks of all ranks.
 
     Args:
         total: How many microbatches.
         world_size: How many ranks.
 
     Returns:
-        Pairs of indices of blocks. Each sum replaces the first block of its pair.
+        Pairs of indices into the blocks of rank 0, rank 1, and so on. Each sum replaces the first
+        block of its pair.
     """
     pairs: list[tuple[int, int]] = []
 
@@ -110,7 +116,7 @@ def remaining_additions(
 
     tree = Tree(record_addition)
     lo = 0
-    sizes = chain.from_iterable(block_sizes_by_rank(total, world_size))
+    sizes = chain.from_iterable(split_by_rank(total, world_size))
     for index, size in enumerate(sizes):
         tree.push(Block(lo, size, index))
         lo += size
@@ -118,12 +124,12 @@ def remaining_additions(
     return pairs
 
 
-def add_remaining(
+def add_in_order(
     blocks: Iterable[torch.Tensor],
     pairs: list[tuple[int, int]],
     out: torch.Tensor,
 ) -> None:
-    """Add all blocks in the order of `pairs`, and store the sum in `out`; keep the blocks."""
+    """Add all blocks in the order of `pairs`, and store the sum in `out`; no block is changed."""
     sums = list(blocks)
     for first, second in pairs[:-1]:
         sums[first] = sums[first] + sums[second]

@@ -1,8 +1,8 @@
 """`--sync ddp`: gradients in flat buckets that are reduced while backward still runs.
 
-The method is that of Li et al., VLDB 2020, section 3.2. The buckets are our own and are fixed from
-the first step: torch's DistributedDataParallel rebuilds its buckets after the first backward, so a
-resumed run would add in a different order than an uninterrupted one.
+The method is described by Li et al., VLDB 2020, section 3.2. The buckets here never change, unlike
+those of torch's DistributedDataParallel, which rebuilds its buckets after the first backward: a
+resumed run would then add in a different order than an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def allocate_shared_zeros(
     length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return zeros that are reduced in every step: a large vector lies in memory that ranks share.
+    """Return a vector of zeros, in memory that the ranks share if it is large enough to profit.
 
-    All ranks must call this function, in the same order.
+    It is for a vector that is reduced in every step. All ranks must call this function, in the same
+    order, since they allocate the same part of the shared memory.
     """
     vector = None
     if comm.shared_memory is not None:
@@ -54,7 +55,7 @@ class Bucket:
         self.pending: Pending | None = None
 
     def fill_remaining(self) -> None:
-        """Copy all gradients that have not been copied yet; mostly all of them, in one call."""
+        """Copy the gradients that have not been copied yet, in one call if these are all."""
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params) and not any(self.filled):
             torch._foreach_copy_(self.views, grads)
@@ -76,7 +77,7 @@ class Bucket:
 
 
 def make_fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Group parameters in reverse registration order, roughly the order in which backward ends."""
+    """Group parameters in reverse order: roughly the order in which backward finishes gradients."""
     buckets: list[list[torch.nn.Parameter]] = []
     free_bytes = 0
     for param in reversed(params):
@@ -93,10 +94,10 @@ def register_gradient_hooks(
     sync: Sync,
     on_gradient: Callable[[torch.Tensor], None],
 ) -> list[Any]:
-    """Call a function with each parameter whose gradient is complete, if that helps.
+    """Call a function with each parameter as soon as its gradient is complete, where that helps.
 
-    Through shared memory nothing is sent during backward. But a gradient that has been copied can
-    be freed, which matters for a large model.
+    It lets gradients be sent while backward still runs. Shared memory sends nothing during
+    backward, but there each copied gradient can be freed, which matters for a large model.
 
     Returns:
         The handles of the hooks; empty if the hooks would not help.
@@ -109,10 +110,10 @@ def register_gradient_hooks(
 
 
 class BucketedSync(Sync):
-    """Buckets that are reduced as soon as they are full, while backward goes on.
+    """Reduces each bucket as soon as it is full, while backward computes the other gradients.
 
-    They start strictly in their own order, whatever the order of the gradients: ranks whose control
-    flow differs must still make the same collectives in the same order.
+    Buckets are reduced strictly from the first to the last, in whatever order they become full:
+    ranks whose control flow differs must still call the same collectives in the same order.
     """
 
     def __init__(

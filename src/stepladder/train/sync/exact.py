@@ -1,11 +1,14 @@
 """`--sync exact`: gradients added in one fixed tree, so any number of processes gives equal bits.
 
-tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. Each rank first
-adds its own microbatches in the order of that tree, which leaves the sums of the largest complete
-subtrees within its share. The ranks then exchange slices of these sums (an all-to-all), each rank
-finishes the tree for its slice of the gradient, and the slices are gathered. The traffic is that of
-a ring all-reduce. IEEE addition commutes, so only the shape of the tree matters. The separation of
-computation from processes follows EasyScale (Li et al., SC 2023, section 3).
+The tree over the microbatches [lo, hi) splits at the largest power of two below hi - lo. A step:
+
+1. Each rank adds its own microbatches as far as the tree adds them to each other. This leaves one
+   sum (a block) for each of the largest complete subtrees within its share.
+2. The ranks exchange slices of these blocks (an all-to-all): every rank gets one slice of all.
+3. Each rank finishes the tree for its slice of the gradient, and all slices are gathered.
+
+The traffic equals that of a ring all-reduce. IEEE addition commutes, so only the shape of the tree
+matters. Separating computation from processes follows EasyScale (Li et al., SC 2023, section 3).
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from stepladder.train.sync.base import StepResult, Sync
 from stepladder.train.sync.binary_tree import (
     Block,
     Tree,
-    add_remaining,
-    block_sizes_by_rank,
-    remaining_additions,
+    add_in_order,
+    plan_additions,
+    split_by_rank,
 )
 from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hooks
 
@@ -31,14 +34,15 @@ from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hook
 class TreeBucket:
     """A flat vector of gradients and extra values, which the tree adds over the microbatches.
 
-    Its length is padded to a multiple of the number of ranks, since each rank finishes one slice.
-    A leaf of the tree is this vector for one microbatch.
+    Extra values are added like gradients: the loss, and the statistics of batch norm. The vector's
+    length is padded to a multiple of the number of ranks, since each rank finishes one slice. A
+    leaf of the tree is this vector for one microbatch.
 
     Attributes:
-        out: The finished sum. `views` are the gradients in it, in the parameters' shapes;
-            `extra_sum` is the extra values, which follow the gradients.
-        leaf: The leaf of the current microbatch. `parts` are the gradients in it, in the
-            parameters' shapes; `leaf_extra` is its extra values.
+        out: The finished sum. `sum_views` are views of its gradients, in the parameters' shapes;
+            `extra_sum` is a view of its extra values, which follow the gradients.
+        leaf: The leaf of the current microbatch. `leaf_views` are views of its gradients, in the
+            parameters' shapes; `leaf_extra` is a view of its extra values.
         leaf_observer: Called with the bucket when a leaf is full, just before the tree adds it.
     """
 
@@ -60,28 +64,31 @@ class TreeBucket:
         self.comm = comm
         self.params = params
         self.offsets = list(accumulate((param.numel() for param in params), initial=0))
-        self.extra = slice(self.offsets[-1], self.offsets[-1] + extra_size)
-        self.slice_size = -(-self.extra.stop // comm.world.world_size)
+        self.extra_slice = slice(self.offsets[-1], self.offsets[-1] + extra_size)
+        self.slice_size = -(-self.extra_slice.stop // comm.world.world_size)
         self.out = like.new_zeros(self.slice_size * comm.world.world_size)
         self.gradient = self.out[: self.offsets[-1]]
-        self.extra_sum = self.out[self.extra]
-        self.views = self._make_views(self.out)
+        self.extra_sum = self.out[self.extra_slice]
+        self.sum_views = self._make_views(self.out)
         self.leaf_observer: LeafObserver | None = None
         self.tree = Tree()
         self.free_leaves: list[torch.Tensor] = []
-        # By the leaf's id, since making views costs more than copying: the parameters' views, and
-        # the view of the extra values.
+        # For each leaf, by its id: `leaf_views` and `leaf_extra`. They are made once, since making
+        # views costs more than copying gradients.
         self.views_by_leaf: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.leaf = self.out  # replaced by `open_leaf`
-        self.parts = self.views
+        self.leaf_views = self.sum_views
         self.leaf_extra = self.extra_sum
         self.missing: set[int] = set()  # indices of parameters whose gradient is not in the leaf
-        self.sizes: list[list[int]] = []  # for each rank, the sizes of the blocks that it sends
-        self.additions: list[tuple[int, int]] = []  # those to make once all blocks have arrived
-        # The exchange's tensors, new ones in each step: the attributes keep them alive meanwhile.
-        self.sent = self.out
-        self.received = self.out
-        self.own_slice = self.out
+        self.block_sizes: list[
+            list[int]
+        ] = []  # for each rank, the sizes of the blocks that it sends
+        self.additions: list[tuple[int, int]] = []  # the ones that remain when blocks have arrived
+        # The tensors of the exchange. Each step makes new ones, and these attributes keep them
+        # alive until the exchange is done.
+        self.send_buffer = self.out
+        self.receive_buffer = self.out
+        self.summed_slice = self.out
         self.pending = Pending(None)
 
     def _make_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -92,17 +99,17 @@ class TreeBucket:
         """Provide a leaf for the next microbatch."""
         if not self.free_leaves:
             leaf = torch.zeros_like(self.out)
-            self.views_by_leaf[id(leaf)] = self._make_views(leaf), leaf[self.extra]
+            self.views_by_leaf[id(leaf)] = self._make_views(leaf), leaf[self.extra_slice]
             self.free_leaves.append(leaf)
         self.leaf = self.free_leaves.pop()
-        self.parts, self.leaf_extra = self.views_by_leaf[id(self.leaf)]
+        self.leaf_views, self.leaf_extra = self.views_by_leaf[id(self.leaf)]
         self.missing = set(range(len(self.params)))
 
     def fill(self, index: int) -> None:
         """Copy one parameter's gradient into the leaf, and free the original."""
         grad = self.params[index].grad
         assert grad is not None
-        self.parts[index].copy_(grad)
+        self.leaf_views[index].copy_(grad)
         self.params[index].grad = None
         self.missing.discard(index)
 
@@ -112,10 +119,11 @@ class TreeBucket:
         Returns:
             The parameters that had a gradient.
         """
+        # The usual case first, without a list of parts: no gradient was copied during backward.
         if len(self.missing) == len(self.params):
             all_grads = [param.grad for param in self.params if param.grad is not None]
             if len(all_grads) == len(self.params):
-                torch._foreach_copy_(self.parts, all_grads)
+                torch._foreach_copy_(self.leaf_views, all_grads)
                 for param in self.params:
                     param.grad = None
                 self.missing.clear()
@@ -125,7 +133,7 @@ class TreeBucket:
         grads = []
         for index in self.missing:
             param = self.params[index]
-            part = self.parts[index]
+            part = self.leaf_views[index]
             if param.grad is None:
                 part.zero_()
             else:
@@ -145,9 +153,9 @@ class TreeBucket:
         self.free_leaves += self.tree.push(Block(microbatch, 1, self.leaf))
 
     def start_exchange(self, total: int) -> None:
-        """Start sending each rank its slice of this rank's subtrees.
+        """Start sending each rank its slice of this rank's blocks.
 
-        With shared memory there is no send: every rank reads the subtrees of all ranks.
+        With shared memory nothing is sent: every rank reads the blocks of all ranks.
 
         Args:
             total: How many microbatches the step has.
@@ -155,31 +163,31 @@ class TreeBucket:
         if self.comm.alone:
             return
         world_size = self.comm.world.world_size
-        self.sizes = block_sizes_by_rank(total, world_size)
-        self.additions = remaining_additions(total, world_size)
+        self.block_sizes = split_by_rank(total, world_size)
+        self.additions = plan_additions(total, world_size)
         blocks = [block.total for block in self.tree.blocks]
         if self.comm.shared_memory is not None:
             self.pending = self.comm.combine(
                 self._join_blocks(blocks),
-                tuple(map(len, self.sizes)),
+                tuple(map(len, self.block_sizes)),
                 self.out.numel(),
                 self._combine,
             )
             return
-        # The send buffer has, for each receiver, its slice of each block. One block needs no copy.
+        # For each receiver, the send buffer holds its slice of each block. One block needs no copy.
         slices = [block.view(world_size, self.slice_size) for block in blocks]
         if len(slices) == 1:
-            self.sent = slices[0].reshape(-1)
+            self.send_buffer = slices[0].reshape(-1)
         elif slices:
-            self.sent = torch.stack(slices, 1).reshape(-1)
+            self.send_buffer = torch.stack(slices, 1).reshape(-1)
         else:
-            self.sent = self.out[:0]
-        self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.slice_size)
-        received_sizes = [len(sizes) * self.slice_size for sizes in self.sizes]
+            self.send_buffer = self.out[:0]
+        self.receive_buffer = self.out.new_empty(sum(map(len, self.block_sizes)) * self.slice_size)
+        received_sizes = [len(sizes) * self.slice_size for sizes in self.block_sizes]
         sent_sizes = [len(blocks) * self.slice_size] * world_size
         self.pending = self.comm.all_to_all(
-            self.received,
-            self.sent,
+            self.receive_buffer,
+            self.send_buffer,
             received_sizes,
             sent_sizes,
         )
@@ -194,24 +202,24 @@ class TreeBucket:
         if self.comm.alone or self.comm.shared_memory is not None:
             return self.pending
         self.pending.wait()
-        self.own_slice = self.out.new_empty(self.slice_size)
-        add_remaining(
-            self.received.split(self.slice_size),
+        self.summed_slice = self.out.new_empty(self.slice_size)
+        add_in_order(
+            self.receive_buffer.split(self.slice_size),
             self.additions,
-            self.own_slice,
+            self.summed_slice,
         )
-        return self.comm.all_gather(self.out, self.own_slice)
+        return self.comm.all_gather(self.out, self.summed_slice)
 
     def _combine(
         self,
-        rows: list[torch.Tensor],
+        block_parts: list[torch.Tensor],
         lo: int,
         hi: int,
     ) -> None:
-        """Finish the tree for columns [lo, hi) of `out`, from the blocks of all ranks."""
+        """Finish the tree for the elements [lo, hi) of `out`, from these elements of all blocks."""
         is_everything = hi - lo == self.out.numel()
-        add_remaining(
-            rows,
+        add_in_order(
+            block_parts,
             self.additions,
             self.out if is_everything else self.out[lo:hi],
         )
@@ -330,7 +338,8 @@ class ExactSync(Sync):
         step_grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
-        # The hooks copy gradients only in the last microbatch: after this one, 1 remains.
+        # `backward` counts down to 1. At 0 the hooks would take this for the last microbatch, and
+        # would start the exchange.
         self.remaining = 2
         self._open_leaves()
         self.buckets[-1].leaf_extra.copy_(extra)
@@ -344,7 +353,7 @@ class ExactSync(Sync):
             param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.remaining:  # no exchange to overlap with: `backward` copies all gradients at once
+        if self.remaining:  # not the last microbatch: `backward` copies all gradients at once
             return
         bucket, index = self.bucket_and_index[param]  # type: ignore[index]
         self.used.add(id(param))
@@ -382,7 +391,7 @@ class ExactSync(Sync):
             pending.wait()
         for bucket in self.buckets:
             bucket.end_step()
-            for param, view in zip(bucket.params, bucket.views, strict=True):
+            for param, view in zip(bucket.params, bucket.sum_views, strict=True):
                 param.grad = view
 
     def _divide_gradients(self, count: float) -> None:
