@@ -26,7 +26,7 @@ from stepladder.tools.check.isolation import kernel, sandbox
 from stepladder.tools.check.isolation.sandbox import (
     MECHANISM_VARIABLE,
     MECHANISMS,
-    Protected,
+    SandboxFolders,
     open_namespace,
 )
 
@@ -131,7 +131,7 @@ def allows_namespaces() -> bool:
         scratch = Path(name).resolve()
         (scratch / "copy").mkdir()
         (scratch / "folder").mkdir()
-        namespace = open_namespace(Protected(scratch, scratch / "copy", scratch / "folder"))
+        namespace = open_namespace(SandboxFolders(scratch, scratch / "copy", scratch / "folder"))
     for descriptor in namespace[0] if namespace else ():
         os.close(descriptor)
     return namespace is not None
@@ -454,7 +454,7 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
     needs("namespace")
     make_plan = sandbox.make_plan
     monkeypatch.setattr(
-        sandbox, "make_plan", lambda protected: replace(make_plan(protected), by_remount=True)
+        sandbox, "make_plan", lambda folders: replace(make_plan(folders), by_remount=True)
     )
     scratch = outside.parent / "scratch"
     scratch.mkdir()
@@ -463,7 +463,7 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
     )
     before = tree(outside)
     with closing(
-        sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))
+        sandbox.Sandbox(SandboxFolders(scratch, scratch / "copy", outside.parent / "folder"))
     ) as made:
         command = made.command(["/bin/sh", "-c", command_text])
         ran = subprocess.run(
@@ -482,7 +482,7 @@ def test_root_reaches_no_disk_below_the_file_systems(outside: Path) -> None:
     scratch = outside.parent / "scratch"
     scratch.mkdir()
     with closing(
-        sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))
+        sandbox.Sandbox(SandboxFolders(scratch, scratch / "copy", outside.parent / "folder"))
     ) as made:
         command = made.command(["/usr/bin/stat", "-c", "%F", *map(str, disks)])
         ran = subprocess.run(

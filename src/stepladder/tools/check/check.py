@@ -12,7 +12,7 @@ from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.isolation.sandbox import Protected, Sandbox
+from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch
@@ -142,14 +142,14 @@ class Check:
 
     def check_in_scratch(self, scratch_folder: Path) -> Report:
         (scratch_folder / "recordings").mkdir()
-        protected = Protected(
+        folders = SandboxFolders(
             scratch_folder,
             scratch_folder / "copy",
             self.folder,
             self.request.args,
             self.request.writable_folders,
         )
-        with closing(Sandbox(protected)) as sandbox:
+        with closing(Sandbox(folders)) as sandbox:
             report = self.check_in_sandbox(scratch_folder, sandbox)
             isolation = summarize(sandbox)
         not_checked = blame_refusal(report.not_checked, isolation)
@@ -193,7 +193,7 @@ class Check:
         settings = ProbeSettings(
             str(scratch_folder / "recordings"),
             roots=(str(scratch_folder), str(self.folder)),
-            copy=str(sandbox.protected.copy),
+            copy=str(sandbox.folders.copy),
             original=str(self.folder),
             epochs=request.epochs,
             steps=request.steps,
@@ -249,7 +249,7 @@ class Check:
 def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path) -> RankLaunch:
     """Return the launch in another copy, for the run that is halted and resumed."""
     copy = scratch_folder / "again"
-    launch.sandbox.move_to(copy, keeps_written=True)
+    launch.sandbox.move_to(copy, keep_changes=True)
     roots = (str(scratch_folder), *launch.settings.roots[1:])
     return replace(launch, settings=replace(launch.settings, copy=str(copy), roots=roots))
 

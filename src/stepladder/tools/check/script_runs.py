@@ -15,7 +15,7 @@ from stepladder.tools.check.failure import (
     classify_failure,
     hide_check_frames,
 )
-from stepladder.tools.check.isolation.sandbox import OVERLAID
+from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX
 from stepladder.tools.check.rank_processes import (
     LaunchOutcome,
     RankLaunch,
@@ -218,7 +218,7 @@ class ScriptRuns:
             )
         refused = read_refused_paths(outcome.folder)
         if launch.sandbox.can_cover(refused):
-            name_overlaid = f"{name}{OVERLAID}"
+            name_overlaid = f"{name}{OVERLAID_SUFFIX}"
             launch = self.with_fresh_copy(launch, name_overlaid, refused)
             outcome = run_ranks(
                 launch,

@@ -80,9 +80,7 @@ class TreeBucket:
         self.leaf_views = self.sum_views
         self.leaf_extra = self.extra_sum
         self.missing: set[int] = set()  # indices of parameters whose gradient is not in the leaf
-        self.block_sizes: list[
-            list[int]
-        ] = []  # for each rank, the sizes of the blocks that it sends
+        self.block_sizes: list[list[int]] = []  # of each rank's blocks, in microbatches
         self.additions: list[tuple[int, int]] = []  # the ones that remain when blocks have arrived
         # The tensors of the exchange. Each step makes new ones, and these attributes keep them
         # alive until the exchange is done.

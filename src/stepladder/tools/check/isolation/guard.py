@@ -1,9 +1,9 @@
-"""The guard in each rank, which refuses writes outside the copy, before the script and torch run.
+"""The guard in each rank, which refuses writes outside the copy. It starts before torch.
 
 The audit events of Python report every change of a file that Python's own functions make. Within a
-mount namespace and under Landlock the kernel refuses, and the guard gives the refusal a line that
-says what to type; it also refuses what Landlock does not know, such as chmod. Without these two, it
-is all that protects the files.
+mount namespace and under Landlock the kernel itself refuses the change; the guard refuses it
+earlier, with a message that says what to type. It also refuses what Landlock cannot, such as chmod.
+Without namespace and Landlock the guard is the only protection of the files.
 
 Imported at the start of each interpreter of the script: no pathlib, no typing.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 KERNEL_FOLDERS = ("/proc/", "/sys/")  # where the kernel itself decides
-WORKING_FOLDER = -1  # in place of a folder's descriptor
+WORKING_FOLDER = -1  # what audit events report when a call names no folder by a descriptor
 
 
 def attach() -> None:
@@ -71,7 +71,8 @@ def refuse_outside_path(
         path: A text, bytes, a path object, or a descriptor.
         folder: The descriptor of the folder in which a relative path begins.
         follow: Whether a link at the end of the path is followed.
-        must_exist: Whether the call fails anyway without the file.
+        must_exist: Whether the call needs an existing file. If there is none, the call itself
+            reports the error.
     """
     real = real_path(path, folder, follow)
     if real is None or real.startswith(KERNEL_FOLDERS):
@@ -83,14 +84,17 @@ def refuse_outside_path(
 
 
 def refuse_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
-    """Do the same for a call that fails anyway where a file of this name exists."""
+    """Raise OSError where a call would create a file outside.
+
+    If a file of this name exists, the call itself reports the error.
+    """
     real = real_path(path, folder, follow=False)
     if real is not None and not os.path.lexists(real):
         refuse_outside_path(real, follow=False)
 
 
 def real_path(path: Any, folder: int, follow: bool) -> str | None:
-    """Return the real path; None for what is no file, or no path."""
+    """Return the real path; None for a pipe, a socket or an argument that is no path."""
     try:
         if isinstance(path, int):
             name = os.readlink(f"/proc/self/fd/{path}")
@@ -135,7 +139,7 @@ def is_in_overlay(path: str) -> bool:
     status = os.stat(path)
     is_own_folder = os.geteuid() in (0, status.st_uid)
     is_shared_folder = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    # An overlay cannot copy up a folder of another user, even if everybody may write there.
+    # An overlay cannot copy up another user's folder, even if everybody may write to that folder.
     return is_own_folder or not is_shared_folder
 
 
@@ -175,7 +179,7 @@ def refuse_link(
     source_folder: int = WORKING_FOLDER,
     target_folder: int = WORKING_FOLDER,
 ) -> None:
-    """Refuse a second name of a file outside: by it the file could be written through the copy."""
+    """Raise OSError for a hard link to a file outside: writing to the link changes the file."""
     refuse_outside_path(source, source_folder, must_exist=True)
     refuse_new_path(target, target_folder)
 
@@ -213,7 +217,8 @@ EVENT_HANDLERS: dict[str, Callable[..., None]] = {
 def guard_calls_without_event() -> None:
     """Wrap calls that audit events do not cover.
 
-    mkfifo and mknod have no event, and that of os.open does not name the folder's descriptor.
+    mkfifo and mknod have no event, and the event of os.open does not report the argument `dir_fd`.
+
     """
     original_open = os.open
     original_mkfifo = os.mkfifo

@@ -1,7 +1,7 @@
 """System calls of Linux that protect files from a process: namespaces, mounts, Landlock.
 
-Runs in `python -I -S` as well, so it imports the standard library only. Every function raises
-OSError.
+Runs in `python -I -S` as well, so it imports the standard library only. A function whose system
+call fails raises OSError.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def set_namespace(fd: int, kind: int) -> None:
 
 
 def map_own_user(uid: int, gid: int) -> None:
-    """Map user and group to themselves in a new user namespace, so that nobody becomes root."""
+    """Map this user and group to themselves in a new user namespace, so that they are not root."""
     tables = {
         "setgroups": "deny",
         "uid_map": f"{uid} {uid} 1",
@@ -95,7 +95,7 @@ def mount(
     flags: int,
     data: str | None = None,
 ) -> None:
-    """Call mount(2); the kind is that of a file system."""
+    """Call mount(2); `kind` is the type of the file system."""
     result = libc.mount(
         encode(source),
         encode(target),
@@ -148,7 +148,7 @@ def set_mount_attributes(
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo: the folder, the kind of the file system, and the options."""
+    """One line of mountinfo: the folder, the type of its file system, and the options."""
 
     path: str
     kind: str
@@ -184,7 +184,8 @@ def set_readonly_everywhere(by_remount: bool = False) -> None:
     """Make every mount of this namespace read-only.
 
     Args:
-        by_remount: Whether each mount is remounted: Linux before 5.12 has no mount_setattr.
+        by_remount: Whether to remount each mount, as on Linux before 5.12, which has no
+            mount_setattr.
     """
     if not by_remount:
         with suppress(OSError):
@@ -216,12 +217,18 @@ def remount(mounted: Mount, flags: int) -> None:
 def drop_capabilities() -> None:
     """Keep the program that is executed next from leaving its mount namespace, also as root."""
     for number in ESCAPING_CAPABILITIES.values():
-        # This fails for a user without privilege, who has none of them.
+        # This fails for a user without privileges, who has none of these capabilities anyway.
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask to be killed when the parent ends. Entering a user namespace undoes earlier requests."""
+    """Ask Linux to kill this process when its parent ends.
+
+    Call it after entering a user namespace, which undoes an earlier request.
+
+    Args:
+        parent: The parent's process id. If this process has another parent, `parent` has ended.
+    """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -303,7 +310,7 @@ def add_landlock_rule(ruleset: int, path: str, access: int) -> None:
 
 
 def devices() -> list[str]:
-    """Return the devices that every user may have, and the folder of terminals."""
+    """Return the character devices (/dev/null, terminals, GPUs), and the folder of terminals."""
     names = ["/dev/pts", *(f"/dev/{name}" for name in os.listdir("/dev"))]
     return [name for name in names if name == "/dev/pts" or is_character_device(name)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from stepladder.tools.check.isolation.kernel import Mount
 
-# Folders of the system. No overlay is mounted on one of them: services have sockets there, which
-# cannot be reached through an overlay.
+# Folders of the system on which no overlay is mounted: services have sockets there, which cannot be
+# reached through an overlay. SYSTEM_FOLDERS may have overlays on folders in them; SYSTEM_TREES not.
 SYSTEM_FOLDERS = {"/", "/home", "/opt", "/var", "/var/lib", "/var/log", "/var/spool"}
-NEVER_BELOW = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
+SYSTEM_TREES = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
 VIRTUAL_FILE_SYSTEMS = {
     "autofs",
     "proc",
@@ -40,17 +40,19 @@ TEXT_SUFFIXES = {
     ".txt",
     ".env",
 }
-VARIABLES_OF_PROGRAMS = {"PATH", "MANPATH", "LD_LIBRARY_PATH"}
-MOST_BYTES_PER_TEXT = 1 << 20
-MOST_BYTES_OF_TEXTS = 16 << 20
-MOST_PATHS = 2000
-MOST_OVERLAYS = 200
+# Their folders hold programs and libraries, which a script does not write.
+PROGRAM_PATH_VARIABLES = {"PATH", "MANPATH", "LD_LIBRARY_PATH"}
+# Files that are searched for paths: at most so many bytes each, and all together.
+MAX_BYTES_PER_TEXT = 1 << 20
+MAX_BYTES_OF_TEXTS = 16 << 20
+MAX_PATHS = 2000
+MAX_OVERLAYS = 200
 ABSOLUTE_PATH = re.compile(r"""(?<![\w./~$}])~?/[^\s'"`,;:|<>()\[\]{}*?$]+""")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The folders on which this user may mount overlays.
+class OverlayRules:
+    """Decides on which folders this user may mount overlays.
 
     Attributes:
         uid: The user; 0 may use the folders of all users.
@@ -74,7 +76,7 @@ class Machine:
 
     def is_eligible(self, folder: str) -> bool:
         """Return whether an overlay may be mounted on the folder."""
-        if folder in SYSTEM_FOLDERS or is_below(folder, NEVER_BELOW):
+        if folder in SYSTEM_FOLDERS or is_below(folder, SYSTEM_TREES):
             return False
         if self.file_system_of(folder) in VIRTUAL_FILE_SYSTEMS:
             return False
@@ -82,9 +84,9 @@ class Machine:
 
     def file_system_of(self, folder: str) -> str:
         """Return the kind of file system that a folder is on; empty where it is not known."""
-        around = [mount for mount in self.mounts if is_below(folder, [mount.path])]
-        if around:
-            return max(around, key=lambda mount: len(mount.path)).kind
+        enclosing = [mount for mount in self.mounts if is_below(folder, [mount.path])]
+        if enclosing:
+            return max(enclosing, key=lambda mount: len(mount.path)).kind
         return ""
 
     def is_usable(self, folder: str) -> bool:
@@ -96,18 +98,18 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def choose_folders(paths: Iterable[str], machine: Machine) -> list[str]:
+def choose_folders(paths: Iterable[str], rules: OverlayRules) -> list[str]:
     """Return the folders that need an overlay so that these paths can be written, parents first."""
     chosen: set[str] = set()
     for path in paths:
-        folder = existing_folder(path)
+        folder = find_existing_folder(path)
         if folder is not None:
-            chosen |= set(overlay_candidates(folder, machine))
-    needed = [folder for folder in sorted(chosen) if not is_covered(folder, chosen, machine)]
-    return needed[:MOST_OVERLAYS]
+            chosen |= set(find_overlay_folders(folder, rules))
+    needed = [folder for folder in sorted(chosen) if not is_covered(folder, chosen, rules)]
+    return needed[:MAX_OVERLAYS]
 
 
-def existing_folder(path: str) -> str | None:
+def find_existing_folder(path: str) -> str | None:
     """Return the real folder that contains a path, or the nearest one above it that exists."""
     try:
         real = os.path.realpath(path)
@@ -118,29 +120,29 @@ def existing_folder(path: str) -> str | None:
     return real
 
 
-def overlay_candidates(folder: str, machine: Machine) -> Iterator[str]:
-    """Yield the highest folder above that belongs to the user.
+def find_overlay_folders(folder: str, rules: OverlayRules) -> Iterator[str]:
+    """Yield the folders on which overlays make everything in this folder writable.
 
-    If the folder itself cannot have an overlay because of mounts below it, its children are
-    yielded.
+    It is the highest folder above which belongs to the user, so that few overlays cover all paths.
+    A folder that has mounts below it may not have an overlay; then its subfolders are yielded.
     """
     if not os.access(folder, os.W_OK):
         return
-    if not machine.is_eligible(folder):
-        is_of_system = folder in SYSTEM_FOLDERS or is_below(folder, NEVER_BELOW)
-        if machine.has_mounts_below(folder) and not is_of_system:
-            yield from (child for child in children(folder) if machine.is_usable(child))
+    if not rules.is_eligible(folder):
+        is_of_system = folder in SYSTEM_FOLDERS or is_below(folder, SYSTEM_TREES)
+        if rules.has_mounts_below(folder) and not is_of_system:
+            yield from (child for child in list_subfolders(folder) if rules.is_usable(child))
         return
-    while machine.owns(folder) and not machine.is_mount(folder):
+    while rules.owns(folder) and not rules.is_mount(folder):
         parent = os.path.dirname(folder)
-        if not machine.is_usable(parent):
+        if not rules.is_usable(parent):
             break
         folder = parent
     yield folder
 
 
-def children(folder: str) -> list[str]:
-    """Return the folders in a folder, without links."""
+def list_subfolders(folder: str) -> list[str]:
+    """Return the subfolders of a folder, without links."""
     try:
         with os.scandir(folder) as entries:
             return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -151,60 +153,63 @@ def children(folder: str) -> list[str]:
 def is_covered(
     folder: str,
     chosen: set[str],
-    machine: Machine,
+    rules: OverlayRules,
 ) -> bool:
-    """Return whether an overlay on a folder above is enough.
+    """Return whether an overlay on a higher folder makes this folder writable too.
 
-    It is not if a folder between them belongs to another user: an overlay cannot copy that one up.
-    Nor does it cover a file system that is mounted below.
+    It does not if a folder between the two belongs to another user, which an overlay cannot copy
+    up, or if another file system is mounted there.
     """
-    while machine.owns(folder) and not machine.is_mount(folder):
+    while rules.owns(folder) and not rules.is_mount(folder):
         folder = os.path.dirname(folder)
         if folder in chosen:
             return True
     return False
 
 
-def likely_paths(
+def guess_written_paths(
     folder: Path,
     args: Iterable[str],
     mounts: Iterable[Mount],
 ) -> Iterator[str]:
-    """Yield paths outside the folder that the script may write.
+    """Yield paths outside of the folder that the script may write.
 
-    They are temporary folders, mounted file systems, folders that hold data on many machines, and
-    what the arguments and the environment name.
+    They are temporary folders, mounted file systems, folders in which many machines keep data, and
+    the paths in the arguments and in the environment.
     """
+
     yield str(folder.parent)
     yield os.path.expanduser("~")
     yield tempfile.gettempdir()
     yield from ("/tmp", "/var/tmp")
-    yield from (mount.path for mount in mounts if not is_below(mount.path, NEVER_BELOW))
+    yield from (mount.path for mount in mounts if not is_below(mount.path, SYSTEM_TREES))
     for top in ("/", "/home", "/opt"):
-        yield from children(top)
+        yield from list_subfolders(top)
     for arg in args:
-        yield from paths_in(arg)
+        yield from find_paths(arg)
     for name, value in os.environ.items():
-        if name not in VARIABLES_OF_PROGRAMS:
+        if name not in PROGRAM_PATH_VARIABLES:
             yield from (part for part in value.split(os.pathsep) if part.startswith("/"))
 
 
-def paths_in(text: str) -> Iterator[str]:
+def find_paths(text: str) -> Iterator[str]:
     """Yield the absolute paths that a text names; `~/` is the home folder."""
     for match in ABSOLUTE_PATH.finditer(text):
         yield os.path.expanduser(match[0])
 
 
-def paths_in_files(files: Iterable[Path]) -> Iterator[str]:
+def find_paths_in_files(files: Iterable[Path]) -> Iterator[str]:
     """Yield the absolute paths that the sources and settings among these files name, each once."""
     paths: dict[str, None] = {}
-    budget = MOST_BYTES_OF_TEXTS
+    budget = MAX_BYTES_OF_TEXTS
     for file in files:
         try:
             size = file.stat().st_size
-            if file.suffix in TEXT_SUFFIXES and size <= min(budget, MOST_BYTES_PER_TEXT):
+            if file.suffix in TEXT_SUFFIXES and size <= min(budget, MAX_BYTES_PER_TEXT):
                 budget -= size
-                paths |= dict.fromkeys(paths_in(file.read_text(encoding="utf-8", errors="replace")))
+                paths |= dict.fromkeys(
+                    find_paths(file.read_text(encoding="utf-8", errors="replace"))
+                )
         except OSError:
             continue
-    yield from islice(paths, MOST_PATHS)
+    yield from islice(paths, MAX_PATHS)

@@ -1,7 +1,7 @@
 """The sandbox in which the ranks of a checked script run: no file outside the copy changes.
 
-A mount namespace is tried first, then Landlock; without both, audit events of Python protect the
-files.
+A mount namespace is tried first, then Landlock. A kernel may have neither; then audit events of
+Python protect the files.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from stepladder.tools.check.isolation import kernel
 from stepladder.tools.check.isolation.enter import Entry
 from stepladder.tools.check.isolation.namespace import NamespacePlan
 from stepladder.tools.check.isolation.overlay_folders import (
-    Machine,
+    OverlayRules,
     choose_folders,
+    find_paths_in_files,
+    guess_written_paths,
     is_below,
-    likely_paths,
-    paths_in_files,
 )
 
 MECHANISM_VARIABLE = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
 MECHANISMS = ("namespace", "landlock", "audit")
-OVERLAID = "-overlaid"  # ends the name of a start that is repeated with more overlays
+OVERLAID_SUFFIX = "-overlaid"  # of the name of a start that is repeated with more overlays
 NAMESPACE_TIMEOUT_S = 60.0  # a busy machine or a slow file server can delay it
-MOST_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 PACKAGE_ROOT = str(Path(__file__).parents[4])
 RUN_MODULE = (
     "import sys; sys.path.insert(0, sys.argv[1]); import importlib; "
     "importlib.import_module(sys.argv[2]).main(sys.argv[3])"
 )
 # The path of a Unix socket has at most 107 bytes.
-MOST_TEMPORARY_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 CACHE_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "NUMBA_CACHE_DIR": "numba",
@@ -62,8 +62,8 @@ class FolderChanges:
 
 
 @dataclass(frozen=True)
-class Protected:
-    """What is protected, and what is not.
+class SandboxFolders:
+    """The folders that a sandbox protects, and those in which the script may write.
 
     Attributes:
         scratch: The folder of this check.
@@ -71,7 +71,7 @@ class Protected:
         original: The working folder, which is copied.
         args: The arguments of the script, which may name folders.
         writes: Folders that may be written for real.
-        also: Further paths outside that the script writes.
+        also: Paths that an earlier start wrote outside of the copy: they need overlays too.
     """
 
     scratch: Path
@@ -86,16 +86,16 @@ class Sandbox:
     """A fresh copy of the working folder for the ranks of one start, without access to other files.
 
     Attributes:
-        protected: What is protected, and the copy.
+        folders: The folders that are protected, and the copy.
         mechanism: One of MECHANISMS.
         descriptors: The namespaces that processes enter.
         upper_layers: The upper layer of each folder that has an overlay.
         earlier_changes: Changes in an earlier sandbox that are reported as well.
     """
 
-    def __init__(self, protected: Protected) -> None:
+    def __init__(self, folders: SandboxFolders) -> None:
         """Copy the working folder, and use the strongest mechanism of this kernel."""
-        self.protected = protected
+        self.folders = folders
         self.mechanism = ""
         self.descriptors: tuple[int, ...] = ()
         self.upper_layers: dict[str, str] = {}
@@ -103,14 +103,14 @@ class Sandbox:
         self.open()
 
     def open(self) -> None:
-        protected = self.protected
+        folders = self.folders
         copy_folder(
-            protected.original,
-            protected.copy,
-            protected.writes,
+            folders.original,
+            folders.copy,
+            folders.writes,
         )
         forced = os.environ.get(MECHANISM_VARIABLE, "")
-        namespace = open_namespace(protected) if forced in ("", "namespace") else None
+        namespace = open_namespace(folders) if forced in ("", "namespace") else None
         if namespace is not None:
             self.mechanism = "namespace"
             self.descriptors, self.upper_layers = namespace
@@ -120,7 +120,7 @@ class Sandbox:
                 f"{MECHANISM_VARIABLE}=namespace: this kernel allows no mount namespace",
                 f"unset {MECHANISM_VARIABLE}",
             )
-        link_writes(protected)
+        link_writes(folders)
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
         self.mechanism = "landlock" if has_landlock else "audit"
 
@@ -128,22 +128,22 @@ class Sandbox:
         self,
         copy: Path,
         also: Iterable[str] = (),
-        keeps_written: bool = False,
+        keep_changes: bool = False,
     ) -> None:
         """Start again in a fresh copy, without anything that was written outside.
 
         Args:
             copy: The path of the new copy.
-            also: Further paths outside that the script writes.
-            keeps_written: Whether earlier changes are reported as well.
+            also: Further paths outside of the copy that the script writes.
+            keep_changes: Whether the changes made so far are reported as well.
         """
-        if keeps_written:
+        if keep_changes:
             self.earlier_changes += self.read_changes()
         self.close()
-        self.protected = replace(
-            self.protected,
+        self.folders = replace(
+            self.folders,
             copy=copy,
-            also=(*self.protected.also, *also),
+            also=(*self.folders.also, *also),
         )
         self.open()
 
@@ -151,13 +151,13 @@ class Sandbox:
         """Return whether overlays can be mounted on folders of these paths that have none."""
         if self.mechanism != "namespace":
             return False
-        machine = Machine(os.geteuid(), tuple(kernel.read_mounts()))
-        return any(folder not in self.upper_layers for folder in choose_folders(paths, machine))
+        rules = OverlayRules(os.geteuid(), tuple(kernel.read_mounts()))
+        return any(folder not in self.upper_layers for folder in choose_folders(paths, rules))
 
     @property
     def writable(self) -> tuple[str, ...]:
         """The folders that the ranks may write for real."""
-        real = (self.protected.scratch, *self.protected.writes)
+        real = (self.folders.scratch, *self.folders.writes)
         return tuple(str(folder.resolve()) for folder in real)
 
     def command(
@@ -174,20 +174,20 @@ class Sandbox:
         entry = Entry(
             self.mechanism,
             list(command),
-            str(folder or self.protected.copy),
+            str(folder or self.folders.copy),
             os.getpid(),
             list(self.descriptors),
             list(self.writable),
         )
-        return module_command("enter", entry.to_json())
+        return make_module_command("enter", entry.to_json())
 
     def variables(self) -> dict[str, str]:
         """Return the variables by which the ranks have a writable temporary folder."""
         temporary = os.path.realpath(tempfile.gettempdir())
         if is_below(temporary, (*self.upper_layers, *self.writable)):
             return {}
-        new_temporary = self.protected.scratch / "tmp"
-        if len(os.fsencode(new_temporary)) > MOST_TEMPORARY_FOLDER_BYTES:
+        new_temporary = self.folders.scratch / "tmp"
+        if len(os.fsencode(new_temporary)) > MAX_TEMPORARY_FOLDER_BYTES:
             return {}
         new_temporary.mkdir(exist_ok=True)
         variables = {"TMPDIR": str(new_temporary)}
@@ -200,7 +200,7 @@ class Sandbox:
         """Return the changes outside so far; none where there are no overlays."""
         if not self.upper_layers:
             return []
-        command = module_command("overlay_changes", json.dumps(self.upper_layers))
+        command = make_module_command("overlay_changes", json.dumps(self.upper_layers))
         completed = subprocess.run(
             self.command(command, Path("/")),
             pass_fds=self.descriptors,
@@ -222,7 +222,7 @@ class Sandbox:
         self.upper_layers = {}
 
 
-def module_command(module: str, text: str) -> list[str]:
+def make_module_command(module: str, text: str) -> list[str]:
     """Return the command that calls `main(text)` of a module of this package, in a bare Python."""
     name = f"stepladder.tools.check.isolation.{module}"
     return [
@@ -239,7 +239,7 @@ def module_command(module: str, text: str) -> list[str]:
 
 
 def open_namespace(
-    protected: Protected,
+    folders: SandboxFolders,
 ) -> tuple[tuple[int, ...], dict[str, str]] | None:
     """Make a mount namespace.
 
@@ -250,7 +250,7 @@ def open_namespace(
     with receiver, sender:
         receiver.settimeout(NAMESPACE_TIMEOUT_S)
         builder = subprocess.Popen(
-            module_command("namespace", str(sender.fileno())),
+            make_module_command("namespace", str(sender.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -258,9 +258,9 @@ def open_namespace(
         )
         sender.close()
         try:
-            plan = make_plan(protected).to_json().encode()
+            plan = make_plan(folders).to_json().encode()
             builder.communicate(plan, NAMESPACE_TIMEOUT_S)
-            message, descriptors, _, _ = socket.recv_fds(receiver, MOST_MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(receiver, MAX_MESSAGE_BYTES, 2)
         except (OSError, subprocess.TimeoutExpired):
             return None
         finally:
@@ -268,46 +268,47 @@ def open_namespace(
             builder.wait()
     if not descriptors:
         return None
-    make_removable(protected.scratch)
+    make_removable(folders.scratch)
     return tuple(descriptors), json.loads(message)["upper_layers"]
 
 
-def make_plan(protected: Protected) -> NamespacePlan:
+def make_plan(folders: SandboxFolders) -> NamespacePlan:
     mounts = tuple(kernel.read_mounts())
     links: list[str] = []
     files: list[Path] = []
-    for _, folder_links, folder_files in walk(protected.original):
+    for _, folder_links, folder_files in walk(folders.original):
         links += [str(link.resolve()) for link in folder_links]
         files += folder_files
     paths = [
-        *protected.also,
+        *folders.also,
         *links,
-        *paths_in_files(files),
-        *likely_paths(protected.original, protected.args, mounts),
+        *find_paths_in_files(files),
+        *guess_written_paths(folders.original, folders.args, mounts),
     ]
     return NamespacePlan(
-        scratch=str(protected.scratch),
-        layers=tempfile.mkdtemp(prefix="layers-", dir=protected.scratch),
-        copy=str(protected.copy),
-        original=str(protected.original),
-        overlays=choose_folders(paths, Machine(os.geteuid(), mounts)),
-        excluded=list(excluded_folders(protected.original)),
-        writes=[str(folder.resolve()) for folder in protected.writes],
+        scratch=str(folders.scratch),
+        layers=tempfile.mkdtemp(prefix="layers-", dir=folders.scratch),
+        copy=str(folders.copy),
+        original=str(folders.original),
+        overlays=choose_folders(paths, OverlayRules(os.geteuid(), mounts)),
+        excluded=list(excluded_folders(folders.original)),
+        writes=[str(folder.resolve()) for folder in folders.writes],
     )
 
 
-def link_writes(protected: Protected) -> None:
+def link_writes(folders: SandboxFolders) -> None:
     """Replace the folders of the copy that are written for real by links to them."""
-    for folder in protected.writes:
-        if folder.is_relative_to(protected.original) and folder != protected.original:
-            path_in_copy = protected.copy / folder.relative_to(protected.original)
-            if path_in_copy.is_dir():  # it is not, within another such folder
+    for folder in folders.writes:
+        if folder.is_relative_to(folders.original) and folder != folders.original:
+            path_in_copy = folders.copy / folder.relative_to(folders.original)
+            if path_in_copy.is_dir():  # not if it is inside another folder, which is now a link
                 path_in_copy.rmdir()
                 path_in_copy.symlink_to(folder)
 
 
 def excluded_folders(original: Path) -> Iterable[str]:
-    """Yield folders that the copy lacks: the interpreter may be in one, a virtual environment."""
+    """Yield the folders that the copy lacks, such as the virtual environment of the interpreter."""
+
     for folder in sorted(original.iterdir()):
         if folder.is_dir() and is_excluded(folder) and folder.name != "__pycache__":
             yield str(folder)

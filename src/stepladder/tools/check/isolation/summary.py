@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.isolation.sandbox import OVERLAID, FolderChanges, Sandbox
+from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX, FolderChanges, Sandbox
 from stepladder.tools.check.recording import Event, read_events
 
 MECHANISM_TEXTS = {
@@ -89,7 +89,7 @@ def summarize(sandbox: Sandbox) -> Isolation:
     """Return the summary of a run, while its sandbox is open."""
     refused: set[str] = set()
     programs: set[str] = set()
-    for event in events_of_last_starts(sandbox.protected.scratch / "recordings"):
+    for event in events_of_last_starts(sandbox.folders.scratch / "recordings"):
         if event["k"] == "refused":
             refused.add(event["path"])
         elif event["k"] == "refused_program":
@@ -121,7 +121,7 @@ def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
 def events_of_last_starts(recordings: Path) -> Iterator[Event]:
     """Yield the events of all starts, except for those that were repeated with more overlays."""
     for folder in recordings.iterdir():
-        if not folder.with_name(f"{folder.name}{OVERLAID}").exists():
+        if not folder.with_name(f"{folder.name}{OVERLAID_SUFFIX}").exists():
             for path in folder.glob("*.jsonl"):
                 yield from read_events(path)
 
