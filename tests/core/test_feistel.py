@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import InputError, Plan
-from stepladder.core.order import MAX_SORTED, FeistelOrder, Order, make_permutation
+from stepladder.core.order import MAX_SORTED, FeistelOrder, IndexArray, make_permutation
 
-MAKE: dict[str, Callable[[int, int], Order]] = {
+MAKE: dict[str, Callable[[int, int], IndexArray]] = {
     "sort": make_permutation,
     "feistel": lambda count, seed: FeistelOrder(count, seed).indices_at(np.arange(count)),
 }
@@ -104,7 +104,9 @@ def chi_square(counts: np.ndarray) -> float:
 
 @BOTH
 @pytest.mark.parametrize("seed", range(4))
-def test_where_an_index_lands_says_nothing(make: Callable[[int, int], Order], seed: int) -> None:
+def test_where_an_index_lands_says_nothing(
+    make: Callable[[int, int], IndexArray], seed: int
+) -> None:
     order = make(MANY, seed)
     cells = np.arange(MANY) * SIDE // MANY
     grid = np.zeros((SIDE, SIDE))
@@ -118,21 +120,23 @@ def test_where_an_index_lands_says_nothing(make: Callable[[int, int], Order], se
 
 
 @BOTH
-def test_the_classes_of_a_batch_vary_as_chance_has_it(make: Callable[[int, int], Order]) -> None:
+def test_the_classes_of_a_batch_vary_as_chance_has_it(
+    make: Callable[[int, int], IndexArray],
+) -> None:
     """Data sorted by class: how many of the first class are in a batch of 100."""
     first = (make(MANY, 3) < MANY // 10).reshape(-1, 100).sum(1)
     assert abs(first.var() / (100 * 0.1 * 0.9 * (1 - 100 / MANY)) - 1) < 6 * np.sqrt(2 / len(first))
 
 
 @BOTH
-def test_epochs_know_nothing_of_each_other(make: Callable[[int, int], Order]) -> None:
+def test_epochs_know_nothing_of_each_other(make: Callable[[int, int], IndexArray]) -> None:
     first_order, second_order = make(MANY, 1), make(MANY, 2)
     assert abs(np.corrcoef(first_order, second_order)[0, 1]) * np.sqrt(MANY) < 5
     assert (first_order == second_order).sum() < 15  # one, on average
 
 
 @BOTH
-def test_the_first_place_is_everybodys(make: Callable[[int, int], Order]) -> None:
+def test_the_first_place_is_everybodys(make: Callable[[int, int], IndexArray]) -> None:
     """Over many seeds: of so few that a bias of the method would show."""
     firsts = [int(make(23, seed)[position]) for seed in range(2300) for position in (0, 22)]
     assert abs(chi_square(np.bincount(firsts, minlength=23))) < 6

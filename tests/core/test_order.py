@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import Plan
-from stepladder.core.order import Chunks, Order, StreamOrder, make_permutation
+from stepladder.core.order import Chunks, IndexArray, StreamOrder, make_permutation
 from stepladder.core.plan import fuse_spans
 
 CHUNKS = Chunks(((40, 8), (40, 8), (23, 8)), slots=16)  # 13 chunks, the last of 7 rows
@@ -124,7 +124,7 @@ def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
     made: list[tuple[int, int]] = []
     make_window = StreamOrder._make_window
 
-    def counting(order: StreamOrder, epoch: int, number: int) -> Order:
+    def counting(order: StreamOrder, epoch: int, number: int) -> IndexArray:
         made.append((epoch, number))
         return make_window(order, epoch, number)
 

@@ -116,10 +116,10 @@ def test_a_daemon_is_known_though_the_machine_s_clock_was_set(
     program, conf = Path(sys.executable).name, Path("slurm.conf")
     monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
     later_process = machine.Daemon(daemon.pid, daemon.born - 1)
-    assert later_process.process(program, conf) is None, "another one's number, used again"
+    assert later_process.find_process(program, conf) is None, "another one's number, used again"
     before = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1)
-    assert daemon.process(program, conf) is not None
+    assert daemon.find_process(program, conf) is not None
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,14 +193,14 @@ def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
 def test_a_user_without_training_ratings_is_shown_what_most_rated(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = movielens.rating_job
+    real = movielens.make_rating_job
 
     def without_user_0(config: Config, data: Any) -> Any:
         job = real(config, data)
         users, items, stars = job.train_data
         return replace(job, train_data=(users[users > 0], items[users > 0], stars[users > 0]))
 
-    monkeypatch.setattr(movielens, "rating_job", without_user_0)
+    monkeypatch.setattr(movielens, "make_rating_job", without_user_0)
     shown = recommend(trained, 7, 3, None, None)
     assert shown["popular"] and len(shown["items"]) == 3
     assert shown["items"][0]["score"] == max(item["score"] for item in shown["items"]) >= 10

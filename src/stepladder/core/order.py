@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-Order = NDArray[np.int64]
+IndexArray = NDArray[np.int64]  # an order, positions in it, or rows of the data set
 
 MAX_LANES = 64
 # How an order is made, as config.json names it.
@@ -42,13 +42,13 @@ def find_largest_divisor(number: int, limit: int) -> int:
     return next(divisor for divisor in candidates if number % divisor == 0)
 
 
-def make_permutation(count: int, seed: int) -> Order:
+def make_permutation(count: int, seed: int) -> IndexArray:
     """Return a random order of 0..count-1, shape (count,).
 
     It sorts the random keys of a counter-based generator (Philox, Salmon et al., SC 2011), whose
     raw stream NumPy keeps stable between versions, which it does not promise for its `permutation`.
-    The index replaces the lowest bits of each key: keys are then unique, any sort gives the same
-    order, and it needs no argsort.
+    The index replaces the lowest bits of each key. Keys are then unique, so any sort gives the same
+    order, and the sorted keys themselves contain the order, without an argsort.
     """
     raw = np.random.Philox(key=seed).random_raw(count)
     mask = np.uint64((1 << count.bit_length()) - 1)
@@ -57,7 +57,7 @@ def make_permutation(count: int, seed: int) -> Order:
     return (keys & mask).astype(np.int64)
 
 
-def make_order(count: int, seed: int, method: str) -> Order:
+def make_order(count: int, seed: int, method: str) -> IndexArray:
     """Return a random order of 0..count-1, shape (count,), made by SORT or FEISTEL."""
     if method == SORT:
         return make_permutation(count, seed)
@@ -65,12 +65,12 @@ def make_order(count: int, seed: int, method: str) -> Order:
 
 
 class FeistelOrder:
-    """A random order of 0..count-1 without a table: an index follows from its position alone.
+    """A random order of 0..count-1 without a table: an index is computed from its position alone.
 
     A generalized Feistel network (Black and Rogaway, CT-RSA 2002, section 5). A position is a pair
     of numbers, each up to about the square root of `count`. In each round a keyed hash of one is
-    added to the other, modulo its size. Fewer than sqrt(count) pairs are no position: those go
-    through the network again, until they are.
+    added to the other, modulo its size. There are more pairs than positions, by less than
+    sqrt(count): a result that is no position goes through the network again, until it is one.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -82,7 +82,7 @@ class FeistelOrder:
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8 * ROUNDS).digest()
         self.round_keys = np.frombuffer(digest, "<u8").astype(np.uint64).reshape(-1, 2)
 
-    def indices_at(self, positions: Order) -> Order:
+    def indices_at(self, positions: IndexArray) -> IndexArray:
         """Return the indices at these positions, shape (n,).
 
         Takes 20 ns for each, and at least 40 us.
@@ -141,7 +141,7 @@ class Chunks:
     slots: int
 
     def can_hold(self, num_rows: object) -> bool:
-        """Tell whether the numbers are possible, and add up to so many rows."""
+        """Tell whether the numbers are possible and the files hold `num_rows` rows in all."""
         if self.slots <= 0:
             return False
         for rows, rows_per_chunk in self.shards:
@@ -150,7 +150,7 @@ class Chunks:
         return sum(rows for rows, _ in self.shards) == num_rows
 
     @cached_property
-    def edges(self) -> Order:
+    def edges(self) -> IndexArray:
         """The first row of each chunk, and the number of rows; shape (number of chunks + 1,).
 
         Chunk c holds the rows [edges[c], edges[c + 1]).
@@ -195,14 +195,14 @@ class StreamOrder:
         self.shuffle = shuffle
         max_lanes = max(1, min(MAX_LANES, chunks.slots // 4))
         self.num_lanes = find_largest_divisor(microbatches, max_lanes)
-        self.rows_per_lane = global_batch // self.num_lanes  # of one step
+        self.rows_per_lane = global_batch // self.num_lanes  # in each step
         self.full_steps = num_samples // global_batch
         self.chunks_per_window = max(1, chunks.slots // (2 * self.num_lanes))
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         # Two windows of each lane: in one step all lanes may move from one window to the next.
         self._window = lru_cache(maxsize=2 * self.num_lanes)(self._make_window)
 
-    def indices(self, epoch: int, lo: int, hi: int) -> Order:
+    def indices(self, epoch: int, lo: int, hi: int) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch.
 
         All positions must belong to one step.
@@ -211,10 +211,11 @@ class StreamOrder:
         full_rows = self.full_steps * self.global_batch
         end = min(hi, full_rows) - step * self.global_batch
         per_lane = self.rows_per_lane
-        parts: list[Order] = []
+        parts: list[IndexArray] = []
         for lane in range(start // per_lane, -(-end // per_lane)):
-            # Positions in the batch count from lane 0, rows of a lane from the lane's first row:
-            # the offset turns one into the other.
+            # The offset turns a position in the batch into a row. A lane has `full_steps` times
+            # `per_lane` rows, and this step takes the `step`-th part of them.
+
             offset = (lane * self.full_steps + step - lane) * per_lane
             lane_start = max(start, lane * per_lane)
             lane_end = min(end, (lane + 1) * per_lane)
@@ -227,11 +228,11 @@ class StreamOrder:
             parts += self._read_rows(epoch, max(lo, full_rows), hi)
         return np.concatenate(parts)
 
-    def chunk_order(self, epoch: int) -> Order:
+    def chunk_order(self, epoch: int) -> IndexArray:
         """Return the epoch's chunks in the order in which lanes read them."""
         return self._epoch(epoch)[0]
 
-    def _make_epoch(self, epoch: int) -> tuple[Order, Order]:
+    def _make_epoch(self, epoch: int) -> tuple[IndexArray, IndexArray]:
         """Return the order of the chunks, and the row at which each window begins, and the end."""
         edges = self.chunks.edges
         order = make_order(
@@ -246,7 +247,7 @@ class StreamOrder:
             window_edges.append(chunk_ends[-1:])
         return order, np.concatenate(window_edges)
 
-    def _make_window(self, epoch: int, number: int) -> Order:
+    def _make_window(self, epoch: int, number: int) -> IndexArray:
         """Return the shuffled rows of one window."""
         edges = self.chunks.edges
         first_chunk = number * self.chunks_per_window
@@ -259,7 +260,7 @@ class StreamOrder:
         epoch: int,
         lo: int,
         hi: int,
-    ) -> Iterator[Order]:
+    ) -> Iterator[IndexArray]:
         """Yield the rows [lo, hi) of the shuffled chunks, window by window."""
         window_edges = self._epoch(epoch)[1]
         number = int(window_edges.searchsorted(lo, "right")) - 1

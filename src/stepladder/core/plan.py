@@ -2,9 +2,9 @@
 
 Pure arithmetic.
 
-A run is defined by (samples, global batch, microbatch, seed); a process count decides only who
-computes what. Everything random is a function of (seed, epoch or step, sample or microbatch),
-nothing of a rank. Separating the two follows EasyScale (Li et al., SC 2023).
+A run is defined by (samples, global batch, microbatch, seed). The number of processes only decides
+which process computes what. Everything random is a function of (seed, epoch or step, sample or
+microbatch), and never of a rank. Separating the two follows EasyScale (Li et al., SC 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepladder.core.order import (
     SORT,
     Chunks,
     FeistelOrder,
-    Order,
+    IndexArray,
     StreamOrder,
     derive_seed,
     find_largest_divisor,
@@ -54,7 +54,7 @@ class Span:
 class IdleSpan(Span):
     """A pass that adds nothing, which a rank makes only because the other ranks make one.
 
-    It reads the samples of its positions, but counts as a pass over none.
+    It reads the samples of its positions to have an input for the model, but its length is 0.
     """
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Plan:
     min_microbatch: int = 1
     chunks: Chunks | None = None
     shuffle: str = ""
-    _orders: dict[int, Order] = field(
+    _orders: dict[int, IndexArray] = field(
         init=False,
         default_factory=dict,
         compare=False,
@@ -211,7 +211,7 @@ class Plan:
             self.shuffle,
         )
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> IndexArray:
         """Return the epoch's permutation of the data set, shape (num_samples,)."""
         if self.stream is not None:
             batches = map(self.batch, range(self.steps_per_epoch))
@@ -229,7 +229,7 @@ class Plan:
                 self._orders[epoch] = order
         return order
 
-    def indices_at(self, epoch: int, lo: int, hi: int) -> Order:
+    def indices_at(self, epoch: int, lo: int, hi: int) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,).
 
         For data in files all positions must belong to one step.
@@ -241,7 +241,7 @@ class Plan:
         order = _make_feistel_order(self.num_samples, self._seed_of_epoch(epoch))
         return order.indices_at(np.arange(lo, hi))
 
-    def indices(self, step: int, span: Span) -> Order:
+    def indices(self, step: int, span: Span) -> IndexArray:
         """Return the data-set indices of one span, shape (len(span),)."""
         start = step % self.steps_per_epoch * self.global_batch
         return self.indices_at(
@@ -297,7 +297,7 @@ def split_evenly(
 
 
 def fuse_spans(spans: list[Span]) -> list[Span]:
-    """Return neighbouring spans as one pass, whose randomness is keyed by the first span."""
+    """Return neighbouring spans fused into one pass; the first span keys its randomness."""
     if not spans:
         return []
     return [Span(spans[0].number, spans[0].lo, spans[-1].hi)]

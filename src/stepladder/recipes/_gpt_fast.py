@@ -14,7 +14,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MAX_NGRAM_ROWS = 8191  # a prime: n-grams that share a row then have nothing in common
+# A prime: with a power of the vocabulary's size, n-grams that begin with the same tokens would
+# share a row, whatever their other tokens are.
+
+
+MAX_NGRAM_ROWS = 8191
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -64,7 +68,8 @@ class HashedNgrams(nn.ModuleList):
         ngram = tokens
         previous = tokens
         for table, size in zip(self, self.sizes, strict=True):
-            previous = F.pad(previous, (1, 0))[:, :-1]  # token 0 stands before the first
+            previous = F.pad(previous, (1, 0))[:, :-1]  # as if token 0 preceded the first token
+
             ngram = ngram * self.vocabulary + previous
             x = x + table(ngram % size)
         return x

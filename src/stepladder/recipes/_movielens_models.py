@@ -1,7 +1,8 @@
 """The three models of recipe movielens.
 
-The first two score all items of a user at once, `model(users, rated)`. The last two score pairs of
-a user and an item, `model.score_pairs(users, items)`.
+All of them score all items of some users, `model(users, rated)`. NeuMF and RatingModel also score
+pairs of a user and an item, `model.score_pairs(users, items)`.
+
 """
 
 from __future__ import annotations

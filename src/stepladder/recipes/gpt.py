@@ -32,7 +32,8 @@ from stepladder.recipes._gpt_fast import (
 from stepladder.recipes._schedules import count_steps, one_cycle
 
 MAX_CHARACTERS = 256  # the tokens are bytes if a file has more different characters, or no UTF-8
-EMBEDDING_RATE = 2.0  # learning rate relative to that of matrices: a token's row is rarely used
+# Learning rate relative to the rate of matrices: a step gives a gradient to few rows of a table.
+EMBEDDING_RATE = 2.0
 BLOCKS_PER_ROW = 5  # a row of the data has 5 consecutive blocks, and a step trains on one of them
 PADDING = -1  # fills the last row after the end of the text
 
@@ -80,7 +81,7 @@ def build(config: Config) -> Job:
     """Make the model, the optimizer, the data and the metrics of the job."""
     tokens, characters = read_tokens(Path(config.data_dir) / "input.txt", config.block)
     num_training = len(tokens) * 9 // 10
-    train_data = training_rows(tokens[:num_training], config.block)
+    train_data = make_training_rows(tokens[:num_training], config.block)
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
     optimizer = make_optimizer(model, config)
@@ -94,7 +95,7 @@ def build(config: Config) -> Job:
         optimizer=optimizer,
         loss=loss,
         train_data=train_data,
-        eval_data=validation_rows(tokens[num_training:], config.block),
+        eval_data=make_validation_rows(tokens[num_training:], config.block),
         metrics=lambda model, rows: {"val_loss": sum_token_losses(model, rows)},
         schedule=one_cycle(optimizer, steps, rise_steps=steps // 20),
         best=("val_loss", "min"),
@@ -144,15 +145,15 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
     hint = "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"
     with as_input_error(f"cannot read {path}", hint):
         data = path.read_bytes()
-    tokens, characters = encode(data)
-    if len(tokens) < 20 * block:  # the validation split is a tenth
+    tokens, characters = encode_tokens(data)
+    if len(tokens) < 20 * block:  # the validation split, a tenth, then has two blocks
         longest_block = len(tokens) // 20
         hint = f"--block {longest_block}, or a longer text" if longest_block else "a longer text"
         raise InputError(f"{path} has {len(tokens)} tokens", hint)
     return torch.from_numpy(tokens.astype(np.int16)), torch.from_numpy(characters.astype(np.int32))
 
 
-def encode(data: bytes) -> tuple[Any, Any]:
+def encode_tokens(data: bytes) -> tuple[Any, Any]:
     """Return tokens and code points as NumPy arrays; see `read_tokens`."""
     raw_bytes = np.frombuffer(data, np.uint8)
     no_characters = np.empty(0, np.uint32)
@@ -166,7 +167,7 @@ def encode(data: bytes) -> tuple[Any, Any]:
     return tokens, characters
 
 
-def training_rows(tokens: Tensor, block: int) -> Tensor:
+def make_training_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of BLOCKS_PER_ROW blocks as views of the text; consecutive rows share a block."""
     return tokens.unfold(
         0,
@@ -175,7 +176,7 @@ def training_rows(tokens: Tensor, block: int) -> Tensor:
     )
 
 
-def validation_rows(tokens: Tensor, block: int) -> Tensor:
+def make_validation_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of block + 1 tokens that cover the text, the last one filled with PADDING."""
     missing = -(len(tokens) - 1) % block
     return F.pad(tokens, (0, missing), value=PADDING).unfold(
@@ -201,7 +202,7 @@ class Layer(nn.Module):
         self.activation = SquaredReLU()
         self.down = zero_linear(4 * width, width)
         self.dropout = nn.Dropout(config.dropout)
-        self.sharpness = nn.Parameter(torch.ones(self.heads, 1, 1))
+        self.sharpness = nn.Parameter(torch.ones(self.heads, 1, 1))  # scales the attention's logits
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output.
@@ -241,7 +242,8 @@ class GPT(nn.Module):
         self.block = config.block
         self.vocabulary = len(characters) or MAX_CHARACTERS
         self.tokens = nn.Embedding(self.vocabulary, config.width)
-        self.places = nn.Embedding(config.block, config.width)  # one for each position
+        # The embeddings of positions. Snapshots contain the attribute's name, so it stays.
+        self.places = nn.Embedding(config.block, config.width)
         self.ngrams = HashedNgrams(self.vocabulary, config.ngrams, config.width)
         for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)

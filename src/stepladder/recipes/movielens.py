@@ -47,10 +47,11 @@ SumAndCount = tuple[Tensor, int]
 
 FOLDS = 5
 NUM_CANDIDATES = 99  # items that a held-out item is ranked against
-# These three were chosen on the validation split.
-NEGATIVE_POWER = 0.15  # of an item's popularity, in the rate of negatives; the paper has 0, uniform
-USER_POWER = 0.6  # of a user's number of positives, in the user's penalty; the paper has 1
-USER_RATE = 4.0  # the learning rate of users' rows relative to that of items'
+# A positive is an item that the user rated, a negative one that was drawn. The next three values
+# were chosen on the validation split.
+NEGATIVE_POWER = 0.15  # draws are in proportion to popularity ** 0.15; in the paper ** 0
+USER_POWER = 0.6  # a user's penalty grows with the user's positives ** 0.6; in the paper ** 1
+USER_RATE = 4.0  # the learning rate of users' rows, relative to the rate of items' rows
 EASE_PENALTY = 500.0
 
 
@@ -148,14 +149,14 @@ def build(
         data: What `load` returns, if it is in memory already; None to load it.
 
     Returns:
-        The job of ratings or of ranking, whichever the type of the data asks for.
+        The job of `--task rating` if the data are ratings, else the job of `--task ranking`.
     """
     if data is None:
         data = load(config)
     torch.manual_seed(config.seed)
     if isinstance(data, Ratings):
-        return rating_job(config, data)
-    return ranking_job(config, data)
+        return make_rating_job(config, data)
+    return make_ranking_job(config, data)
 
 
 def load(config: Config) -> Ratings | leave_one_out.LeaveOneOut:
@@ -182,7 +183,7 @@ def make_generator(purpose: str) -> np.random.Generator:
 # -- ranking ---------------------------------------------------------------------------------------
 
 
-def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
+def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     """Make the job of `--task ranking`."""
     users = torch.arange(len(data.user_ids))
     rated = torch.from_numpy(data.rated_matrix())
@@ -202,7 +203,7 @@ def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
         model = MatrixFactorization(num_users, config.factors, rated.sum(0).float(), weights)
         loss = partial(full_logistic_loss, config=config)
         train_data = (users, rated)
-        groups = user_and_item_groups(model, config.lr)
+        groups = make_parameter_groups(model, config.lr)
     optimizer = torch.optim.Adam(groups)
     steps = count_steps(config.epochs, len(train_data[0]), config.global_batch)
     candidates = torch.from_numpy(data.negatives)
@@ -223,7 +224,7 @@ def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     )
 
 
-def user_and_item_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+def make_parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Return parameter groups that give users a higher learning rate than items.
 
     Each user is one sample, so a user's row has one gradient an epoch, and an item's row one a
@@ -246,7 +247,7 @@ def full_logistic_loss(
     """Return the loss of Rendle et al. in expectation: all items instead of sampled negatives.
 
     In the paper each positive draws `negatives` items. Here each item counts by how often it would
-    be drawn. The penalty is that of the paper too: an example's vectors and biases are penalized,
+    be drawn. The penalty follows the paper too: each example penalizes its own vectors and biases,
     so each vector counts by how often it is in an example.
 
     Args:
@@ -274,8 +275,10 @@ def full_logistic_loss(
     loss = ((is_rated + num_positives * draws) * F.softplus(scores) - is_rated * scores).sum()
 
     num_users = model.users.num_embeddings
-    mean_positives = (total_positives / num_users) ** (1 - USER_POWER)
-    user_examples = (1 + config.negatives) * (num_positives**USER_POWER * mean_positives)
+    # For a user with the mean number of positives, any USER_POWER gives the same penalty.
+    scale = (total_positives / num_users) ** (1 - USER_POWER)
+    user_examples = (1 + config.negatives) * (num_positives**USER_POWER * scale)
+
     user_norms = user_vectors.square().sum(1, keepdim=True) + user_bias.square()
     item_examples = popularity + total_positives * draws
     item_norms = item_vectors.square().sum(1) + item_bias.square()
@@ -312,7 +315,7 @@ def compute_ranking_metrics(model: nn.Module, batch: Batch) -> MetricSums:
 # -- rating ----------------------------------------------------------------------------------------
 
 
-def rating_job(config: Config, data: Ratings) -> Job:
+def make_rating_job(config: Config, data: Ratings) -> Job:
     """Make the job of `--task rating`: one of five random folds is the test set.
 
     The folds are the same for every seed.

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from stepladder.core.errors import InputError, to_one_line
-from stepladder.core.order import Order
+from stepladder.core.order import IndexArray
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.shard import (
     H5_ERRORS,
@@ -86,7 +86,7 @@ class Extent(NamedTuple):
     """
 
     rows: int
-    offsets: Order | None
+    offsets: IndexArray | None
 
 
 class ShardReader:
@@ -140,7 +140,7 @@ class ShardReader:
                 "open Shards after the fork, in the process that reads them",
             )
 
-    def read(self, indices: Order) -> dict[str, Any]:
+    def read(self, indices: IndexArray) -> dict[str, Any]:
         """Return rows by column.
 
         Args:
@@ -178,8 +178,8 @@ class ShardReader:
     def _gather_lists(
         self,
         name: str,
-        slots: Order,
-        rows_in_chunk: Order,
+        slots: IndexArray,
+        rows_in_chunk: IndexArray,
     ) -> Ragged:
         column_lists = self.lists[name]
         parts = [np.empty(0, self.shards.columns[name].dtype)]
@@ -193,7 +193,7 @@ class ShardReader:
 
     # -- loading chunks ----------------------------------------------------------------------------
 
-    def _load(self, needed: Order) -> None:
+    def _load(self, needed: IndexArray) -> None:
         """Load chunks into the pool, over those that have not been used for longest."""
         slots = self.slot_of[needed]
         self.last_read[slots[slots != NOT_LOADED]] = self.num_reads
@@ -269,7 +269,7 @@ class ShardReader:
         name: str,
         lo: int,
         hi: int,
-    ) -> tuple[Order, np.ndarray]:
+    ) -> tuple[IndexArray, np.ndarray]:
         """Return where the lists lo to hi end in their values, from 0 on, and the values."""
         group = self.h5_files.get(shard_index)[name]
         first = int(group["ends"][lo - 1]) if lo else 0

@@ -132,7 +132,7 @@ class Lab:
         Raises:
             InputError: If another process is starting the lab.
         """
-        if self.process(LAB_UP) is not None:
+        if self.find_process(LAB_UP) is not None:
             pid = self.daemons[LAB_UP].pid
             raise InputError(f"process {pid} is starting this lab", f"wait for it, or kill {pid}")
         machine.kill_all(self._find_daemons)
@@ -197,7 +197,7 @@ class Lab:
         """
         deadline = time.monotonic() + LAB_START_TIMEOUT_S
         while True:
-            states = self.states()
+            states = self.read_states()
             if set(states.values()) == {"idle"}:
                 return
             self._check_daemons()
@@ -211,7 +211,7 @@ class Lab:
     def _check_daemons(self) -> None:
         """Raise InputError with the last message of a daemon that has ended."""
         for name in self.daemons:
-            if name != LAB_UP and self.process(name) is None:
+            if name != LAB_UP and self.find_process(name) is None:
                 log = self.layout.folder / f"{name}.out"
                 lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 errors = [line for line in lines if "fatal" in line or "rror" in line]
@@ -220,7 +220,7 @@ class Lab:
 
     # -- while it is up ----------------------------------------------------------------------------
 
-    def slurm(self, *command: str) -> str:
+    def run_slurm(self, *command: str) -> str:
         """Return the output of one of Slurm's commands, "" if it fails."""
         conf = {"SLURM_CONF": str(self.layout.conf), "PATH": machine.make_search_path()}
         env = {**os.environ, **conf}
@@ -231,9 +231,9 @@ class Lab:
         except subprocess.TimeoutExpired:
             return ""
 
-    def states(self) -> dict[str, str]:
+    def read_states(self) -> dict[str, str]:
         """Return each node's state in Slurm: idle, mixed, down; down* if it does not answer."""
-        output = self.slurm(
+        output = self.run_slurm(
             "sinfo",
             "--noheader",
             "--Node",
@@ -246,7 +246,7 @@ class Lab:
     def status(self) -> dict[str, Any]:
         """Return what `lab status --json` prints."""
         plain = self.layout.plain
-        states = self.states()
+        states = self.read_states()
         nodes = [
             {
                 "name": node.name,
@@ -261,7 +261,7 @@ class Lab:
         ]
         return {"slurm_conf": str(self.layout.conf), "plain": plain, "nodes": nodes}
 
-    def node(self, name: str) -> Node:
+    def find_node(self, name: str) -> Node:
         """Return the node of a name.
 
         Raises:
@@ -275,15 +275,15 @@ class Lab:
             f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status"
         )
 
-    def process(self, name: str) -> psutil.Process | None:
+    def find_process(self, name: str) -> psutil.Process | None:
         """Return a daemon's process, None if it has ended."""
         if name not in self.daemons:
             return None
         is_node = name in {node.name for node in self.layout.all_nodes}
-        return self.daemons[name].process("slurmd" if is_node else name, self.layout.conf)
+        return self.daemons[name].find_process("slurmd" if is_node else name, self.layout.conf)
 
     def _find_daemons(self) -> list[psutil.Process]:
-        processes = map(self.process, self.daemons)
+        processes = map(self.find_process, self.daemons)
         return [process for process in processes if process is not None]
 
     def find_processes(self, node: Node) -> list[psutil.Process]:
@@ -294,7 +294,7 @@ class Lab:
 
     def fail(self, name: str) -> int:
         """Kill all processes of a node, as if it lost power, and return their number."""
-        node = self.node(name)
+        node = self.find_node(name)
         count = len(self.find_processes(node))
         machine.kill_all(lambda: self.find_processes(node))
         self.daemons.pop(node.name, None)
@@ -303,18 +303,18 @@ class Lab:
 
     def cut(self, name: str) -> None:
         """Pull a node's network cable."""
-        node = self.node(name)
+        node = self.find_node(name)
         self._require_networks("cut")
         machine.set_cable(node, up=False)
 
     def heal(self, name: str) -> None:
         """Restore a node's power and network cable."""
-        node = self.node(name)
+        node = self.find_node(name)
         if not self.layout.plain:
             machine.set_cable(node, up=True)
-        if self.process(node.name) is None:
+        if self.find_process(node.name) is None:
             # As at a reboot: Slurm would otherwise wait for tasks that are gone.
-            self.slurm(
+            self.run_slurm(
                 "scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal"
             )
             self._start_node(node)
@@ -334,7 +334,7 @@ class Lab:
             self._require_networks("exec --node")
             command = machine.make_node_command(
                 self.layout,
-                self.node(name),
+                self.find_node(name),
                 command,
             )
         os.environ["SLURM_CONF"] = str(self.layout.conf)

@@ -1,9 +1,10 @@
 """What a lab does to this machine: it starts daemons, creates networks, and removes all of it.
 
-A node with a network has a network namespace, connected by a cable (veth) to a bridge; this needs
-root. The node's processes are those in that namespace. Its host name and /etc/hosts are in two
-more namespaces that exist only as long as a process in them, so every command on a node creates
-them again. Daemons are found by a recorded process id, never by name.
+Each node of a lab, except for a plain lab, is a network namespace, connected by a virtual cable
+(veth) to a bridge; this needs root. The node's processes are all processes in that namespace. The
+node's host name and /etc/hosts need two more namespaces. These end with their last process, so
+every command on a node creates them again. Daemons are found by a recorded process id, never by
+name.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Daemon:
         """Return the daemon of a running process."""
         return Daemon(pid, _read_start_time(pid))
 
-    def process(
+    def find_process(
         self,
         program: str,
         conf: Path,
@@ -99,7 +100,9 @@ def start_daemon(
     Args:
         command: The command.
         log: The file of its output.
-        env: Environment variables. It has few others, because jobs bring their own.
+        env: Environment variables. Besides them the daemon gets only DAEMON_VARIABLES: a job brings
+            the variables that it needs.
+
 
     Returns:
         The daemon.
@@ -127,7 +130,7 @@ def find_plain_node_processes(name: str, folder: Path) -> list[psutil.Process]:
     }
     for process in list(processes):
         with suppress(psutil.NoSuchProcess):
-            # Also those that have cleared their environment.
+            # This also finds children that have cleared their environment.
             processes |= set(process.children(recursive=True))
     return list(processes)
 
@@ -139,7 +142,8 @@ def _is_on_plain_node(
     log: str,
 ) -> bool:
     try:
-        if process.name() == "slurmstepd":  # it overwrites its environment with its title
+        # A slurmstepd overwrites its environment with its title; it has the node's log open.
+        if process.name() == "slurmstepd":
             return any(file.path == log for file in process.open_files())
         env = process.environ()
     except (psutil.Error, OSError):
@@ -268,7 +272,9 @@ def remove_networks(layout: Layout) -> None:
         if (NAMESPACES_FOLDER / node.device).exists():
             run_ip("netns", "del", node.device)
     existing = psutil.net_if_addrs()
-    # The kernel removes a namespace and its cable with its last process, but a moment later.
+    # The kernel removes a namespace and its cable a moment after the last process has ended, so the
+    # cable may be there or not, and an error is ignored.
+
     for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
         if device in existing:
             subprocess.run(

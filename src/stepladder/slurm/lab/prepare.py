@@ -117,7 +117,7 @@ def remove_stale_lab(folder: Path) -> None:
         if folder.exists():
             raise InputError(f"{folder} is there without its {LAB_RECORD_FILE}", f"rm -r {folder}")
         return
-    if any(map(lab.process, lab.daemons)):
+    if any(map(lab.find_process, lab.daemons)):
         raise InputError(
             f"a lab is up already, with {lab.layout.nodes} nodes", "stepladder lab down"
         )
