@@ -201,11 +201,8 @@ class TreeBucket:
             return self.pending
         self.pending.wait()
         self.summed_slice = self.out.new_empty(self.slice_size)
-        add_in_order(
-            self.receive_buffer.split(self.slice_size),
-            self.additions,
-            self.summed_slice,
-        )
+        block_slices = self.receive_buffer.split(self.slice_size)
+        add_in_order(block_slices, self.additions, self.summed_slice)
         return self.comm.all_gather(self.out, self.summed_slice)
 
     def _combine(
@@ -216,11 +213,8 @@ class TreeBucket:
     ) -> None:
         """Finish the tree for the elements [lo, hi) of `out`, from these elements of all blocks."""
         is_everything = hi - lo == self.out.numel()
-        add_in_order(
-            block_parts,
-            self.additions,
-            self.out if is_everything else self.out[lo:hi],
-        )
+        target = self.out if is_everything else self.out[lo:hi]
+        add_in_order(block_parts, self.additions, target)
 
     def end_step(self) -> None:
         """Make the blocks of the finished step free leaves again."""
