@@ -148,9 +148,9 @@ def test_an_overlay_that_cannot_be_mounted_costs_no_other_one(
             (scratch / part).mkdir()
         no_folder = outside.parent / "a-file"
         no_folder.touch()
-        protected = Protected(scratch, scratch / "copy", scratch / "folder")
+        folders = SandboxFolders(scratch, scratch / "copy", scratch / "folder")
         plan = replace(
-            sandbox.make_plan(protected), overlays=[str(no_folder), "/removed", str(outside)]
+            sandbox.make_plan(folders), overlays=[str(no_folder), "/removed", str(outside)]
         )
         monkeypatch.setattr(sandbox, "make_plan", lambda _: plan)
         namespace = open_namespace(protected)

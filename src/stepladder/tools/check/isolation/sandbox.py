@@ -34,7 +34,7 @@ MECHANISM_VARIABLE = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for test
 MECHANISMS = ("namespace", "landlock", "audit")
 OVERLAID_SUFFIX = "-overlaid"  # of the name of a start that is repeated with more overlays
 NAMESPACE_TIMEOUT_S = 60.0  # a busy machine or a slow file server can delay it
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_NAMESPACE_MESSAGE_BYTES = 1 << 20
 PACKAGE_ROOT = str(Path(__file__).parents[4])
 RUN_MODULE = (
     "import sys; sys.path.insert(0, sys.argv[1]); import importlib; "
@@ -260,7 +260,7 @@ def open_namespace(
         try:
             plan = make_plan(folders).to_json().encode()
             builder.communicate(plan, NAMESPACE_TIMEOUT_S)
-            message, descriptors, _, _ = socket.recv_fds(receiver, MAX_MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(receiver, MAX_NAMESPACE_MESSAGE_BYTES, 2)
         except (OSError, subprocess.TimeoutExpired):
             return None
         finally:
