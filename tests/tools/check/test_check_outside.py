@@ -153,7 +153,7 @@ def test_an_overlay_that_cannot_be_mounted_costs_no_other_one(
             sandbox.make_plan(folders), overlays=[str(no_folder), "/removed", str(outside)]
         )
         monkeypatch.setattr(sandbox, "make_plan", lambda _: plan)
-        namespace = open_namespace(protected)
+        namespace = open_namespace(folders)
         assert namespace is not None
         descriptors, upper_layers = namespace
         for descriptor in descriptors:
