@@ -17,7 +17,7 @@ from processes import SECONDS
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGED = [
-    "py.typed", "tools/steps/startup/sitecustomize.py", "tools/pages/page.html", "slurm/job.sbatch",
+    "py.typed", "tools/probe/startup/sitecustomize.py", "tools/pages/page.html", "slurm/job.sbatch",
     "recipes/digits.py",
 ]  # fmt: skip
 

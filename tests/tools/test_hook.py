@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, run
-from stepladder.tools.steps.hook import (
+from stepladder.tools.probe.attach import (
     OBSERVER_VARIABLE,
-    STARTUP,
-    make_observer_variables,
+    STARTUP_FOLDER,
+    make_listener_variables,
     temporary_environment,
 )
 
@@ -21,8 +21,8 @@ LAUNCHER = """
 import sys
 from stepladder.cli import main
 from eyes import Eyes
-from stepladder.tools.steps.hook import make_observer_variables, temporary_environment
-with temporary_environment(**make_observer_variables(Eyes, file="seen")):
+from stepladder.tools.probe.attach import make_listener_variables, temporary_environment
+with temporary_environment(**make_listener_variables(Eyes, file="seen")):
     main(sys.argv[1:])
 """
 EYES = """
@@ -75,7 +75,7 @@ def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
     told = (
         "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
     )
-    with temporary_environment(**make_observer_variables(Eyes)):
+    with temporary_environment(**make_listener_variables(Eyes)):
         done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
@@ -90,8 +90,8 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
         "p = torch.zeros(2, requires_grad=True); p.sum().backward(); torch.optim.SGD([p]).step()",
     )
     env = {
-        "PYTHONPATH": str(STARTUP),
-        OBSERVER_VARIABLE: make_observer_variables(Eyes, file="seen")[OBSERVER_VARIABLE],
+        "PYTHONPATH": str(STARTUP_FOLDER),
+        OBSERVER_VARIABLE: make_listener_variables(Eyes, file="seen")[OBSERVER_VARIABLE],
         "RANK": "0",
     }
     done = run(cwd=tmp_path, env=env, command=(sys.executable, "-c", "\n".join(lines)))
@@ -102,6 +102,6 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     before = dict(os.environ)
-    with temporary_environment(**make_observer_variables(Eyes, file="seen")):
-        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP), "mine"])
+    with temporary_environment(**make_listener_variables(Eyes, file="seen")):
+        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP_FOLDER), "mine"])
     assert dict(os.environ) == before

@@ -21,6 +21,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.recipes import mlp
+from stepladder.tools.probe.attach import temporary_environment
 from stepladder.tools.profiler.breakdown import (
     PARTS,
     align_clocks,
@@ -32,7 +33,6 @@ from stepladder.tools.profiler.merged_trace import write_merged_trace
 from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, record_profile
 from stepladder.tools.profiler.trace import Trace
 from stepladder.tools.profiler.workloads import QUIET_KINETO
-from stepladder.tools.steps.hook import temporary_environment
 from stepladder.train.comm import Comm
 from stepladder.train.phases import WAITING_FOR_RANKS
 from stepladder.train.trainer import Trainer

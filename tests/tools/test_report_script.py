@@ -14,10 +14,11 @@ import pytest
 
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
+from stepladder.tools.probe.step_clock import StepClock
 from stepladder.tools.report.launches import LAUNCHES_FILE, STEPS_FOLDER, read_launches
 from stepladder.tools.report.live import describe_script
 from stepladder.tools.report.script_record import read_script_run
-from stepladder.tools.steps.clock import StepClock, StepRecorder
+from stepladder.tools.report.step_recorder import StepRecorder
 
 SLOW = JOBS / "slow_rank.py"
 

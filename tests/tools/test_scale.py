@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from processes import refused, run
+from stepladder.tools.probe.step_clock import RunQueue
 from stepladder.tools.scaling.efficiency import (
     MAX_PREDICTED_PROCESSES,
     STEP_PARTS,
@@ -24,7 +25,6 @@ from stepladder.tools.scaling.efficiency import (
 )
 from stepladder.tools.scaling.measure import Round, summarize_rounds
 from stepladder.tools.scaling.scaling_report import Scaling, describe_size, render_scaling_page
-from stepladder.tools.steps.clock import RunQueue
 
 STEPS = 40
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
+from stepladder.tools.probe.ranks import step_count_path
+from stepladder.tools.probe.step_clock import COLUMNS
 from stepladder.tools.scaling.efficiency import STEP_PARTS, SizeResult
 from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scaling_report import (
@@ -24,8 +26,7 @@ from stepladder.tools.scaling.scaling_report import (
     make_table,
     render_scaling_page,
 )
-from stepladder.tools.steps.clock import COLUMNS, times_path
-from stepladder.tools.steps.hook import step_count_path
+from stepladder.tools.scaling.script_timer import times_path
 
 pytestmark = pytest.mark.ranks
 

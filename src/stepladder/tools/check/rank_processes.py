@@ -23,7 +23,7 @@ from stepladder.tools.check.probe_settings import (
     ProbeSettings,
 )
 from stepladder.tools.check.recording import read_events
-from stepladder.tools.check.startup_variables import prepend_startup_folder
+from stepladder.tools.probe.attach import prepend_startup_folder
 
 POLL_INTERVAL_S = 0.1
 # Without an event of any rank after one has halted: another may not have come so far yet.

@@ -1,20 +1,11 @@
-"""Environment variables with which an interpreter loads the probe, or simulates GPUs."""
+"""Environment variables with which an interpreter simulates GPUs."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from stepladder.tools.check.probe_settings import SIMULATED_GPUS
-
-STARTUP_FOLDER = Path(__file__).parent / "startup"
-
-
-def prepend_startup_folder(python_path: str) -> str:
-    """Return a PYTHONPATH on which the folder of our `sitecustomize` comes first."""
-    if not python_path:
-        return str(STARTUP_FOLDER)
-    return f"{STARTUP_FOLDER}{os.pathsep}{python_path}"
+from stepladder.tools.probe.attach import prepend_startup_folder
 
 
 def simulated_gpu_variables(gpus: int) -> dict[str, str]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from stepladder.rank.lifecycle import exit_now
-from stepladder.tools.steps.hook import get_rank_and_world_size, step_count_path, wait_for_all
+from stepladder.tools.probe.ranks import (
+    end_script_after,
+    get_rank_and_world_size,
+    write_step_count,
+)
 from stepladder.train.phases import STEPPING
 
 METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to torch's own keys
 MARK_PREFIX = "stepladder:"  # of a job's phase, before the phase's name
-TRACES_TIMEOUT_S = 60.0
 
 
 def peak_memory_bytes() -> int:
@@ -106,12 +107,11 @@ class Capture:
 
     def write_step_count(self) -> None:
         """Write the number of finished steps, once: a write in each step would be in the trace."""
-        path = step_count_path(self.folder, self.rank)
-        path.write_text(str(self.finished_steps), encoding="utf-8")
+        write_step_count(self.folder, self.rank, self.finished_steps)
 
 
 class CapturedSteps:
-    """A `StepObserver` that records a window of the first optimizer's steps, then ends the script.
+    """A listener that records a window of the first optimizer's steps, then ends the script.
 
     A script's second optimizer (of a GAN) does not count steps.
     """
@@ -132,16 +132,4 @@ class CapturedSteps:
         if optimizer is not self.first_optimizer:
             return
         if self.capture.after_step():
-            self.exit_with_all_ranks()
-
-    def exit_with_all_ranks(self) -> None:
-        """End the script once all ranks have written their traces."""
-        paths = [step_count_path(self.capture.folder, rank) for rank in range(self.world_size)]
-        count = str(self.capture.last_step).encode()
-        wait_for_all(
-            lambda: all(path.exists() and path.read_bytes() == count for path in paths),
-            TRACES_TIMEOUT_S,
-        )
-        for child in multiprocessing.active_children():  # workers of a DataLoader
-            child.kill()
-        exit_now(0)
+            end_script_after(self.capture.folder, self.world_size, self.capture.last_step)

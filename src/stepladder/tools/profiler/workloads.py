@@ -24,8 +24,9 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import prepare_run
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
+from stepladder.tools.probe.attach import make_listener_variables, temporary_environment
+from stepladder.tools.probe.ranks import read_step_counts
 from stepladder.tools.profiler.capture import Capture, CapturedSteps
-from stepladder.tools.steps.hook import make_observer_variables, temporary_environment
 
 QUIET_KINETO = {
     "KINETO_LOG_LEVEL": "99"
@@ -82,7 +83,7 @@ def profile_script(
 ) -> int:
     """Profile a script with `threads` intra-op threads per rank; None: the script's own choice."""
     world = World.detect()
-    variables = make_observer_variables(
+    variables = make_listener_variables(
         CapturedSteps, folder=folder.absolute(), warmup=warmup, steps=steps
     )
     if threads:
@@ -94,8 +95,8 @@ def profile_script(
         else:
             code = prepare_run(script, Options(), Topology(nproc=str(nproc)))()
     if code == 0 and world.is_first:  # a rank ends only when the traces of all ranks are there
-        counts = [int(file.read_bytes()) for file in folder.glob("rank-*.steps")]
-        made_steps = min(counts) if counts and len(counts) >= nproc else 0
+        counts = read_step_counts(folder, nproc)
+        made_steps = min(counts) if len(counts) == nproc else 0
         validate_step_count(script, made_steps, warmup, steps, nproc)
     return code
 

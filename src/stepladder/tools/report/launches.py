@@ -25,8 +25,8 @@ from stepladder.core.masking import mask_command
 from stepladder.core.typed_file import convert, open_to_read
 from stepladder.storage.run_dir_access import validate_run_dir_writable
 from stepladder.storage.run_files import CONFIG_FILE
-from stepladder.tools.steps.clock import StepRecorder
-from stepladder.tools.steps.hook import make_observer_variables, temporary_environment
+from stepladder.tools.probe.attach import make_listener_variables, temporary_environment
+from stepladder.tools.report.step_recorder import StepRecorder
 
 LAUNCHES_FILE = "launches.jsonl"
 STEPS_FOLDER = "steps"
@@ -92,7 +92,7 @@ def run_recorded(
     code = FAILED
     try:
         with temporary_environment(
-            **make_observer_variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())
+            **make_listener_variables(StepRecorder, folder=(run_dir / STEPS_FOLDER).absolute())
         ):
             code = work()
     except InputError:

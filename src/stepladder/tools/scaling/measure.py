@@ -35,6 +35,12 @@ from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.local_ranks import run_on_ranks
 from stepladder.tools.pages.figures import format_amount
+from stepladder.tools.probe.attach import (
+    OBSERVER_VARIABLE,
+    make_listener_variables,
+    temporary_environment,
+)
+from stepladder.tools.probe.ranks import read_step_counts
 from stepladder.tools.scaling.efficiency import (
     STEP_PARTS,
     TIMES_FILE,
@@ -42,14 +48,8 @@ from stepladder.tools.scaling.efficiency import (
     compute_parts,
     trim_steps,
 )
+from stepladder.tools.scaling.script_timer import StepTimer, times_path
 from stepladder.tools.scaling.step_times import time_steps
-from stepladder.tools.steps.clock import StepTimer, times_path
-from stepladder.tools.steps.hook import (
-    OBSERVER_VARIABLE,
-    make_observer_variables,
-    step_count_path,
-    temporary_environment,
-)
 
 SCRIPT_END_TIMEOUT_S = 10.0
 MAX_LOG_LINES = 20  # shown of the rank that has failed
@@ -240,7 +240,7 @@ class TimedScript:
     def run(self, nproc: int, folder: Path) -> Round:
         os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
         start_time = time.time()
-        env = self._make_observer(folder)
+        env = self._make_listener(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with temporary_environment(**env):
             group = make_script_group(
@@ -268,7 +268,7 @@ class TimedScript:
         return self.read(nproc, folder, start_time)
 
     def make_command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        env = self._make_observer(folder) | {"OMP_NUM_THREADS": str(self.threads)}
+        env = self._make_listener(folder) | {"OMP_NUM_THREADS": str(self.threads)}
         return ["run", self.script.name, *self.script.args], env
 
     def read(
@@ -294,9 +294,9 @@ class TimedScript:
             optimizers=int(results[0]["optimizers"]),
         )
 
-    def _make_observer(self, folder: Path) -> dict[str, str]:
+    def _make_listener(self, folder: Path) -> dict[str, str]:
         """Return the environment that makes the ranks of the script write their times."""
-        return make_observer_variables(
+        return make_listener_variables(
             StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps
         )
 
@@ -309,8 +309,7 @@ class TimedScript:
         folder: Path,
     ) -> InputError:
         """Return the error of a script that has ended without failure before it was measured."""
-        files = [step_count_path(folder, rank) for rank in range(nproc)]
-        counts = [int(file.read_bytes()) for file in files if file.exists()]
+        counts = read_step_counts(folder, nproc)
         if not any(counts):
             return InputError(
                 f"{self.script.name} made no step of a torch optimizer on {nproc} process(es)",

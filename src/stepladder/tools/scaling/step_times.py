@@ -19,8 +19,8 @@ import numpy as np
 
 from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.tools.probe.step_clock import COLUMNS, RunQueue
 from stepladder.tools.scaling.efficiency import TIMES_FILE
-from stepladder.tools.steps.clock import COLUMNS, RunQueue
 from stepladder.train.phases import STEPPING, Phases
 
 MIN_MEASURED_STEPS = 5

@@ -29,6 +29,7 @@ WORKING_FOLDER = -1  # what audit events report when a call names no folder by a
 
 
 def attach() -> None:
+    current_log()  # it opens its file before files outside are refused
     sys.addaudithook(audit)
     library_guard.attach(refuse_outside_path)
     if mechanism() == "audit":

@@ -73,7 +73,7 @@ def has_guard(argv: Sequence[str], env: Mapping[str, str]) -> bool:
 
 def starts_with_guard(python_path: str) -> bool:
     first_folder = python_path.split(os.pathsep)[0]
-    return first_folder.endswith(os.path.join("tools", "check", "startup"))
+    return first_folder.endswith(os.path.join("tools", "probe", "startup"))
 
 
 def check_popen(

@@ -1,7 +1,6 @@
-"""The start of each interpreter of a checked script: patches torch after its import.
+"""The start of each interpreter of an observed script: attach what the environment asks for.
 
-The same is done for a script with simulated GPUs. Python imports one `sitecustomize`, the first on
-its path, so the user's own is run from here.
+Python imports only one `sitecustomize`, the first on its path, so the user's own is run from here.
 """
 
 from __future__ import annotations
@@ -19,10 +18,17 @@ if TYPE_CHECKING:
 
 SITECUSTOMIZE_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
 FOLDERS_TO_PACKAGE_ROOT = 4
+# The module whose `attach` is called, by the environment variable that asks for it.
+ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.isolation.guard"}
+ATTACHED_AFTER_TORCH = {
+    "STEPLADDER_PRETEND_GPUS": "stepladder.tools.check.simulated_devices",
+    "STEPLADDER_CHECK": "stepladder.tools.check.probe.attach",
+    "STEPLADDER_OBSERVER": "stepladder.tools.probe.attach",
+}
 
 
 class TorchFinder:
-    """A finder of modules that patches torch after its import.
+    """A finder of modules that attaches the listeners after the import of torch.
 
     Other finders find torch. Python may ask for it more than once before it is loaded.
     """
@@ -47,20 +53,20 @@ class TorchFinder:
             return spec
         original_exec = spec.loader.exec_module
 
-        def exec_and_patch(module: ModuleType) -> None:
+        def exec_and_attach(module: ModuleType) -> None:
             sys.meta_path.remove(self)
             original_exec(module)
-            attach()
+            attach(ATTACHED_AFTER_TORCH)
 
-        spec.loader.exec_module = exec_and_patch
+        spec.loader.exec_module = exec_and_attach
         return spec
 
 
-def attach() -> None:
-    if "STEPLADDER_PRETEND_GPUS" in os.environ:
-        import_own("stepladder.tools.check.simulated_devices").attach()
-    if "STEPLADDER_CHECK" in os.environ:
-        import_own("stepladder.tools.check.probe.attach").attach()
+def attach(modules: dict[str, str]) -> None:
+    """Call `attach` of each module that a variable of the environment asks for."""
+    for variable, name in modules.items():
+        if variable in os.environ:
+            import_own(name).attach()
 
 
 def import_own(name: str) -> Any:
@@ -84,8 +90,6 @@ def run_sitecustomize_of_user() -> None:
         spec.loader.exec_module(module)
 
 
-if "STEPLADDER_CHECK" in os.environ:
-    import_own("stepladder.tools.check.probe.probe_log").start_log()
-    import_own("stepladder.tools.check.isolation.guard").attach()
+attach(ATTACHED_AT_START)
 sys.meta_path.insert(0, TorchFinder())
 run_sitecustomize_of_user()

@@ -1,1 +1,0 @@
-"""The folder of `sitecustomize`, which is on the ranks' PYTHONPATH."""

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: each interpreter of an observed script runs its sitecustomize."""

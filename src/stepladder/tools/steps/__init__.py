@@ -1,1 +1,0 @@
-"""Looking at a script's optimizer steps from outside."""

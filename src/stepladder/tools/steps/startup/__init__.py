@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH: each interpreter of a script's ranks runs its sitecustomize."""
