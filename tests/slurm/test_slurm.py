@@ -11,6 +11,7 @@ import pytest
 
 from labs import TestLab
 from stepladder.core.errors import InputError
+from stepladder.launcher.batch.jobs import JobNote
 from stepladder.slurm.batch_job import make_batch_job, parse_time_limit
 from stepladder.slurm.client import (
     SYSTEM_CONF,
@@ -26,7 +27,7 @@ from stepladder.slurm.partitions import (
     parse_partitions,
 )
 from stepladder.slurm.site_defaults import SiteDefaults
-from stepladder.slurm.submitted_jobs import JobNote, add_record, read_job_records
+from stepladder.slurm.submitted_jobs import add_record, read_job_records
 
 LISTS = {
     "gpu[7],gpu[9-10]": ["gpu7", "gpu9", "gpu10"],

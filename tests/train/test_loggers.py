@@ -5,7 +5,6 @@ in the way.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from installed import install_example, with_first_on_path
 from processes import refused, run, train
 from ranks import run_ranks
 from stepladder import Comm, Job, Settings, Trainer, mean_loss
@@ -133,10 +133,6 @@ def test_what_is_not_installed_is_refused_before_anything_is_written(tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-def with_first_on_path(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
-
-
 def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--log-to 'comet' is unknown"):
         Settings(tmp_path, log_to=("comet",))
@@ -144,30 +140,11 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
 
 # -- in another package ----------------------------------------------------------------------------
 
-CSV_LOGGER = Path(__file__).parents[2] / "docs/examples/csv-logger"
-
 
 @pytest.fixture(scope="module")
 def csv_logger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables with which the example of docs/own-logger.md is installed, by pip."""
-    pytest.importorskip("setuptools", minversion="61")
-    folder = tmp_path_factory.mktemp("csv-logger")
-    copy = shutil.copytree(CSV_LOGGER, folder / "source")  # pip builds in the source's folder
-    pip = (
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-index",
-        "--no-deps",
-    )
-    done = run(
-        *pip, "--no-build-isolation", "--target", folder / "installed", copy,
-        cwd=folder, command=(sys.executable,),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return with_first_on_path(folder / "installed")
+    """The variables with which the example of docs/own-logger.md is installed."""
+    return install_example("csv-logger", tmp_path_factory.mktemp("csv-logger"))
 
 
 def test_a_logger_of_an_installed_package_gets_the_curves(

@@ -18,22 +18,15 @@ from stepladder.core.errors import InputError
 from stepladder.core.masking import mask_command
 from stepladder.core.output_file import validate_writable
 from stepladder.core.process_count import parse_range
+from stepladder.launcher.batch import jobs
+from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.rank.exit_record import write_end
-from stepladder.slurm import client, requeue, submitted_jobs
+from stepladder.slurm import requeue
 from stepladder.slurm.batch_job import (
     MAX_REQUEUES,
     BatchJob,
     make_batch_job,
     measure_margin,
-)
-from stepladder.slurm.batch_script import render_batch_script
-from stepladder.slurm.partitions import (
-    describe_cluster_defaults,
-    find_job_warnings,
-    list_partitions,
-    validate_job_fits,
-    validate_joinable,
-    validate_node_names,
 )
 from stepladder.slurm.site_defaults import find_site_defaults
 
@@ -160,23 +153,20 @@ def submit(
         )
     job = make_job(command, flags)
     validate_output(Path(job.output))
+    cluster = open_cluster()
     if dry_run:
-        echo(render_batch_script(job), end="")
+        echo(cluster.render(job), end="")
         return 0
-    cluster = list_partitions()
-    validate_job_fits(job, cluster)
-    validate_node_names(job)
-    validate_joinable(job)
+    typed_flags = [name for name, value in flags.items() if value is not None and name != "nodes"]
+    advice = cluster.validate(job, typed_flags)
+    jobs.validate_joinable(cluster, job)
     if rehearsal and not rehearsal.passes_check(as_json):
         return 1
-    typed_flags = [name for name, value in flags.items() if value is not None and name != "nodes"]
-    for sentence in describe_cluster_defaults(job, cluster, typed_flags):
-        echo(f"stepladder: {sentence}", err=True)
-    for doubt in [*find_job_warnings(job), *find_shared_run_dir(command, job)]:
-        echo(f"warning: {doubt}", err=True)
-    number = submitted_jobs.submit(job)
+    for line in [*advice, *find_shared_run_dir(cluster, command, job)]:
+        echo(line, err=True)
+    number = jobs.submit(cluster, job)
     if as_json:
-        echo(json.dumps({"schema": 1, "job_id": int(number)}))
+        echo(json.dumps({"schema": 1, "job_id": int(number) if number.isdigit() else number}))
     else:
         echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
     return 0
@@ -214,15 +204,15 @@ def validate_output(output: Path) -> None:
         validate_writable(output, "--output")
 
 
-def find_shared_run_dir(command: SubmittedCommand, job: BatchJob) -> list[str]:
+def find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJob) -> list[str]:
     """Return a warning if other jobs train in the same run directory."""
     if command.kind != "train" or job.join:
         return []
-    jobs = submitted_jobs.find_jobs_in(command.job_dir)
-    if not jobs:
-        return []
     run_dir = command.job_dir
-    return [f"{run_dir} is also the run directory of job {', '.join(jobs)}: they take turns"]
+    sharing = ", ".join(jobs.find_jobs_in(cluster, run_dir))
+    if not sharing:
+        return []
+    return [f"warning: {run_dir} is also the run directory of job {sharing}: they take turns"]
 
 
 def show_findings(path: Path, as_json: bool) -> int:
@@ -252,7 +242,7 @@ def status(job: str | None, as_json: bool) -> None:
     if job is None:
         show_own_jobs(as_json)
         return
-    known = submitted_jobs.find_job(job)
+    known = jobs.find_job(open_cluster(), job)
     history = known.as_json() | requeue.describe_history(known)
     if as_json:
         echo(json.dumps({"schema": 1, **history}))
@@ -268,13 +258,13 @@ def status(job: str | None, as_json: bool) -> None:
 
 def show_own_jobs(as_json: bool) -> None:
     """Print the user's jobs that wait or run."""
-    jobs = submitted_jobs.list_user_jobs()
+    active_jobs = jobs.list_user_jobs(open_cluster())
     if as_json:
-        echo(json.dumps({"schema": 1, "jobs": [job.as_json() for job in jobs]}))
+        echo(json.dumps({"schema": 1, "jobs": [job.as_json() for job in active_jobs]}))
         return
-    for job in jobs:
+    for job in active_jobs:
         echo(job.describe())
-    if not jobs:
+    if not active_jobs:
         echo("no job waits or runs. HINT: stepladder submit -- train mnist")
 
 
@@ -296,28 +286,30 @@ def format_end(end: dict[str, Any]) -> str:
 @click.option("-f", "--follow", is_flag=True, help="Follow the output, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
     """Show what batch job JOB has printed, all its starts one after the other."""
-    known = submitted_jobs.find_job(job)
+    cluster = open_cluster()
+    known = jobs.find_job(cluster, job)
     if not known.output:
         raise InputError(
             f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed"
         )
 
     def is_over() -> bool:
-        return submitted_jobs.find_job(job).is_over
+        return jobs.find_job(cluster, job).is_over
 
-    for piece in submitted_jobs.read_output(Path(known.output), is_over if follow else None):
+    for piece in jobs.read_output(Path(known.output), is_over if follow else None):
         sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
-def cancel(jobs: tuple[str, ...]) -> None:
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB...")
+def cancel(job_ids: tuple[str, ...]) -> None:
     """Cancel batch jobs.
 
     Slurm first sends SIGTERM, on which a training saves a snapshot. The job is not requeued.
     """
-    known_jobs = [submitted_jobs.find_job(job) for job in jobs]
+    cluster = open_cluster()
+    known_jobs = [jobs.find_job(cluster, job_id) for job_id in job_ids]
     for known in known_jobs:
         if known.is_over:
             raise InputError(
@@ -325,7 +317,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
                 "stepladder status",
             )
     for known in known_jobs:
-        client.run_slurm("scancel", known.job)
+        cluster.cancel([known.job])
         line = f"job {known.job}: cancelled"
         if known.job_dir:
             line += f"; submitted again, it continues from its snapshot in {known.job_dir}"

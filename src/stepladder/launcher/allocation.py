@@ -23,7 +23,7 @@ from stepladder.core.process_count import parse_range
 from stepladder.core.signing import SECRET_VARIABLE, make_secret, take_secret_from_env
 from stepladder.core.world import FIRST_PORT, NUM_PORTS, find_first_node_address, find_launcher
 from stepladder.launcher.stdin import end_with_stdin
-from stepladder.launcher.topology import Topology
+from stepladder.launcher.topology import CLUSTER_VARIABLE, Topology
 
 NUMBER_PATTERN = r"(\d+)"
 REPEATED_PATTERN = r"(\d+)(?:\(x\d+\))?"  # such as 2(x3)
@@ -234,11 +234,10 @@ def start_elsewhere(
         InputError: This is a Slurm job, but there is no `srun`, or the job has ended.
     """
     end_with_stdin()
+    if not (hosts or topology.nodes):
+        topology = find_nodes_of_cluster() or topology
     if topology.hosts and not hosts:
-        print_message(topology.note)
-        hosts = topology.hosts
-        name, *rest = arguments
-        arguments = [name, "--nodes", topology.nodes, "--nproc", topology.nproc, *rest]
+        return run_on_cluster_hosts(arguments, ssh, topology)
     if hosts:
         from stepladder.launcher.ssh import run_on_hosts  # late: asyncio, for --hosts alone
 
@@ -264,6 +263,28 @@ def start_elsewhere(
         address,
     )
     _exec_srun(command, allocation.job)
+
+
+def find_nodes_of_cluster() -> Topology | None:
+    """Return the nodes of the job of another batch system in which this process runs, if any."""
+    if not os.environ.get(CLUSTER_VARIABLE) or find_launcher(os.environ) is not None:
+        return None
+    from stepladder.launcher.batch.cluster import open_cluster  # late: most runs are in no job
+
+    return open_cluster().allocation(os.environ)
+
+
+def run_on_cluster_hosts(arguments: Sequence[str], ssh: str, topology: Topology) -> int:
+    """Run the command on the hosts that a cluster has given, and return the exit code."""
+    from stepladder.launcher.ssh import run_on_hosts  # late: asyncio
+
+    print_message(topology.note)
+    name, *rest = arguments
+    flags = []
+    for flag, value in (("--nodes", topology.nodes), ("--nproc", topology.nproc)):
+        if value:
+            flags += [flag, value]
+    return run_on_hosts([name, *flags, *rest], topology.hosts, ssh, topology)
 
 
 def validate_job_is_alive(job: int) -> None:

@@ -19,6 +19,7 @@ from stepladder.core.process_count import parse_process_range, parse_range
 from stepladder.core.world import FIRST_PORT, NUM_PORTS, find_launcher
 
 Range = tuple[int, int]
+CLUSTER_VARIABLE = "STEPLADDER_CLUSTER"  # names another batch system than Slurm
 NODES_HINT = "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOST:PORT"
 
 

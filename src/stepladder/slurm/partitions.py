@@ -13,7 +13,6 @@ from stepladder.core.errors import InputError
 from stepladder.core.folders import get_file_system
 from stepladder.slurm.batch_job import BatchJob, parse_time_limit
 from stepladder.slurm.client import lab_conf, run_slurm, slurm_environment
-from stepladder.slurm.submitted_jobs import find_job
 
 SINFO_HINT = "sinfo; another --partition"
 SINFO_FORMAT = "%P|%a|%l|%s|%D|%c|%G|%L"
@@ -200,24 +199,6 @@ def validate_node_names(job: BatchJob) -> None:
         for name in expand_node_list(match[1] or match[2]):
             if name not in existing:
                 raise InputError(f"{option}: there is no node {name}", "sinfo --Node")
-
-
-def validate_joinable(job: BatchJob) -> None:
-    """Raise InputError if the job to join does not run, or has another run directory."""
-    if not job.join:
-        return
-    target = find_job(job.join)
-    if target.state != "RUNNING":
-        raise InputError(
-            f"--join {job.join}, but {target.describe()}", "stepladder status: one that runs"
-        )
-    job_dir = str(Path(job.job_dir).absolute())
-    if target.job_dir != job_dir:
-        target_dir = target.job_dir or "a folder that is not known here"
-        raise InputError(
-            f"--join {job.join}, whose run directory is {target_dir}, not {job_dir}",
-            f"the command that submitted job {job.join}, with --join {job.join}",
-        )
 
 
 def expand_node_list(text: str) -> list[str]:

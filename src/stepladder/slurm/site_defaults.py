@@ -31,6 +31,8 @@ class SiteDefaults:
         reservation: As of sbatch.
         container: The command that runs another one in a container image, on each node.
         setup: Lines of the batch script before the training starts.
+        cluster: Name of the batch system, an entry point of the group `stepladder.clusters`; Slurm
+            by default.
     """
 
     partition: str = ""
@@ -40,6 +42,7 @@ class SiteDefaults:
     reservation: str = ""
     container: str = ""
     setup: tuple[str, ...] = ()
+    cluster: str = ""
 
 
 def find_site_defaults() -> SiteDefaults:

@@ -20,7 +20,8 @@ from rich.live import Live
 from rich.text import Text
 
 from stepladder.core.console import make_printable
-from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job
+from stepladder.launcher.batch.cluster import open_cluster
+from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.report.record import RunReader, RunRecord
 from stepladder.tools.report.script_record import ScriptRecord, ScriptRunReader, is_script_run
@@ -46,7 +47,7 @@ def watch(target: str, once: bool, console: Console) -> None:
     """
     if JOB_NUMBER.fullmatch(target) and not Path(target).exists():
         followers: dict[Path, Follower] = {}
-        updates = poll_repeatedly(lambda: poll_job(target, followers), SLURM_POLL_INTERVAL_S)
+        updates = poll_repeatedly(lambda: poll_job(target, followers), CLUSTER_POLL_INTERVAL_S)
     else:
         updates = poll_repeatedly(Follower(Path(target)).poll, RUN_POLL_INTERVAL_S)
     show(updates, once, console)
@@ -97,7 +98,7 @@ def poll_job(number: str, followers: dict[Path, Follower]) -> RunView:
 
     Other scripts have the last line of their output in place of a run.
     """
-    job = find_job(number)
+    job = find_job(open_cluster(), number)
     run_dir = Path(job.job_dir) if job.job_dir else None
     is_job_run = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
     lines = [job.describe()]

@@ -13,15 +13,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.launcher.batch.cluster import Cluster, open_cluster
+from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job, submit
 from stepladder.slurm.batch_job import BatchJob
-from stepladder.slurm.client import run_slurm
-from stepladder.slurm.partitions import find_job_warnings, list_partitions, validate_job_fits
-from stepladder.slurm.submitted_jobs import SLURM_POLL_INTERVAL_S, find_job, submit
 from stepladder.tools.scaling.efficiency import SizeResult
 from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, list_turns, measure
 
@@ -29,6 +28,7 @@ START_TIME_FILE = "began"  # the time at which a job's script has started
 CANCEL_TIMEOUT_S = 90.0
 FILE_VISIBILITY_TIMEOUT_S = 30.0  # until a network file system shows another node's files
 CANCEL_POLL_INTERVAL_S = 0.5
+ALL_FIELDS = frozenset(field.name for field in fields(BatchJob))
 MAX_OUTPUT_LINES = 20  # shown of a failed job
 
 
@@ -63,18 +63,19 @@ def measure_on_nodes(
     Raises:
         InputError: There is no Slurm, the largest size does not fit, or a job has failed.
     """
-    validate_job_fits(replace(base_job, nodes=(max(sizes), max(sizes))), list_partitions())
+    cluster = open_cluster()
     # The working directory, as all nodes must see the folder.
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"
-    for warning in find_job_warnings(replace(base_job, job_dir=str(folder))):
-        report(f"warning: {warning}")
+    largest = replace(base_job, nodes=(max(sizes), max(sizes)), job_dir=str(folder))
+    for line in cluster.validate(largest, ALL_FIELDS):
+        report(line)
     with as_input_error(f"{folder} cannot be made", "cd to a folder that all nodes see"):
         folder.mkdir(mode=0o700)  # the folder will hold the job with its secrets
     submitted: dict[tuple[int, int], SubmittedRound] = {}
     job_ids: list[str] = []
 
     def run(number: int, size: int) -> Round:
-        return wait_for_round(subject, submitted[number, size])
+        return wait_for_round(cluster, subject, submitted[number, size])
 
     try:
         with interrupt_on_signals():
@@ -82,13 +83,13 @@ def measure_on_nodes(
                 dependency = [f"--dependency=afterany:{job_id}" for job_id in job_ids[-1:]]
                 job_dir = folder / f"{size}-{number}"
                 job = make_round_job(subject, base_job, size, job_dir, dependency)
-                job_id = submit(job)
+                job_id = submit(cluster, job)
                 job_ids.append(job_id)
                 submitted[number, size] = SubmittedRound(job_id, job)
             report(f"batch jobs {', '.join(job_ids)}, one after the other")
             results = measure(sizes, rounds, run, report, "node(s)")
     finally:
-        cancel_jobs(folder.name, job_ids)
+        cancel_jobs(cluster, folder.name, job_ids)
         shutil.rmtree(folder, ignore_errors=True)
     return [replace(result, nodes=size) for size, result in results.items()]
 
@@ -117,12 +118,14 @@ def make_round_job(
     )
 
 
-def wait_for_round(subject: TimedJob | TimedScript, submitted: SubmittedRound) -> Round:
+def wait_for_round(
+    cluster: Cluster, subject: TimedJob | TimedScript, submitted: SubmittedRound
+) -> Round:
     """Return a batch job's measurement when it has ended; raise InputError if it has failed."""
-    status = find_job(submitted.job_id)
+    status = find_job(cluster, submitted.job_id)
     while not status.is_over:
-        time.sleep(SLURM_POLL_INTERVAL_S)
-        status = find_job(submitted.job_id)
+        time.sleep(CLUSTER_POLL_INTERVAL_S)
+        status = find_job(cluster, submitted.job_id)
     job_dir = Path(submitted.job.job_dir)
     nproc = submitted.num_nodes * int(submitted.job.nproc)
     deadline = time.monotonic()
@@ -158,18 +161,18 @@ def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> I
     )
 
 
-def cancel_jobs(name: str, job_ids: list[str]) -> None:
+def cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
     """Cancel the jobs that are not over, and wait until they write no more.
 
     They are cancelled by their name, as sbatch may have submitted a job and been interrupted
     before it printed the job's number.
     """
-    running = [job_id for job_id in job_ids if not find_job(job_id).is_over]
+    running = [job_id for job_id in job_ids if not find_job(cluster, job_id).is_over]
     if job_ids and not running:
         return
-    run_slurm("scancel", f"--name={name}")
+    cluster.cancel([], name)
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while any(not find_job(job_id).is_over for job_id in running):
+    while any(not find_job(cluster, job_id).is_over for job_id in running):
         if time.monotonic() >= deadline:
             break
         time.sleep(CANCEL_POLL_INTERVAL_S)

@@ -1,0 +1,1 @@
+"""Batch jobs on any cluster: the protocol of a cluster, and the jobs that were submitted."""
