@@ -55,7 +55,7 @@ ALONE = MODES[:3]  # on one process the others are the same
 IMPORTED = (
     "stepladder.recipes.gpt",
     "stepladder.train.trainer",
-    "stepladder.train.full_shards",
+    "stepladder.train.layout.fsdp",
     "torch.distributed.optim",
     "torch._dynamo",
     "tensorboard.summary.writer.event_file_writer",

@@ -46,9 +46,9 @@ class Fault:
             return
         self.passes += 1
         if MODE in ("once", "missed"):
-            chosen = loop.recompute_check._choose_microbatch(
-                loop.state.step, loop.comm.world.rank
-            ).number
+            chosen = (
+                loop.listeners[0]._choose_microbatch(loop.state.step, loop.comm.world.rank).number
+            )
             self.struck = (number == chosen) == (MODE == "once") and not PLANTED.exists()
             if self.struck:
                 PLANTED.touch()

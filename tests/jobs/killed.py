@@ -19,10 +19,10 @@ from stepladder import Job
 from stepladder.core.errors import PeerLost
 from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
-from stepladder.train.optimizer_shards import OptimizerShards
+from stepladder.train.layout.zero1 import Zero1
 from stepladder.train.pending import Pending
 from stepladder.train.recorder import Recorder
-from stepladder.train.recovery import StepJournal
+from stepladder.train.recovery import SessionRecovery, StepJournal
 from stepladder.train.session import Session
 from stepladder.train.sync.base import Sync
 from stepladder.train.trainer import TrainingLoop
@@ -93,7 +93,7 @@ def counting_groups(function):
     def synchronize(self):
         now["groups"] += 1
         kill(f"group-{now['groups']}")
-        function(self)
+        return function(self)
 
     return synchronize
 
@@ -104,7 +104,7 @@ if "AS_NCCL" in os.environ:
     collectives.destroy_group = lambda _, under_way: destroy(True, under_way)
     collectives.poll_work = lambda work, _, until: poll(work, True, until)
 
-Session._synchronize = counting_groups(Session._synchronize)
+SessionRecovery._synchronize = counting_groups(SessionRecovery._synchronize)
 TrainingLoop.step = noting(TrainingLoop.step)
 before(Comm, "init_process_group", "meeting")
 for name in ("_start", "combine", "start_sum"):  # the last two by way of shared memory
@@ -112,7 +112,7 @@ for name in ("_start", "combine", "start_sum"):  # the last two by way of shared
 before(Recorder, "record_samples", "ledger+")
 before(Sync, "finish", "vote+")
 before(Sync, "finish", "deaf+")
-before(OptimizerShards, "gather", "unheard+")
+before(Zero1, "gather", "unheard+")
 before(Session, "end_epoch", "evaluation+")
 before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")

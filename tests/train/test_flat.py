@@ -5,16 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
-from stepladder.train.optimizer_shards import ELEMENTWISE_OPTIMIZERS
+from stepladder import Settings, World
+from stepladder.train.comm import Comm
+from stepladder.train.layout.flat import Flat
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS
 
 CPU = torch.device("cpu")
+SCALER = torch.amp.GradScaler(enabled=False)
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in ELEMENTWISE_OPTIMIZERS),
     ("SGD", {"momentum": 0.9, "nesterov": True}),
@@ -38,9 +42,7 @@ def made(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, getattr(torch.optim, kind)(groups, lr=0.01, **options)
 
 
-def step(
-    net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer | None, number: int
-) -> None:
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, flat: Flat | None, number: int) -> None:
     net.zero_grad()
     parts = list(net.children())[
         : 2 if number == 4 else 3
@@ -52,7 +54,13 @@ def step(
     if flat is None:
         optimizer.step()
     else:
-        flat.step()
+        flat.step(SCALER)
+
+
+def make_flat_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Flat | None:
+    job: Any = SimpleNamespace(model=None, optimizer=optimizer)
+    comm = Comm(World(), device)
+    return Flat(job, comm) if Flat.choose(Settings("runs/flat"), job, comm) is Flat else None  # type: ignore[arg-type]
 
 
 def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

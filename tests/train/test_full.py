@@ -29,10 +29,10 @@ from stepladder.storage.snapshot_slices import (
     write_part,
 )
 from stepladder.train.comm import Comm
-from stepladder.train.full_shards import FullShards
 from stepladder.train.job_file import load_job_file
+from stepladder.train.layout.fsdp import FullyShardedLayout
+from stepladder.train.layout.zero1 import Zero1
 from stepladder.train.model_blocks import find_blocks, validate_fully_shardable
-from stepladder.train.optimizer_shards import OptimizerShards, validate_shardable
 
 
 class Net(nn.Module):
@@ -189,8 +189,8 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
         assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
         assert len(snapshot.state()["optimizer"]["state"]) == len(list(net.parameters()))
         for taken in (
-            FullShards.snapshot_prefix,
-            OptimizerShards.snapshot_prefix,
+            FullyShardedLayout.slice_prefix,
+            Zero1.slice_prefix,
         ):  # in rows: it is not read whole before
             remaining = snapshot.state(taken)["optimizer"]["state"].values()
             assert {value.numel() for values in remaining for value in values.values()} == {1}
@@ -305,7 +305,9 @@ def test_what_cannot_be_cut_into_rows_is_refused() -> None:
     job = make_job()
     validate_fully_shardable(job)
     with pytest.raises(InputError, match="a step of Muon on slices"):
-        validate_shardable(torch.optim.Muon([nn.Linear(2, 2).weight]), "full")
+        FullyShardedLayout.validate(
+            replace(job, optimizer=torch.optim.Muon([nn.Linear(2, 2).weight], lr=0.1))
+        )
     first, second = job.model.blocks[0], job.model.blocks[1]  # type: ignore[index]
     second[0].weight = first[0].weight
     with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):

@@ -36,6 +36,7 @@ from stepladder.train.determinism import deterministic
 from stepladder.train.job_file import load_job_file
 from stepladder.train.opening import open_session
 from stepladder.train.process_group import process_group
+from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recompute_verdict import find_wrong_ranks
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import TrainingLoop
@@ -314,9 +315,10 @@ def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
     with ExitStack() as at_end:
         comm = at_end.enter_context(process_group(World(), torch.device("cpu")))
         loop = at_end.enter_context(loop_of(comm, job, tmp_path, epochs=100, replay_every=3))
-        assert loop.recompute_check is not None
-        due = [step for step in range(300) if loop.recompute_check.is_due(step)]
-        chosen = [loop.recompute_check._choose_microbatch(step, 0) for step in due]
+        check, *_ = loop.listeners
+        assert isinstance(check, RecomputeCheck)
+        due = [step for step in range(300) if check.is_due(step)]
+        chosen = [check._choose_microbatch(step, 0) for step in due]
     assert due[:2] == [2, 5]
     assert {span.number for span in chosen if span} == set(range(12))
 

@@ -18,18 +18,16 @@ from torch import nn
 from processes import JOBS, audited, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.core.errors import StateLost
 from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.storage.snapshot_slices import SliceReader, merge_parts, write_part
 from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
-from stepladder.train.optimizer_shards import (
-    ELEMENTWISE_OPTIMIZERS,
-    PARAMETERWISE_OPTIMIZERS,
-    OptimizerShards,
-    slices_of_rank,
-    validate_shardable,
-)
-from stepladder.train.shard_replicas import ShardReplicas
+from stepladder.train.layout import find_layout
+from stepladder.train.layout.pieces import slices_of_rank
+from stepladder.train.layout.replicated import Replicated
+from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, PARAMETERWISE_OPTIMIZERS
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 
@@ -79,10 +77,14 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, getattr(torch.optim, kind)(groups, lr=0.01, **OPTIONS.get(kind, {}))
 
 
+def job_of(net: nn.Module | None, optimizer: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(model=net, optimizer=optimizer)
+
+
 def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple[list[bytes], Any]:
     """All weights after some steps, and who has the optimizer's state. state: to begin with."""
     net, optimizer = made(kind)
-    shards = None if comm.alone else OptimizerShards(optimizer, comm)
+    shards = None if comm.alone else Zero1(job_of(net, optimizer), comm)
     if state is not None:
         optimizer.load_state_dict(deepcopy(state))  # it steps what it is given
         if shards:
@@ -126,7 +128,7 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         complete = shards.state_dict()
         reader.fill_state({"optimizer": complete})
         _, optimizer = made(kind)
-        reading = OptimizerShards(optimizer, comm)
+        reading = Zero1(job_of(None, optimizer), comm)
         optimizer.load_state_dict(
             {**complete, "state": {n: steps(item) for n, item in complete["state"].items()}}
         )
@@ -134,12 +136,12 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         reading.load_slices(reader)
         for name, rows in reading.slices().items():
             assert torch.equal(rows.values, shards.slices()[name].values), (kind, name)
-        for piece in reading.pieces:
-            for value in reading.state[piece.values].values():
+        for piece in reading.parts.pieces:
+            for value in reading.parts.state[piece.values].values():
                 assert (
                     value.shape != piece.values.shape or value.stride() == piece.values.stride()
                 ), kind
-        own_part = sum(p.values.numel() for p in reading.pieces)
+        own_part = sum(p.values.numel() for p in reading.parts.pieces)
         results[kind] = weights, plain(complete), rerun, own_part
     return results
 
@@ -198,13 +200,13 @@ def test_an_optimizer_that_nobody_can_cut_is_refused_by_name(
     request: pytest.FixtureRequest, optimizer: Callable[..., Any]
 ) -> None:
     with pytest.raises(InputError, match=f"a step of {request.node.callspec.id} on slices"):
-        validate_shardable(optimizer(nn.Linear(2, 2).parameters()))
+        Zero1.validate(job_of(None, optimizer(nn.Linear(2, 2).parameters())))
 
 
 def test_parameters_that_come_later_are_refused() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
-    shards = OptimizerShards(optimizer, alone())
+    shards = OptimizerSlices(optimizer, alone())
     optimizer.add_param_group({"params": [layer.bias]})
     with pytest.raises(InputError, match="other parameters since"), shards.stepping():
         pass
@@ -224,16 +226,16 @@ def test_each_slice_is_held_by_two_neighbours(ranks: int) -> None:
         assert holders == {item, (item + 1) % ranks}
 
 
-def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> ShardReplicas:
+def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> Replicated:
     """What a rank of an earlier, larger group has, in a group that follows it."""
     earlier: Any = SimpleNamespace(world=World(rank, ranks, rank, ranks), group_number=0)
-    copies = ShardReplicas(shards := OptimizerShards(optimizer, earlier, copies=2))
-    copies.comm = shards.comm = comm
+    copies = Replicated(job_of(None, optimizer), earlier)
+    copies.comm = copies.parts.comm = comm
     comm.group_number = 1
     return copies
 
 
-def held_state(shards: OptimizerShards) -> list[dict[str, Any]]:
+def held_state(shards: OptimizerSlices) -> list[dict[str, Any]]:
     states = [shards.state.get(piece.values, {}) for piece in shards.pieces]
     return [{name: bits(value) for name, value in sorted(state.items())} for state in states]
 
@@ -251,19 +253,19 @@ def go_on(comm: Comm, remaining: list[int], ranks: int, once: dict[str, Any]) ->
         stale = [param.detach().clone() for param in net.parameters()]
         for param, raw in zip(net.parameters(), weights, strict=True):
             param.data.copy_(torch.frombuffer(bytearray(raw), dtype=param.dtype).view(param.shape))
-        old = copies.shards_by_group[0]
+        old = copies.parts_by_group[0]
         saved = [piece.values.clone() for piece in old.pieces]
         for param, before in zip(net.parameters(), stale, strict=True):
             param.data.copy_(before)  # what other ranks have stepped was not gathered
         for piece, values in zip(old.pieces, saved, strict=True):
             piece.values.copy_(values)
-        holders = copies.find_holders()
-        assert holders is not None
-        new = copies.reshard(*holders)
-        assert copies.finish_resharding() is False and list(copies.shards_by_group) == [1]
+        copies.redistribute(copies.find_holders())
+        assert copies.finish_recovery() is False and list(copies.parts_by_group) == [1]
         expected = made(kind)[1]
         expected.load_state_dict(deepcopy(state))
-        states = [held_state(item) for item in (new, OptimizerShards(expected, comm, copies=2))]
+        states = [
+            held_state(item) for item in (copies.parts, OptimizerSlices(expected, comm, copies=2))
+        ]
         results[kind] = [bits(param.detach()) for param in net.parameters()], states[0] == states[1]
     return results
 
@@ -287,7 +289,11 @@ def test_slices_are_dealt_anew_from_whoever_has_them(remaining: list[int], ranks
 )
 def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
     copies = copies_of(made("AdamW")[1], alone(), rank, ranks)
-    assert copies.find_holders() == ((0, [0] * ranks) if has_all else None)
+    if has_all:
+        assert copies.find_holders() == (0, [0] * ranks)
+    else:
+        with pytest.raises(StateLost):
+            copies.find_holders()
 
 
 @pytest.mark.parametrize(
@@ -386,15 +392,14 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
 def save_where_one_cannot(comm: Comm, folder: Path) -> str:
     """What each rank says of a snapshot that the second one could not write to."""
     job = make_job()
-    state = TrainState(job)
-    state.shard(Settings(folder, shard="optimizer"), comm)
+    state = TrainState(job, find_layout(Settings(folder, shard="optimizer"))(job, comm))
     saving = SnapshotSaver(state, comm)
     if comm.world.is_first:
         saving.open(Snapshots(folder))
     saving.save({})
     saving.part_writer.wait_for_error()
     if not comm.world.is_first:
-        saving.part_writer.save(folder / "gone", 1, state.shards.slices())  # type: ignore[union-attr]
+        saving.part_writer.save(folder / "gone", 1, state.slices())
     try:
         saving.wait()
     except InputError as error:

@@ -9,7 +9,9 @@ import math
 import pytest
 import torch
 
-from stepladder import Job, TrainResult, mean_loss
+from stepladder import Job, TrainResult, World, mean_loss
+from stepladder.train.comm import Comm
+from stepladder.train.layout.base import StateLayout
 from stepladder.train.state import BEST, TrainState
 from stepladder.train.train_result import Best
 
@@ -19,9 +21,8 @@ def state(kind: str = "max") -> TrainState:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loss = mean_loss(torch.nn.functional.mse_loss)
-    return TrainState(
-        Job(model, optimizer, loss, torch.ones(4, 2), schedule=schedule, best=("score", kind))
-    )  # type: ignore[arg-type]
+    job = Job(model, optimizer, loss, torch.ones(4, 2), schedule=schedule, best=("score", kind))  # type: ignore[arg-type]
+    return TrainState(job, StateLayout(job, Comm(World(), torch.device("cpu"))))
 
 
 def test_what_is_stored_is_loaded() -> None:

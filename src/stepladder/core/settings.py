@@ -35,6 +35,13 @@ CHANGEABLE_ON_RESUME = frozenset(
         "timeout",
     )
 )
+# By the values of --shard and --shard-copies: a module of train/layout, and its class.
+LAYOUTS = {
+    ("none", 1): "flat.Flat",
+    ("optimizer", 1): "zero1.Zero1",
+    ("optimizer", 2): "replicated.Replicated",
+    ("full", 1): "fsdp_exact.FullyShardedExactLayout",
+}
 MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
 # The smallest and the largest value of each number.
 SETTING_RANGES = {
@@ -208,7 +215,7 @@ class Settings:
             )
 
     def _validate_shard(self) -> None:
-        if self.shard_copies > 1 and self.shard != "optimizer":
+        if (self.shard, self.shard_copies) not in LAYOUTS:
             raise InputError(
                 f"--shard-copies {self.shard_copies} with --shard {self.shard}, which makes no"
                 " slices to copy",

@@ -256,6 +256,11 @@ class SliceReader:
         return self.parts[file]
 
 
+def read_rows(reader: SliceReader, name: str, local: TensorSlice) -> Tensor:
+    """Return the rows of a snapshot's tensor that a rank holds."""
+    return reader.read_rows(name, local.first, local.first + len(local.values))
+
+
 @dataclass(frozen=True)
 class StoredModel:
     """The weights of a snapshot, whole and sharded.
@@ -312,11 +317,7 @@ class StoredModel:
             if name in self.tensors:
                 values = self.tensors[name][local.first : end]
             else:
-                values = self.reader.read_rows(
-                    MODEL_PREFIX + name,
-                    local.first,
-                    end,
-                )
+                values = read_rows(self.reader, MODEL_PREFIX + name, local)
             local.values.copy_(values)
 
 

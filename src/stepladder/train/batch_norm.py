@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepladder.core.plan import Plan
+from stepladder.train.step_listener import LoopListener
+from stepladder.train.sync.base import Backward, StepResult
+
 
 def find_batch_norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """Return the batch-norm layers that keep running statistics, in registration order."""
@@ -17,7 +21,7 @@ def find_batch_norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     ]
 
 
-class RunningStatistics:
+class RunningStatistics(LoopListener):
     """Moves the running statistics of batch norm once per step, by the mean over its microbatches.
 
     The mean and variance of each microbatch are captured (with momentum 1.0 during forward) and
@@ -28,8 +32,14 @@ class RunningStatistics:
         size: Elements of the statistics of all layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = find_batch_norms(model)
+    def __init__(
+        self,
+        model: nn.Module | None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Keep the statistics of a model; of none where a rank computes its share in one pass."""
+        self.plan = plan
+        self.layers = find_batch_norms(model) if model is not None else []
         self.momenta = [layer.momentum for layer in self.layers]
         # mypy: they are None only in layers that keep no statistics.
         self.buffers: list[Any] = []
@@ -40,6 +50,25 @@ class RunningStatistics:
         self.size = sum(buffer.numel() for buffer in self.buffers)
         self.buffers_before: list[torch.Tensor] = []  # empty when no step is under way
         self.counters_before: list[torch.Tensor] = []
+
+    def begin_step(
+        self,
+        step: int,
+        backward: Backward,
+    ) -> Backward:
+        """Prepare for the step's microbatches."""
+        self.begin()
+        return backward
+
+    def after_reduce(
+        self,
+        step: int,
+        result: StepResult,
+    ) -> None:
+        """Move the running statistics by what follows the loss in the step's extra values."""
+        assert result.extra is not None and self.plan is not None
+        first, end = self.plan.batch(step)
+        self.finish(result.extra[1:] / (end - first))
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -24,11 +24,14 @@ from stepladder.train.checkpoint_blocks import checkpoint_blocks
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
 from stepladder.train.fake_tensors import FakeModelBuilder, StorageTally, to_local
+from stepladder.train.layout import find_layout
+from stepladder.train.layout.base import StateLayout
+from stepladder.train.layout.flat import Flat
 from stepladder.train.pending import Pending
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
+from stepladder.train.step_listener import LoopListener
 from stepladder.train.trainer import TrainingLoop
-from stepladder.train.weight_average import WeightAverage
 
 ESTIMATED_STEPS = 2  # the optimizer makes its state in the first one
 MAX_RANKS_SHARING_MEMORY = 8  # on one machine
@@ -133,7 +136,7 @@ def without_values(batch: Any) -> Any:
     return tree_map_only(torch.Tensor, make_empty, batch)
 
 
-class FakeSession:
+class FakeSession(LoopListener):
     """The parts of a Session that a TrainingLoop uses; it writes nothing."""
 
     stopped = False
@@ -147,13 +150,12 @@ class FakeSession:
         self.recorder = self
         self.journal = self
         scaler = torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16")
-        self.state = TrainState(spec.job, scaler)
         if spec.settings.checkpoint_blocks:
             checkpoint_blocks(spec.job)
-        if spec.settings.shard != "none":
-            self.state.shard(spec.settings, comm)
-        elif spec.job.ema_decay is not None:
-            self.state.average = WeightAverage(spec.job.model, spec.job.ema_decay)
+        layout = find_layout(spec.settings).choose(spec.settings, spec.job, comm)
+        if layout is Flat:  # its vectors are views, whose addresses fake tensors do not have
+            layout = StateLayout
+        self.state = TrainState(spec.job, layout(spec.job, comm), scaler)
 
     def record_samples(self, indices: Any) -> None: ...
 
@@ -215,7 +217,7 @@ def estimate_memory(
         with TrainingLoop(session, StopSignals()) as loop:
             for _ in range(ESTIMATED_STEPS):
                 loop.step()
-        state = find_optimizer_state(session)
+        state = session.state.layout.optimizer_state
         state_bytes = count_state_bytes(state)
         if eval_batch is not None and spec.job.metrics is not None:
             model.eval()
@@ -241,14 +243,6 @@ def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
     requests = [(0, spec.plan.indices(0, span)) for span in spans]
     batches = RepeatedBatches(spec.train_source, requests)
     return replace(spec, settings=settings, train_source=batches)
-
-
-def find_optimizer_state(session: Any) -> Any:
-    """Return the optimizer's state of this rank, by parameter."""
-    state = session.state
-    if state.shards is None or state.full_shards is not None:
-        return session.job.optimizer.state
-    return state.shards.state
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +37,13 @@ from stepladder.storage.run_files import (
     read_stored_json,
 )
 from stepladder.storage.snapshot import Snapshot, read_newest_snapshot
+from stepladder.storage.snapshot_store import Snapshots
+from stepladder.train.attempt import RunAttempt
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import validate_equal_machines
 from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
-from stepladder.train.metrics.loggers import Logger, open_loggers, validate_loggers
+from stepladder.train.layout import find_layout
+from stepladder.train.metrics.loggers import Logger, validate_loggers
 from stepladder.train.phases import STARTING_UP
 from stepladder.train.precision import make_scaler
 from stepladder.train.rank_consistency import validate_equal_data, validate_equal_models
@@ -50,7 +54,7 @@ from stepladder.train.run_spec import (
     describe_start,
     validate_step,
 )
-from stepladder.train.session import Session, open_run_dir, print_on_first_rank
+from stepladder.train.session import Session
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 from stepladder.train.train_result import TrainResult
@@ -86,74 +90,59 @@ def open_session(
     Yields:
         The session, or the stored result of a run that is complete already.
     """
-    with ExitStack() as exit_stack:
-        opening = Opening(spec, comm, loggers, exit_stack)
-        # Pushed first, so that it is called last and sees errors of closing too.
-        exit_stack.push(opening.note_step_of_error)
-        exit_stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(spec.threads)
-        keep_freed_memory()
-        with comm.phases(STARTING_UP):
-            session = opening.open()
-        yield session
+    session: Session | TrainResult | None = None
+    try:
+        with ExitStack() as exit_stack:
+            exit_stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(spec.threads)
+            keep_freed_memory()
+            with comm.phases(STARTING_UP):
+                session = Opening(RunAttempt(spec, comm, loggers, exit_stack)).open()
+            yield session
+    except BaseException as error:  # also an error of closing
+        if isinstance(session, Session):
+            record_step(error, session.state.step)
+        raise
 
 
 class Opening:
     """Opens one attempt of a run: reads the run directory, restores the state, starts the records.
 
-    Args:
-        spec: The run.
-        comm: The ranks that train it.
-        loggers: The user's own loggers, called on the first rank.
-        exit_stack: Closes what is opened here.
-
     Attributes:
         run_dir: The run directory on the first rank, once it is open.
+        store: Its snapshots.
         is_job_edited: Whether the job file has changed since the run began, known on the first
             rank.
-        is_done: Whether the session is open.
     """
 
-    def __init__(
-        self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger], exit_stack: ExitStack
-    ) -> None:
-        self.spec = spec
-        self.comm = comm
-        self.loggers = loggers
-        self.exit_stack = exit_stack
-        self.state = TrainState(spec.job, make_scaler(spec.settings.precision, comm.device))
-        self.snapshot_saver = SnapshotSaver(self.state, comm)
+    def __init__(self, attempt: RunAttempt) -> None:
+        self.attempt = attempt
+        self.spec = attempt.spec
+        self.comm = attempt.comm
+        settings = self.spec.settings
+        self.layout_class = find_layout(settings).choose(settings, self.spec.job, self.comm)
         self.run_dir: RunDir | None = None
+        self.store: Snapshots | None = None
         self.is_job_edited = False
-        self.is_done = False
 
     def open(self) -> Session | TrainResult:
         """Return the session, or the stored result of a run that is complete already."""
-        session = self._open()
-        self.is_done = True
-        return session
+        if self.spec.settings.checkpoint_blocks:
+            # Late: few jobs ask for it.
+            from stepladder.train.checkpoint_blocks import checkpoint_blocks
 
-    def note_step_of_error(
-        self, _type: object, error: BaseException | None, _trace: object
-    ) -> None:
-        """Note on an error after which step it was raised, unless it was raised in the opening."""
-        if self.is_done:
-            record_step(error, self.state.step)
-
-    def _open(self) -> Session | TrainResult:
-        self.state.prepare_model(self.spec.settings, self.comm)
+            checkpoint_blocks(self.spec.job)
+        self.layout_class.place(self.spec.job, self.comm)
         number = get_joining_rank()
         if number is not None:
             return self._join(number)
         self._validate_ranks()  # before anything is written
         stored = StoredRun(*self.comm.on_first(self._read_run_dir))
-        self.exit_stack.callback(self.snapshot_saver.close)
-        self.spec = self.spec.with_order(stored.shuffle)
         if stored.result is not None:
             missed = describe_missed_failures(self.spec.settings, self.spec.num_steps)
-            self._report(missed)
+            self.attempt.report("\n".join(missed))
             return TrainResult.from_json(stored.result)
-        return self._start(stored.attempt, stored.snapshot)
+        return self._start(stored)
 
     def _validate_ranks(self) -> None:
         """Raise InputError unless all ranks compute the same thing. A collective."""
@@ -173,27 +162,20 @@ class Opening:
         validate_loggers(settings.log_to)
         is_fresh = settings.fresh and (has_fd_store() or self.comm.world.restart_count == 0)
         self._load_initial_weights(is_fresh)
-        run_dir = open_run_dir(
-            settings,
-            self.snapshot_saver,
-            self.exit_stack,
-            is_fresh,
-        )
+        run_dir = self.attempt.open_run_dir(is_fresh)
+        store = self.attempt.open_snapshots(run_dir)
         self.run_dir = run_dir
+        self.store = store
         remove_end()
         config = run_dir.read_json(CONFIG_FILE)
         if config is not None:
-            validate_same_definition(
-                config["definition"],
-                spec.definition,
-                run_dir.path,
-            )
+            validate_same_definition(config["definition"], spec.definition, run_dir.path)
             self.is_job_edited = is_edited(config, spec.recipe.job_file)
         shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)
         if result is not None:
             return StoredRun(0, result, None, shuffle)
-        snapshot = self.snapshot_saver.latest(self._report_line)
+        snapshot = store.latest(self.attempt.report)
         if snapshot is None:
             run_dir.validate_snapshots_exist()
         step = snapshot.step if snapshot is not None else 0
@@ -215,7 +197,7 @@ class Opening:
             return
         source = read_newest_snapshot(Path(settings.init_from))
         source.restore_model(self.spec.job.model, "--init-from a run of this very model")
-        self._report_line(f"  begins with the weights of {settings.init_from}, {source.name}")
+        self.attempt.report(f"  begins with the weights of {settings.init_from}, {source.name}")
 
     def _read_result(self, run_dir: RunDir) -> dict[str, Any] | None:
         """Return the contents of result.json if the run is complete, else None."""
@@ -229,44 +211,34 @@ class Opening:
 
     # -- on all ranks ------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        attempt: int,
-        snapshot: Snapshot | None,
-    ) -> Session:
+    def _start(self, stored: StoredRun) -> Session:
         """Restore the state and start the records. A collective."""
-        spec = self.spec
+        spec = self.spec.with_order(stored.shuffle)
         comm = self.comm
+        attempt = replace(self.attempt, spec=spec)
+        snapshot = stored.snapshot
         if snapshot is None:  # a build that draws unseeded random numbers differs between ranks
             comm.broadcast_model(spec.job.model)
         built_settings = read_optimizer_settings(spec.job.optimizer)
-        self.state.restore(spec.settings, comm, snapshot)
-        loggers = open_loggers(
-            self.run_dir,
-            self.loggers,
-            spec.settings.log_to,
-            spec.definition,
-        )
+        state = self._make_state()
+        if snapshot is not None:
+            state.restore(snapshot)
+        saver = self._make_saver(state)
+        loggers = attempt.open_loggers(self.run_dir)
         header = LedgerHeader(
-            attempt,
+            stored.attempt,
             comm.world.rank,
             comm.world.world_size,
-            self.state.step,
+            state.step,
             snapshot.manifest["ledger"] if snapshot is not None else "",
             spec.settings.is_round_robin,
         )
-        ledger = Ledger(spec.settings.run_dir, header)
-        recorder = Recorder(spec, comm, self.state, ledger, loggers)
-        self.exit_stack.callback(recorder.close)
-        lines = describe_start(spec, comm.world, self.state.step)
-        if self.is_job_edited and self.state.step:
-            lines += describe_edits(
-                spec.recipe.job_file,
-                spec.job,
-                built_settings,
-            )
-        self._report(lines)
-        return self._make_session(recorder, attempt)
+        recorder = self._make_recorder(attempt, state, header, loggers)
+        lines = describe_start(spec, comm.world, state.step)
+        if self.is_job_edited and state.step:
+            lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
+        attempt.report("\n".join(lines))
+        return Session(attempt, state, recorder, saver, stored.attempt, self.run_dir)
 
     def _join(self, number: int) -> Session:
         """Join ranks that train already, which send their state to this rank.
@@ -277,40 +249,39 @@ class Opening:
         Returns:
             The session of this rank, with the state that the others have sent.
         """
-        self.state.shard(self.spec.settings, self.comm)
+        state = self._make_state()
         run_dir = self.spec.settings.run_dir
         config = read_stored_json(run_dir, CONFIG_FILE)
-        self.spec = self.spec.with_order(find_shuffle(config, run_dir))
-        attempt = read_owner(run_dir).get("attempt") or 0
+        attempt = replace(self.attempt, spec=self.spec.with_order(find_shuffle(config, run_dir)))
+        attempt_number = read_owner(run_dir).get("attempt") or 0
         self.comm.prepare_to_join(number)
-        ledger = Ledger(run_dir, LedgerHeader(attempt, number, 0, 0, ""))
-        recorder = Recorder(self.spec, self.comm, self.state, ledger)
-        self.exit_stack.callback(recorder.close)
-        self.exit_stack.callback(self.snapshot_saver.close)
-        self.state.mark_as_missing()
-        session = self._make_session(recorder, attempt)
+        header = LedgerHeader(attempt_number, number, 0, 0, "")
+        recorder = self._make_recorder(attempt, state, header)
+        saver = self._make_saver(state)
+        state.mark_as_missing()
+        session = Session(attempt, state, recorder, saver, attempt_number)
         session.join()
         return session
 
-    def _make_session(
+    def _make_state(self) -> TrainState:
+        """Distribute the job over the ranks. A collective."""
+        job = self.spec.job
+        scaler = make_scaler(self.spec.settings.precision, self.comm.device)
+        return TrainState(job, self.layout_class(job, self.comm), scaler)
+
+    def _make_saver(self, state: TrainState) -> SnapshotSaver:
+        saver = SnapshotSaver(state, self.comm, self.store)
+        self.attempt.exit_stack.callback(saver.close)
+        return saver
+
+    def _make_recorder(
         self,
-        recorder: Recorder,
-        attempt: int,
-    ) -> Session:
-        return Session(
-            self.spec,
-            self.comm,
-            self.state,
-            recorder,
-            self.snapshot_saver,
-            self.exit_stack,
-            attempt,
-            self.run_dir,
-            self.loggers,
-        )
-
-    def _report(self, lines: list[str]) -> None:
-        self._report_line("\n".join(lines))
-
-    def _report_line(self, text: str) -> None:
-        print_on_first_rank(text, self.spec.settings, self.comm)
+        attempt: RunAttempt,
+        state: TrainState,
+        header: LedgerHeader,
+        loggers: Sequence[Logger] = (),
+    ) -> Recorder:
+        ledger = Ledger(attempt.spec.settings.run_dir, header)
+        recorder = Recorder(attempt.spec, self.comm, state, ledger, loggers)
+        attempt.exit_stack.callback(recorder.close)
+        return recorder

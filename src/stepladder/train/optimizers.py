@@ -8,6 +8,24 @@ from typing import Any
 
 import torch
 
+from stepladder.core.errors import InputError
+
+# Optimizers of torch.optim. What a step of them does to an element depends on that element alone.
+ELEMENTWISE_OPTIMIZERS = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+]
+# What a step of these does to an element depends on all elements of its parameter.
+PARAMETERWISE_OPTIMIZERS = ["Adafactor", "Muon"]
+
 
 class Optimizers(torch.optim.Optimizer):
     """Several optimizers as one: `Optimizers(Muon(matrices), AdamW(other_parameters))`.
@@ -88,3 +106,35 @@ class Optimizers(torch.optim.Optimizer):
 def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that an `Optimizers` consists of, or any other optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
+    """Return the parameters that can be cut anywhere."""
+    return {
+        param
+        for member in list_optimizers(optimizer)
+        if type(member).__name__ in ELEMENTWISE_OPTIMIZERS
+        for group in member.param_groups
+        for param in group["params"]
+    }
+
+
+def validate_optimizer(optimizer: torch.optim.Optimizer, known: list[str], shard: str) -> None:
+    """Check that the step of an optimizer stays the same when its parameters are cut.
+
+    Args:
+        optimizer: The job's optimizer.
+        known: The names of torch's optimizers that can be used.
+        shard: The value of --shard.
+
+    Raises:
+        InputError: The optimizer is none of these.
+    """
+    for kind in map(type, list_optimizers(optimizer)):
+        is_from_torch = f"{kind.__module__}.".startswith("torch.optim.")
+        if not is_from_torch or kind.__name__ not in known:
+            raise InputError(
+                f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have"
+                " another result",
+                f"one of torch.optim's {', '.join(known)}, or leave --shard out",
+            )

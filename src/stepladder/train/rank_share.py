@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepladder.core.plan import Span, add_idle_spans, fuse_spans
+from stepladder.core.plan import Span, fuse_spans
 from stepladder.core.world import World
 from stepladder.data.sources import Request
+from stepladder.train.layout.base import StateLayout
 from stepladder.train.run_spec import RunSpec
 
 
@@ -19,19 +20,18 @@ class RankShare:
     Args:
         spec: The run.
         world: The ranks that share each step.
-        passes_are_equal: Whether every rank must make as many passes as the rank with the most
-            microbatches, because the passes gather weights. An idle pass has an empty span.
+        layout: Says which passes this rank makes.
     """
 
     def __init__(
         self,
         spec: RunSpec,
         world: World,
-        passes_are_equal: bool,
+        layout: StateLayout,
     ) -> None:
         self.spec = spec
         self.world = world
-        self.passes_are_equal = passes_are_equal
+        self.layout = layout
         self.full_batch = self._spans_of(0)
         self.last_batch = self._spans_of(-1)
 
@@ -58,7 +58,4 @@ class RankShare:
             if not self.spec.by_microbatch:
                 spans = fuse_spans(spans)
             by_rank.append(spans)
-        own_spans = by_rank[self.world.rank]
-        if self.passes_are_equal:
-            return add_idle_spans(own_spans, by_rank)
-        return own_spans
+        return self.layout.microbatches(by_rank)

@@ -40,7 +40,8 @@ from stepladder.train.recompute_verdict import (
 )
 from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer
 from stepladder.train.run_spec import RunSpec
-from stepladder.train.sync.base import Backward
+from stepladder.train.step_listener import LoopListener
+from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync, TreeBucket
 
 TOTAL_HASH_BYTES = 16
@@ -50,7 +51,7 @@ STATISTICS_ITEM = "batch norm's statistics"
 LOSS_ITEM = "the loss"
 
 
-class RecomputeCheck:
+class RecomputeCheck(LoopListener):
     """Notes the hashes of one microbatch, recomputes a peer's microbatch, and compares the two."""
 
     def __init__(
@@ -107,25 +108,28 @@ class RecomputeCheck:
 
     # -- hashes ------------------------------------------------------------------------------------
 
-    def watching_backward(self, step: int) -> Backward:
-        """Return a replacement of `sync.backward` that notes the chosen microbatch's hashes."""
+    def begin_step(self, step: int, backward: Backward) -> Backward:
+        """Return a backward that also notes the chosen microbatch's hashes, in a checked step."""
+        if not self.is_due(step):
+            return backward
         chosen = self._choose_microbatch(step, self.comm.world.rank)
         self.hashes = {}
 
-        def backward(
-            loss: torch.Tensor,
-            count: float,
-            extra: torch.Tensor | None,
-        ) -> None:
+        def noting_backward(loss: torch.Tensor, count: float, extra: torch.Tensor | None) -> None:
             if chosen is None or self.sync.microbatch != chosen.number:
-                self.sync.backward(loss, count, extra)
+                backward(loss, count, extra)
                 return
             self.hashes[COUNT_ITEM] = fingerprint(count)
             self.sync.observe_leaves(self._note_leaf)
-            self.sync.backward(loss, count, extra)
+            backward(loss, count, extra)
             self.sync.observe_leaves(None)
 
-        return backward
+        return noting_backward
+
+    def after_reduce(self, step: int, result: StepResult) -> None:
+        """Compare the hashes, in a checked step: before a wrong gradient changes any weight."""
+        if self.is_due(step):
+            self.compare(step)
 
     def _note_leaf(self, bucket: TreeBucket) -> None:
         """Note the hashes of a full leaf, which goes into the tree next."""

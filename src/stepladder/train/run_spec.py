@@ -34,7 +34,7 @@ from stepladder.train.job_validation import (
     validate_parameters,
     validate_parts,
 )
-from stepladder.train.optimizer_shards import validate_shard
+from stepladder.train.layout import find_layout
 from stepladder.train.rank_consistency import validate_equal_settings
 
 SIZE_DEFAULTS = {"epochs": 1, "global_batch": 64, "seed": 0}
@@ -120,7 +120,7 @@ class RunSpec:
         validate_parts(job)
         validate_parameters(job)
         validate_adafactor(job)
-        validate_shard(job, settings.shard)
+        find_layout(settings).validate(job)
         if settings.checkpoint_blocks:
             validate_checkpointable(job)
         if settings.compile:

@@ -5,33 +5,23 @@ Only the first rank writes shared files; each rank writes its own ledger.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from time import perf_counter
 
-from stepladder.core import durable
-from stepladder.core.console import write_text
 from stepladder.core.errors import STOPPED, PeerLost, StateLost
-from stepladder.core.settings import Settings
 from stepladder.data.sources import Source
 from stepladder.rank.exit_record import write_end
-from stepladder.rank.membership import GROUP_BROKEN, GROUP_LEFT
-from stepladder.rank.streams import restore_launcher_output
 from stepladder.storage.ledger import join_chains
 from stepladder.storage.run_dir import RunDir
-from stepladder.storage.run_files import RESULT_FILE, SNAPSHOTS_FOLDER, finite_or_none
+from stepladder.storage.run_files import RESULT_FILE, finite_or_none
 from stepladder.storage.snapshot import hash_weights
-from stepladder.storage.snapshot_store import Snapshots
-from stepladder.train.comm import Comm
+from stepladder.train.attempt import RunAttempt
 from stepladder.train.evaluation import Metrics, evaluate
-from stepladder.train.metrics.loggers import Logger, open_loggers
-from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING
+from stepladder.train.phases import ENDING, EVALUATING, SAVING
 from stepladder.train.recorder import FLUSH_INTERVAL_S, Recorder
-from stepladder.train.recovery import StepJournal
+from stepladder.train.recovery import SessionRecovery, StepJournal
 from stepladder.train.replica_check import validate_finite_weights
 from stepladder.train.return_values import parse_derived, validate_best
-from stepladder.train.run_spec import RunSpec
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 from stepladder.train.train_result import TrainResult
@@ -44,15 +34,12 @@ class Session:
     """One attempt of a run: all but its steps, which are in TrainingLoop. See `open_session`.
 
     Args:
-        spec: The run.
-        comm: The ranks that train it.
+        attempt: The run and its ranks.
         state: The training state, as it is when the attempt begins.
         recorder: Records each step.
         snapshot_saver: Saves the state.
-        exit_stack: Closes what the attempt has opened.
-        attempt: The number of the attempt, from 1.
+        number: The number of the attempt, from 1.
         run_dir: The run directory on the first rank, None on the others.
-        loggers: The user's own loggers, called on the first rank.
 
     Attributes:
         journal: Lets the end of a step in which ranks were lost be done once more.
@@ -61,27 +48,23 @@ class Session:
 
     def __init__(
         self,
-        spec: RunSpec,
-        comm: Comm,
+        attempt: RunAttempt,
         state: TrainState,
         recorder: Recorder,
         snapshot_saver: SnapshotSaver,
-        exit_stack: ExitStack,
-        attempt: int,
+        number: int,
         run_dir: RunDir | None = None,
-        loggers: Sequence[Logger] = (),
     ) -> None:
-        self.job = spec.job
-        self.spec = spec
-        self.comm = comm
+        self.attempt = attempt
+        self.spec = attempt.spec
+        self.job = attempt.spec.job
+        self.comm = attempt.comm
         self.state = state
         self.recorder = recorder
         self.journal = StepJournal(recorder, state)
         self.snapshot_saver = snapshot_saver
-        self.exit_stack = exit_stack
-        self.attempt = attempt
         self.run_dir = run_dir
-        self.loggers = loggers
+        self.recovery = SessionRecovery(attempt, self.journal, snapshot_saver, number)
         self.is_stopped = False
         self.has_warned_of_counts = False
         self.resumed_from_step = state.step
@@ -160,7 +143,7 @@ class Session:
             function,
             self.comm,
             self.job.eval_batch,
-            equal_passes=self.state.gathers_weights,
+            equal_passes=self.state.layout.gathers_weights,
             warn=self._warn_of_counts,
         )
         if self.job.derived is not None:
@@ -183,14 +166,10 @@ class Session:
             self.snapshot_saver.save({"ledger": ledger_chain, **self.state.manifest_entries})
         self.last_snapshot_time = perf_counter()
 
-    def report(self, text: str) -> None:
-        """Print text for the person who started the run, on the first rank."""
-        print_on_first_rank(text, self.spec.settings, self.comm)
-
     def _warn_of_counts(self, lines: list[str]) -> None:
         """Print the warnings about the counts of metrics, in the first evaluation only."""
         if not self.has_warned_of_counts:
-            self.report("\n".join(lines))
+            self.attempt.report("\n".join(lines))
         self.has_warned_of_counts = True
 
     # -- in-place recovery -------------------------------------------------------------------------
@@ -199,62 +178,14 @@ class Session:
         """Continue in this process with the ranks that remain, or that have been added.
 
         Args:
-            reason: Why the process group ends: PeerLost, or MembershipChange for a rank that waits
-                to join.
-
-        Raises:
-            StateLost: If no rank has the state any more.
-            Exception: This is `reason` itself, if no launcher forms a next group.
+            reason: Why the process group ends.
         """
-        # A rank whose step is -1 has no state yet: it has not been in a group that could break.
-        is_rank_lost = isinstance(reason, PeerLost) and self.state.step >= 0
-        status = GROUP_BROKEN if is_rank_lost else GROUP_LEFT
-        self.snapshot_saver.abandon()
-        with self.comm.phases(REGROUPING):
-            while self.comm.regroup(status):
-                try:
-                    self._synchronize()
-                except StateLost:
-                    raise
-                except PeerLost:  # another rank was lost meanwhile
-                    status = GROUP_BROKEN
-                else:
-                    return
-        raise reason
+        self.run_dir = self.recovery.run(reason, self.run_dir)
 
     def join(self) -> None:
         """Join ranks that train already, and copy the state from them."""
         self.recover(StateLost("the ranks that this rank was to join were lost"))
         self.resumed_from_step = self.state.step
-
-    def _synchronize(self) -> None:
-        """Bring every rank to the state of the most advanced ones. A collective."""
-        last_written_step = self.journal.synchronize(self.comm, self.job.model)
-        if self.comm.world.is_first:
-            run_dir = self.run_dir or self._take_over_run_dir()
-            self.recorder.close_files()
-            run_dir.truncate_recent_metrics(last_written_step, self.spec.plan.steps_per_epoch)
-            self.recorder.open_files()
-        self.comm.gather_bytes(b".")  # no rank continues before the first one has opened the files
-        self.state.finish_recovery()
-
-    def _take_over_run_dir(self) -> RunDir:
-        """Open the run directory and continue the output, in place of a lost first rank."""
-        restore_launcher_output()
-        settings = self.spec.settings
-        self.run_dir = open_run_dir(
-            settings, self.snapshot_saver, self.exit_stack, attempt=self.attempt
-        )
-        self.exit_stack.callback(self.snapshot_saver.close)
-        durable.remove_unfinished(settings.run_dir / SNAPSHOTS_FOLDER, "step_")
-        loggers = open_loggers(
-            self.run_dir,
-            self.loggers,
-            settings.log_to,
-            self.spec.definition,
-        )
-        self.recorder.take_over(loggers)
-        return self.run_dir
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -302,58 +233,3 @@ class Session:
             run_dir=str(spec.settings.run_dir),
             stopped=self.is_stopped,
         )
-
-
-def open_run_dir(
-    settings: Settings,
-    snapshot_saver: SnapshotSaver,
-    exit_stack: ExitStack,
-    is_fresh: bool = False,
-    attempt: int | None = None,
-) -> RunDir:
-    """Open the run directory with its snapshots, on the first rank.
-
-    Args:
-        settings: The settings of the run.
-        snapshot_saver: Saves into the directory from now on.
-        exit_stack: Closes the directory.
-        is_fresh: Whether an earlier run in the directory is moved aside.
-        attempt: The number of an attempt that continues here; None for a new attempt.
-
-    Returns:
-        The directory, which is closed as failed if an error ends the run.
-    """
-    run_dir = RunDir(
-        settings.run_dir,
-        settings.lock_wait,
-        is_fresh,
-        is_multi_node=settings.most_ranks > 0,
-        attempt=attempt,
-    )
-
-    def close(
-        _type: object,
-        error: BaseException | None,
-        _trace: object,
-    ) -> None:
-        run_dir.close(failed=error is not None)
-
-    exit_stack.push(close)
-    snapshot_saver.open(
-        Snapshots(
-            settings.run_dir / SNAPSHOTS_FOLDER,
-            settings.keep,
-            run_dir.validate_ownership,
-        )
-    )
-    return run_dir
-
-
-def print_on_first_rank(
-    text: str,
-    settings: Settings,
-    comm: Comm,
-) -> None:
-    """Print text for the person who started the run, unless the settings switch progress off."""
-    if text and settings.progress and comm.world.is_first:
-        write_text(text, sys.stderr)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.storage.run_dir_access import FREE_SPACE_HINT
-from stepladder.storage.snapshot import Snapshot
 from stepladder.storage.snapshot_parts import PartWriter
 from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
@@ -32,23 +30,18 @@ class SnapshotSaver:
         comm: The ranks that train.
 
     Attributes:
-        store: The snapshots of the run directory, on the first rank once that is open.
+        store: The snapshots of the run directory, on the first rank.
     """
 
-    def __init__(self, state: TrainState, comm: Comm) -> None:
+    def __init__(self, state: TrainState, comm: Comm, store: Snapshots | None = None) -> None:
         self.state = state
         self.comm = comm
-        self.store: Snapshots | None = None
+        self.store = store
         self.part_writer = PartWriter()
 
     def open(self, store: Snapshots) -> None:
         """Save into these snapshots from now on."""
         self.store = store
-
-    def latest(self, report: Callable[[str], None]) -> Snapshot | None:
-        """Return the newest intact snapshot, on the first rank. Damaged ones are reported."""
-        assert self.store is not None
-        return self.store.latest(report)
 
     def save(self, manifest: dict[str, Any]) -> None:
         """Save the state after the last step. A collective.
@@ -58,16 +51,12 @@ class SnapshotSaver:
         """
         state = self.state
         num_parts = 0
-        if state.shards is not None:
+        if state.layout.has_parts:
             self._wait_for_parts()
             folder = self.comm.on_first(self._begin)
-            self.part_writer.save(
-                Path(folder),
-                self.comm.world.rank,
-                state.shards.slices(),
-            )
+            self.part_writer.save(Path(folder), self.comm.world.rank, state.slices())
             num_parts = self.comm.world.world_size
-            manifest = {**manifest, **state.shards.manifest_entry}
+            manifest = {**manifest, **state.layout.manifest_entry}
         if self.store is not None:
             self.store.save(
                 state.step,
@@ -83,7 +72,7 @@ class SnapshotSaver:
         Raises:
             InputError: If it cannot be written.
         """
-        if self.state.shards is not None:
+        if self.state.layout.has_parts:
             self._wait_for_parts()
         if self.store is not None:
             self.store.wait()

@@ -6,23 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from stepladder.core.settings import Settings
-from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot import Snapshot
-from stepladder.train.comm import Comm
-from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
+from stepladder.storage.snapshot_slices import TensorSlice
 from stepladder.train.job import Job
-from stepladder.train.optimizer_shards import OptimizerShards, make_optimizer_shards, restride_state
-from stepladder.train.shard_replicas import ShardReplicas
+from stepladder.train.layout.base import StateLayout
 from stepladder.train.train_result import Best
 from stepladder.train.weight_average import WeightAverage
-
-if TYPE_CHECKING:
-    from stepladder.train.full_shards import FullShards
 
 # Keys of a snapshot's state.
 OPTIMIZER = "optimizer"
@@ -43,6 +36,7 @@ class TrainState:
 
     Args:
         job: The job whose model and optimizer are part of the state.
+        layout: How these lie on the ranks.
         scaler: Scales the loss with --precision fp16, else does nothing.
         step: Optimizer steps done.
         epoch_loss: Sum of the losses of the current epoch, up to the last flush.
@@ -51,14 +45,11 @@ class TrainState:
         evaluated_step: The step after which that evaluation was, -1 before the first.
         train_loss: Mean loss over the last complete epoch.
         best: The best evaluation so far, if the job names a metric.
-        shards: With --shard, spreads the optimizer's state over the ranks.
-        full_shards: The same object with --shard full, which spreads the weights too.
-        shard_replicas: With --shard-copies 2, what ranks need to continue after a loss.
-        flat_optimizer: Steps all parameters as one vector, where the optimizer allows it.
         average: The moving average of the weights, if the job has one.
     """
 
     job: Job
+    layout: StateLayout
     scaler: torch.amp.GradScaler = field(
         default_factory=lambda: torch.amp.GradScaler(enabled=False)
     )
@@ -69,96 +60,31 @@ class TrainState:
     evaluated_step: int = -1
     train_loss: float = math.nan
     best: Best | None = None
-    shards: OptimizerShards | FullShards | None = None
-    full_shards: FullShards | None = None
-    shard_replicas: ShardReplicas | None = None
-    flat_optimizer: FlatOptimizer | None = None
-    average: WeightAverage | None = None
+    average: WeightAverage | None = field(init=False)
 
-    # -- before the first step ---------------------------------------------------------------------
-
-    def prepare_model(self, settings: Settings, comm: Comm) -> None:
-        """Move the model to its device, except a model that `shard` moves block by block."""
-        if settings.checkpoint_blocks:
-            from stepladder.train.checkpoint_blocks import (
-                checkpoint_blocks,  # late: few jobs ask for it
-            )
-
-            checkpoint_blocks(self.job)
-        if settings.shard != "full" or comm.alone:
-            self.job.model.to(comm.device)
-
-    def shard(self, settings: Settings, comm: Comm) -> None:
-        """Spread over the ranks what the settings ask for, before any state is loaded.
-
-        All ranks must have the same weights. A collective.
-        """
-        if settings.shard == "full" and not comm.alone:
-            # Late: torch's DTensor takes a second to import.
-            from stepladder.train.full_shards_exact import full_shards_class
-
-            self.full_shards = full_shards_class(settings.sync)(self.job, comm)
-            self.shards = self.full_shards
-        else:
-            optimizer_shards = make_optimizer_shards(settings, self.job.optimizer, comm)
-            self.shards = optimizer_shards
-            if optimizer_shards is not None and settings.shard_copies > 1:
-                self.shard_replicas = ShardReplicas(optimizer_shards)
-        if self.shards is None and not self.scaler.is_enabled():
-            self.flat_optimizer = make_flat_optimizer(self.job.optimizer, comm.device)
+    def __post_init__(self) -> None:
+        self.average = None
         if self.job.ema_decay is not None:
             self.average = WeightAverage(self.job.model, self.job.ema_decay)
-            if self.full_shards is not None:
-                self.full_shards.average = self.average
 
-    def restore(
-        self,
-        settings: Settings,
-        comm: Comm,
-        snapshot: Snapshot | None,
-    ) -> None:
-        """Shard the state, then load a snapshot, whatever ranks and --shard it was taken with."""
-        self.shard(settings, comm)
-        if snapshot is None:
-            return
+    def restore(self, snapshot: Snapshot) -> None:
+        """Load a snapshot, whatever ranks and layout it was taken with."""
         snapshot.restore_model(self.job.model)
         if self.average is not None:
             self.average.reset()
         if snapshot.step == 0:  # made by `stepladder import`: it has weights and nothing else
             return
-        if self.shards is None:
-            self.load_state_dict(snapshot.state(), snapshot.step)
-        else:
-            self.load_state_dict(snapshot.state(self.shards.snapshot_prefix), snapshot.step)
-            self.shards.load_slices(snapshot.reader)
+        self.load_state_dict(snapshot.state(self.layout.slice_prefix), snapshot.step)
+        self.layout.load_slices(snapshot.reader)
+        if self.average is not None and self.layout.gathers_weights:
+            self.average.load_slices(snapshot.reader)
 
-    # -- in each step ------------------------------------------------------------------------------
-
-    @property
-    def gathers_weights(self) -> bool:
-        """Whether a pass gathers weights, so that all ranks must make equally many passes."""
-        return self.full_shards is not None
-
-    def step_optimizer(self) -> bool:
-        """Step the optimizer.
-
-        Returns:
-            False if the scaler skipped the step because the gradient is too large for fp16. All
-            ranks have the same gradient, so all of them skip it.
-        """
-        if self.flat_optimizer is not None:
-            self.flat_optimizer.step()
-            return True
-        optimizer = self.job.optimizer
-        stepping = nullcontext(optimizer.step) if self.shards is None else self.shards.stepping()
-        with step_without_dynamo(), stepping as step:
-            if not self.scaler.is_enabled():
-                step()
-                return True
-            scale = self.scaler.get_scale()
-            self.scaler.step(optimizer)
-            self.scaler.update()
-            return self.scaler.get_scale() >= scale
+    def slices(self) -> dict[str, TensorSlice]:
+        """Return this rank's slices, by their names in a snapshot."""
+        slices = self.layout.slices()
+        if self.average is not None and self.layout.gathers_weights:
+            slices |= self.average.slices()
+        return slices
 
     def advance(self) -> int:
         """Count a step as done, and return how many are done."""
@@ -166,11 +92,10 @@ class TrainState:
         return self.step
 
     def finish_step(self) -> None:
-        """Update what follows the weights, once all of them are stepped and gathered."""
+        """Complete a step whose weights the remaining ranks have stepped and gathered."""
         if self.average is not None:
             self.average.update()
-        if self.shard_replicas is not None:
-            self.shard_replicas.finish_step()
+        self.layout.end_step()
 
     # -- losses and metrics ------------------------------------------------------------------------
 
@@ -253,21 +178,12 @@ class TrainState:
         for name, value in records.items():
             setattr(self, name, value)
 
-    def replace_shards(self, shards: OptimizerShards) -> None:
-        """Take the slices of the ranks that remain."""
-        self.shards = shards
-
-    def finish_recovery(self) -> None:
-        """Complete a step whose weights were not gathered, once all ranks have the same state."""
-        if self.shard_replicas is not None and self.shard_replicas.finish_resharding():
-            self.finish_step()
-
     # -- snapshots ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, without the slices of `shards`."""
+        """Return the state, without this rank's slices."""
         state = {
-            OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
+            OPTIMIZER: self.layout.state_dict(),
             SCHEDULE: self._schedule_states(),
             SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
@@ -276,8 +192,8 @@ class TrainState:
             BEST: self._best_as_tuple(),
         }
         if self.average is not None:
-            # With --shard full the average is among the slices.
-            state[AVERAGE] = {} if self.full_shards is not None else self.average.values
+            # Rows of the average are among the slices.
+            state[AVERAGE] = {} if self.layout.gathers_weights else self.average.values
         return state
 
     def _best_as_tuple(self) -> tuple[str, float, int] | None:
@@ -292,28 +208,24 @@ class TrainState:
             return states
         return next(iter(states), None)
 
-    def load_state_dict(
-        self,
-        stored: dict[str, Any],
-        step: int,
-        evaluated_step: int = -1,
-        with_slices: bool = True,
-    ) -> None:
+    def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """Load what `state_dict` has returned.
 
         Args:
             stored: The state. Older snapshots have no `best` in it.
             step: The step that the state was taken after.
-            evaluated_step: The step of the last evaluation.
-            with_slices: Whether the optimizer's slices follow the loaded state. False leaves them
-                as they are.
         """
-        self.job.optimizer.load_state_dict(stored[OPTIMIZER])
-        if self.full_shards is None:
-            restride_state(self.job.optimizer)
-        stepper = self.shards or self.flat_optimizer
-        if with_slices and stepper is not None:
-            stepper.adopt_state()
+        self.layout.load_state_dict(stored[OPTIMIZER])
+        self.load_records(stored, step)
+
+    def load_records(self, stored: dict[str, Any], step: int, evaluated_step: int = -1) -> None:
+        """Load all of the state but the optimizer's.
+
+        Args:
+            stored: The state.
+            step: The step that the state was taken after.
+            evaluated_step: The step of the last evaluation.
+        """
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
         for schedule, state in zip(self.job.schedules, states, strict=False):
             schedule.load_state_dict(state)

@@ -53,8 +53,8 @@ from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.session import Session
-from stepladder.train.sync import make_sync
-from stepladder.train.sync.base import Backward, StepResult, Sync
+from stepladder.train.step_listener import LoopListener
+from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
 from stepladder.train.train_result import TrainResult
 from stepladder.train.weight_update import WeightUpdate
@@ -148,15 +148,15 @@ class TrainingLoop:
         if not self.model.training:  # train() also unfreezes layers that the user froze with eval()
             self.model.train()
 
-        self.statistics: RunningStatistics | None = None
-        if self.by_microbatch and find_batch_norms(self.model):
-            self.statistics = RunningStatistics(self.model)
+        self.layout = self.state.layout
+        self.statistics = RunningStatistics(self.model if self.by_microbatch else None, self.plan)
         self.replica_check = ReplicaCheck(
             self.model, self.job.optimizer, self.comm, self._list_unshared_buffers()
         )
-        self.sync = self._make_sync()
+        extra_size = 1 + self.statistics.size if self.by_microbatch else 0
+        self.sync = self.layout.make_sync(self.settings.sync, extra_size)
         self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
-        self.share = RankShare(self.spec, self.comm.world, self.state.gathers_weights)
+        self.share = RankShare(self.spec, self.comm.world, self.layout)
         self.base_key = derive_seed(self.plan.seed, "pass")
         self.generator = default_generator(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
@@ -166,9 +166,7 @@ class TrainingLoop:
         self.buffers: ForwardBuffers | None = None
         if self.settings.sync == "exact":
             self.buffers = ForwardBuffers(self.model)
-        self.recompute_check: RecomputeCheck | None = None
-        if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
-            self.recompute_check = RecomputeCheck(self.spec, self.comm, self.sync, self._run_pass)
+        self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
         self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
@@ -183,13 +181,18 @@ class TrainingLoop:
         layers = find_batch_norms(self.model)
         return [buffer for layer in layers for buffer in layer.buffers()]
 
-    def _make_sync(self) -> Sync:
-        """Return the Sync that adds gradients, and the values of `_make_extra`, over ranks."""
-        extra_size = 1 if self.by_microbatch else 0
-        if self.statistics is not None:
-            extra_size += self.statistics.size
-        has_full_shards = self.state.full_shards is not None
-        return make_sync(self.settings.sync, self.model, self.comm, extra_size, has_full_shards)
+    def _make_listeners(self) -> list[LoopListener]:
+        """Return what takes part in each step, in the order of the calls."""
+        listeners: list[LoopListener] = []
+        if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
+            listeners.append(RecomputeCheck(self.spec, self.comm, self.sync, self._run_pass))
+        if self.statistics.size:
+            listeners.append(self.statistics)
+        if self.layout.completes_steps:
+            listeners.append(self.session.journal)
+        if self.state.average is not None:
+            listeners.append(self.state.average)
+        return listeners
 
     def __enter__(self) -> TrainingLoop:
         if self._is_replica_check_due:
@@ -205,10 +208,9 @@ class TrainingLoop:
 
     def _undo_interrupted_step(self) -> None:
         """Leave the model as it was before the step, which the remaining ranks may rerun."""
-        if self.statistics is not None:
-            self.statistics.cancel()
-        if self.state.shard_replicas is not None:
-            self.state.shard_replicas.copy_gradients()
+        for listener in self.listeners:
+            listener.cancel()
+        self.layout.interrupt_step()
         for param in self.model.parameters():
             param.grad = None
 
@@ -221,13 +223,11 @@ class TrainingLoop:
     def step(self) -> None:
         """Take one optimizer step over one global batch, then do what the ranks agreed on."""
         with self.phase(STEPPING):
-            spans = self._begin_step()
-            recompute_check = self.recompute_check
-            if recompute_check is not None and not recompute_check.is_due(self.state.step):
-                recompute_check = None
+            step = self.state.step
+            spans = self._begin_step(step)
             backward: Backward = self.sync.backward
-            if recompute_check is not None:
-                backward = recompute_check.watching_backward(self.state.step)
+            for listener in self.listeners:
+                backward = listener.begin_step(step, backward)
             loss_sum: torch.Tensor | None = None
             count = 0.0
             indices_read = []
@@ -242,31 +242,27 @@ class TrainingLoop:
             self.recorder.record_samples(indices_read)
             with self.phase(WAITING_FOR_RANKS):
                 result = self._reduce(count, loss_sum)
-            if recompute_check is not None:  # before a wrong gradient changes any weight
-                recompute_check.compare(self.state.step)
+            for listener in self.listeners:
+                listener.after_reduce(step, result)
             with self.phase(UPDATING):
-                learning_rate, norm = self._update_weights(result)
+                learning_rate, norm = self.weight_update.apply()
             self.recorder.record_step(
                 self._loss_over_ranks(result), result.total_count, learning_rate, norm
             )
-            if self.state.shard_replicas is not None:
-                # If ranks are lost from here on, the remaining ranks can complete the step.
-                self.session.journal.open(result.votes)
-            if self.state.shards is not None:
-                with self.phase(WAITING_FOR_RANKS):
-                    self.state.shards.gather()
-            self.state.finish_step()
+            for listener in self.listeners:
+                listener.after_update(result.votes)
+            self.layout.gather()
+            for listener in self.listeners:
+                listener.after_gather()
+            self.layout.end_step()
         self._end_step(result.votes)
 
-    def _begin_step(self) -> list[Span]:
+    def _begin_step(self, step: int) -> list[Span]:
         """Prepare one step, and return the passes that this rank makes in it."""
-        step = self.state.step
         spans = self.share.spans(step)
         self.slots[STEP] = step + 1
         num_passes = len(self.plan.microbatches(step)) if self.by_microbatch else 1
         self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
-        if self.statistics is not None:
-            self.statistics.begin()
         return spans
 
     def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
@@ -311,7 +307,7 @@ class TrainingLoop:
         (extra_size,).
         """
         loss = loss.detach()
-        if self.statistics is None:
+        if not self.statistics.size:
             return loss
         return torch.cat([loss.reshape(1).float(), self.statistics.capture() * samples])
 
@@ -329,17 +325,6 @@ class TrainingLoop:
             bool(self.slots[progress.REGROUP]),
         ]
         return self.sync.finish(count, votes, loss)
-
-    def _update_weights(self, result: StepResult) -> tuple[float, torch.Tensor | None]:
-        """Step the optimizer on the gradient that all ranks now share.
-
-        Returns:
-            The learning rate, and the norm of the gradient if the job clips it.
-        """
-        if self.statistics is not None and result.extra is not None:
-            first, end = self.plan.batch(self.state.step)
-            self.statistics.finish(result.extra[1:] / (end - first))
-        return self.weight_update.apply()
 
     def _loss_over_ranks(self, result: StepResult) -> torch.Tensor | float | None:
         """Return the step's loss; a tensor on a GPU, where reading it would wait for the GPU."""

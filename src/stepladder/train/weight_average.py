@@ -13,10 +13,18 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from stepladder.storage.snapshot_slices import TensorSlice, get_local_slice
+from stepladder.storage.snapshot_slices import (
+    AVERAGE_PREFIX,
+    STATE_PREFIX,
+    SliceReader,
+    TensorSlice,
+    get_local_slice,
+    read_rows,
+)
+from stepladder.train.step_listener import LoopListener
 
 
-class WeightAverage:
+class WeightAverage(LoopListener):
     """The average of all parameters that are trained; buffers are used as they are.
 
     Each element is averaged by itself, so on a rank that holds some rows of the weights, the
@@ -47,6 +55,10 @@ class WeightAverage:
                 self.weight,
             )
 
+    def after_gather(self) -> None:
+        """Add the weights of the step."""
+        self.update()
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Give the model the average as its weights for the length of the block."""
@@ -55,6 +67,16 @@ class WeightAverage:
             yield
         finally:
             self._swap()
+
+    def slices(self) -> dict[str, TensorSlice]:
+        """Return this rank's rows, by their names in a snapshot."""
+        return {STATE_PREFIX + AVERAGE_PREFIX + name: rows for name, rows in self.rows().items()}
+
+    def load_slices(self, reader: SliceReader) -> None:
+        """Load this rank's rows, if the snapshot has the average in slices."""
+        own_rows = self.slices()
+        for name in reader.slices.keys() & own_rows.keys():
+            own_rows[name].values.copy_(read_rows(reader, name, own_rows[name]))
 
     def rows(self) -> dict[str, TensorSlice]:
         """Return the rows of the average that this rank has, by the name of the parameter."""

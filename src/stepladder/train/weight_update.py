@@ -30,6 +30,7 @@ class WeightUpdate:
         self.schedules = spec.job.schedules
         self.warmup_steps = spec.settings.warmup_steps
         self.state = state
+        self.layout = state.layout
         self.scales_loss = state.scaler.is_enabled()
         self.sync = sync
 
@@ -45,16 +46,14 @@ class WeightUpdate:
         if self.scales_loss:
             self.state.scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
-            norm = self._clip(self.job.clip_norm)
+            norm = self.layout.clip(self.job.clip_norm)
         is_warm_up = self.state.step < self.warmup_steps
         if is_warm_up:  # the rates grow linearly to their full values
             full_rates = [group["lr"] for group in groups]
             for group, rate in zip(groups, full_rates, strict=True):
                 group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
         learning_rate: float = groups[0]["lr"]
-        is_stepped = self.state.step_optimizer()
-        if self.state.shard_replicas is not None:
-            self.state.shard_replicas.record_step(is_stepped)
+        is_stepped = self.layout.step(self.state.scaler)
         if is_warm_up:
             for group, rate in zip(groups, full_rates, strict=True):
                 group["lr"] = rate
@@ -72,10 +71,3 @@ class WeightUpdate:
         if is_due:
             for schedule in self.schedules:
                 schedule.step()
-
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the whole gradient to a norm, and return its norm before."""
-        if self.state.full_shards is not None:
-            return self.state.full_shards.clip(max_norm)
-        parameters = self.job.model.parameters()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm).detach()

@@ -8,17 +8,12 @@ from stepladder.train.comm import Comm
 from stepladder.train.sync.base import SingleProcessSync, Sync
 from stepladder.train.sync.ddp import BucketedSync
 from stepladder.train.sync.exact import ExactSync
-from stepladder.train.sync.fully_sharded import FullyShardedExactSync, FullyShardedSync
 from stepladder.train.sync.manual import ManualSync
 
 SYNC_CLASSES: dict[str, type[Sync]] = {
     "manual": ManualSync,
     "ddp": BucketedSync,
     "exact": ExactSync,
-}
-FULLY_SHARDED_SYNC_CLASSES: dict[str, type[Sync]] = {
-    "ddp": FullyShardedSync,
-    "exact": FullyShardedExactSync,
 }
 
 
@@ -27,7 +22,6 @@ def make_sync(
     model: torch.nn.Module,
     comm: Comm,
     extra_size: int = 0,
-    full: bool = False,
 ) -> Sync:
     """Return the Sync of a mode.
 
@@ -36,12 +30,10 @@ def make_sync(
         model: The model whose gradients are combined.
         comm: The ranks.
         extra_size: Length of the vector that each microbatch adds besides its gradient.
-        full: Whether fully_shard has distributed the model over the ranks.
 
     Returns:
         A Sync; a single process has one of its own, except for `exact`.
     """
     if comm.alone and mode != "exact":
         return SingleProcessSync(model, comm, extra_size)
-    classes = FULLY_SHARDED_SYNC_CLASSES if full else SYNC_CLASSES
-    return classes[mode](model, comm, extra_size)
+    return SYNC_CLASSES[mode](model, comm, extra_size)

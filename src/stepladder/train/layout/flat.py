@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
-from stepladder.rank.torch_fixes import BareStep, step_without_dynamo
-from stepladder.train.optimizer_shards import ELEMENTWISE_OPTIMIZERS
-from stepladder.train.shard_pieces import ALIGNMENT
+from stepladder.core.settings import Settings
+from stepladder.rank.torch_fixes import BareStep
+from stepladder.train.comm import Comm
+from stepladder.train.job import Job
+from stepladder.train.layout.base import StateLayout
+from stepladder.train.layout.pieces import ALIGNMENT
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
 State = dict[str, Any]  # an optimizer's state of one parameter, by name
@@ -28,7 +32,10 @@ class FlatGroup:
     Each view begins at a multiple of ALIGNMENT, since kernels round by where a tensor begins.
     """
 
-    def __init__(self, group: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        group: dict[str, Any],
+    ) -> None:
         self.group_params = group["params"]
         self.params = [param for param in self.group_params if param.requires_grad]
         self.sizes = [round_up(param.numel()) for param in self.params]
@@ -99,21 +106,38 @@ class FlatGroup:
         return states
 
 
-class FlatOptimizer:
-    """Steps one vector per group, for as long as that is a step of each parameter.
+class Flat(StateLayout):
+    """Each rank steps one vector per group, for as long as that is a step of each parameter.
 
     Outside of `step`, the optimizer has its own parameters, and their state as views of the
     vectors' state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.groups = [FlatGroup(group) for group in optimizer.param_groups]
-        self.bare_step = BareStep(optimizer)
+    def __init__(
+        self,
+        job: Job,
+        comm: Comm,
+    ) -> None:
+        super().__init__(job, comm)
+        self.groups = [FlatGroup(group) for group in self.optimizer.param_groups]
+        self.bare_step = BareStep(self.optimizer)
         self.state: Any = defaultdict(dict)  # of the vectors
         self.shown_values: list[Any] = []  # the tensors of which the optimizer has views
         self.is_flat = True
         self.adopt_state()
+
+    @classmethod
+    def choose(
+        cls,
+        settings: Settings,
+        job: Job,
+        comm: Comm,
+    ) -> type[StateLayout]:
+        """Return this class if it helps and gives the same bits."""
+        scales_loss = settings.precision == "fp16"
+        return (
+            cls if not scales_loss and is_flattenable(job.optimizer, comm.device) else StateLayout
+        )
 
     def adopt_state(self) -> None:
         """Copy the state that the optimizer has for its parameters into the vectors' state."""
@@ -148,15 +172,13 @@ class FlatOptimizer:
                     if value.shape != param.shape:
                         state[name] = value.clone()
 
-    def step(self) -> None:
+    def step(self, scaler: torch.amp.GradScaler) -> bool:
         """Take one step of the optimizer."""
         optimizer = self.optimizer
         if self.is_flat and not self._prepare_flat_step():
             self._stop_flat_steps()
         if not self.is_flat:
-            with step_without_dynamo():
-                optimizer.step()
-            return
+            return super().step(scaler)
         param_groups = optimizer.param_groups
         shown_state = optimizer.state
         optimizer.state = self.state
@@ -170,6 +192,7 @@ class FlatOptimizer:
             for group, flat_group in zip(param_groups, self.groups, strict=True):
                 group["params"] = flat_group.group_params
         self._show_state()
+        return True
 
     def _prepare_flat_step(self) -> bool:
         """Copy the gradients into the vectors, and return whether the vectors can be stepped."""
@@ -179,31 +202,31 @@ class FlatOptimizer:
         return all(map(FlatGroup.copy_gradients, self.groups))
 
 
-def make_flat_optimizer(
+def is_flattenable(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> FlatOptimizer | None:
-    """Return a FlatOptimizer, or None if it would not help or might not give the same bits."""
+) -> bool:
+    """Return whether steps of vectors help and give the bits of steps of each parameter."""
     kind = type(optimizer)
     is_from_torch = kind.__module__.startswith("torch.optim.")
     if not is_from_torch or kind.__name__ not in ELEMENTWISE_OPTIMIZERS or device.type != "cpu":
-        return None
+        return False
     # A fused step rounds the end of a vector differently.
     for option in ("fused", "capturable", "differentiable"):
         if any(group.get(option) for group in optimizer.param_groups):
-            return None
+            return False
     params_by_group = [
         [param for param in group["params"] if param.requires_grad]
         for group in optimizer.param_groups
     ]
     params = [param for group in params_by_group for param in group]
     if not all(params_by_group) or len(params) == len(params_by_group):
-        return None
+        return False
     for group in params_by_group:
         if not all(can_be_flat(param, group[0].dtype) for param in group):
-            return None
-    size = sum(param.numel() * param.element_size() for param in params)
-    return FlatOptimizer(optimizer) if size <= FIRST_BUCKET_BYTES else None
+            return False
+    size: int = sum(param.numel() * param.element_size() for param in params)
+    return size <= FIRST_BUCKET_BYTES
 
 
 def can_be_flat(

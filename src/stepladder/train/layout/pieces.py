@@ -158,3 +158,14 @@ def split_like(
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def clone_with_strides(
+    values: torch.Tensor,
+    param: torch.Tensor,
+) -> torch.Tensor:
+    """Return a copy on the parameter's device, with the parameter's strides.
+
+    A fused step goes through the parameter and its state in the order of their memory.
+    """
+    return torch.empty_like(param, dtype=values.dtype).copy_(values)

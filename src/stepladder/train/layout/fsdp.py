@@ -8,8 +8,7 @@ over ranks in slices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -19,46 +18,47 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from stepladder.core.plan import Span, add_idle_spans
 from stepladder.storage.snapshot_slices import (
-    AVERAGE_PREFIX,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     STATE_PREFIX,
     SliceReader,
     TensorSlice,
     get_local_slice,
+    read_rows,
 )
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
-from stepladder.train.model_blocks import OUTSIDE_BLOCKS, find_blocks
+from stepladder.train.layout.base import StateLayout
+from stepladder.train.model_blocks import OUTSIDE_BLOCKS, find_blocks, validate_fully_shardable
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, validate_optimizer
 from stepladder.train.phases import EXCHANGING
-from stepladder.train.weight_average import WeightAverage
+from stepladder.train.sync.base import Sync
+from stepladder.train.sync.fully_sharded import FullyShardedSync
 
 # As fully_shard calls them; before torch 2.13 they had other names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+GLOO: dict[str, Any] = {
+    "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+}
 
 # torch caches what it knows of a mesh also for an equal mesh, so each mesh gets its own name.
 MESH_NUMBERS = count()
 
 
-class FullShards:
+class FullyShardedLayout(StateLayout):
     """A job whose weights and optimizer state are spread over the ranks by rows, as DTensors.
 
-    The optimizer is the job's own, with its groups and its schedule. It must have no state yet.
-
-    Attributes:
-        snapshot_prefix: The names that `load_slices` reads from a snapshot begin with it.
-        manifest_entry: Added to the manifest of a snapshot.
+    The optimizer is the job's own, with its groups and its schedule.
     """
 
-    snapshot_prefix = STATE_PREFIX
+    gathers_weights = True
+    has_parts = True
+    slice_prefix = STATE_PREFIX
 
     def __init__(self, job: Job, comm: Comm) -> None:
-        self.model = job.model
-        self.optimizer = job.optimizer
-        self.comm = comm
-        self.average: WeightAverage | None = None
+        super().__init__(job, comm)
         names = {param: name for name, param in job.model.named_parameters()}
         self.names_by_number = [
             names[param] for group in job.optimizer.param_groups for param in group["params"]
@@ -93,10 +93,23 @@ class FullShards:
                 reduce: Any = BlockReduceScatter(self.comm, block)
                 module.set_custom_reduce_scatter(reduce)
 
-    @contextmanager
-    def stepping(self) -> Iterator[Callable[[], object]]:
-        """Yield the optimizer's own step, which computes on DTensors."""
-        yield self.optimizer.step
+    @staticmethod
+    def validate(job: Job) -> None:
+        """Raise InputError if the optimizer or a weight of the model cannot be cut into rows."""
+        validate_optimizer(job.optimizer, ELEMENTWISE_OPTIMIZERS, "full")
+        validate_fully_shardable(job)
+
+    @staticmethod
+    def place(job: Job, comm: Comm) -> None:
+        """Leave the model where it is: its blocks are moved one by one."""
+
+    def microbatches(self, spans_by_rank: list[list[Span]]) -> list[Span]:
+        """Return as many passes on each rank, since a pass gathers weights."""
+        return add_idle_spans(super().microbatches(spans_by_rank), spans_by_rank)
+
+    def make_sync(self, mode: str, extra_size: int) -> Sync:
+        """Return what divides the sums that fully_shard leaves in the gradients."""
+        return FullyShardedSync(self.model, self.comm, extra_size)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient to a norm of at most `max_norm`; return its norm before, shape ()."""
@@ -105,8 +118,10 @@ class FullShards:
             full_norm: torch.Tensor = norm.full_tensor()
         return full_norm.detach()
 
-    def gather(self) -> None:
-        """Do nothing: weights are gathered where they are used."""
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        """Load the optimizer's state, and keep this rank's rows of what is whole."""
+        self.optimizer.load_state_dict(stored)
+        self.adopt_state()
 
     def adopt_state(self) -> None:
         """Keep this rank's rows of the state that the optimizer has for complete parameters."""
@@ -122,25 +137,14 @@ class FullShards:
 
     def load_slices(self, reader: SliceReader) -> None:
         """Load this rank's rows of the state that a snapshot has in slices."""
-        for name in reader.names(self.snapshot_prefix):
-            if not reader.shape(STATE_PREFIX + name):
+        prefix = STATE_PREFIX + OPTIMIZER_PREFIX
+        for name in reader.names(prefix):
+            if not reader.shape(prefix + name):
                 continue  # a count of steps, which the optimizer has loaded
-            if name.startswith(AVERAGE_PREFIX):
-                self._load_average(reader, name)
-                continue
-            *_, number, key = name.split("/")
+            number, key = name.split("/")
             param = self.params[self.names_by_number[int(number)]]
-            rows = read_rows(
-                reader,
-                STATE_PREFIX + name,
-                get_local_slice(param),
-            )
+            rows = read_rows(reader, prefix + name, get_local_slice(param))
             self.optimizer.state[param][key] = distribute_like(param, rows)
-
-    def _load_average(self, reader: SliceReader, name: str) -> None:
-        if self.average is not None:
-            own_rows = self.average.rows()[name.removeprefix(AVERAGE_PREFIX)]
-            own_rows.values.copy_(read_rows(reader, STATE_PREFIX + name, own_rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state without the part that `slices` returns."""
@@ -162,9 +166,6 @@ class FullShards:
                     slices[f"{STATE_PREFIX}{OPTIMIZER_PREFIX}{number}/{key}"] = get_local_slice(
                         value
                     )
-        if self.average is not None:
-            for name, rows in self.average.rows().items():
-                slices[STATE_PREFIX + AVERAGE_PREFIX + name] = rows
         return slices
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -178,80 +179,33 @@ class BlockAllGather:
     """fully_shard's all-gather on CPUs, through shared memory if the ranks share memory.
 
     gloo's all-gather needs a second tensor as large as the result, and frees it late: with 4 ranks
-    up to ten of them existed at the same time.
+    up to ten of them existed at the same time. Its reduce-scatter adds a complete copy on each.
     """
+
+    name = "all_gather"
 
     def __init__(self, comm: Comm, block: str) -> None:
         self.comm = comm
         self.block = block
 
-    def allocate(
-        self,
-        size: Any,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> Any:
         if self.comm.shared_memory is not None:
-            return self.comm.all_gather(
-                output_tensor,
-                input_tensor,
-                self.block,
-            ).wait()
-        self.comm.progress.record_block_collective(
-            "all_gather",
-            self.block,
-            input_tensor.numel(),
-        )
+            collective = getattr(self.comm, self.name)
+            return collective(output_tensor, input_tensor, self.block).wait()
+        self.comm.progress.record_block_collective(self.name, self.block, input_tensor.numel())
         with self.comm.phases(EXCHANGING):
-            return all_gather(
-                output_tensor,
-                input_tensor,
-                group=group,
-                **options,
-            )
+            return GLOO[self.name](output_tensor, input_tensor, group=group, **options)
 
 
 class BlockReduceScatter(BlockAllGather):
-    """fully_shard's reduce-scatter on CPUs; gloo's adds a complete copy on each rank."""
+    """fully_shard's reduce-scatter on CPUs."""
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
-    ) -> Any:
-        if self.comm.shared_memory is not None:
-            return self.comm.reduce_scatter(
-                output_tensor,
-                input_tensor,
-                self.block,
-            ).wait()
-        self.comm.progress.record_block_collective(
-            "reduce_scatter", self.block, input_tensor.numel()
-        )
-        with self.comm.phases(EXCHANGING):
-            return reduce_scatter(
-                output_tensor,
-                input_tensor,
-                group=group,
-                **options,
-            )
-
-
-def read_rows(
-    reader: SliceReader,
-    name: str,
-    own_rows: TensorSlice,
-) -> torch.Tensor:
-    """Read the rows of a snapshot's tensor that this rank holds."""
-    return reader.read_rows(
-        name,
-        own_rows.first,
-        own_rows.first + len(own_rows.values),
-    )
+    name = "reduce_scatter"
 
 
 def is_distributed(value: Any) -> bool:

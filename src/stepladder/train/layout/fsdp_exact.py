@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepladder.core.settings import Settings
 from stepladder.storage.snapshot_slices import get_local_slice
-from stepladder.train.full_shards import FullShards, distribute_like, is_distributed
+from stepladder.train.comm import Comm
+from stepladder.train.job import Job
+from stepladder.train.layout.base import StateLayout
+from stepladder.train.layout.flat import Flat
+from stepladder.train.layout.fsdp import FullyShardedLayout, distribute_like, is_distributed
+from stepladder.train.layout.pieces import ALIGNMENT
 from stepladder.train.phases import EXCHANGING
-from stepladder.train.shard_pieces import ALIGNMENT
+from stepladder.train.sync.base import Sync
+from stepladder.train.sync.fully_sharded import FullyShardedExactSync
 
 
 class Cut(NamedTuple):
@@ -90,8 +97,19 @@ def make_cuts(param: Any) -> list[Cut]:
     return cuts
 
 
-class ExactShards(FullShards):
-    """FullShards that step plain tensors, with a norm that is independent of the rows' ranks."""
+class FullyShardedExactLayout(FullyShardedLayout):
+    """Rows that are stepped as plain tensors, with a norm that is independent of their ranks."""
+
+    @classmethod
+    def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
+        """Return this class with --sync exact; a single process needs no rows."""
+        if comm.alone:
+            return Flat.choose(settings, job, comm)
+        return cls if settings.sync == "exact" else FullyShardedLayout
+
+    def make_sync(self, mode: str, extra_size: int) -> Sync:
+        """Return what adds each block's gradients in the tree of `exact`."""
+        return FullyShardedExactSync(self.model, self.comm, extra_size)
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
@@ -172,11 +190,6 @@ class ExactShards(FullShards):
         for grad in grads:
             grad.to_local().mul_(factor)  # type: ignore[attr-defined]
         return norm
-
-
-def full_shards_class(sync: str) -> type[FullShards]:
-    """Return the class that spreads a model with this --sync."""
-    return ExactShards if sync == "exact" else FullShards
 
 
 def copy_value(value: Any) -> Any:

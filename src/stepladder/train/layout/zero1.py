@@ -26,35 +26,29 @@ from stepladder.storage.snapshot_slices import (
 )
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
-from stepladder.train.model_blocks import validate_fully_shardable
-from stepladder.train.optimizers import list_optimizers
-from stepladder.train.shard_pieces import (
+from stepladder.train.layout.base import StateLayout
+from stepladder.train.layout.flat import Flat
+from stepladder.train.layout.pieces import (
     ShardBucket,
     ShardPiece,
+    clone_with_strides,
     partition,
     slices_of_rank,
 )
+from stepladder.train.optimizers import (
+    ELEMENTWISE_OPTIMIZERS,
+    PARAMETERWISE_OPTIMIZERS,
+    find_elementwise_params,
+    validate_optimizer,
+)
+from stepladder.train.phases import WAITING_FOR_RANKS
 from stepladder.train.sync.ddp import make_fixed_buckets
 
-# Optimizers of torch.optim. What a step of them does to an element depends on that element alone.
-ELEMENTWISE_OPTIMIZERS = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "Rprop",
-]
-# What a step of these does to an element depends on all elements of its parameter.
-PARAMETERWISE_OPTIMIZERS = ["Adafactor", "Muon"]
+PREFIX = STATE_PREFIX + OPTIMIZER_PREFIX
 
 
-class OptimizerShards:
-    """The job's optimizer, whose state is spread over the ranks.
+class OptimizerSlices:
+    """An optimizer whose state is cut into a slice for each rank of one group.
 
     Outside of `stepping` the optimizer has its complete parameters, and no state. Each rank has one
     slice, and with copies=2 also the slice of the rank before it.
@@ -62,11 +56,7 @@ class OptimizerShards:
     Attributes:
         own_pieces: The pieces of this rank's own slice.
         pieces: The pieces of all slices of this rank.
-        snapshot_prefix: The names that `load_slices` reads from a snapshot begin with it.
-        manifest_entry: Added to the manifest of a snapshot.
     """
-
-    snapshot_prefix = STATE_PREFIX + OPTIMIZER_PREFIX
 
     def __init__(
         self,
@@ -76,7 +66,6 @@ class OptimizerShards:
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
-        self.manifest_entry: dict[str, Any] = {}
         self.rank = comm.world.rank
         self.ranks = comm.world.world_size
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -92,14 +81,7 @@ class OptimizerShards:
         for piece in self.pieces:
             self.pieces_of_param[piece.param].append(piece)
         self.pieces_by_group = [
-            [
-                piece
-                for param in group["params"]
-                for piece in self.pieces_of_param.get(
-                    param,
-                    [],
-                )
-            ]
+            [piece for param in group["params"] for piece in self.pieces_of_param.get(param, [])]
             for group in optimizer.param_groups
         ]
         self.state: Any = defaultdict(dict)
@@ -180,16 +162,12 @@ class OptimizerShards:
             sent, gathered = self.buffers[bucket.like.dtype]
             bucket.gather(self.comm, sent, gathered)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state without the part that `slices` returns."""
-        return {**self.optimizer.state_dict(), "state": dict(self.frozen)}
-
     def slices(self) -> dict[str, TensorSlice]:
         """Return this rank's part of the state, by its names in a snapshot."""
         slices = {}
         for piece in self.own_pieces:
             for key, value in self.state.get(piece.values, {}).items():
-                name = f"{STATE_PREFIX}{OPTIMIZER_PREFIX}{piece.number}/{key}"
+                name = f"{PREFIX}{piece.number}/{key}"
                 if value.shape == piece.values.shape:
                     shape = list(piece.param.shape)
                     slices[name] = TensorSlice(value.reshape(-1), piece.lo, shape, flat=True)
@@ -205,12 +183,12 @@ class OptimizerShards:
     def load_slices(self, reader: SliceReader) -> None:
         """Load this rank's part of the state that a snapshot has in slices."""
         keys: dict[int, list[str]] = defaultdict(list)
-        for name in reader.names(self.snapshot_prefix):
+        for name in reader.names(PREFIX):
             number, key = name.split("/")
             keys[int(number)].append(key)
         for piece in self.pieces:
             for key in keys[piece.number]:
-                name = f"{self.snapshot_prefix}{piece.number}/{key}"
+                name = f"{PREFIX}{piece.number}/{key}"
                 shape = reader.shape(name)
                 if shape == list(piece.param.shape):
                     values = reader.read_elements(
@@ -223,69 +201,61 @@ class OptimizerShards:
                     self.state[piece.values][key] = reader.read_tensor(name).to(piece.values.device)
 
 
-def make_optimizer_shards(
-    settings: Settings,
-    optimizer: torch.optim.Optimizer,
-    comm: Comm,
-) -> OptimizerShards | None:
-    """Make the shards of --shard optimizer; None for a single process that no other may join."""
-    if settings.shard != "optimizer" or (comm.alone and settings.shard_copies == 1):
-        return None
-    return OptimizerShards(optimizer, comm, settings.shard_copies)
+class Zero1(StateLayout):
+    """Each rank holds the optimizer's state of its slice, and steps that slice."""
 
+    has_parts = True
+    slice_prefix = PREFIX
+    copies = 1
 
-def validate_shard(job: Job, shard: str) -> None:
-    """Raise InputError if --shard cannot be used with the job."""
-    if shard != "none":
-        validate_shardable(job.optimizer, shard)
-    if shard == "full":
-        validate_fully_shardable(job)
+    def __init__(self, job: Job, comm: Comm) -> None:
+        super().__init__(job, comm)
+        self.parts = OptimizerSlices(job.optimizer, comm, self.copies)
 
+    @classmethod
+    def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
+        """Return this class, unless a single process needs no slices."""
+        return Flat.choose(settings, job, comm) if comm.alone else cls
 
-def validate_shardable(
-    optimizer: torch.optim.Optimizer,
-    shard: str = "optimizer",
-) -> None:
-    """Raise InputError for an optimizer whose step might change when its parameters are cut."""
-    known = list(ELEMENTWISE_OPTIMIZERS)
-    if shard == "optimizer":
-        known += PARAMETERWISE_OPTIMIZERS
-    for kind in map(type, list_optimizers(optimizer)):
-        is_from_torch = f"{kind.__module__}.".startswith("torch.optim.")
-        if not is_from_torch or kind.__name__ not in known:
-            raise InputError(
-                f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have"
-                " another result",
-                f"one of torch.optim's {', '.join(known)}, or leave --shard out",
-            )
+    @staticmethod
+    def validate(job: Job) -> None:
+        """Raise InputError for an optimizer whose step on slices may have another result."""
+        validate_optimizer(
+            job.optimizer, [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS], "optimizer"
+        )
 
+    def replace_parts(self, parts: OptimizerSlices) -> None:
+        """Take the slices of another group."""
+        self.parts = parts
 
-def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    """Return the parameters that can be cut anywhere."""
-    return {
-        param
-        for member in list_optimizers(optimizer)
-        if type(member).__name__ in ELEMENTWISE_OPTIMIZERS
-        for group in member.param_groups
-        for param in group["params"]
-    }
+    @contextmanager
+    def stepping(self) -> Iterator[Callable[[], object]]:
+        """Give the optimizer this rank's slices in the block."""
+        with self.parts.stepping() as step:
+            yield step
 
+    def gather(self) -> None:
+        """Gather all slices of the parameters on every rank."""
+        with self.comm.phases.timer(WAITING_FOR_RANKS):
+            self.parts.gather()
 
-def restride_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor the strides of its parameter."""
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            is_elementwise = isinstance(value, torch.Tensor) and value.shape == param.shape
-            if is_elementwise and value.stride() != param.stride():
-                state[key] = clone_with_strides(value, param)
+    @property
+    def optimizer_state(self) -> Any:
+        """The state of this rank's slices, by piece."""
+        return self.parts.state
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state without its slices."""
+        return {**self.optimizer.state_dict(), "state": dict(self.parts.frozen)}
 
-def clone_with_strides(
-    values: torch.Tensor,
-    param: torch.Tensor,
-) -> torch.Tensor:
-    """Return a copy on the parameter's device, with the parameter's strides.
+    def adopt_state(self) -> None:
+        """Keep this rank's slices of the optimizer's whole state."""
+        self.parts.adopt_state()
 
-    A fused step goes through the parameter and its state in the order of their memory.
-    """
-    return torch.empty_like(param, dtype=values.dtype).copy_(values)
+    def slices(self) -> dict[str, TensorSlice]:
+        """Return this rank's own slice of the state."""
+        return self.parts.slices()
+
+    def load_slices(self, reader: SliceReader) -> None:
+        """Load this rank's slices of the state."""
+        self.parts.load_slices(reader)

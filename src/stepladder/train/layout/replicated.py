@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepladder.core.errors import StateLost
+from stepladder.core.settings import Settings
 from stepladder.rank.membership import get_joining_rank
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
-from stepladder.train.optimizer_shards import OptimizerShards
-from stepladder.train.shard_pieces import ShardPiece, slices_of_rank
+from stepladder.train.comm import Comm
+from stepladder.train.job import Job
+from stepladder.train.layout.base import Holders, StateLayout
+from stepladder.train.layout.pieces import ShardPiece, slices_of_rank
+from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
 
 REPLICA_COUNT = 2
 NO_GROUP = (-1, -1, -1)
@@ -38,60 +43,69 @@ class StepRecord(NamedTuple):
     gradients: list[torch.Tensor | None]
 
 
-class ShardReplicas:
-    """A rank's slices, and the part of its state that other ranks need after a loss.
+class Replicated(Zero1):
+    """Two ranks hold each slice, and each rank keeps what the others need after a loss.
 
     Attributes:
-        shards_by_group: The slices by the number of the group that partitioned them: two, until all
-            ranks have the newer slices.
+        parts_by_group: The slices by the number of the group that cut them: two, until all ranks
+            have the newer slices.
         unfinished_step: A step whose weights are still to be gathered.
     """
 
-    def __init__(self, shards: OptimizerShards) -> None:
-        self.optimizer = shards.optimizer
-        self.comm = shards.comm
-        self.params = shards.params
-        self.shards_by_group: dict[int, OptimizerShards] = {}
+    completes_steps = True
+    copies = REPLICA_COUNT
+
+    def __init__(self, job: Job, comm: Comm) -> None:
+        super().__init__(job, comm)
+        self.parts_by_group: dict[int, OptimizerSlices] = {}
         if get_joining_rank() is None:
-            self.shards_by_group[self.comm.group_number] = shards
+            self.parts_by_group[comm.group_number] = self.parts
         self.sharded_ids = {
             id(piece.param)
-            for index in range(shards.ranks)
-            for piece in shards.pieces_of_slice(index)
+            for index in range(self.parts.ranks)
+            for piece in self.parts.pieces_of_slice(index)
         }
         self.unfinished_step: StepRecord | None = None
 
+    @classmethod
+    def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
+        """Return this class also for a single process, which others may join."""
+        return cls
+
     # -- while training ----------------------------------------------------------------------------
 
-    def record_step(self, stepped: bool) -> None:
-        """Record that the slices were stepped, with the present gradients and learning rates."""
+    def step(self, scaler: torch.amp.GradScaler) -> bool:
+        """Step this rank's slices, and keep the gradients and learning rates of the step."""
+        is_stepped = super().step(scaler)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.unfinished_step = StepRecord(
-            stepped,
-            rates,
-            [param.grad for param in self.params],
-        )
+        gradients = [param.grad for param in self.parts.params]
+        self.unfinished_step = StepRecord(is_stepped, rates, gradients)
+        return is_stepped
 
-    def copy_gradients(self) -> None:
+    def interrupt_step(self) -> None:
         """Copy the gradients, since others may soon reduce into their memory."""
         step = self.unfinished_step
         if step is not None:
             copies = [None if grad is None else grad.clone() for grad in step.gradients]
             self.unfinished_step = step._replace(gradients=copies)
 
+    def end_step(self) -> None:
+        """Forget the step: its weights are gathered."""
+        self.unfinished_step = None
+
     # -- after a loss ------------------------------------------------------------------------------
 
-    def find_holders(self) -> tuple[int, list[int]] | None:
-        """Find the newest partition whose slices the present ranks all hold.
-
-        All ranks must call this method.
+    def find_holders(self) -> Holders:
+        """Find the newest group's slices that the present ranks all hold. A collective.
 
         Returns:
-            The number of the partition's group, and for each slice a rank that holds it. None if a
-            slice is lost.
+            The number of that group, and for each of its slices a rank that holds it.
+
+        Raises:
+            StateLost: No rank has some slice.
         """
         groups = [
-            (number, shards.rank, shards.ranks) for number, shards in self.shards_by_group.items()
+            (number, parts.rank, parts.ranks) for number, parts in self.parts_by_group.items()
         ]
         groups += [NO_GROUP] * (2 - len(groups))
         messages = self.comm.gather_bytes(HELD_GROUPS.pack(*groups[0], *groups[1]))
@@ -105,17 +119,11 @@ class ShardReplicas:
         for (group, ranks), by_slice in sorted(holders.items(), reverse=True):
             if len(by_slice) == ranks:
                 return group, [by_slice[index] for index in range(ranks)]
-        return None
+        raise StateLost("both processes that had a slice of the optimizer's state are lost")
 
-    def state_for_behind(
-        self, model: torch.nn.Module
-    ) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
-        """Return the state for ranks that are a step behind.
-
-        Returns:
-            The buffers and frozen weights, which no slice has, and the unfinished step.
-        """
-        state = model.state_dict(keep_vars=True)
+    def state_for_behind(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+        """Return the buffers and frozen weights, which no slice has, and the unfinished step."""
+        state = self.model.state_dict(keep_vars=True)
         unsharded = {
             name: value.detach()
             for name, value in state.items()
@@ -124,18 +132,24 @@ class ShardReplicas:
         step = self.unfinished_step
         return unsharded, None if step is None else list(step)
 
-    def apply_step(self, step_fields: list[Any] | None) -> None:
+    def catch_up(
+        self,
+        weights: dict[str, torch.Tensor],
+        step: list[Any] | None,
+        optimizer_state: dict[str, Any],
+    ) -> None:
         """Take the step that another rank has taken. A rank that joins has no slices to step."""
-        self.unfinished_step = None if step_fields is None else StepRecord(*step_fields)
-        step_record = self.unfinished_step
-        if step_record is None or not step_record.stepped or not self.shards_by_group:
-            return
-        shards = self.shards_by_group[max(self.shards_by_group)]
-        rates_before = [group["lr"] for group in self.optimizer.param_groups]
-        self._set_rates_and_gradients(step_record.rates, step_record.gradients)
-        with step_without_dynamo(), shards.stepping() as step:
-            step()
-        self._set_rates_and_gradients(rates_before, [None] * len(self.params))
+        self.unfinished_step = None if step is None else StepRecord(*step)
+        record = self.unfinished_step
+        if record is not None and record.stepped and self.parts_by_group:
+            parts = self.parts_by_group[max(self.parts_by_group)]
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            self._set_rates_and_gradients(record.rates, record.gradients)
+            with step_without_dynamo(), parts.stepping() as step_slices:
+                step_slices()
+            self._set_rates_and_gradients(rates, [None] * len(parts.params))
+        self.model.load_state_dict(weights, strict=False)
+        self.optimizer.load_state_dict(optimizer_state)
 
     def _set_rates_and_gradients(
         self,
@@ -144,56 +158,52 @@ class ShardReplicas:
     ) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for param, grad in zip(self.params, gradients, strict=True):
+        for param, grad in zip(self.parts.params, gradients, strict=True):
             param.grad = None if grad is None else grad.to(param.device)
 
-    def reshard(
-        self,
-        group: int,
-        holders: list[int],
-    ) -> OptimizerShards:
+    def redistribute(self, holders: Holders | None) -> None:
         """Make this group's slices, with their weights and state, from those of an earlier group.
 
-        All ranks must call this method. It needs memory for the slices before and after it, and for
-        one more slice.
-
-        Args:
-            group: The number of the earlier group.
-            holders: For each slice of that group, the rank that sends it.
-
-        Returns:
-            The shards of this group.
+        It needs memory for the slices before and after it, and for one more slice.
         """
-        old = self.shards_by_group.get(group)
-        new = OptimizerShards(self.optimizer, self.comm, REPLICA_COUNT)
+        assert holders is not None
+        group, senders = holders
+        old = self.parts_by_group.get(group)
+        new = OptimizerSlices(self.optimizer, self.comm, REPLICA_COUNT)
         frozen: dict[int, Any] = {}
-        for index, holder in enumerate(holders):
+        for index, sender in enumerate(senders):
             message = None
-            if old is not None and holder == self.comm.world.rank:
+            if old is not None and sender == self.comm.world.rank:
                 pieces = [pack_piece(old, piece) for piece in old.pieces_of_slice(index)]
                 message = [pieces, old.frozen]
-            pieces, frozen = broadcast_state(self.comm, message, holder, needed=True)
+            pieces, frozen = broadcast_state(self.comm, message, sender, needed=True)
             for fields in pieces:
                 self._load_piece(new, *fields)
         new.adopt_frozen(frozen)
-        self.shards_by_group = {} if old is None else {group: old}
-        self.shards_by_group[self.comm.group_number] = new
-        return new
+        self.parts_by_group = {} if old is None else {group: old}
+        self.parts_by_group[self.comm.group_number] = new
+        self.replace_parts(new)
+
+    def finish_recovery(self) -> bool:
+        """Drop all but the newest slices, and return whether a step is unfinished."""
+        newest = max(self.parts_by_group)
+        self.parts_by_group = {newest: self.parts_by_group[newest]}
+        return self.unfinished_step is not None
 
     @torch.no_grad()
     def _load_piece(
         self,
-        new: OptimizerShards,
+        new: OptimizerSlices,
         number: int,
         lo: int,
         hi: int,
         values: torch.Tensor,
         state: dict[str, Any],
     ) -> None:
-        param = self.params[number].detach()
+        param = self.parts.params[number].detach()
         is_whole = hi - lo == param.numel()
         (param if is_whole else param.view(-1)[lo:hi]).copy_(values)
-        for piece in new.pieces_of_param.get(self.params[number], []):
+        for piece in new.pieces_of_param.get(self.parts.params[number], []):
             if piece.lo >= hi or lo >= piece.hi:
                 continue
             new_state = new.state[piece.values]
@@ -203,7 +213,7 @@ class ShardReplicas:
                         new_state[name] = torch.empty_like(piece.values, dtype=value.dtype)
                     copy_overlap(new_state[name], piece, value, lo, hi)
                 else:
-                    new_state[name] = self._copy_scalar(self.params[number], name, value)
+                    new_state[name] = self._copy_scalar(self.parts.params[number], name, value)
 
     def _copy_scalar(
         self,
@@ -224,19 +234,9 @@ class ShardReplicas:
                 return group
         raise KeyError("the optimizer has no such parameter")
 
-    def finish_step(self) -> None:
-        """Forget the step: its weights are gathered."""
-        self.unfinished_step = None
-
-    def finish_resharding(self) -> bool:
-        """Drop all but the newest slices, and return whether a step is unfinished."""
-        newest = max(self.shards_by_group)
-        self.shards_by_group = {newest: self.shards_by_group[newest]}
-        return self.unfinished_step is not None
-
 
 def pack_piece(
-    shards: OptimizerShards,
+    shards: OptimizerSlices,
     piece: ShardPiece,
 ) -> list[Any]:
     """Return a piece for other ranks: its elements, their weights and their state."""
