@@ -11,11 +11,12 @@ from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.script_source import ScriptSource, SourceFile
+from stepladder.tools.probe.events import ProbeEvent
 
 AT = ["train.py", 5, "train"]
 LOADER = {
     "loader": 1,
-    "class": "DataLoader",
+    "loader_class": "DataLoader",
     "sampler": "DistributedSampler",
     "sampler_id": 7,
     "settable": True,
@@ -31,7 +32,7 @@ LOADER = {
     "generator": False,
     "length": 8,
     "batches": 2,
-    "print": "p",
+    "fingerprint": "p",
     "dataset": "Data",
     "base_length": 8,
 }
@@ -42,9 +43,8 @@ def source(text: str = "") -> ScriptSource:
 
 
 def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:
-    return RankLog(
-        rank, [{"at": AT, **event, "n": number} for number, event in enumerate(events, 1)]
-    )
+    values = [{"at": AT, **event, "n": number} for number, event in enumerate(events, 1)]
+    return RankLog(rank, [ProbeEvent.from_values(event) for event in values])
 
 
 def evidence_of(*ranks: Sequence[dict[str, Any]], text: str = "", **fields: Any) -> RunEvidence:
@@ -76,7 +76,7 @@ def forward(**fields: Any) -> dict[str, Any]:
         "wrapped": "DistributedDataParallel",
         "rows": [],
         "root": 1,
-        "class": "DistributedDataParallel",
+        "model_class": "DistributedDataParallel",
         "grad": True,
         "size": 32,
         "training": True,
@@ -108,7 +108,6 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
         "k": "step",
         "optimizer": 0,
         "step": number,
-        "class": "SGD",
         "lr": [0.1],
         "numel": 100,
         "frozen": 0,

@@ -74,13 +74,12 @@ def test_what_is_raised_here_is_known(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     occurrences = list(explain(raised(call).splitlines()))
-    assert any(cause in occurrence.error.cause for occurrence in occurrences), occurrences
+    assert any(cause in occurrence.cause for occurrence in occurrences), occurrences
 
 
 def test_a_file_with_a_class_is_known(tmp_path: Path) -> None:
     assert (
-        "holds a class"
-        in next(explain(raised(partial(load_a_class, tmp_path)).splitlines())).error.cause
+        "holds a class" in next(explain(raised(partial(load_a_class, tmp_path)).splitlines())).cause
     )
 
 
@@ -88,7 +87,7 @@ def test_a_file_with_a_class_is_known(tmp_path: Path) -> None:
 def test_each_message_is_found_alone_and_in_a_line(error: KnownError) -> None:
     for text in error.texts:
         for line in (text, text.upper(), f"[rank1]: RuntimeError:   {text} (code 7)"):
-            assert error in [occurrence.error for occurrence in explain([line])], line
+            assert (error.cause, error.do) in [(f.cause, f.fix) for f in explain([line])], line
 
 
 @pytest.mark.parametrize("error", KNOWN, ids=lambda error: error.texts[0][:40])
@@ -130,7 +129,7 @@ def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
 
 
 def test_a_part_of_a_message_is_enough_but_no_single_word(stepladder: Any) -> None:
-    assert "OS" not in [occurrence.line for occurrence in explain(["OS", "in", "the"])]
+    assert "OS" not in [occurrence.evidence for occurrence in explain(["OS", "in", "the"])]
     assert stepladder("explain", "already in use").returncode == 0
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from stepladder.tools.probe.events import ProbeEvent
 
 
-@dataclass(frozen=True)
 class Tasted(ProbeEvent, kind="test of events"):
     dish: str
     seconds: float = 1.5
 
 
 def test_an_event_is_what_its_line_says() -> None:
-    event = Tasted("söup \udcff", 2.0)
+    event = Tasted(dish="söup \udcff", seconds=2.0)
     line = event.to_line()
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert ProbeEvent.from_line(line) == event
     older = b'{"k": "test of events", "dish": "soup", "of a newer version": 1}'
-    assert ProbeEvent.from_line(older) == Tasted("soup")
+    assert ProbeEvent.from_line(older) == Tasted(dish="soup")
 
 
 @pytest.mark.parametrize(

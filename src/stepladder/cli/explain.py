@@ -18,6 +18,7 @@ from stepladder.core.typed_file import open_to_read
 MAX_LOG_LINE_BYTES = 1 << 16  # a log may hold anything
 MAX_LOG_GIB = 64  # a hole in a file may be of any size, and reads as zeros
 SHOWN_LINE_LENGTH = 200
+EXPLAIN_RECORD_KEYS = {"line": "location.line", "text": "evidence", "cause": "cause", "do": "fix"}
 EXPLAIN_HINT = (
     "stepladder explain --list prints all known messages;"
     " in a log, look at the earliest error of all ranks"
@@ -46,6 +47,7 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
     no known message in it.
     """
     from stepladder.tools.explain.explain import explain, find_nearest, known_errors
+    from stepladder.tools.findings.render import as_record
 
     if as_list:
         for error in known_errors():
@@ -56,22 +58,17 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
     if not matches and text is not None and not is_file(text):
         matches = list(find_nearest(text))
     if as_json:
-        records = [
-            {
-                "line": match.number,
-                "text": match.line,
-                "cause": match.error.cause,
-                "do": match.error.do,
-            }
-            for match in matches
-        ]
+        records = [as_record(match, EXPLAIN_RECORD_KEYS) for match in matches]
+        for record in records:
+            record["line"] = record["line"] or 1  # a text without a known message is one line
         echo(json.dumps({"schema": 1, "found": records}))
         return int(not matches)
     for match in matches:
-        line = click.unstyle(match.line)[:SHOWN_LINE_LENGTH]
-        echo(f"line {match.number}: {line}" if match.is_literal else f"perhaps: {match.line}")
-        echo(f"  cause: {match.error.cause}")
-        echo(f"  do:    {match.error.do}")
+        number = match.location.line
+        text = click.unstyle(match.evidence)[:SHOWN_LINE_LENGTH]
+        echo(f"line {number}: {text}" if number else f"perhaps: {match.evidence}")
+        echo(f"  cause: {match.cause}")
+        echo(f"  do:    {match.fix}")
     if not matches:
         echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)

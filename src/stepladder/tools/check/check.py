@@ -11,6 +11,7 @@ from pathlib import Path
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
+from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
@@ -259,11 +260,11 @@ def summarize_run(run: ScriptRun) -> str:
     steps = 0
     epochs = 0
     if ranks:
-        steps = len(ranks[0].select("step"))
+        steps = len(ranks[0].select(OptimizerStep))
         epochs = len(ranks[0].training_passes)
     if run.outcome.has_stalled:
         end = "then it stood still"
-    elif run.recording.select("enough"):
+    elif run.recording.select(EnoughPasses):
         end = "then the check ended it"
     else:
         end = "to its end"

@@ -15,6 +15,16 @@ from pathlib import Path
 from stepladder.core.address import find_free_port
 from stepladder.core.process_count import count_cores
 from stepladder.rank.lifecycle import die_with_parent
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    GroupDestroy,
+    GroupInit,
+    Halt,
+    Refusal,
+    ScriptCollective,
+    SpawnsRanks,
+)
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
@@ -30,13 +40,7 @@ POLL_INTERVAL_S = 0.1
 HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
 LAST_LINE_BYTES = 4000
-BLOCKING_EVENTS = (
-    b'"k": "coll"',
-    b'"k": "backward"',
-    b'"k": "init"',
-    b'"k": "forward"',
-    b'"k": "destroy"',
-)
+BLOCKING_EVENTS = (ScriptCollective, Backward, GroupInit, Forward, GroupDestroy)
 RANK_VARIABLES_OF_TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -206,8 +210,8 @@ def start_rank(
 
 def read_refused_paths(folder: Path) -> list[str]:
     """Return the paths outside the copy whose change was refused."""
-    events = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)]
-    return sorted({event["path"] for event in events if event["k"] == "refused"})
+    events = [event for path in folder.glob("*.jsonl") for event in read_events(path)]
+    return sorted({event.path for event in events if isinstance(event, Refusal)})
 
 
 def follow(
@@ -224,8 +228,8 @@ def follow(
         now = time.monotonic()
         if added := files.read_added():
             last_growth = now
-            spawns |= b'"spawns"' in added
-            halted |= b'"k": "halt"' in added
+            spawns |= SpawnsRanks.marker() in added
+            halted |= Halt.marker() in added
         idle_s = now - last_growth
         has_ended = None not in codes
         has_failed = any(code not in (0, None) for code in codes)
@@ -275,7 +279,7 @@ def is_blocked(folder: Path) -> bool:
             with suppress(OSError):  # a shorter file is read from its beginning
                 file.seek(-LAST_LINE_BYTES, os.SEEK_END)
             lines = file.read().splitlines()
-        if lines and any(event in lines[-1] for event in BLOCKING_EVENTS):
+        if lines and any(event.marker() in lines[-1] for event in BLOCKING_EVENTS):
             return True
     return False
 

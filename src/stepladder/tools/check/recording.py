@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-Event = dict[str, Any]  # "k" is its kind, "n" its number in the process
-NOT_BY_WORKERS = {"who", "step", "backward", "pass"}
-TRAINING_KINDS = ("who", "step", "coll", "backward")
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    EnoughPasses,
+    Fetch,
+    Forward,
+    GroupJoined,
+    OptimizerStep,
+    PassEnd,
+    PassStart,
+    ProcessExit,
+    ProcessStart,
+    ScriptCollective,
+)
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
+
+E = TypeVar("E", bound=ProbeEvent)
+NOT_BY_WORKERS = (GroupJoined, OptimizerStep, Backward, PassStart)
+ACTIVITY_OF_RANKS = (GroupJoined, OptimizerStep, ScriptCollective, Backward)
 EVENTS_OF_ACTIVITY = 5000  # are enough to distinguish processes that train
 
 
@@ -31,67 +46,67 @@ class LoaderPass:
     """
 
     number: int
-    start: Event
-    events: list[Event] = field(default_factory=list)
-    batches: list[Event] = field(default_factory=list)
-    end: Event | None = None
+    start: PassStart
+    events: list[ProbeEvent] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    end: PassEnd | None = None
     index_after: int = 0
 
-    def finish(self, end: Event, index_after: int) -> None:
+    def finish(self, end: PassEnd, index_after: int) -> None:
         self.end = end
         self.index_after = index_after
 
     @property
-    def line(self) -> Any:
+    def line(self) -> CodeLine | None:
         """The line that iterates over the loader."""
-        return self.start.get("at")
+        return self.start.at
 
     @property
-    def loader_line(self) -> Any:
+    def loader_line(self) -> CodeLine | None:
         """The line that made the loader."""
-        return self.start.get("built") or self.line
+        return self.start.built or self.line
 
     @property
-    def sampler_line(self) -> Any:
+    def sampler_line(self) -> CodeLine | None:
         """The line that made the sampler."""
-        return self.start.get("sampler_built") or self.loader_line
+        return self.start.sampler_built or self.loader_line
 
     @property
     def steps(self) -> int:
-        return sum(event["k"] == "step" for event in self.events)
+        return sum(isinstance(event, OptimizerStep) for event in self.events)
 
     @property
     def calls_no_model(self) -> bool:
-        return not any(event["k"] == "forward" for event in self.events)
+        return not any(isinstance(event, Forward) for event in self.events)
 
     @property
     def is_training(self) -> bool:
-        return any(event["k"] in ("step", "backward") for event in self.events)
+        return any(isinstance(event, (OptimizerStep, Backward)) for event in self.events)
 
     @property
     def is_evaluation(self) -> bool:
         """Whether a model was called without a gradient, and nothing was trained."""
-        calls = (event for event in self.events if event["k"] == "forward")
-        return not self.is_training and any(not event["grad"] for event in calls)
+        calls = (event for event in self.events if isinstance(event, Forward))
+        return not self.is_training and any(not event.grad for event in calls)
 
     @property
     def is_complete(self) -> bool:
-        return self.end is not None and not self.end["cut"]
+        return self.end is not None and not self.end.cut
 
     @cached_property
     def indices(self) -> list[int] | None:
         """The samples that were read, in order, as indices in the data set below all Subsets."""
-        if not self.batches or any(batch["indices"] is None for batch in self.batches):
+        if not self.batches or any(batch.indices is None for batch in self.batches):
             return None
-        return [index for batch in self.batches for index in batch["indices"]]
+        return [index for batch in self.batches for index in batch.indices or []]
 
     @cached_property
     def rows(self) -> list[str] | None:
         """The hashes of the samples read; None unless all rows of all batches have one."""
         for batch in self.batches:
-            if not batch["rows"] or len(batch["rows"]) != batch["size"]:
+            if not batch.rows or len(batch.rows) != batch.size:
                 return None
-        return [row for batch in self.batches for row in batch["rows"]]
+        return [row for batch in self.batches for row in batch.rows]
 
 
 @dataclass
@@ -99,31 +114,30 @@ class RankLog:
     """All events of one rank's process, in order, and those of its data-loader workers."""
 
     rank: int
-    events: list[Event]
-    worker_events: list[Event] = field(default_factory=list)
+    events: list[ProbeEvent]
+    worker_events: list[ProbeEvent] = field(default_factory=list)
 
-    def select(self, *kinds: str) -> list[Event]:
+    def select(self, *kinds: type[E]) -> list[E]:
         """Return the events of these kinds."""
-        return [event for event in self.events if event["k"] in kinds]
+        return [event for event in self.events if isinstance(event, kinds)]
 
-    def add_worker(self, events: list[Event]) -> None:
+    def add_worker(self, events: list[ProbeEvent]) -> None:
         """Add the events of a data-loader worker of this rank."""
-        self.worker_events += [event for event in events if event["k"] != "start"]
+        self.worker_events += [event for event in events if not isinstance(event, ProcessStart)]
 
     @cached_property
     def passes(self) -> list[LoaderPass]:
         passes: dict[int, LoaderPass] = {}
         running: list[LoaderPass] = []
         for index, event in enumerate(self.events):
-            kind = event["k"]
-            if kind == "pass":
-                one_pass = LoaderPass(event["number"], event)
+            if isinstance(event, PassStart):
+                one_pass = LoaderPass(event.number, event)
                 passes[one_pass.number] = one_pass
                 running.append(one_pass)
-            elif kind == "batch" and event["number"] in passes:
-                passes[event["number"]].batches.append(event)
-            elif kind == "endpass" and event["number"] in passes:
-                ended = passes[event["number"]]
+            elif isinstance(event, Batch) and event.number in passes:
+                passes[event.number].batches.append(event)
+            elif isinstance(event, PassEnd) and event.number in passes:
+                ended = passes[event.number]
                 ended.finish(event, index + 1)
                 running = [one_pass for one_pass in running if one_pass is not ended]
             if running:
@@ -140,7 +154,7 @@ class RankLog:
 
     @cached_property
     def has_ended(self) -> bool:
-        return any(event["k"] == "exit" for event in self.events)
+        return any(isinstance(event, ProcessExit) for event in self.events)
 
 
 @dataclass(frozen=True)
@@ -167,15 +181,15 @@ class Recording:
     is_single_process: bool = False
     other_processes: list[RankLog] = field(default_factory=list)
 
-    def select(self, *kinds: str) -> list[tuple[int, Event]]:
+    def select(self, *kinds: type[E]) -> list[tuple[int, E]]:
         """Return the events of these kinds on all ranks, each with its rank."""
         return [(log.rank, event) for log in self.ranks for event in log.select(*kinds)]
 
     @cached_property
     def was_cut_short(self) -> bool:
         """Whether the check ended the run, or was told to end epochs early."""
-        is_cut = any(event["cut"] for _, event in self.select("endpass"))
-        return is_cut or bool(self.select("enough"))
+        is_cut = any(event.cut for _, event in self.select(PassEnd))
+        return is_cut or bool(self.select(EnoughPasses))
 
     def as_single_process(self) -> Recording:
         """Return the recording with the first rank only: the other ranks were copies of it."""
@@ -187,11 +201,11 @@ class Recording:
         )
 
 
-def group_events(events: Iterable[Event], key: str) -> dict[Any, list[Event]]:
+def group_events(events: Iterable[E], field_name: str) -> dict[int, list[E]]:
     """Return events grouped by one of their fields, in the order of their first event."""
-    groups: dict[Any, list[Event]] = defaultdict(list)
+    groups: dict[int, list[E]] = defaultdict(list)
     for event in events:
-        groups[event[key]].append(event)
+        groups[getattr(event, field_name)].append(event)
     return groups
 
 
@@ -216,7 +230,7 @@ def read_recording(
         else:
             other_processes.append(RankLog(rank, events))
     ranks = [logs[rank] for rank in sorted(logs)]
-    world_sizes = [event["world"] for log in ranks for event in log.select("who", "start")]
+    world_sizes = [event.world for log in ranks for event in log.select(ProcessStart)]
     if not ranks:
         ranks = other_processes[:1]
         other_processes = other_processes[1:]
@@ -230,24 +244,24 @@ def read_recording(
     )
 
 
-def has_trained(events: list[Event]) -> bool:
+def has_trained(events: list[ProbeEvent]) -> bool:
     """Return whether a process has trained, or joined a group: one that starts others has not."""
-    return any(event["k"] in TRAINING_KINDS for event in events[:EVENTS_OF_ACTIVITY])
+    return any(isinstance(event, ACTIVITY_OF_RANKS) for event in events[:EVENTS_OF_ACTIVITY])
 
 
-def is_worker(events: list[Event]) -> bool:
+def is_worker(events: list[ProbeEvent]) -> bool:
     """Return whether the events are those of a data-loader worker."""
-    kinds = Counter(event["k"] for event in events)
-    return "fetch" in kinds and kinds.keys().isdisjoint(NOT_BY_WORKERS)
+    has_fetched = any(isinstance(event, Fetch) for event in events)
+    return has_fetched and not any(isinstance(event, NOT_BY_WORKERS) for event in events)
 
 
-def rank_of(events: list[Event]) -> int:
+def rank_of(events: list[ProbeEvent]) -> int:
     """Return the rank that a process has said last; -1 where it has none."""
-    ranks = [event["rank"] for event in events if event["k"] in ("who", "start")]
-    return next((int(rank) for rank in reversed(ranks) if rank >= 0), -1)
+    ranks = [event.rank for event in events if isinstance(event, ProcessStart)]
+    return next((rank for rank in reversed(ranks) if rank >= 0), -1)
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[ProbeEvent]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):  # a line that is being written
-            yield json.loads(line)
+            yield ProbeEvent.from_line(line)

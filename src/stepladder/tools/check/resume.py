@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    BeforeStep,
+    EnoughPasses,
+    Load,
+    OptimizerStep,
+    PassStart,
+    Save,
+    SetEpoch,
+    StateDictLoad,
+)
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import (
-    Event,
     LoaderPass,
     RankLog,
     Recording,
@@ -18,6 +29,7 @@ from stepladder.tools.check.recording import (
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.snapshots import module_prefix
 from stepladder.tools.findings.finding import Finding
+from stepladder.tools.probe.events import CodeLine
 
 NO_SNAPSHOT = "--resume: the script has written no snapshot, so there is nothing to resume from"
 NO_TRAINING_AFTER_SNAPSHOT = (
@@ -50,8 +62,8 @@ class ResumedRun:
     halted: RankLog
     resumed: RankLog
     steps_before: int
-    load_line: object
-    save_line: object
+    load_line: CodeLine | None
+    save_line: CodeLine | None
 
 
 def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list[Finding], str]:
@@ -61,7 +73,7 @@ def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list
         evidence: The unbroken run.
         launch: How the script is started, in a fresh copy.
     """
-    if not evidence.run.select("save"):
+    if not evidence.run.select(Save):
         return [], NO_SNAPSHOT
     halting_settings = replace(launch.settings, stop_at_snapshot=True)
     halted = run_ranks(replace(launch, settings=halting_settings), "halted")
@@ -92,10 +104,10 @@ def failed_resume(
     """Return the finding of a resumed script that failed."""
     failed_rank = next(rank for rank, code in enumerate(outcome.codes) if code)
     last_line = " ".join(outcome.output(failed_rank).rstrip().splitlines()[-1:])
-    loads = resumed.select("load") or evidence.run.select("save")[:1]
-    is_prefixed = any(event["more"] or event["fewer"] for _, event in resumed.select("loadsd"))
+    loads = resumed.select(Load) or evidence.run.select(Save)[:1]
+    is_prefixed = any(event.more or event.fewer for _, event in resumed.select(StateDictLoad))
     rule = "module-prefix" if is_prefixed else "resume-differs"
-    line = loads[-1][1]["at"]
+    line = loads[-1][1].at
     text = f"the resumed script fails: {last_line}"
     return with_copy_of(evidence, resumed).finding(rule, line, text)
 
@@ -112,7 +124,7 @@ def compare(
 
     A note is returned as well; it is empty where all could be compared.
     """
-    loads = resumed.ranks[0].select("load")
+    loads = resumed.ranks[0].select(Load)
     if not loads:
         return [], NO_LOAD
     resumed_alone = replace(resumed, original=evidence.run.original)
@@ -124,9 +136,9 @@ def compare(
         evidence.run.ranks[0],
         halted.ranks[0],
         resumed.ranks[0],
-        len(halted.ranks[0].select("step")),
-        loads[-1]["at"],
-        halted.select("save")[0][1]["at"],
+        len(halted.ranks[0].select(OptimizerStep)),
+        loads[-1].at,
+        halted.select(Save)[0][1].at,
     )
     finding = compare_epochs(run) or compare_samples(run) or compare_learning_rates(run)
     if finding:
@@ -195,7 +207,7 @@ def compare_orders(run: ResumedRun, epochs: int) -> Finding | None:
 
 def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
     """Compare the number of epochs, if both runs have ended by themselves."""
-    was_cut_short = run.evidence.run.was_cut_short or run.resumed.select("enough")
+    was_cut_short = run.evidence.run.was_cut_short or run.resumed.select(EnoughPasses)
     if was_cut_short or not run.unbroken.has_ended or not run.resumed.has_ended:
         return None
     resumed = len(run.resumed.training_passes)
@@ -223,13 +235,13 @@ def epochs_of(log: RankLog) -> list[int]:
     """Return the epoch that was given to set_epoch before each training pass."""
     epochs: list[int] = []
     current: int | None = None
-    training_passes = {one_pass.number for one_pass in log.training_passes}
-    samplers = {one_pass.start["sampler_id"] for one_pass in log.training_passes}
-    for event in log.select("setepoch", "pass"):
-        if event["k"] == "setepoch":
-            if event["sampler"] in samplers or not samplers:
-                current = event["value"]
-        elif event["number"] in training_passes and isinstance(current, int):
+    starts = {one_pass.start.n for one_pass in log.training_passes}
+    samplers = {one_pass.start.sampler_id for one_pass in log.training_passes}
+    for event in log.select(SetEpoch, PassStart):
+        if isinstance(event, SetEpoch):
+            if event.sampler in samplers or not samplers:
+                current = event.value
+        elif event.n in starts and isinstance(current, int):
             epochs.append(current)
     return epochs
 
@@ -245,10 +257,9 @@ def compare_samples(run: ResumedRun) -> Finding | None:
         return None
     trained_batches = interrupted.batches[:steps]
     all_batches = [*trained_batches, *resumed.batches]
-    has_indices = all(batch["indices"] is not None for batch in all_batches)
-    key = "indices" if has_indices else "rows"
-    trained = {sample for batch in trained_batches for sample in batch[key]}
-    retrained = {sample for batch in batches_trained_in(resumed) for sample in batch[key]}
+    has_indices = all(batch.indices is not None for batch in all_batches)
+    trained = samples_in(trained_batches, has_indices)
+    retrained = samples_in(batches_trained_in(resumed), has_indices)
     repeated = trained & retrained
     if len(repeated) <= 0.5 * len(trained):
         return None
@@ -260,14 +271,21 @@ def compare_samples(run: ResumedRun) -> Finding | None:
     )
 
 
-def batches_trained_in(one_pass: LoaderPass) -> list[Event]:
+def samples_in(batches: list[Batch], by_index: bool) -> set[int] | set[str]:
+    """Return the samples of batches, as indices or as hashes of rows."""
+    if by_index:
+        return {index for batch in batches for index in batch.indices or []}
+    return {row for batch in batches for row in batch.rows}
+
+
+def batches_trained_in(one_pass: LoaderPass) -> list[Batch]:
     """Return the batches of a pass that were trained, and not only read to be skipped."""
-    batches: list[Event] = []
-    last: Event | None = None
+    batches: list[Batch] = []
+    last: Batch | None = None
     for event in one_pass.events:
-        if event["k"] == "batch":
+        if isinstance(event, Batch):
             last = event
-        elif event["k"] == "backward" and last is not None:
+        elif isinstance(event, Backward) and last is not None:
             batches.append(last)
             last = None
     return batches
@@ -276,13 +294,13 @@ def batches_trained_in(one_pass: LoaderPass) -> list[Event]:
 def compare_learning_rates(run: ResumedRun) -> Finding | None:
     """Compare the learning rates of the first steps after the snapshot."""
     first_step = run.steps_before + 1
-    unbroken = run.unbroken.select("step")[run.steps_before :][:MOST_COMPARED_STEPS]
-    resumed = run.resumed.select("step")[:MOST_COMPARED_STEPS]
+    unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :][:MOST_COMPARED_STEPS]
+    resumed = run.resumed.select(OptimizerStep)[:MOST_COMPARED_STEPS]
     for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
-        if not expected["lr"]:
+        if not expected.lr:
             continue
-        expected_rate = expected["lr"][0]
-        rate = event["lr"][0]
+        expected_rate = expected.lr[0]
+        rate = event.lr[0]
         if abs(expected_rate - rate) > 1e-6 * abs(expected_rate):
             return run.evidence.finding(
                 "resume-lr",
@@ -296,32 +314,32 @@ def compare_learning_rates(run: ResumedRun) -> Finding | None:
 def is_reproducible(run: ResumedRun) -> bool:
     """Return whether two runs of the script have the same weights up to the stop."""
     pairs = zip(
-        run.unbroken.select("step"),
-        run.halted.select("step"),
+        run.unbroken.select(OptimizerStep),
+        run.halted.select(OptimizerStep),
         strict=False,
     )
-    weights = [(a["after"], b["after"]) for a, b in pairs if "after" in a and "after" in b]
+    weights = [(a.after, b.after) for a, b in pairs if a.after and b.after]
     return bool(weights) and all(first == second for first, second in weights)
 
 
 def compare_weights(run: ResumedRun) -> Finding | None:
     """Compare the weights before and after each step that follows the snapshot."""
     first_step = run.steps_before + 1
-    before = {e["step"]: e["before"] for e in run.unbroken.select("prestep")}.get(first_step)
-    resumed_before = run.resumed.select("prestep")[:1]
-    if before and resumed_before and before != resumed_before[0]["before"]:
-        name = first_difference(before, resumed_before[0]["before"])
+    before = {e.step: e.before for e in run.unbroken.select(BeforeStep)}.get(first_step)
+    resumed_before = run.resumed.select(BeforeStep)[:1]
+    if before and resumed_before and before != resumed_before[0].before:
+        name = first_difference(before, resumed_before[0].before)
         return run.evidence.finding(
             "resume-differs",
             run.load_line,
             f"before step {first_step} already {name} differs from the unbroken run: the weights "
             f"themselves are not restored",
         )
-    unbroken = run.unbroken.select("step")[run.steps_before :]
-    resumed = run.resumed.select("step")
+    unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :]
+    resumed = run.resumed.select(OptimizerStep)
     for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
-        if "after" in expected and "after" in event and expected["after"] != event["after"]:
-            name = first_difference(expected["after"], event["after"])
+        if expected.after and event.after and expected.after != event.after:
+            name = first_difference(expected.after, event.after)
             return run.evidence.finding(
                 "resume-differs",
                 run.load_line,

@@ -9,6 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stepladder.tools.check.events import (
+    AutogradCall,
+    Backward,
+    Forward,
+    GpuQuery,
+    GroupInit,
+    GroupJoined,
+    OptimizerStep,
+    PassStart,
+    Refusal,
+    ScriptCollective,
+    SpawnsRanks,
+)
 from stepladder.tools.check.failure import (
     Folders,
     NotChecked,
@@ -53,8 +66,8 @@ IS_MODEL_PARALLEL = (
     "torch.distributed.pipelining",
     "PipelineStage(",
 )
-TRAINING_EVENTS = ("step", "backward", "graded")
-WORKING_EVENTS = ("forward", "backward", "step", "coll")
+TRAINING_EVENTS = (OptimizerStep, Backward, AutogradCall)
+WORKING_EVENTS = (Forward, Backward, OptimizerStep, ScriptCollective)
 EARLY_READ_INTERVAL_S = 1.5
 MOST_BYTES_READ_EARLY = 4 << 20
 MOST_OUTPUT_LINES = 20
@@ -107,7 +120,7 @@ class ScriptRun:
         """
         if self.is_successful or self.outcome.late:
             return False
-        has_asked = bool(self.recording.select("asked"))
+        has_asked = bool(self.recording.select(GpuQuery))
         return has_asked or (self.failure is not None and self.failure.cause == "check")
 
     @property
@@ -287,8 +300,8 @@ class ScriptRuns:
             if not is_last or is_early or size_of_recordings(folder) > MOST_BYTES_READ_EARLY:
                 return
             recording = self.read_recording(folder, launch)
-            has_group = launch.is_alone or recording.select("who")
-            will_be_repeated = recording.select("refused", "spawns")
+            has_group = launch.is_alone or recording.select(GroupJoined)
+            will_be_repeated = recording.select(Refusal, SpawnsRanks)
             if has_group and not will_be_repeated:
                 self.watch(recording)
             self.last_read = time.monotonic()
@@ -316,7 +329,7 @@ class ScriptRuns:
         Workers that the script has made itself, and that train nothing, can still be compared by
         the random numbers that they draw.
         """
-        has_group = recording.select("who", "init") or shares_samples(recording)
+        has_group = recording.select(GroupJoined, GroupInit) or shares_samples(recording)
         only_draws = recording.is_single_process and not recording.select(*TRAINING_EVENTS)
         if has_group or only_draws:
             return False
@@ -329,4 +342,4 @@ def size_of_recordings(folder: Path) -> int:
 
 def shares_samples(recording: Recording) -> bool:
     """Return whether a sampler divides the samples: then the ranks are meant to train together."""
-    return any((event.get("replicas") or 1) > 1 for _, event in recording.select("pass"))
+    return any((event.replicas or 1) > 1 for _, event in recording.select(PassStart))

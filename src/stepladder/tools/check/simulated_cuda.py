@@ -147,11 +147,12 @@ class IsAvailable:
         self.answer = answer
 
     def __call__(self) -> bool:
+        from stepladder.tools.check.events import GpuQuery
         from stepladder.tools.check.probe import probe_log
 
         log = probe_log.active_log
         if log is not None and log.is_called_by_user():
-            log.write_with_line("asked", answer=self.answer)
+            log.write_with_line(GpuQuery())
         return self.answer
 
 

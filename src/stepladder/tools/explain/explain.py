@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
+from stepladder.tools.findings.finding import Finding, Location
+
 MIN_PART_CHARACTERS = 8  # of a part of a message that identifies it
 MIN_SHARED_TERMS = 2
 MIN_TERM_LETTERS = 3
@@ -45,22 +47,9 @@ class KnownError:
         texts = [normalize(text) for text in self.texts]
         return any(text in normalized or (is_part and normalized in text) for text in texts)
 
-
-@dataclass(frozen=True)
-class Occurrence:
-    """The first line of a text with a known message.
-
-    Attributes:
-        number: The number of the line, from 1.
-        line: The line, or the message that is nearest to it.
-        error: The known error.
-        is_literal: Whether the line contains the message itself.
-    """
-
-    number: int
-    line: str
-    error: KnownError
-    is_literal: bool = True
+    def finding(self, evidence: str, line: int = 0) -> Finding:
+        """Return the finding of this error, on a line of a text or (0) as the nearest known one."""
+        return Finding(self.source, "note", Location(line=line), evidence, self.cause, self.do)
 
 
 @dataclass(frozen=True)
@@ -87,16 +76,16 @@ def known_errors() -> list[KnownError]:
     ]
 
 
-def explain(lines: Iterable[str]) -> Iterator[Occurrence]:
+def explain(lines: Iterable[str]) -> Iterator[Finding]:
     """Yield each known message once, where it comes first."""
     remaining = known_errors()
     for number, line in enumerate(lines, start=1):
         for error in [error for error in remaining if error.is_in(line)]:
             remaining.remove(error)
-            yield Occurrence(number, line.strip(), error)
+            yield error.finding(line.strip(), number)
 
 
-def find_nearest(text: str) -> Iterator[Occurrence]:
+def find_nearest(text: str) -> Iterator[Finding]:
     """Yield the messages that share the most terms with a text, in the message or its cause.
 
     They share at least two terms, and half of all, and one of them with the message itself.
@@ -108,12 +97,7 @@ def find_nearest(text: str) -> Iterator[Occurrence]:
     best = max(((s.shared, s.shared_with_message) for s in scores), default=None)
     nearest = [s for s in scores if (s.shared, s.shared_with_message) == best]
     for result in nearest[:MOST_NEAREST]:
-        yield Occurrence(
-            1,
-            result.message,
-            result.error,
-            is_literal=False,
-        )
+        yield result.error.finding(result.message)
 
 
 def score(terms: set[str], error: KnownError) -> Score:

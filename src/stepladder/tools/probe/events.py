@@ -6,46 +6,71 @@ This runs in the observed process, which may lack every library but torch.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 KIND_KEY = "k"
+LINE_FIELDS = {"at", "built", "sampler_built"}
 
 
-@dataclass(frozen=True)
+class CodeLine(NamedTuple):
+    """A line of the user's code, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str = ""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ProbeEvent:
-    """Something that a process did. Each subclass is one kind of event:
+    """Something that a process did: each subclass is a frozen dataclass, and one kind of event.
 
-    class Forward(ProbeEvent, kind="forward"): ...
+    Attributes:
+        n: Its number in the process.
+        at: The line of the user's code that caused it.
     """
 
     classes: ClassVar[dict[str, type[ProbeEvent]]] = {}
-    kind: ClassVar[str]
+    kind: ClassVar[str] = ""
+
+    n: int = 0
+    at: CodeLine | None = None
 
     def __init_subclass__(cls, kind: str) -> None:
         if kind in ProbeEvent.classes:
             raise ValueError(f"two kinds of events are called {kind}")
         cls.kind = kind
         ProbeEvent.classes[kind] = cls
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
 
-    def to_line(self) -> bytes:
-        """Return the event as a line; what JSON does not know becomes text."""
-        text = json.dumps({KIND_KEY: self.kind, **asdict(self)}, default=str)
-        return f"{text}\n".encode(errors="backslashreplace")
+    @classmethod
+    def marker(cls) -> bytes:
+        """Return the bytes with which each line of this kind begins."""
+        return json.dumps({KIND_KEY: cls.kind}).removesuffix("}").encode()
+
+    def to_line(self, number: int = 0, at: CodeLine | None = None) -> bytes:
+        """Return the event as a line of a recording; what JSON does not know becomes text."""
+        values = {KIND_KEY: self.kind, **vars(self), "n": number, "at": at}
+        return f"{json.dumps(values, default=str)}\n".encode(errors="backslashreplace")
+
+    @staticmethod
+    def from_values(values: dict[str, Any]) -> ProbeEvent:
+        """Return the event of the values of a line; values that are no field are left out."""
+        event_class = ProbeEvent.classes[values[KIND_KEY]]
+        known = {name: values[name] for name in event_class.__dataclass_fields__ if name in values}
+        for name in LINE_FIELDS & known.keys():
+            if known[name]:
+                known[name] = CodeLine(*known[name])
+        return event_class(**known)
 
     @staticmethod
     def from_line(line: bytes | str) -> ProbeEvent:
-        """Return the event of a line; keys that are no field are left out.
+        """Return the event of a line of a recording.
 
         Raises ValueError if the line is half written, or has no known kind of event.
         """
-        values = json.loads(line)
-        if not isinstance(values, dict) or values.get(KIND_KEY) not in ProbeEvent.classes:
-            raise ValueError(f"{line!r:.60} is no event")
-        event_class = ProbeEvent.classes[values[KIND_KEY]]
-        names = {field.name for field in fields(event_class)}
-        arguments: dict[str, Any] = {name: values[name] for name in names & values.keys()}
         try:
-            return event_class(**arguments)
-        except TypeError as error:
-            raise ValueError(f"{line!r:.60} lacks a field of {event_class.kind}") from error
+            return ProbeEvent.from_values(json.loads(line))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{line!r:.60} is no event") from error

@@ -15,6 +15,7 @@ import os
 import stat
 import sys
 
+from stepladder.tools.check.events import ProgramRefusal, Refusal
 from stepladder.tools.check.isolation import library_guard, program_guard
 from stepladder.tools.check.probe.probe_log import current_log
 
@@ -146,13 +147,13 @@ def is_in_overlay(path: str) -> bool:
 
 def refuse(path: str) -> NoReturn:
     folder = os.path.dirname(path)
-    current_log().write_with_line("refused", path=path)
+    current_log().write_with_line(Refusal(path=path))
     text = f"{path} lies outside the copy, and stepladder check changes nothing there"
     raise OSError(errno.EROFS, f"{text}  (HINT: stepladder check --writes {folder} ...)")
 
 
 def refuse_program(name: str) -> NoReturn:
-    current_log().write_with_line("refused_program", name=name)
+    current_log().write_with_line(ProgramRefusal(name=name))
     text = f"{name} could change files outside the copy, and no kernel keeps it from that here"
     raise OSError(errno.EROFS, f"{text}  (HINT: a kernel with Landlock or user namespaces)")
 

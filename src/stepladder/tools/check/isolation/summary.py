@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stepladder.tools.check.events import ProgramRefusal, Refusal
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX, FolderChanges, Sandbox
-from stepladder.tools.check.recording import Event, read_events
+from stepladder.tools.check.recording import read_events
+from stepladder.tools.probe.events import ProbeEvent
 
 MECHANISM_TEXTS = {
     "namespace": "a read-only mount namespace keeps them as they are",
@@ -90,10 +92,10 @@ def summarize(sandbox: Sandbox) -> Isolation:
     refused: set[str] = set()
     programs: set[str] = set()
     for event in events_of_last_starts(sandbox.folders.scratch / "recordings"):
-        if event["k"] == "refused":
-            refused.add(event["path"])
-        elif event["k"] == "refused_program":
-            programs.add(event["name"])
+        if isinstance(event, Refusal):
+            refused.add(event.path)
+        elif isinstance(event, ProgramRefusal):
+            programs.add(event.name)
     changes = merge_changes([*sandbox.earlier_changes, *sandbox.read_changes()])
     return Isolation(
         sandbox.mechanism,
@@ -118,7 +120,7 @@ def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
     return [merged[folder] for folder in sorted(merged)]
 
 
-def events_of_last_starts(recordings: Path) -> Iterator[Event]:
+def events_of_last_starts(recordings: Path) -> Iterator[ProbeEvent]:
     """Yield the events of all starts, except for those that were repeated with more overlays."""
     for folder in recordings.iterdir():
         if not folder.with_name(f"{folder.name}{OVERLAID_SUFFIX}").exists():

@@ -6,6 +6,7 @@ import atexit
 from contextlib import suppress
 
 from stepladder.rank.torch_fixes import bind_store_to_loopback, wait_for_gloo
+from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
     hooks_comm,
     hooks_data,
@@ -36,6 +37,7 @@ def record_exit() -> None:
     import torch.distributed as dist
 
     with suppress(Exception):
-        current_log().write("exit", group=dist.is_available() and dist.is_initialized())
+        has_group = dist.is_available() and dist.is_initialized()
+        current_log().write(ProcessExit(group=has_group))
     with suppress(Exception):
         wait_for_gloo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import weakref
@@ -12,8 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import default_on_error, get_argument, wrap
+from stepladder.tools.check.events import (
+    GroupDestroy,
+    GroupInit,
+    JoinContext,
+    Returned,
+    ScriptCollective,
+    SpawnsRanks,
+)
+from stepladder.tools.check.probe.patching import (
+    NestingDepth,
+    default_on_error,
+    get_argument,
+    record_calls,
+    wrap,
+)
 from stepladder.tools.check.probe.probe_log import current_log
 
 COLLECTIVES = (
@@ -36,7 +48,6 @@ COLLECTIVES = (
     "monitored_barrier",
 )
 MOST_RECORDED_VALUES = 64
-MOST_DIGESTED_VALUES = 1_000_000
 MOST_GATHERED_ITEMS = 10_000
 MOST_KNOWN_MEANS = 64
 
@@ -59,21 +70,8 @@ class KnownMeans:
         return None
 
 
-class CollectiveDepth:
-    """Tells the collectives of the script from those that a collective calls itself."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-
 known_means = KnownMeans()
-running_collective = CollectiveDepth()
+running_collective = NestingDepth()
 
 
 def attach() -> None:
@@ -84,7 +82,7 @@ def attach() -> None:
         wrap([c10d, dist], name, record_collective(name))
     wrap([c10d, dist], "init_process_group", record_init)
     wrap(c10d, "_update_default_pg", record_group)
-    wrap([c10d, dist], "destroy_process_group", record_destroy)
+    record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
     wrap([torch.Tensor], "mean", remember_mean)
     wrap([torch], "mean", remember_mean)
     wrap(
@@ -95,12 +93,7 @@ def attach() -> None:
     wrap(spawn, "_wrap", record_spawned_rank)
     from torch.distributed.algorithms.join import Join
 
-    wrap(Join, "__enter__", record_join)
-
-
-def record_join(original: Any, *args: Any, **kwargs: Any) -> Any:
-    current_log().write_with_line("join")
-    return original(*args, **kwargs)
+    record_calls(Join, "__enter__", lambda _: JoinContext())
 
 
 def record_spawned_rank(original: Any, function: Any, number: int, *args: Any) -> Any:
@@ -120,7 +113,7 @@ def wait_for_start_without_torchrun() -> None:
     """
     log = current_log()
     if log.settings.torchrun:
-        log.write("spawns")
+        log.write(SpawnsRanks())
         while True:
             time.sleep(1)
 
@@ -131,11 +124,10 @@ def record_init(original: Any, *args: Any, **kwargs: Any) -> Any:
         wait_for_start_without_torchrun()
     log = current_log()
     log.write_with_line(
-        "init",
-        backend=str(get_argument(args, kwargs, 0, "backend")),
-        method=str(get_argument(args, kwargs, 1, "init_method")),
-        direct=log.is_called_by_user(),
-        port=os.environ.get("MASTER_PORT"),
+        GroupInit(
+            backend=str(get_argument(args, kwargs, 0, "backend")),
+            direct=log.is_called_by_user(),
+        )
     )
     return original(*args, **kwargs)
 
@@ -148,26 +140,16 @@ def record_group(original: Any, group: Any) -> Any:
     return result
 
 
-def record_destroy(original: Any, *args: Any, **kwargs: Any) -> Any:
-    current_log().write_with_line("destroy")
-    return original(*args, **kwargs)
-
-
 def record_collective(name: str) -> Any:
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
         if running_collective.depth:
             return original(*args, **kwargs)
         log = current_log()
         fields = describe_call(name, args, kwargs)
-        log.write_with_line(
-            "coll",
-            op=name,
-            way=log.user_stack(),
-            **fields,
-        )
+        log.write_with_line(ScriptCollective(op=name, way=log.user_stack(), **fields))
         with running_collective:
             result = original(*args, **kwargs)
-        log.write("did", op=name)
+        log.write(Returned())
         return result
 
     return around
@@ -179,7 +161,7 @@ def describe_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the group of a collective, and the shape, type and (few) values of its tensor."""
+    """Return the group of a collective, and the shape and the (few) values of its tensor."""
     group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
     ranks = "" if group is None else str(dist.get_process_group_ranks(group))
     fields: dict[str, Any] = {"group": ranks}
@@ -189,10 +171,7 @@ def describe_call(
     tensor = first_of_type((*args, *kwargs.values()), torch.Tensor)
     if tensor is None:
         return fields
-    fields |= describe_tensor(tensor)
-    if "op" in kwargs or (name == "all_reduce" and len(args) > 1):
-        fields["red"] = str(get_argument(args, kwargs, 1, "op"))
-    return fields
+    return fields | describe_tensor(tensor)
 
 
 def first_of_type(values: tuple[Any, ...], kind: Any) -> Any:
@@ -203,18 +182,12 @@ def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     count = tensor.numel()
     fields: dict[str, Any] = {
         "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
         "ptr": tensor.data_ptr(),
         "count": count,
     }
     if count <= MOST_RECORDED_VALUES and not tensor.is_complex():
         fields["value"] = tensor.detach().reshape(-1).double().tolist()
-    averaged = known_means.count_of(tensor)
-    if averaged is not None:
-        fields["mean_of"] = averaged
-    if count > MOST_RECORDED_VALUES:
-        fields["digest"] = digests.digest(tensor) if count < MOST_DIGESTED_VALUES else ""
-    return fields
+    return fields | {"mean_of": known_means.count_of(tensor)}
 
 
 def sample_numbers(gathered: Any) -> list[int]:

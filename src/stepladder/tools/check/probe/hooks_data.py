@@ -20,12 +20,20 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data import dataloader as loaders
 from torch.utils.data.distributed import DistributedSampler
 
+from stepladder.tools.check.events import (
+    Batch,
+    EnoughPasses,
+    PassEnd,
+    PassStart,
+    Sampled,
+    SetEpoch,
+    SharedFile,
+)
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 EPOCHS_BY_DEFAULT = 2
-STEPS_WITH_RANDOM_STATES = 3
 MOST_ATTRIBUTES_SEARCHED = 50
 MOST_ITEMS_SEARCHED = 20
 FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
@@ -109,11 +117,7 @@ def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def record_set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
-    current_log().write_with_line(
-        "setepoch",
-        sampler=id(sampler),
-        value=epoch,
-    )
+    current_log().write_with_line(SetEpoch(sampler=id(sampler), value=epoch))
     return original(sampler, epoch)
 
 
@@ -123,10 +127,11 @@ def record_sampling(original: Any, sampler: Any) -> Any:
         return original(sampler)
     indices = list(original(sampler))
     current_log().write_with_line(
-        "sampled",
-        indices=indices,
-        length=length_of(sampler.dataset),
-        shuffle=bool(sampler.shuffle),
+        Sampled(
+            indices=indices,
+            length=len(sampler.dataset),
+            shuffle=bool(sampler.shuffle),
+        )
     )
     return iter(indices)
 
@@ -146,13 +151,8 @@ def record_pass(original: Any, loader: Any) -> Any:
     for owner in (loader.sampler, loader.batch_sampler, loader.dataset):
         watch_set_epoch(owner)
     number = pass_counters.begin_pass()
-    log.write(
-        "pass",
-        number=number,
-        at=line,
-        way=log.user_stack(),
-        **describe_loader(loader),
-    )
+    start = PassStart(number=number, way=log.user_stack(), **describe_loader(loader))
+    log.write(start, line)
     context = loader.multiprocessing_context or multiprocessing
     if loader.num_workers > 0 and context.get_start_method() == "fork":
         record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
@@ -192,7 +192,7 @@ def end_if_enough(key: str) -> None:
         while not decision:  # until the first rank has written it
             decision = path.read_text(encoding="utf-8")
     if decision == "stop":
-        current_log().write("enough", passes=trained)
+        current_log().write(EnoughPasses())
         raise CheckIsDone(0)
 
 
@@ -205,18 +205,12 @@ def describe_loader(loader: Any) -> dict[str, Any]:
         sampler = batch_sampler
     is_iterable = isinstance(dataset, IterableDataset)
     base_dataset = base_of(dataset)
-    lengths: dict[str, int | None] = dict.fromkeys(("length", "batches", "base_length"))
-    if not is_iterable:
-        lengths["length"] = length_of(dataset)
-        lengths["batches"] = length_of(loader)
-        lengths["base_length"] = length_of(base_dataset)
     return {
         "built": getattr(loader, LINE_ATTRIBUTE, None),
         "sampler_built": getattr(sampler, LINE_ATTRIBUTE, None),
         "loader": id(loader),
         "batcher": type(batch_sampler).__name__,
-        "class": type(loader).__name__,
-        "sampler": type(sampler).__name__,
+        "loader_class": type(loader).__name__,
         "sampler_id": id(sampler),
         "settable": hasattr(sampler, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"),
@@ -226,12 +220,10 @@ def describe_loader(loader: Any) -> dict[str, Any]:
         "iterable": is_iterable,
         "drop_last": bool(loader.drop_last),
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),
-        "batch_size": loader.batch_size,
         "workers": loader.num_workers,
-        "generator": getattr(loader.sampler, "generator", None) is not None,
-        "print": digests.dataset_fingerprint(base_dataset),
-        "dataset": type(base_dataset).__name__,
-        **lengths,
+        "fingerprint": digests.dataset_fingerprint(base_dataset),
+        "length": None if is_iterable else length_of(dataset),
+        "base_length": None if is_iterable else length_of(base_dataset),
     }
 
 
@@ -295,16 +287,13 @@ def record_batch(original: Any, iterator: Any) -> Any:
         raise
     requested = state.indices.popleft() if state.indices else None
     indices = indices_of_batch(iterator._dataset, requested)
-    states = None
-    if pass_counters.steps < STEPS_WITH_RANDOM_STATES:
-        states = digests.random_states()
     log.write(
-        "batch",
-        number=state.number,
-        indices=indices,
-        rows=digests.row_digests(batch),
-        size=digests.row_count(batch) if indices is None else len(indices),
-        states=states,
+        Batch(
+            number=state.number,
+            indices=indices,
+            rows=digests.row_digests(batch),
+            size=digests.row_count(batch) if indices is None else len(indices),
+        )
     )
     return batch
 
@@ -322,12 +311,7 @@ def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
 
 def record_pass_end(state: PassState, cut: bool) -> None:
     pass_counters.finish_pass(state.key)
-    current_log().write(
-        "endpass",
-        number=state.number,
-        cut=cut,
-        steps=pass_counters.steps,
-    )
+    current_log().write(PassEnd(number=state.number, cut=cut))
 
 
 @default_on_error(lambda: None)
@@ -354,13 +338,8 @@ def record_open_files(
         for item_path, item in items:
             if is_open_file(item):
                 cls = type(item)
-                current_log().write(
-                    "shared",
-                    at=line,
-                    path=item_path,
-                    type=cls.__name__,
-                    module=cls.__module__,
-                )
+                shared = SharedFile(path=item_path, type=cls.__name__, module=cls.__module__)
+                current_log().write(shared, line)
         is_leaf = not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, type, Sampler))
         if depth < 2 and not is_leaf:
             record_open_files(value, line, f"{path}.{name}", depth + 1)

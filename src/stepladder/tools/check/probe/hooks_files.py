@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.events import FileMove, FileRead, PathSearch, Print
+from stepladder.tools.check.probe.patching import record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MOST_LISTED_FILES = 5000
@@ -55,37 +56,26 @@ read_files = ReadFiles()
 
 def attach() -> None:
     sys.addaudithook(audit)
-    wrap(os, "replace", record_move)
-    wrap(os, "rename", record_move)
-    wrap(os.path, "exists", record_search)
-    wrap(os.path, "isfile", record_search)
-    wrap(Path, "exists", record_search)
-    wrap(Path, "is_file", record_search)
+    record_calls(os, "replace", move_event)
+    record_calls(os, "rename", move_event)
+    record_calls(os.path, "exists", search_event, by_user_only=True)
+    record_calls(os.path, "isfile", search_event, by_user_only=True)
+    record_calls(Path, "exists", search_event, by_user_only=True)
+    record_calls(Path, "is_file", search_event, by_user_only=True)
     wrap(builtins, "print", record_print)
 
 
-def record_search(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-    exists = original(path, *args, **kwargs)
-    if current_log().is_called_by_user():
-        current_log().write_with_line(
-            "looked",
-            path=absolute_path(path),
-            found=bool(exists),
-        )
-    return exists
+def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
+    return PathSearch(path=absolute_path(path))
 
 
-def record_move(original: Any, source: Any, target: Any, **kwargs: Any) -> Any:
-    current_log().write_with_line(
-        "moved", source=absolute_path(source), target=absolute_path(target)
-    )
-    return original(source, target, **kwargs)
+def move_event(source: Any, target: Any, **_: Any) -> FileMove:
+    return FileMove(source=absolute_path(source), target=absolute_path(target))
 
 
 def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("file") is None and current_log().is_called_by_user():
-        texts = [str(arg) for arg in args if isinstance(arg, (str, float))]
-        current_log().write_with_line("print", numbers=sum(map(has_digit, texts)))
+        current_log().write_with_line(Print())
     return original(*args, **kwargs)
 
 
@@ -125,10 +115,10 @@ def record_data_file(path: str) -> None:
         return
     read_files.paths.add(path)
     pattern = re.sub(r"\d+", "*", name)
-    fields: dict[str, Any] = {"path": path, "pattern": pattern}
+    beside: list[str] = []
     if (folder + pattern) not in read_files.patterns:
         read_files.patterns.add(folder + pattern)
         names = os.listdir(folder)[:MOST_LISTED_FILES]  # noqa: PTH208
         alike = [sibling for sibling in names if re.sub(r"\d+", "*", sibling) == pattern]
-        fields["beside"] = [os.path.join(folder, sibling) for sibling in alike]  # noqa: PTH118
-    current_log().write("read", **fields)
+        beside = [os.path.join(folder, sibling) for sibling in alike]  # noqa: PTH118
+    current_log().write(FileRead(path=path, pattern=pattern, beside=beside))

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from stepladder.tools.check.events import Numbering
 from stepladder.tools.check.probe.hooks_data import pass_counters
 from stepladder.tools.check.probe.patching import default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
@@ -62,9 +63,5 @@ def record_numbering(values: Any) -> None:
     shown = [repr(value)[:60] for value in first_values if isinstance(value, (str, int))]
     if len(shown) == len(first_values):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
-        current_log().write_with_line(
-            "numbered",
-            values=shown,
-            count=len(values),
-            digest=digest,
-        )
+        numbering = Numbering(values=shown, count=len(values), digest=digest)
+        current_log().write_with_line(numbering)

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepladder.tools.check.events import EvalMode, Forward, StateDictLoad, WrapperBuilt, ZeroGrad
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.patching import (
+    NestingDepth,
+    default_on_error,
+    record_calls,
+    wrap,
+)
 from stepladder.tools.check.probe.probe_log import current_log
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -20,21 +26,15 @@ CALLS_PER_FULL_RECORD = 16
 MOST_RECORDED_ROWS = 64
 
 
-class CalledModels:
+class CalledModels(NestingDepth):
     """The models that the script has called, not from within another module."""
 
     def __init__(self) -> None:
-        self.depth = 0  # of modules whose call is running
+        super().__init__()  # the depth is that of modules whose call is running
         self.models: dict[int, Any] = {}  # by id
         self.names: dict[int, str] = {}  # of parameters, by id
         self.calls = 0
         self.last_evaluated = 0  # the id of the last model, if its call kept no graph
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
 
     def register(self, module: Any) -> None:
         """Remember a model, and its parameters by the names that they have without wrappers."""
@@ -66,20 +66,8 @@ def attach() -> None:
     wrap(nn.Module, "__call__", call)
     wrap(DistributedDataParallel, "__init__", record_wrapper)
     wrap(nn.Module, "load_state_dict", record_load_state_dict)
-    wrap(nn.Module, "eval", record_eval)
-    wrap(nn.Module, "zero_grad", record_zero_grad)
-
-
-def record_eval(original: Any, module: Any) -> Any:
-    if current_log().is_called_by_user():
-        current_log().write_with_line("eval", module=id(module))
-    return original(module)
-
-
-def record_zero_grad(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if current_log().is_called_by_user():
-        current_log().write_with_line("zero", optimizer=-1)
-    return original(module, *args, **kwargs)
+    record_calls(nn.Module, "eval", lambda _: EvalMode(), by_user_only=True)
+    record_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1), by_user_only=True)
 
 
 def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,23 +97,21 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
     calls = called_models.calls
     fields: dict[str, Any] = {
         "root": id(module),
-        "class": type(module).__name__,
+        "model_class": type(module).__name__,
         "grad": keeps_graph,
         "size": digests.row_count([args, kwargs]),
-        "training": module.training,
         "wrapped": kind_of_wrapper(module),
     }
     is_recorded_fully = calls <= CALLS_RECORDED_FULLY or calls % CALLS_PER_FULL_RECORD == 0
     if keeps_graph and is_recorded_fully:
         fields["rows"] = digests.row_digests([args, kwargs])[:MOST_RECORDED_ROWS]
         fields |= count_layers_with_modes(module)
-        fields["states"] = digests.random_states()
     if is_first_evaluation:
         fields |= count_layers_with_modes(module)
         fields["weights"] = digests.model_digest(module)
     if isinstance(module, DistributedDataParallel):
         fields["sync"] = module.require_backward_grad_sync
-    current_log().write_with_line("forward", **fields)
+    current_log().write_with_line(Forward(**fields))
 
 
 def kind_of_wrapper(module: Any) -> str:
@@ -166,14 +152,10 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
     called_models.register(wrapper)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     current_log().write_with_line(
-        "ddp",
-        root=id(wrapper),
-        inner=id(module),
-        parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
-        ids=str(kwargs.get("device_ids")),
-        buffers=bool(wrapper.broadcast_buffers),
-        unused=bool(wrapper.find_unused_parameters),
-        library=not current_log().is_called_by_user(),
+        WrapperBuilt(
+            parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
+            buffers=bool(wrapper.broadcast_buffers),
+        )
     )
     return result
 
@@ -184,22 +166,12 @@ def record_load_state_dict(
     if called_models.depth == 0:
         model_keys = set(module.state_dict())
         file_keys = set(state)
-        common = model_keys & file_keys
         more = 0  # keys of the model with the prefix removed from the file's keys
         fewer = 0  # keys of the model with the prefix added to the file's keys
-        if not common:
+        if not model_keys & file_keys:
             more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
             fewer = len(model_keys & {f"module.{key}" for key in file_keys})
-        fields = {
-            "root": id(module),
-            "class": type(module).__name__,
-            "strict": args[0] if args else kwargs.get("strict", True),
-            "wrapped": kind_of_wrapper(module),
-            "own": len(model_keys),
-            "given": len(file_keys),
-            "common": len(common),
-            "more": more,
-            "fewer": fewer,
-        }
-        current_log().write_with_line("loadsd", **fields)
+        strict = args[0] if args else kwargs.get("strict", True)
+        load = StateDictLoad(strict=strict, own=len(model_keys), more=more, fewer=fewer)
+        current_log().write_with_line(load)
     return original(module, state, *args, **kwargs)

@@ -9,10 +9,12 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
+from stepladder.tools.check.events import Draw, Fetch
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import base_of
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.probe.events import CodeLine
 
 DRAWING_FUNCTIONS = (
     "rand",
@@ -57,12 +59,7 @@ def record_draw(name: str) -> Any:
                 state = digests.digest(torch.get_rng_state())
             else:
                 state = digests.generator_state(generator)
-            log.write_with_line(
-                "draw",
-                fn=name,
-                state=state,
-                own=generator is not None,
-            )
+            log.write_with_line(Draw(fn=name, state=state))
         return original(*args, **kwargs)
 
     return around
@@ -71,22 +68,19 @@ def record_draw(name: str) -> Any:
 def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     """Record the generators whose states change while samples are fetched."""
     fetch_counts[id(fetcher)] += 1
-    count = fetch_counts[id(fetcher)]
-    if count > MOST_FETCHES:
+    if fetch_counts[id(fetcher)] > MOST_FETCHES:
         return original(fetcher, indices)
     before = generator_states(fetcher.dataset)
     batch = original(fetcher, indices)
     after = generator_states(fetcher.dataset)
     info = get_worker_info()
     index_list = list(indices) if isinstance(indices, (list, tuple)) else [indices]
-    current_log().write(
-        "fetch",
+    event = Fetch(
         indices=index_list[:MOST_RECORDED_INDICES],
         used={name: state for name, state in before.items() if after.get(name) != state},
         worker=info.id if info else -1,
-        count=count,
-        at=line_of_getitem(fetcher.dataset),
     )
+    current_log().write(event, line_of_getitem(fetcher.dataset))
     return batch
 
 
@@ -94,7 +88,7 @@ def generator_states(dataset: Any) -> dict[str, str]:
     return digests.random_states() | digests.generator_states(dataset)
 
 
-def line_of_getitem(dataset: Any) -> Any:
+def line_of_getitem(dataset: Any) -> CodeLine | None:
     """Return the line of the method with which the data set's class reads a sample."""
     code = getattr(
         getattr(type(base_of(dataset)), "__getitem__", None),
@@ -103,4 +97,4 @@ def line_of_getitem(dataset: Any) -> Any:
     )
     if code is None or not current_log().is_user_file(code.co_filename):
         return None
-    return [code.co_filename, code.co_firstlineno, "__getitem__"]
+    return CodeLine(code.co_filename, code.co_firstlineno, "__getitem__")

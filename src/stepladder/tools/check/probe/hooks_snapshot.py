@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import refuse_outside_path
 from stepladder.tools.check.probe.hooks_files import absolute_path
 from stepladder.tools.check.probe.hooks_train import training_tracker
@@ -67,15 +68,9 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     refuse_outside_path(path)  # torch writes it in C++, which no audit hook sees
     log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
-    log.write_with_line(
-        "save",
-        path=path,
-        existed=existed,
-        **parts_of(value),
-    )
+    log.write_with_line(Save(path=path, existed=existed, **parts_of(value)))
     result = original(value, file, *args, **kwargs)
     if log.settings.stop_at_snapshot and log.is_called_by_user():
-        log.write("snapshot")
         training_tracker.halt_before_next_backward()
     return result
 
@@ -92,13 +87,7 @@ def record_pickle(original: Any, value: Any, file: Any, *args: Any, **kwargs: An
         parts = parts_of(value)
         if parts["model"]:
             path = absolute_path(getattr(file, "name", ""))
-            log.write_with_line(
-                "save",
-                path=path,
-                existed=True,
-                opened=True,
-                **parts,
-            )
+            log.write_with_line(Save(path=path, existed=True, opened=True, **parts))
     return original(value, file, *args, **kwargs)
 
 
@@ -106,17 +95,13 @@ def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = redirect_to_copy(file)
     if path:
         weights_only = str(kwargs.get("weights_only", "default"))
-        current_log().write_with_line(
-            "load",
-            path=path,
-            weights_only=weights_only,
-        )
+        current_log().write_with_line(Load(path=path, weights_only=weights_only))
     return original(file, *args, **kwargs)
 
 
 def no_parts() -> dict[str, Any]:
     parts: dict[str, Any] = dict.fromkeys(PARTS_OF_TRAINING, False)
-    return parts | {"prefixed": False, "bare": False, "keys": []}
+    return parts | {"bare": False, "keys": []}
 
 
 @default_on_error(no_parts)
@@ -130,9 +115,6 @@ def parts_of(value: Any) -> dict[str, Any]:
         part = part_of_training(name.lower(), item)
         if part:
             parts[part] = True
-        if part == "model" and isinstance(item, dict):
-            is_prefixed = all(str(key).startswith("module.") for key in item)
-            parts["prefixed"] |= bool(item) and is_prefixed
     return parts
 
 

@@ -15,11 +15,22 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
+from stepladder.tools.check.events import (
+    AutogradCall,
+    Backward,
+    BeforeStep,
+    Clipping,
+    Halt,
+    OptimizerStep,
+    Returned,
+    ScheduleStep,
+    ZeroGrad,
+)
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
 from stepladder.tools.check.probe.loss_graph import activation_of, scale_of
-from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.patching import NestingDepth, default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
@@ -94,21 +105,8 @@ class TrainingTracker:
         self.halts = True
 
 
-class ScheduleDepth:
-    """Tells the steps of schedules by the script from those within another step."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-
 training_tracker = TrainingTracker()
-running_schedule = ScheduleDepth()
+running_schedule = NestingDepth()
 
 
 def attach() -> None:
@@ -116,7 +114,7 @@ def attach() -> None:
     wrap(torch.autograd, "grad", record_autograd_grad)
     optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: record_before_step(optimizer))
     optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: record_after_step(optimizer))
-    wrap(optimizers.Optimizer, "zero_grad", record_zero_grad)
+    record_calls(optimizers.Optimizer, "zero_grad", zero_grad_event)
     wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
         is_schedule = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
@@ -156,14 +154,12 @@ def gradient_pointers(parameters: list[Any]) -> list[int]:
 def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     is_one = isinstance(parameters, torch.Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
-    current_log().write_with_line("clip", ptrs=gradient_pointers(parameters))
+    current_log().write_with_line(Clipping(ptrs=gradient_pointers(parameters)))
     return original(parameters, *args, **kwargs)
 
 
-def record_zero_grad(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    number = training_tracker.number_of(optimizer)
-    current_log().write_with_line("zero", optimizer=number)
-    return original(optimizer, *args, **kwargs)
+def zero_grad_event(optimizer: Any, *_: Any, **__: Any) -> ZeroGrad:
+    return ZeroGrad(optimizer=training_tracker.number_of(optimizer))
 
 
 def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,21 +168,21 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     wait_if_halted()
     fields: dict[str, Any] = {
         "alive": training_tracker.add_graph(loss),
-        **scale_of(loss),
+        "scale": scale_of(loss),
     }
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
         fields["twice"] = activation_of(loss)
-    current_log().write_with_line("backward", **fields)
+    current_log().write_with_line(Backward(**fields))
     result = original(tensors, *args, **kwargs)
-    current_log().write("backed")
+    current_log().write(Returned())
     return result
 
 
 def wait_if_halted() -> None:
     """Wait to be ended if a snapshot was written, before anything more is trained."""
     if training_tracker.halts:
-        current_log().write("halt")
+        current_log().write(Halt())
         while True:
             time.sleep(1)
 
@@ -197,7 +193,7 @@ def record_autograd_grad(original: Any, *args: Any, **kwargs: Any) -> Any:
     It may use torch.autograd.grad or torch.func.
     """
     if training_tracker.count_autograd_call() <= STEPS_RECORDED_FULLY:
-        current_log().write_with_line("graded")
+        current_log().write_with_line(AutogradCall())
     return original(*args, **kwargs)
 
 
@@ -235,16 +231,16 @@ def record_before_step(optimizer: Any) -> None:
     parameters = parameters_of(optimizer)
     with_gradient = {name: p for name, p in named.items() if p.grad is not None}
     log.write_with_line(
-        "prestep",
-        optimizer=number,
-        step=step,
-        clean=training_tracker.is_clean(number),
-        grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
-        norm=gradient_norm(parameters),
-        ptrs=gradient_pointers(parameters),
-        before=weight_digests(named),
-        ids={name: id(p) for name, p in named.items()},
-        frozen_names=[name for name, p in named.items() if not p.requires_grad],
+        BeforeStep(
+            optimizer=number,
+            step=step,
+            clean=training_tracker.is_clean(number),
+            grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
+            norm=gradient_norm(parameters),
+            before=weight_digests(named),
+            ids={name: id(p) for name, p in named.items()},
+            frozen_names=[name for name, p in named.items() if not p.requires_grad],
+        )
     )
 
 
@@ -271,10 +267,8 @@ def record_after_step(optimizer: Any) -> None:
     fields: dict[str, Any] = {
         "optimizer": number,
         "step": step,
-        "class": type(optimizer).__name__,
         "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
         "numel": sum(parameter.numel() for parameter in parameters),
-        "frozen": sum(not parameter.requires_grad for parameter in parameters),
     }
     if is_recorded_fully(step):
         named = named_parameters_of(optimizer)
@@ -284,7 +278,7 @@ def record_after_step(optimizer: Any) -> None:
         fields["buffers"] = buffer_digests()
         fields["shapes"] = [list(parameter.shape) for parameter in parameters]
         fields |= compare_with_models(parameters)
-    current_log().write_with_line("step", **fields)
+    current_log().write_with_line(OptimizerStep(**fields))
 
 
 @default_on_error(dict)
@@ -336,11 +330,12 @@ def record_schedule_step(original: Any, schedule: Any, *args: Any, **kwargs: Any
     if running_schedule.depth == 0:
         log = current_log()
         log.write_with_line(
-            "sched",
-            schedule=id(schedule),
-            cls=type(schedule).__name__,
-            horizon=horizon_of(schedule),
-            direct=log.is_called_by_user(),
+            ScheduleStep(
+                schedule=id(schedule),
+                cls=type(schedule).__name__,
+                horizon=horizon_of(schedule),
+                direct=log.is_called_by_user(),
+            )
         )
     with running_schedule:
         return original(schedule, *args, **kwargs)

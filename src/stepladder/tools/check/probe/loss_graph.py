@@ -42,11 +42,11 @@ def graph_nodes(loss: Any, max_nodes: int) -> Iterator[Any]:
         node = next(inputs, None)
 
 
-@default_on_error(dict)
-def scale_of(loss: Any) -> dict[str, Any]:
-    """Return {"scale": factor}, the factor between a mean over samples and the loss.
+@default_on_error(lambda: None)
+def scale_of(loss: Any) -> float | None:
+    """Return the factor between a mean over samples and the loss.
 
-    The result is empty where the graph has another form.
+    It is None where the graph has another form.
     """
     scale = 1.0
     for node in graph_nodes(loss, MAX_SCALE_NODES):
@@ -54,13 +54,13 @@ def scale_of(loss: Any) -> dict[str, Any]:
         if name in ("DivBackward0", "MulBackward0"):
             number = constant_operand(node)
             if not number:
-                return {}
+                return None
             scale = scale / number if name == "DivBackward0" else scale * number
         elif name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1:
-            return {"scale": scale}
+            return scale
         elif name not in KEEPS_SCALE:
-            return {}
-    return {}
+            return None
+    return None
 
 
 @default_on_error(str)

@@ -6,6 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.probe.events import ProbeEvent
+
+
+class NestingDepth:
+    """Tells the calls of a script from those that a running call makes itself."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -31,6 +48,30 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
         has_original = getattr(owner, name, None) is original
         if owner is first or has_original:
             setattr(owner, name, wrapper)
+
+
+def record_calls(
+    owners: Any,
+    name: str,
+    make_event: Callable[..., ProbeEvent],
+    by_user_only: bool = False,
+) -> None:
+    """Record each call of `owner.name`, or only those by the user's own code.
+
+    Args:
+        owners: The modules or classes, as for wrap.
+        name: The name of the function.
+        make_event: Returns the event for the arguments of a call.
+        by_user_only: Whether calls by libraries are left out.
+    """
+
+    def record_and_call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        log = current_log()
+        if log.is_called_by_user() or not by_user_only:
+            log.write_with_line(make_event(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    wrap(owners, name, record_and_call)
 
 
 def get_argument(

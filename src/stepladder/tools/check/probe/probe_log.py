@@ -6,17 +6,17 @@ torch: an interpreter that never needs torch starts as fast as without the probe
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from types import FrameType
-from typing import Any
 
+from stepladder.tools.check.events import GroupJoined, ProcessStart
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
     RANK_AND_WORLD_SIZE,
     ProbeSettings,
 )
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 CHECK_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,PTH120  # pathlib is slow to import
 MOST_STACK_FRAMES = 12
@@ -38,7 +38,6 @@ class ProbeLog:
         rank, world_size = (int(os.environ.get(name, -1)) for name in RANK_AND_WORLD_SIZE)
         self.rank = rank
         self.world_size = world_size
-        self.parent = 0
         self.pid = os.getpid()
         self.count = 0
         self.file = self.open()
@@ -54,7 +53,6 @@ class ProbeLog:
         )
 
     def reopen_after_fork(self) -> None:
-        self.parent = self.pid
         self.pid = os.getpid()
         self.count = 0
         os.close(self.file)
@@ -62,19 +60,13 @@ class ProbeLog:
         self.write_start()
 
     def write_start(self) -> None:
-        self.write(
-            "start",
-            rank=self.rank,
-            world=self.world_size,
-            parent=self.parent,
-            worker=-1,
-        )
+        self.write(ProcessStart(rank=self.rank, world=self.world_size))
 
     def set_group(self, rank: int, world_size: int) -> None:
         """Record the rank in the process group."""
         self.rank = rank
         self.world_size = world_size
-        self.write("who", rank=rank, world=world_size)
+        self.write(GroupJoined(rank=rank, world=world_size))
 
     def set_spawned_rank(self, rank: int) -> None:
         """Record the number of a process that the script has made.
@@ -82,23 +74,22 @@ class ProbeLog:
         It is the rank until a process group says otherwise.
         """
         self.rank = rank
-        self.write("start", rank=rank, world=-1)
+        self.write(ProcessStart(rank=rank))
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, event: ProbeEvent, at: CodeLine | None = None) -> None:
         self.count += 1
-        line = json.dumps({"k": kind, "n": self.count, **fields}, default=str) + "\n"
-        os.write(self.file, line.encode(errors="backslashreplace"))
+        os.write(self.file, event.to_line(self.count, at))
 
-    def write_with_line(self, kind: str, **fields: Any) -> None:
+    def write_with_line(self, event: ProbeEvent) -> None:
         """Write an event with the line of the user's code that causes it."""
-        self.write(kind, at=self.user_line(), **fields)
+        self.write(event, self.user_line())
 
-    def user_line(self) -> list[Any] | None:
-        """Return file, line and function of the innermost frame of the user's code."""
+    def user_line(self) -> CodeLine | None:
+        """Return the line of the innermost frame of the user's code."""
         frame = self.user_frame()
         if frame is None:
             return None
-        return [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+        return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
     def user_stack(self) -> str:
         """Return the functions and lines of the user's code, from the innermost one outwards."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from stepladder.tools.check.recording import Event, RankLog
+from stepladder.tools.check.events import Backward, BeforeStep, Forward, OptimizerStep, ZeroGrad
+from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import is_wrapped
+from stepladder.tools.probe.events import ProbeEvent
 
 OF_A_MODULE = -1  # in place of an optimizer's number, where a module's zero_grad was called
 SCALES_GRADIENTS = (
@@ -31,28 +33,27 @@ class Window:
         step: The optimizer step that ends the window, or None.
     """
 
-    backwards: list[Event] = field(default_factory=list)
-    forwards: list[Event] = field(default_factory=list)
-    zero_grads: list[Event] = field(default_factory=list)
-    step: Event | None = None
+    backwards: list[Backward] = field(default_factory=list)
+    forwards: list[Forward] = field(default_factory=list)
+    zero_grads: list[ZeroGrad] = field(default_factory=list)
+    step: BeforeStep | OptimizerStep | None = None
 
-    def add(self, event: Event) -> None:
-        kind = event["k"]
-        if kind == "backward":
+    def add(self, event: ProbeEvent) -> None:
+        if isinstance(event, Backward):
             self.backwards.append(event)
-        elif kind == "zero" and self.backwards:
+        elif isinstance(event, ZeroGrad) and self.backwards:
             self.zero_grads.append(event)
-        elif kind == "forward" and event["grad"]:
+        elif isinstance(event, Forward) and event.grad:
             self.forwards.append(event)
-        elif kind in ("step", "prestep"):
+        elif isinstance(event, (OptimizerStep, BeforeStep)):
             self.step = event
 
     @property
     def is_of_one_line(self) -> bool:
-        return len({str(event["at"]) for event in self.backwards}) == 1
+        return len({str(event.at) for event in self.backwards}) == 1
 
     @property
-    def discarding_calls(self) -> list[Event]:
+    def discarding_calls(self) -> list[ZeroGrad]:
         """The calls of zero_grad that discard gradients of this window.
 
         They are calls of the optimizer that makes the step, or of a module.
@@ -61,18 +62,18 @@ class Window:
         if self.is_of_one_line:
             owners.add(OF_A_MODULE)
         if self.step:
-            owners.add(self.step["optimizer"])
-        last_backward = self.backwards[-1]["n"]
+            owners.add(self.step.optimizer)
+        last_backward = self.backwards[-1].n
         return [
             event
             for event in self.zero_grads
-            if event["optimizer"] in owners and event["n"] < last_backward
+            if event.optimizer in owners and event.n < last_backward
         ]
 
     @property
     def synchronized_forwards(self) -> int:
         """The number of forward passes after which the wrapper averages gradients."""
-        return sum(bool(event.get("sync")) for event in self.forwards)
+        return sum(event.sync for event in self.forwards)
 
 
 def accumulating_windows(log: RankLog) -> list[Window]:
@@ -80,17 +81,17 @@ def accumulating_windows(log: RankLog) -> list[Window]:
     windows: list[Window] = []
     current = Window()
     for event in log.select(
-        "backward",
-        "forward",
-        "prestep",
-        "step",
-        "zero",
+        Backward,
+        Forward,
+        BeforeStep,
+        OptimizerStep,
+        ZeroGrad,
     ):
         current.add(event)
-        if event["k"] == "step":
+        if isinstance(event, OptimizerStep):
             windows.append(current)
             current = Window()
-    if not log.select("step"):
+    if not log.select(OptimizerStep):
         windows.append(current)
     return [
         window
@@ -120,7 +121,7 @@ def gradients_discarded(evidence: RunEvidence) -> Findings:
         count = len(discarding[0].backwards)
         yield evidence.finding(
             "gradients-discarded",
-            discarding[0].discarding_calls[0]["at"],
+            discarding[0].discarding_calls[0].at,
             f"{count} backward passes per step, and zero_grad between them: the gradients of "
             f"{count - 1} of {count} are thrown away ({len(discarding)} steps seen)",
         )
@@ -138,7 +139,7 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
         count = len(backwards)
         yield evidence.finding(
             "accumulation-sync",
-            backwards[0]["at"],
+            backwards[0].at,
             f"{count} backward passes per step, and each of them averages all gradients over the "
             f"ranks: {count - 1} of {count} for nothing ({len(costly)} steps seen)",
         )
@@ -148,20 +149,20 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
 def accumulation_mean(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]
-    is_scale_unknown = any("scale" not in event for w in windows for event in w.backwards)
+    is_scale_unknown = any(event.scale is None for w in windows for event in w.backwards)
     if len(windows) < 2 or is_scale_unknown or evidence.source.contains(*SCALES_GRADIENTS):
         return
-    total_scales = [sum(event["scale"] for event in w.backwards) for w in windows]
+    total_scales = [sum(event.scale or 0.0 for event in w.backwards) for w in windows]
     if any(abs(total - 1) <= 0.01 for total in total_scales):
         return
     first = windows[0].backwards
     if abs(total_scales[0] - len(first)) < 1e-6:
         weight = "is divided by nothing"
     else:
-        weight = f"has weight {first[0]['scale']:.4g}"
+        weight = f"has weight {first[0].scale:.4g}"
     yield evidence.finding(
         "accumulation-mean",
-        first[0]["at"],
+        first[0].at,
         f"{len(first)} backward passes per step; the mean loss of each {weight}, so the step's "
         f"gradient is {total_scales[0]:.4g} times the mean ({len(windows)} steps seen)",
     )

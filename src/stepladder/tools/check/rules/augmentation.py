@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from stepladder.tools.check.recording import Event
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    Draw,
+    Fetch,
+    OptimizerStep,
+    PassEnd,
+    PassStart,
+)
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 AUGMENTATION_NAMES = (
     "augment",
@@ -48,13 +56,13 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
     """Find equal random numbers for different samples, on two ranks or two workers."""
     fetches: dict[tuple[str, str], SampleFetch] = {}
     for rank, event in fetch_events(evidence):
-        fetch = SampleFetch(rank, event["worker"], event["indices"])
-        for generator, state in event["used"].items():
+        fetch = SampleFetch(rank, event.worker, event.indices)
+        for generator, state in event.used.items():
             first = fetches.setdefault((generator, state), fetch)
             if first.conflicts_with(fetch):
                 yield evidence.finding(
                     "same-augmentation",
-                    drawing_line(evidence) or event["at"],
+                    drawing_line(evidence) or event.at,
                     f"{first} and {fetch} draw the same random numbers ({generator} generator, "
                     f"state {state}) for samples {first.indices[:3]} and {fetch.indices[:3]}",
                 )
@@ -62,21 +70,21 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
     yield from same_draws(evidence)
 
 
-def fetch_events(evidence: RunEvidence) -> list[tuple[int, Event]]:
+def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
     """Return the fetches of all ranks and of their workers, with the rank."""
-    events: list[tuple[int, Event]] = []
+    events: list[tuple[int, Fetch]] = []
     for log in evidence.run.ranks:
-        of_workers = [event for event in log.worker_events if event["k"] == "fetch"]
-        events += [(log.rank, event) for event in [*log.select("fetch"), *of_workers]]
+        of_workers = [event for event in log.worker_events if isinstance(event, Fetch)]
+        events += [(log.rank, event) for event in [*log.select(Fetch), *of_workers]]
     return events
 
 
-def drawing_line(evidence: RunEvidence) -> Any:
+def drawing_line(evidence: RunEvidence) -> CodeLine | None:
     """Return the line of a data set that draws, else the line that makes the loader."""
     for log in evidence.run.ranks:
-        for event in [*log.select("draw"), *log.worker_events]:
-            if event["k"] == "draw" and event["at"] and event["at"][2] == "__getitem__":
-                return event["at"]
+        for event in [*log.select(Draw), *log.worker_events]:
+            if isinstance(event, Draw) and event.at and event.at.function == "__getitem__":
+                return event.at
     passes = (one_pass for log in evidence.run.ranks for one_pass in log.training_passes)
     first_pass = next(passes, None)
     return first_pass.loader_line if first_pass else None
@@ -87,36 +95,35 @@ def same_draws(evidence: RunEvidence) -> Findings:
     if not evidence.has_several_ranks:
         return
     draws = [augmenting_draws(log.events) for log in evidence.run.ranks[:2]]
-    pairs = [(a, b) for a, b in zip(*draws, strict=False) if a["at"] == b["at"]]
-    equal = [a for a, b in pairs if a["state"] and a["state"] == b["state"]]
+    pairs = [(a, b) for a, b in zip(*draws, strict=False) if a.at == b.at]
+    equal = [a for a, b in pairs if a.state and a.state == b.state]
     if len(equal) >= 3 and len(equal) == len(pairs):
         yield evidence.finding(
             "same-augmentation",
-            equal[0]["at"],
+            equal[0].at,
             f"rank 0 and rank 1 draw the same random numbers in {len(equal)} of {len(pairs)} draws "
-            f"(state {equal[0]['state']} before the first)",
+            f"(state {equal[0].state} before the first)",
         )
 
 
-def augmenting_draws(events: list[Event]) -> list[Event]:
+def augmenting_draws(events: list[ProbeEvent]) -> list[Draw]:
     """Return draws between a batch and its backward pass, and those of functions that augment."""
-    draws: list[Event] = []
+    draws: list[Draw] = []
     is_after_batch = False
     for event in events:
-        kind = event["k"]
-        if kind == "batch":
+        if isinstance(event, Batch):
             is_after_batch = True
-        elif kind in ("backward", "pass", "endpass", "step"):
+        elif isinstance(event, (Backward, PassStart, PassEnd, OptimizerStep)):
             is_after_batch = False
         elif (
-            kind == "draw"
-            and event["fn"] != "randperm"
+            isinstance(event, Draw)
+            and event.fn != "randperm"
             and (is_after_batch or is_named_after_augmentation(event))
         ):
             draws.append(event)
     return draws
 
 
-def is_named_after_augmentation(draw: Event) -> bool:
-    function = draw["at"][2].lower() if draw["at"] else ""
+def is_named_after_augmentation(draw: Draw) -> bool:
+    function = draw.at.function.lower() if draw.at else ""
     return any(name in function for name in AUGMENTATION_NAMES)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import ast
 from itertools import zip_longest
 
-from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.events import (
+    Backward,
+    EnoughPasses,
+    GroupInit,
+    JoinContext,
+    OptimizerStep,
+    ProcessExit,
+    ScriptCollective,
+)
+from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 HAS_A_CPU_PATH = (
@@ -22,12 +31,12 @@ HAS_A_CPU_PATH = (
 @run_rule("uneven-steps")
 def uneven_steps(evidence: RunEvidence) -> Findings:
     """Find passes with more batches on one rank than on another."""
-    if not evidence.has_several_ranks or evidence.run.select("join"):
+    if not evidence.has_several_ranks or evidence.run.select(JoinContext):
         return
     logs = evidence.run.ranks
     for number in range(max(len(log.training_passes) for log in logs)):
         present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
-        is_cut = any(one_pass.end is not None and one_pass.end["cut"] for one_pass in present)
+        is_cut = any(one_pass.end is not None and one_pass.end.cut for one_pass in present)
         if len(present) < 2 or is_cut:
             continue
         counts = [len(one_pass.batches) for one_pass in present]
@@ -51,7 +60,7 @@ def collective_order(evidence: RunEvidence) -> Findings:
     if not evidence.has_several_ranks:
         return
     first_calls, second_calls = (
-        [event for event in log.select("coll") if not event["group"]]
+        [event for event in log.select(ScriptCollective) if not event.group]
         for log in evidence.run.ranks[:2]
     )
     for number, (first, second) in enumerate(zip_longest(first_calls, second_calls), 1):
@@ -61,10 +70,10 @@ def collective_order(evidence: RunEvidence) -> Findings:
         if second is None:
             yield from unanswered_collective(evidence, 0, first, number)
             return
-        if first["op"] != second["op"] or have_different_shapes(first, second):
+        if first.op != second.op or have_different_shapes(first, second):
             yield evidence.finding(
                 "collective-order",
-                first["at"],
+                first.at,
                 f"collective {number} is {describe_collective(evidence, first)} on rank 0 and "
                 f"{describe_collective(evidence, second)} on rank 1",
                 0,
@@ -74,35 +83,35 @@ def collective_order(evidence: RunEvidence) -> Findings:
         yield from unanswered_backward(evidence)
 
 
-def have_different_shapes(first: Event, second: Event) -> bool:
+def have_different_shapes(first: ScriptCollective, second: ScriptCollective) -> bool:
     """Return whether shapes differ in a collective that needs equal ones."""
-    allows_any_shape = "gather" in first["op"] or first["op"] == "broadcast_object_list"
-    return first.get("shape") != second.get("shape") and not allows_any_shape
+    allows_any_shape = "gather" in first.op or first.op == "broadcast_object_list"
+    return first.shape != second.shape and not allows_any_shape
 
 
-def describe_collective(evidence: RunEvidence, event: Event) -> str:
-    shape = f" of shape {event['shape']}" if "shape" in event else ""
-    return f"{event['op']}{shape} at {evidence.location(event['at'])}"
+def describe_collective(evidence: RunEvidence, event: ScriptCollective) -> str:
+    shape = f" of shape {event.shape}" if event.shape is not None else ""
+    return f"{event.op}{shape} at {evidence.location(event.at)}"
 
 
 def unanswered_collective(
     evidence: RunEvidence,
     rank: int,
-    event: Event,
+    event: ScriptCollective,
     number: int,
 ) -> Findings:
     """Find a rank that waits in a collective which the other rank does not reach."""
     peer = 1 - rank
     peer_log = evidence.run.ranks[peer]
-    peer_ended_by_itself = peer_log.has_ended and not peer_log.select("enough")
+    peer_ended_by_itself = peer_log.has_ended and not peer_log.select(EnoughPasses)
     if not evidence.run.has_stalled and not peer_ended_by_itself:
         return
     if list(uneven_end(evidence)):  # which has its own finding
         return
     yield evidence.finding(
         "collective-order",
-        event["at"],
-        f"rank {rank} waits in {event['op']} (its collective {number}), and rank {peer} has not "
+        event.at,
+        f"rank {rank} waits in {event.op} (its collective {number}), and rank {peer} has not "
         f"come: {describe_last_event(evidence, peer_log)}",
         rank,
     )
@@ -111,11 +120,11 @@ def unanswered_collective(
 def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
     if log.has_ended:
         return "it has ended"
-    events = [event for event in log.events if event.get("at")]
+    events = [event for event in log.events if event.at]
     if not events:
         return "it has done nothing"
     last = events[-1]
-    return f"it was last seen at {evidence.location(last['at'])} ({last['k']})"
+    return f"it was last seen at {evidence.location(last.at)} ({last.kind})"
 
 
 @run_rule("uneven-steps")
@@ -124,11 +133,11 @@ def uneven_end(evidence: RunEvidence) -> Findings:
 
     Only in a run that stands still, or breaks off.
     """
-    is_stalled = evidence.run.has_stalled and not evidence.run.select("join")
+    is_stalled = evidence.run.has_stalled and not evidence.run.select(JoinContext)
     if not evidence.has_several_ranks or not is_stalled:
         return
     logs = evidence.run.ranks[:2]
-    backwards = [len(log.select("backward")) for log in logs]
+    backwards = [len(log.select(Backward)) for log in logs]
     passes = [len(log.training_passes) for log in logs]
     if backwards[0] == backwards[1] or min(backwards) == 0 or min(passes) == 0:
         return
@@ -138,7 +147,7 @@ def uneven_end(evidence: RunEvidence) -> Findings:
     if passes[0] != passes[1] and last_pass.end is not None:
         return
     if logs[fewer].has_ended or has_left_loop(evidence, logs[fewer], last_pass):
-        steps = len(logs[fewer].select("step"))
+        steps = len(logs[fewer].select(OptimizerStep))
         yield evidence.finding(
             "uneven-steps",
             last_pass.line,
@@ -154,13 +163,13 @@ def has_left_loop(
     last_pass: LoaderPass,
 ) -> bool:
     """Return whether the last collective of a rank is outside of the loop over a pass."""
-    collectives = [e for e in log.select("coll") if e["n"] > last_pass.start["n"]]
+    collectives = [e for e in log.select(ScriptCollective) if e.n > last_pass.start.n]
     loop = find_loop(evidence, last_pass)
     if not collectives or loop is None:
         return False
     first_line, last_line = loop
-    function_of_loop = last_pass.line[2]
-    for frame in collectives[-1].get("way", "").split(" < "):
+    function_of_loop = last_pass.line.function if last_pass.line else ""
+    for frame in collectives[-1].way.split(" < "):
         function, _, line = frame.rpartition(":")
         if frame and function == function_of_loop and first_line <= int(line) <= last_line:
             return False
@@ -175,14 +184,14 @@ def find_loop(evidence: RunEvidence, one_pass: LoaderPass) -> tuple[int, int] | 
     if file is None:
         return None
     for node in ast.walk(file.tree):
-        if isinstance(node, ast.For) and node.lineno == one_pass.line[1]:
+        if isinstance(node, ast.For) and node.lineno == one_pass.line.line:
             return node.lineno, node.end_lineno or node.lineno
     return None
 
 
 def unanswered_backward(evidence: RunEvidence) -> Findings:
     """Find a rank in a backward pass, with the wrapper's collectives, that the other lacks."""
-    backwards = [log.select("backward") for log in evidence.run.ranks[:2]]
+    backwards = [log.select(Backward) for log in evidence.run.ranks[:2]]
     counts = [len(events) for events in backwards]
     if counts[0] == counts[1]:
         return
@@ -191,7 +200,7 @@ def unanswered_backward(evidence: RunEvidence) -> Findings:
     event = backwards[waiting][counts[peer]]
     yield evidence.finding(
         "collective-order",
-        event["at"],
+        event.at,
         f"rank {waiting} waits in backward pass {counts[peer] + 1}, and rank {peer} makes "
         f"{counts[peer]}",
         waiting,
@@ -202,18 +211,18 @@ def unanswered_backward(evidence: RunEvidence) -> Findings:
 def uneven_backward(evidence: RunEvidence) -> Findings:
     """Compare the number of backward passes, for loops without a loader."""
     run = evidence.run
-    if not evidence.has_several_ranks or run.select("join"):
+    if not evidence.has_several_ranks or run.select(JoinContext):
         return
     if any(log.training_passes for log in run.ranks):
         return
     is_at_end = (run.has_finished or run.has_stalled) and not run.was_cut_short
-    backwards = [log.select("backward") for log in run.ranks[:2]]
+    backwards = [log.select(Backward) for log in run.ranks[:2]]
     counts = [len(events) for events in backwards]
     if is_at_end and counts[0] != counts[1] and min(counts) > 1:
         more = 0 if counts[0] > counts[1] else 1
         yield evidence.finding(
             "uneven-steps",
-            backwards[more][-1]["at"],
+            backwards[more][-1].at,
             f"rank 0 makes {counts[0]} backward passes and rank 1 {counts[1]}",
             more,
         )
@@ -223,18 +232,18 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
 def no_destroy(evidence: RunEvidence) -> Findings:
     """Find a process group that the script makes and never destroys."""
     run = evidence.run
-    made = [event for _, event in run.select("init") if event["direct"]]
+    made = [event for _, event in run.select(GroupInit) if event.direct]
     if not made or evidence.source.contains("destroy_process_group"):
         return
     if run.was_cut_short or run.has_stalled or not run.has_finished:
         text = "and no file of the script calls destroy_process_group"
     else:
-        ranks_with_group = [rank for rank, event in run.select("exit") if event["group"]]
+        ranks_with_group = [rank for rank, event in run.select(ProcessExit) if event.group]
         if not ranks_with_group:
             return
         text = f"and is still there when {len(ranks_with_group)} ranks end"
     yield evidence.finding(
-        "no-destroy", made[0]["at"], f"the group is made on {len(made)} ranks, {text}"
+        "no-destroy", made[0].at, f"the group is made on {len(made)} ranks, {text}"
     )
 
 
@@ -243,13 +252,12 @@ def cuda_only(evidence: RunEvidence) -> Findings:
     """Find a process group on NCCL in a script that cannot run without a GPU."""
     if evidence.source.contains(*HAS_A_CPU_PATH):
         return
-    for rank, event in evidence.run.select("init"):
-        if "nccl" in event["backend"] and event["direct"]:
+    for rank, event in evidence.run.select(GroupInit):
+        if "nccl" in event.backend and event.direct:
             yield evidence.finding(
                 "cuda-only",
-                event["at"],
-                f"the backend is {event['backend']}, and the script never asks whether there is a "
-                f"GPU",
+                event.at,
+                f"the backend is {event.backend}, and the script never asks whether there is a GPU",
                 rank,
             )
             return

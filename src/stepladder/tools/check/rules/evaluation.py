@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.events import Backward, Forward, PassStart, Sampled, ScriptCollective
+from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
@@ -25,7 +26,7 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
         indices = [index for one_pass in passes for index in one_pass.indices or []]
         count = len(indices)
         distinct = len(set(indices))
-        data_sets = {one_pass.start["print"] for one_pass in passes}
+        data_sets = {one_pass.start.fingerprint for one_pass in passes}
         if count == distinct or len(data_sets) > 1:
             continue
         reduced = find_reduced_count(evidence, passes, count, distinct)
@@ -46,8 +47,8 @@ def is_shared_evaluation(passes: list[LoaderPass]) -> bool:
         if not one_pass.is_complete or one_pass.indices is None:
             return False
     start = passes[0].start
-    is_divided = start["distributed"] or "Shard" in start.get("batcher", "")  # Accelerate's
-    return bool(is_divided) and start["length"] is not None
+    is_divided = start.distributed or "Shard" in start.batcher  # Accelerate's
+    return bool(is_divided) and start.length is not None
 
 
 @run_rule("no-eval-mode")
@@ -58,40 +59,40 @@ def no_eval_mode(evidence: RunEvidence) -> Findings:
         return
     log = evidence.run.ranks[0]
     for one_pass in log.evaluation_passes:
-        calls = [event for event in evaluated_calls(one_pass) if event.get("live")]
+        calls = [event for event in evaluated_calls(one_pass) if event.live]
         if calls and one_pass.is_complete:
             yield evidence.finding(
                 "no-eval-mode",
-                calls[0]["at"],
-                f"in pass {one_pass.number}, which trains nothing, {calls[0]['live']} layers "
+                calls[0].at,
+                f"in pass {one_pass.number}, which trains nothing, {calls[0].live} layers "
                 f"(dropout, batch norm) are in training mode",
             )
             return
 
 
-def evaluated_calls(one_pass: LoaderPass) -> list[Event]:
+def evaluated_calls(one_pass: LoaderPass) -> list[Forward]:
     """Return the calls of models in a pass that keep no graph."""
-    return [e for e in one_pass.events if e["k"] == "forward" and not e["grad"]]
+    return [e for e in one_pass.events if isinstance(e, Forward) and not e.grad]
 
 
 @run_rule("eval-keeps-graph")
 def eval_keeps_graph(evidence: RunEvidence) -> Findings:
     """Find evaluations that build graphs without a backward pass, which costs memory and time."""
     log = evidence.run.ranks[0]
-    trained_loaders = {one_pass.start["loader"] for one_pass in log.training_passes}
+    trained_loaders = {one_pass.start.loader for one_pass in log.training_passes}
     if not trained_loaders:
         return
     for one_pass in log.passes:
         if one_pass.is_training or not one_pass.is_complete:
             continue
-        is_training_data = one_pass.start["loader"] in trained_loaders
+        is_training_data = one_pass.start.loader in trained_loaders
         if is_training_data or is_followed_by_backward(log, one_pass):
             continue
-        calls = [e for e in one_pass.events if e["k"] == "forward" and e["grad"]]
+        calls = [e for e in one_pass.events if isinstance(e, Forward) and e.grad]
         if len(calls) >= 2:
             yield evidence.finding(
                 "eval-keeps-graph",
-                calls[0]["at"],
+                calls[0].at,
                 f"in pass {one_pass.number}, which trains nothing, {len(calls)} calls of the model "
                 f"build a graph",
             )
@@ -100,21 +101,22 @@ def eval_keeps_graph(evidence: RunEvidence) -> Findings:
 
 def is_followed_by_backward(log: RankLog, one_pass: LoaderPass) -> bool:
     """Return whether a backward pass comes before the next pass over a loader."""
-    following = (event["k"] for event in log.events[one_pass.index_after :])
-    return next((kind for kind in following if kind in ("backward", "pass")), "") == "backward"
+    following = log.events[one_pass.index_after :]
+    first = next((e for e in following if isinstance(e, (Backward, PassStart))), None)
+    return isinstance(first, Backward)
 
 
 @run_rule("padded-evaluation")
 def padded_by_hand(evidence: RunEvidence) -> Findings:
     """Find a padded evaluation that iterates over the sampler itself, without a loader."""
     logs = evidence.run.ranks
-    samplings = [log.select("sampled") for log in logs]
+    samplings = [log.select(Sampled) for log in logs]
     for events in zip(*samplings, strict=False):
         first = events[0]
-        indices = [index for event in events for index in event["indices"]]
+        indices = [index for event in events for index in event.indices]
         count = len(indices)
-        length = first["length"]
-        if first["shuffle"] or count == length or count <= len(set(indices)):
+        length = first.length
+        if first.shuffle or count == length or count <= len(set(indices)):
             continue
         sums: Counter[int] = Counter()
         for log, event in zip(logs, events, strict=True):
@@ -122,17 +124,17 @@ def padded_by_hand(evidence: RunEvidence) -> Findings:
         if count in sums.values() and length not in sums.values():
             yield evidence.finding(
                 "padded-evaluation",
-                first["at"],
+                first.at,
                 f"{count - length} of {length} samples are counted twice; the reduced count is "
                 f"{count}",
             )
             return
 
 
-def first_reduced_values(log: RankLog, event: Event) -> dict[int, int]:
+def first_reduced_values(log: RankLog, event: Sampled) -> dict[int, int]:
     """Return the values in the four collectives after an event, by position."""
-    collectives = [later for later in log.select("coll") if later["n"] > event["n"]][:4]
-    values = [value for later in collectives for value in later.get("value") or []]
+    collectives = [later for later in log.select(ScriptCollective) if later.n > event.n][:4]
+    values = [value for later in collectives for value in later.value]
     return {index: int(value) for index, value in enumerate(values) if abs(value) < 1e9}
 
 
@@ -145,10 +147,10 @@ def find_reduced_count(
     numbers: set[int] = set()
     for log, one_pass in zip(evidence.run.ranks, passes, strict=True):
         collectives = collectives_of_evaluation(log, one_pass)
-        gathers |= any("gather" in event["op"] for event in collectives)
+        gathers |= any("gather" in event.op for event in collectives)
         for event in collectives:
-            numbers.update(event.get("numbers", []))
-        values = [value for event in collectives for value in event.get("value") or []]
+            numbers.update(event.numbers)
+        values = [value for event in collectives for value in event.value]
         for index, value in enumerate(values):
             sums[index] += int(value) if abs(value) < 1e15 else 0
     if len(numbers) == distinct:  # gathered by sample number, so that each sample counts once
@@ -163,14 +165,14 @@ def find_reduced_count(
     return "unknown"
 
 
-def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[Event]:
+def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ScriptCollective]:
     """Return the collectives in a pass, and those after it before the next pass or training."""
-    events: list[Event] = list(one_pass.events)
+    events = list(one_pass.events)
     for event in log.events[one_pass.index_after : one_pass.index_after + EVENTS_AFTER_PASS]:
-        if event["k"] in ("pass", "backward"):
+        if isinstance(event, (PassStart, Backward)):
             break
         events.append(event)
-    return [event for event in events if event["k"] == "coll"]
+    return [event for event in events if isinstance(event, ScriptCollective)]
 
 
 def trims_to_variable_length(evidence: RunEvidence) -> bool:

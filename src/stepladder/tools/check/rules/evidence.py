@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from stepladder.tools.check.recording import LoaderPass, Recording
 from stepladder.tools.check.script_source import ScriptSource
 from stepladder.tools.findings.finding import Catalogue, Finding, Location, Severity
+from stepladder.tools.probe.events import CodeLine
 
 CHECK_TEXTS = Catalogue("stepladder.tools.check")
 
@@ -21,28 +22,28 @@ CHECK_TEXTS = Catalogue("stepladder.tools.check")
 class RunEvidence:
     """The recording of one run of a script, and the source of the script.
 
-    A recorded line is a list of file, line number and function, or None.
+    The line of an event may be None: then a finding is at the script's first line.
     """
 
     run: Recording
     source: ScriptSource
 
-    def location(self, recorded: Any) -> Location:
+    def location(self, recorded: CodeLine | None) -> Location:
         """Return a recorded line, with the file name that the user knows."""
         if not recorded:
             return Location(self.source.files[0].name, 1)
-        name = str(recorded[0])
+        name = recorded.file
         for root in (self.run.copy, self.run.original):
             folder = f"{root}/"
             if root and name.startswith(folder):
                 name = name.removeprefix(folder)
                 break
-        return Location(name, int(recorded[1]))
+        return Location(name, recorded.line)
 
     def finding(
         self,
         rule: str,
-        recorded: Any,
+        recorded: CodeLine | None,
         evidence: str,
         rank: int = -1,
         severity: Severity | None = None,

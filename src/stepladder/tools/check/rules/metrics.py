@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    OptimizerStep,
+    Print,
+    ScheduleStep,
+    ScriptCollective,
+)
+from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.source_patterns import (
     averages_of_batch_means,
     local_quotients,
     reduced_quotients,
 )
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 
@@ -30,7 +39,7 @@ def mean_of_means(evidence: RunEvidence) -> Findings:
                 if (file.name, loop_line) == (loop.file, loop.line):
                     yield evidence.finding(
                         "mean-of-means",
-                        [file.name, line, ""],
+                        CodeLine(file.name, line),
                         f"means of batches are averaged, and {unevenness}",
                     )
                     return
@@ -44,7 +53,7 @@ def reduced_shares(evidence: RunEvidence) -> Findings:
     for file in evidence.source.files:
         lines = {line for line, _ in reduced_quotients(file)}
         for first, second in paired_collectives(evidence, lines):
-            if evidence.location(first["at"]).file != file.name:
+            if evidence.location(first.at).file != file.name:
                 continue
             rows = [
                 count_evaluated_rows(evidence.run.ranks[0], first),
@@ -53,38 +62,40 @@ def reduced_shares(evidence: RunEvidence) -> Findings:
             if all(rows) and rows[0] != rows[1]:
                 yield evidence.finding(
                     "mean-of-means",
-                    first["at"],
+                    first.at,
                     f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged",
                 )
                 return
 
 
-def paired_collectives(evidence: RunEvidence, lines: set[int]) -> Iterator[tuple[Event, Event]]:
+def paired_collectives(
+    evidence: RunEvidence, lines: set[int]
+) -> Iterator[tuple[ScriptCollective, ScriptCollective]]:
     """Yield the collectives at these lines, in pairs of rank 0 and rank 1."""
     per_rank = [
-        [event for event in log.select("coll") if event["at"] and event["at"][1] in lines]
+        [event for event in log.select(ScriptCollective) if event.at and event.at.line in lines]
         for log in evidence.run.ranks[:2]
     ]
     yield from zip(per_rank[0], per_rank[1], strict=False)
 
 
-def count_evaluated_rows(log: RankLog, collective: Event) -> int:
+def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
     """Return how many rows models evaluated between the last training and a collective."""
     rows = 0
-    for event in log.select("forward", "backward", "coll"):
-        if event["n"] >= collective["n"]:
+    for event in log.select(Forward, Backward, ScriptCollective):
+        if event.n >= collective.n:
             break
-        if event["k"] != "forward":
+        if not isinstance(event, Forward):
             rows = 0
-        elif not event["grad"]:
-            rows += event["size"]
+        elif not event.grad:
+            rows += event.size
     return rows
 
 
 def describe_unevenness(passes: list[LoaderPass]) -> str:
     """Return how the batches of an evaluation differ in size; empty where they do not."""
     for rank, one_pass in enumerate(passes):
-        sizes = Counter(batch["size"] for batch in one_pass.batches)
+        sizes = Counter(batch.size for batch in one_pass.batches)
         if len(sizes) > 1:
             text = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
             return f"batches of rank {rank} have different sizes: {text} samples"
@@ -97,21 +108,21 @@ def reduced_means(evidence: RunEvidence) -> Findings:
         return
     reductions = [reductions_of_means(log) for log in evidence.run.ranks[:2]]
     for first, second in zip(*reductions, strict=False):
-        if first["at"] == second["at"] and first["mean_of"] != second["mean_of"]:
+        if first.at == second.at and first.mean_of != second.mean_of:
             yield evidence.finding(
                 "mean-of-means",
-                first["at"],
-                f"a mean of {first['mean_of']} values on rank 0 and one of {second['mean_of']} on "
+                first.at,
+                f"a mean of {first.mean_of} values on rank 0 and one of {second.mean_of} on "
                 f"rank 1 are summed",
             )
             return
 
 
-def reductions_of_means(log: RankLog) -> list[Event]:
+def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
     return [
         event
-        for event in log.select("coll")
-        if "mean_of" in event and event["op"] in ("all_reduce", "reduce")
+        for event in log.select(ScriptCollective)
+        if event.mean_of is not None and event.op in ("all_reduce", "reduce")
     ]
 
 
@@ -120,14 +131,14 @@ def local_count(evidence: RunEvidence) -> Findings:
     """Find reduced sums that the source divides by the count of one rank."""
     if not evidence.has_several_ranks:
         return
-    collectives = [event for _, event in evidence.run.select("coll") if event["at"]]
+    locations = [evidence.location(e.at) for _, e in evidence.run.select(ScriptCollective) if e.at]
+    lines = {(location.file, location.line) for location in locations}
     for file in evidence.source.files:
         for reduction_line, line, text in local_quotients(file):
-            at_line = [event["at"] for event in collectives if event["at"][1] == reduction_line]
-            if any(evidence.location(recorded).file == file.name for recorded in at_line):
+            if (file.name, reduction_line) in lines:
                 yield evidence.finding(
                     "local-count",
-                    [file.name, line, ""],
+                    CodeLine(file.name, line),
                     text,
                 )
                 return
@@ -147,10 +158,10 @@ def one_rank_metric(evidence: RunEvidence) -> Findings:
         prints = [first_print_after(log, one_pass) for log, one_pass in ranks_with_passes]
         first_print = prints[0]
         if first_print is not None and not any(prints[1:]):
-            counts = [sum(batch["size"] for batch in p.batches) for p in passes]
+            counts = [sum(batch.size for batch in p.batches) for p in passes]
             yield evidence.finding(
                 "one-rank-metric",
-                first_print.get("at"),
+                first_print.at,
                 f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
                 f"and it prints",
                 0,
@@ -160,7 +171,7 @@ def one_rank_metric(evidence: RunEvidence) -> Findings:
 
 def are_shares(passes: list[LoaderPass]) -> bool:
     """Return whether the ranks have read different samples."""
-    have_same_data = len({one_pass.start["print"] for one_pass in passes}) == 1
+    have_same_data = len({one_pass.start.fingerprint for one_pass in passes}) == 1
     samples: list[set[str]] = []
     for one_pass in passes:
         use_indices = one_pass.indices is not None and have_same_data
@@ -172,10 +183,10 @@ def are_shares(passes: list[LoaderPass]) -> bool:
     return bool(first) and len(first & samples[1]) < 0.5 * len(first)
 
 
-def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[Event]:
+def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[ProbeEvent]:
     """Yield the events after a pass, until the next backward pass."""
     for event in log.events[one_pass.index_after :]:
-        if event["k"] == "backward":
+        if isinstance(event, Backward):
             return
         yield event
 
@@ -183,30 +194,30 @@ def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[Event]
 def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
     """Return whether a collective other than a barrier is in the pass, or follows it."""
     events = [*one_pass.events, *events_until_training(log, one_pass)]
-    return any(event["k"] == "coll" and event["op"] != "barrier" for event in events)
+    return any(isinstance(event, ScriptCollective) and event.op != "barrier" for event in events)
 
 
-def first_print_after(log: RankLog, one_pass: LoaderPass) -> Event | None:
+def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:
     following = events_until_training(log, one_pass)
-    return next((event for event in following if event["k"] == "print"), None)
+    return next((event for event in following if isinstance(event, Print)), None)
 
 
 @run_rule("schedule-per-rank")
 def schedule_per_rank(evidence: RunEvidence) -> Findings:
     """Find learning-rate schedules that do not fit the number of optimizer steps."""
     log = evidence.run.ranks[0]
-    steps = len(log.select("step"))
-    calls_by_schedule: dict[int, list[Event]] = defaultdict(list)
-    for event in log.select("sched"):
-        if event["at"] and event["direct"]:
-            calls_by_schedule[event["schedule"]].append(event)
+    steps = len(log.select(OptimizerStep))
+    calls_by_schedule: dict[int, list[ScheduleStep]] = defaultdict(list)
+    for event in log.select(ScheduleStep):
+        if event.at and event.direct:
+            calls_by_schedule[event.schedule].append(event)
     for schedule, calls in calls_by_schedule.items():
         per_step = count_calls_per_step(log, schedule)
         if per_step > 1 and evidence.has_several_ranks:
             yield evidence.finding(
                 "schedule-per-rank",
-                calls[0]["at"],
-                f"{calls[0]['cls']}.step is called {per_step} times per optimizer step, on each "
+                calls[0].at,
+                f"{calls[0].cls}.step is called {per_step} times per optimizer step, on each "
                 f"of {evidence.run.world_size} ranks",
             )
             return
@@ -217,12 +228,12 @@ def count_calls_per_step(log: RankLog, schedule: int) -> int:
     """Return the usual number of calls of a schedule between two optimizer steps, at least 1."""
     frequencies: Counter[int] = Counter()
     calls = -1  # before the first step
-    for event in log.select("step", "sched"):
-        if event["k"] == "step":
+    for event in log.select(OptimizerStep, ScheduleStep):
+        if isinstance(event, OptimizerStep):
             if calls >= 0:
                 frequencies[calls] += 1
             calls = 0
-        elif event["schedule"] == schedule and calls >= 0:
+        elif isinstance(event, ScheduleStep) and event.schedule == schedule and calls >= 0:
             calls += 1
     if calls > 0:
         frequencies[calls] += 1
@@ -230,21 +241,21 @@ def count_calls_per_step(log: RankLog, schedule: int) -> int:
         return 1
     usual = frequencies.most_common(1)[0][0]
     intervals = sum(frequencies.values())
-    is_one_step_without_backward = intervals == 1 and usual > 1 and not log.select("backward")
+    is_one_step_without_backward = intervals == 1 and usual > 1 and not log.select(Backward)
     if intervals >= 2 or is_one_step_without_backward:
         return usual
     return 1
 
 
 def wrongly_sized_schedule(
-    evidence: RunEvidence, log: RankLog, calls: list[Event], steps: int
+    evidence: RunEvidence, log: RankLog, calls: list[ScheduleStep], steps: int
 ) -> Findings:
     """Compare the calls of a schedule with its horizon, the number of steps it is sized for.
 
     Too many calls are certain at any time, too few only where the script has ended by itself.
     """
-    name = calls[0]["cls"]
-    horizon = calls[0]["horizon"]
+    name = calls[0].cls
+    horizon = calls[0].horizon
     if not horizon or name in SCHEDULES_WITHOUT_END:
         return
     count = len(calls)
@@ -281,4 +292,4 @@ def wrongly_sized_schedule(
             f"epoch: {count} times"
         )
     for text in texts:
-        yield evidence.finding("schedule-per-rank", calls[0]["at"], text)
+        yield evidence.finding("schedule-per-rank", calls[0].at, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stepladder.tools.check.recording import Event
+from stepladder.tools.check.events import Numbering
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.script_source import (
     ScriptSource,
@@ -20,11 +20,11 @@ def own_index(evidence: RunEvidence) -> Findings:
     if not evidence.has_several_ranks:
         return
     lines = all_numbering_lines(evidence.source)
-    numberings = [log.select("numbered") for log in evidence.run.ranks[:2]]
+    numberings = [log.select(Numbering) for log in evidence.run.ranks[:2]]
     for first, second in zip(*numberings, strict=False):
-        if first["at"] != second["at"] or first["digest"] == second["digest"]:
+        if first.at != second.at or first.digest == second.digest:
             continue
-        line = evidence.location(first["at"])
+        line = evidence.location(first.at)
         if (line.file, line.line) not in lines:
             continue
         value = first_renumbered_value(first, second)
@@ -33,14 +33,14 @@ def own_index(evidence: RunEvidence) -> Findings:
             second_number = number_of_each_value(second)[value]
             yield evidence.finding(
                 "own-index",
-                first["at"],
+                first.at,
                 f"{value} is number {first_number} on rank 0 and number {second_number} on rank "
-                f"1; rank 0 has numbered {first['count']} values and rank 1 {second['count']}",
+                f"1; rank 0 has numbered {first.count} values and rank 1 {second.count}",
             )
             return
 
 
-def first_renumbered_value(first: Event, second: Event) -> str | None:
+def first_renumbered_value(first: Numbering, second: Numbering) -> str | None:
     """Return the first value that two ranks number differently."""
     second_numbers = number_of_each_value(second)
     for value, number in number_of_each_value(first).items():
@@ -49,8 +49,8 @@ def first_renumbered_value(first: Event, second: Event) -> str | None:
     return None
 
 
-def number_of_each_value(event: Event) -> dict[str, int]:
-    return {value: number for number, value in enumerate(event["values"])}
+def number_of_each_value(event: Numbering) -> dict[str, int]:
+    return {value: number for number, value in enumerate(event.values)}
 
 
 def all_numbering_lines(source: ScriptSource) -> set[tuple[str, int]]:

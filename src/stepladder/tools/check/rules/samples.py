@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-from stepladder.tools.check.recording import Event, LoaderPass, RankLog
+from stepladder.tools.check.events import FileRead, Forward, PassStart, SetEpoch, SharedFile
+from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.findings.finding import Finding
 
@@ -18,9 +19,9 @@ def set_epoch(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     passes_by_line: dict[str, list[LoaderPass]] = defaultdict(list)
     for one_pass in log.passes:
-        shuffles_for_training = one_pass.calls_no_model and one_pass.start["distributed"]
+        shuffles_for_training = one_pass.calls_no_model and one_pass.start.distributed
         if one_pass.is_training or shuffles_for_training:
-            line = str(one_pass.start.get("way") or one_pass.line)
+            line = str(one_pass.start.way or one_pass.line)
             passes_by_line[line].append(one_pass)
     for passes in passes_by_line.values():
         for first, second in pairwise(passes):
@@ -32,13 +33,13 @@ def set_epoch(evidence: RunEvidence) -> Findings:
 def repeated_order(
     evidence: RunEvidence, log: RankLog, first: LoaderPass, second: LoaderPass
 ) -> Finding:
-    samplers = {first.start["sampler_id"], second.start["sampler_id"]}
-    calls = [event for event in log.select("setepoch") if event["sampler"] in samplers]
+    samplers = {first.start.sampler_id, second.start.sampler_id}
+    calls = [event for event in log.select(SetEpoch) if event.sampler in samplers]
     line = first.line
     description = "set_epoch was never called"
     if calls:
-        line = calls[0]["at"]
-        values = ", ".join(str(event["value"]) for event in calls[:4])
+        line = calls[0].at
+        values = ", ".join(str(event.value) for event in calls[:4])
         description = f"set_epoch was called {len(calls)} times, with {values}"
     count = len(first.indices or first.rows or [])
     return evidence.finding(
@@ -55,7 +56,7 @@ def repeats_order(first: LoaderPass, second: LoaderPass) -> bool:
         return False
     if not first.is_complete or not second.is_complete:
         return False
-    if first.start["length"] != second.start["length"]:
+    if first.start.length != second.start.length:
         return False
     if first.indices is not None:
         return second.indices == first.indices and len(set(first.indices)) > 3
@@ -64,9 +65,9 @@ def repeats_order(first: LoaderPass, second: LoaderPass) -> bool:
     return False
 
 
-def depends_on_set_epoch(start: Event) -> bool:
-    has_shuffling_sampler = start["settable"] and start["shuffle"]
-    has_iterable_data = start["iterable"] and start["data_settable"]
+def depends_on_set_epoch(start: PassStart) -> bool:
+    has_shuffling_sampler = start.settable and start.shuffle
+    has_iterable_data = start.iterable and start.data_settable
     return bool(has_shuffling_sampler or has_iterable_data)
 
 
@@ -86,7 +87,7 @@ def shares_of(passes: list[LoaderPass]) -> list[Share] | None:
 
 
 def have_same_data(passes: list[LoaderPass]) -> bool:
-    return len({one_pass.start["print"] for one_pass in passes}) == 1
+    return len({one_pass.start.fingerprint for one_pass in passes}) == 1
 
 
 def are_complete(passes: list[LoaderPass]) -> bool:
@@ -146,7 +147,7 @@ def overlapping_shards(
     """
     first = passes[0]
     common = len(sets[0] & sets[1])
-    length = None if first.indices is None else first.start["length"]
+    length = None if first.indices is None else first.start.length
     unread = max(0, length - len(set.union(*sets))) if length else 0
     rank_count = len(passes)
     leaves_samples_out = unread > rank_count and common > rank_count
@@ -169,13 +170,13 @@ def overlapping_shards(
 def padding_limit(passes: list[LoaderPass]) -> int:
     """Return the number of samples that ranks may read in common because of padding."""
     start = passes[0].start
-    if start["class"] == "DataLoader" and start["distributed"]:
+    if start.loader_class == "DataLoader" and start.distributed:
         return len(passes)
     return len(passes) * largest_batch(passes)
 
 
 def largest_batch(passes: list[LoaderPass]) -> int:
-    return max((batch["size"] for one_pass in passes for batch in one_pass.batches), default=1)
+    return max((batch.size for one_pass in passes for batch in one_pass.batches), default=1)
 
 
 def same_inputs(evidence: RunEvidence) -> Findings:
@@ -186,27 +187,27 @@ def same_inputs(evidence: RunEvidence) -> Findings:
     pairs = [(a, b) for a, b, *_ in zip(*calls, strict=False)][:12]
     if len(pairs) < 3:
         return
-    if all(a["rows"] == b["rows"] and len(set(a["rows"])) > 1 for a, b in pairs):
+    if all(a.rows == b.rows and len(set(a.rows)) > 1 for a, b in pairs):
         first = pairs[0][0]
         yield evidence.finding(
             "same-samples",
-            first["at"],
-            f"in {len(pairs)} of {len(pairs)} steps the model gets the same {first['size']} rows "
+            first.at,
+            f"in {len(pairs)} of {len(pairs)} steps the model gets the same {first.size} rows "
             f"on rank 0 and rank 1",
         )
 
 
-def recorded_training_calls(log: RankLog) -> list[Event]:
+def recorded_training_calls(log: RankLog) -> list[Forward]:
     """Return the forward passes with a gradient whose inputs were hashed."""
-    return [event for event in log.select("forward") if event.get("rows") and event["grad"]]
+    return [event for event in log.select(Forward) if event.rows and event.grad]
 
 
 @run_rule("workers-repeat")
 def workers_repeat(evidence: RunEvidence) -> Findings:
     """Find a stream from which each worker of a loader reads every row."""
     for one_pass in evidence.run.ranks[0].training_passes:
-        workers = one_pass.start["workers"]
-        if not one_pass.start["iterable"] or workers < 2 or not one_pass.rows:
+        workers = one_pass.start.workers
+        if not one_pass.start.iterable or workers < 2 or not one_pass.rows:
             continue
         counts = Counter(one_pass.rows)
         # Not all of them, because the data may have equal rows.
@@ -237,7 +238,7 @@ def samples_lost(evidence: RunEvidence) -> Findings:
     if not never_read:
         yield from samples_lost_by_epoch(evidence, last)
         return
-    length = last[0].start["length"]
+    length = last[0].start.length or 0
     count = len(never_read)
     if len(training_passes) > 1 or count > 0.02 * length:
         yield evidence.finding(
@@ -256,7 +257,7 @@ def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Fi
         yield evidence.finding(
             "samples-lost",
             first.loader_line,
-            f"{len(unread)} of {first.start['length']} samples are read by no rank in an epoch, "
+            f"{len(unread)} of {first.start.length} samples are read by no rank in an epoch, "
             f"others in each{describe_drop_last(first)}",
             severity="note",
         )
@@ -264,9 +265,9 @@ def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Fi
 
 def describe_drop_last(one_pass: LoaderPass) -> str:
     owners = []
-    if one_pass.start["drop_last"]:
+    if one_pass.start.drop_last:
         owners.append("the loader")
-    if one_pass.start["sampler_drop"]:
+    if one_pass.start.sampler_drop:
         owners.append("its sampler")
     if owners:
         return f"; {' and '.join(owners)} has drop_last"
@@ -277,25 +278,25 @@ def unread_samples(passes: list[LoaderPass]) -> set[object] | None:
     """Return the indices that no rank has read; None where that is not known."""
     start = passes[0].start
     has_indices = all(one_pass.indices is not None for one_pass in passes)
-    if not are_complete(passes) or not has_indices or not start["length"]:
+    if not are_complete(passes) or not has_indices or not start.length:
         return None
-    if not have_same_data(passes) or start["length"] != start["base_length"]:
+    if not have_same_data(passes) or start.length != start.base_length:
         return None
     shares: list[Share] = [list(one_pass.indices or []) for one_pass in passes]
     if any(map(has_replacement, shares)):
         return None
-    unread: set[object] = set(range(start["length"]))
+    unread: set[object] = set(range(start.length))
     return unread.difference(*shares)
 
 
 @run_rule("file-over-fork")
 def file_over_fork(evidence: RunEvidence) -> Findings:
     """Find a file of the data set that is open when the loader forks its workers."""
-    for rank, event in evidence.run.select("shared"):
+    for rank, event in evidence.run.select(SharedFile):
         yield evidence.finding(
             "file-over-fork",
-            event["at"],
-            f"{event['path']} is an open {event['module'] or 'file'} {event['type']} when the "
+            event.at,
+            f"{event.path} is an open {event.module or 'file'} {event.type} when the "
             f"loader's workers are forked",
             rank,
         )
@@ -311,8 +312,8 @@ def files_unread(evidence: RunEvidence) -> Findings:
     existing: dict[str, set[str]] = defaultdict(set)
     opened: dict[str, set[str]] = defaultdict(set)
     for event in read_events_of_all(evidence):
-        existing[event["pattern"]].update(event.get("beside", []))
-        opened[event["pattern"]].add(event["path"])
+        existing[event.pattern].update(event.beside)
+        opened[event.pattern].add(event.path)
     for pattern, paths in opened.items():
         unread = existing[pattern] - paths
         is_data_set = len(paths) >= 2 * len(evidence.run.ranks)
@@ -326,7 +327,7 @@ def files_unread(evidence: RunEvidence) -> Findings:
             return
 
 
-def read_events_of_all(evidence: RunEvidence) -> list[Event]:
+def read_events_of_all(evidence: RunEvidence) -> list[FileRead]:
     """Return which files the ranks and their workers have opened."""
-    events = [e for log in evidence.run.ranks for e in [*log.select("read"), *log.worker_events]]
-    return [event for event in events if event["k"] == "read"]
+    events = [e for log in evidence.run.ranks for e in [*log.select(FileRead), *log.worker_events]]
+    return [event for event in events if isinstance(event, FileRead)]

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import PurePath
 
-from stepladder.tools.check.recording import Event, RankLog
+from stepladder.tools.check.events import (
+    Backward,
+    EnoughPasses,
+    FileMove,
+    Forward,
+    Load,
+    OptimizerStep,
+    PathSearch,
+    Save,
+    ScheduleStep,
+    StateDictLoad,
+)
+from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.script_source import dotted_name
 from stepladder.tools.findings.finding import Finding
+from stepladder.tools.probe.events import CodeLine
 
 READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
@@ -19,21 +32,21 @@ MOST_KEYS_SHOWN = 8
 
 def renamed_paths(log: RankLog) -> dict[str, str]:
     """Return the final path of each file that is written under another name and then renamed."""
-    return {event["source"]: event["target"] for event in log.select("moved")}
+    return {event.source: event.target for event in log.select(FileMove)}
 
 
-def file_name(event: Event) -> str:
-    return PurePath(event["path"]).name
+def file_name(event: Save | Load) -> str:
+    return PurePath(event.path).name
 
 
 @run_rule("many-writers")
 def many_writers(evidence: RunEvidence) -> Findings:
     """Find files that several ranks write."""
-    writers: dict[str, dict[int, Event]] = defaultdict(dict)
+    writers: dict[str, dict[int, Save]] = defaultdict(dict)
     for log in evidence.run.ranks:
         renamed = renamed_paths(log)
-        for event in log.select("save"):
-            path = str(renamed.get(event["path"], event["path"]))
+        for event in log.select(Save):
+            path = str(renamed.get(event.path, event.path))
             writers[path][log.rank] = event
     for path, events in writers.items():
         if path and len(events) > 1 and not path.startswith("/dev/"):
@@ -44,7 +57,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
                 text += "; each of them plays local rank 0 of a node of its own"
             yield evidence.finding(
                 "many-writers",
-                events[ranks[0]]["at"],
+                events[ranks[0]].at,
                 text,
             )
             return
@@ -54,21 +67,21 @@ def many_writers(evidence: RunEvidence) -> Findings:
 def resumed_in_run(evidence: RunEvidence) -> Findings:
     """Find a script that resumes from its snapshot in the same process, and repeats an epoch."""
     log = evidence.run.ranks[0]
-    for load in log.select("load"):
+    for load in log.select(Load):
         saves = saves_before_load(log, load)
-        epochs = [first_trained_rows(log, previous_save(log, s["n"]), s["n"]) for s in saves]
+        epochs = [first_trained_rows(log, previous_save(log, s.n), s.n) for s in saves]
         are_all_different = len({str(rows) for rows in epochs}) == len(epochs)
         if len(epochs) < 2 or not all(epochs) or not are_all_different:
             continue
         resumed = first_trained_rows(
             log,
-            load["n"],
-            next_save(log, load["n"]),
+            load.n,
+            next_save(log, load.n),
         )
         if resumed == epochs[-1]:
             yield evidence.finding(
                 "resume-epoch",
-                saves[-1]["at"],
+                saves[-1].at,
                 f"{file_name(load)} was written {len(saves)} times, and is loaded again in the "
                 f"same run; what is trained then begins with the batch that the last of these "
                 f"epochs began with",
@@ -76,25 +89,25 @@ def resumed_in_run(evidence: RunEvidence) -> Findings:
             return
 
 
-def saves_before_load(log: RankLog, load: Event) -> list[Event]:
+def saves_before_load(log: RankLog, load: Load) -> list[Save]:
     """Return the earlier saves of the file that is loaded."""
     renamed = renamed_paths(log)
     return [
         save
-        for save in log.select("save")
-        if save["n"] < load["n"] and renamed.get(save["path"], save["path"]) == load["path"]
+        for save in log.select(Save)
+        if save.n < load.n and renamed.get(save.path, save.path) == load.path
     ]
 
 
 def previous_save(log: RankLog, number: int) -> int:
     """Return the number of the last save before an event; 0 where there is none."""
-    return max((save["n"] for save in log.select("save") if save["n"] < number), default=0)
+    return max((save.n for save in log.select(Save) if save.n < number), default=0)
 
 
 def next_save(log: RankLog, number: int) -> int:
     """Return the number of the first save after an event; a huge one where there is none."""
     return min(
-        (save["n"] for save in log.select("save") if save["n"] > number),
+        (save.n for save in log.select(Save) if save.n > number),
         default=1 << 60,
     )
 
@@ -105,9 +118,9 @@ def first_trained_rows(
     before: int,
 ) -> list[str]:
     """Return the hashes of the first batch that is trained between two numbers of events."""
-    for event in log.select("forward"):
-        if event["grad"] and after < event["n"] < before:
-            return list(event.get("rows", []))
+    for event in log.select(Forward):
+        if event.grad and after < event.n < before:
+            return list(event.rows)
     return []
 
 
@@ -121,34 +134,34 @@ def in_place(evidence: RunEvidence) -> Findings:
             if text:
                 yield evidence.finding(
                     "in-place-snapshot",
-                    saves[0]["at"],
+                    saves[0].at,
                     text,
                     log.rank,
                 )
                 return
 
 
-def saves_in_place(log: RankLog) -> dict[str, list[Event]]:
+def saves_in_place(log: RankLog) -> dict[str, list[Save]]:
     """Return the saves by path, without files that are renamed afterwards, and open files."""
     renamed = renamed_paths(log)
-    saves: dict[str, list[Event]] = defaultdict(list)
-    for event in log.select("save"):
-        if event["path"] and event["path"] not in renamed and not event.get("opened"):
-            saves[event["path"]].append(event)
+    saves: dict[str, list[Save]] = defaultdict(list)
+    for event in log.select(Save):
+        if event.path and event.path not in renamed and not event.opened:
+            saves[event.path].append(event)
     return saves
 
 
-def describe_overwriting(log: RankLog, saves: list[Event]) -> str:
+def describe_overwriting(log: RankLog, saves: list[Save]) -> str:
     """Return how these saves of one path endanger the only copy; empty where they do not."""
     first = saves[0]
-    overwriting = [event for event in saves if event["existed"]]
+    overwriting = [event for event in saves if event.existed]
     if overwriting:
         return (
             f"{file_name(first)} is written {len(saves)} times, {len(overwriting)} times over the "
             f"only copy"
         )
-    is_snapshot = first["model"] and not first["bare"]
-    is_resumed_from = first["path"] in paths_searched_before(log, first)
+    is_snapshot = first.model and not first.bare
+    is_resumed_from = first.path in paths_searched_before(log, first)
     if is_snapshot and is_resumed_from and is_trained_after(log, first):
         return (
             f"{file_name(first)}, which the script goes on from when it is there, is written in "
@@ -157,20 +170,21 @@ def describe_overwriting(log: RankLog, saves: list[Event]) -> str:
     return ""
 
 
-def paths_searched_before(log: RankLog, event: Event) -> set[str]:
+def paths_searched_before(log: RankLog, event: Save) -> set[str]:
     """Return the paths that the script has looked for before an event, to resume from them."""
-    return {e["path"] for e in log.select("looked", "load") if e["n"] < event["n"]}
+    searches: list[PathSearch | Load] = [*log.select(PathSearch), *log.select(Load)]
+    return {search.path for search in searches if search.n < event.n}
 
 
-def is_trained_after(log: RankLog, event: Event) -> bool:
-    return any(e["n"] > event["n"] for e in log.select("backward", "enough"))
+def is_trained_after(log: RankLog, event: Save) -> bool:
+    return any(e.n > event.n for e in log.select(Backward, EnoughPasses))
 
 
 @run_rule("incomplete-snapshot")
 def incomplete(evidence: RunEvidence) -> Findings:
     """Find snapshots without a part of the training's state."""
     for log in evidence.run.ranks:
-        if not log.select("step"):
+        if not log.select(OptimizerStep):
             continue
         for saves in snapshots_of(log):
             finding = missing_parts(evidence, log, saves)
@@ -182,15 +196,15 @@ def incomplete(evidence: RunEvidence) -> Findings:
 def missing_parts(
     evidence: RunEvidence,
     log: RankLog,
-    saves: list[Event],
+    saves: list[Save],
 ) -> Finding | None:
     """Return the finding of one snapshot, which consists of these saves, that misses a part."""
-    models = [event for event in saves if event["model"]]
+    models = [event for event in saves if event.model]
     if not models:
         return None
     model = models[0]
-    has = {part: any(event[part] for event in saves) for part in SNAPSHOT_PARTS}
-    path = model["path"]
+    has = {part: any(getattr(event, part) for event in saves) for part in SNAPSHOT_PARTS}
+    path = model.path
     final_path = renamed_paths(log).get(path, path)
     is_resumed_from = not paths_searched_before(log, model).isdisjoint({path, final_path})
     is_snapshot = has["optimizer"] or has["schedule"] or has["position"] or is_resumed_from
@@ -200,19 +214,19 @@ def missing_parts(
         return None
     return evidence.finding(
         "incomplete-snapshot",
-        model["at"],
+        model.at,
         f"{file_name(model)} holds {describe_content(model, has)}; missing: {', '.join(missing)}",
         log.rank,
         "note" if missing == ["random state"] else None,
     )
 
 
-def snapshots_of(log: RankLog) -> list[list[Event]]:
+def snapshots_of(log: RankLog) -> list[list[Save]]:
     """Return the saves of each snapshot: those with no training between them."""
-    snapshots: list[list[Event]] = []
+    snapshots: list[list[Save]] = []
     has_trained = True
-    for event in log.select("save", "backward", "step"):
-        if event["k"] != "save":
+    for event in log.select(Save, Backward, OptimizerStep):
+        if not isinstance(event, Save):
             has_trained = True
         elif has_trained:
             snapshots.append([event])
@@ -222,25 +236,25 @@ def snapshots_of(log: RankLog) -> list[list[Event]]:
     return snapshots
 
 
-def describe_content(event: Event, has: dict[str, bool]) -> str:
-    if event["bare"]:
+def describe_content(event: Save, has: dict[str, bool]) -> str:
+    if event.bare:
         return "weights"
-    keys = ", ".join(event["keys"][:MOST_KEYS_SHOWN])
+    keys = ", ".join(event.keys[:MOST_KEYS_SHOWN])
     return keys or ", ".join(["model", *(part for part in SNAPSHOT_PARTS if has[part])])
 
 
 def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     missing = []
     if not has["optimizer"]:
-        states = [event["state"] for event in log.select("step") if "state" in event]
+        states = [event.state for event in log.select(OptimizerStep) if event.has_weights]
         has_state = any(any(state.values()) for state in states)
         detail = " (it has state: momentum or moments)" if has_state else ""
         missing.append(f"the optimizer{detail}")
-    if not has["schedule"] and log.select("sched"):
+    if not has["schedule"] and log.select(ScheduleStep):
         missing.append("the schedule")
     if not has["position"]:
         missing.append("the position (epoch or step)")
-    if not has["random"] and any(event.get("drops") for event in log.select("forward")):
+    if not has["random"] and any(event.drops for event in log.select(Forward)):
         missing.append("random state")
     return missing
 
@@ -248,22 +262,22 @@ def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
 @run_rule("module-prefix")
 def module_prefix(evidence: RunEvidence) -> Findings:
     """Find state dicts that do not fit because of the wrapper's prefix `module.`."""
-    loads = list(evidence.run.select("loadsd"))
+    loads = list(evidence.run.select(StateDictLoad))
     for log in evidence.run.other_processes:
-        loads += [(-1, event) for event in log.select("loadsd")]
+        loads += [(-1, event) for event in log.select(StateDictLoad)]
     for rank, event in loads:
-        if event["more"]:
+        if event.more:
             text = "the file's keys begin with module. and the model's do not"
-        elif event["fewer"]:
+        elif event.fewer:
             text = "the model's keys begin with module. and the file's do not"
         else:
             continue
-        if event["strict"] in (False, "False"):
+        if event.strict in (False, "False"):
             text += ", and strict=False hides it"
         yield evidence.finding(
             "module-prefix",
-            event["at"],
-            f"0 of {event['own']} tensors are found in the file: {text}",
+            event.at,
+            f"0 of {event.own} tensors are found in the file: {text}",
             rank,
         )
         return
@@ -272,7 +286,7 @@ def module_prefix(evidence: RunEvidence) -> Findings:
 @run_rule("unsafe-load")
 def unsafe_load(evidence: RunEvidence) -> Findings:
     """Find loads that run code from the file."""
-    pickled = [event for _, event in evidence.run.select("save") if event.get("opened")]
+    pickled = [event for _, event in evidence.run.select(Save) if event.opened]
     if pickled:
         for file, call in evidence.source.calls("load"):
             name = dotted_name(call.func)
@@ -280,15 +294,15 @@ def unsafe_load(evidence: RunEvidence) -> Findings:
                 text = f"{name} of what {file_name(pickled[0])} holds: weights"
                 yield evidence.finding(
                     "unsafe-load",
-                    [file.name, call.lineno, ""],
+                    CodeLine(file.name, call.lineno),
                     text,
                 )
                 return
-    for rank, event in evidence.run.select("load"):
-        if event["weights_only"] == "False" and event["at"]:
+    for rank, event in evidence.run.select(Load):
+        if event.weights_only == "False" and event.at:
             yield evidence.finding(
                 "unsafe-load",
-                event["at"],
+                event.at,
                 f"{file_name(event)} is loaded with weights_only=False",
                 rank,
             )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from stepladder.tools.check.recording import Event, RankLog, group_events
+from stepladder.tools.check.events import (
+    Backward,
+    BeforeStep,
+    Clipping,
+    EvalMode,
+    Forward,
+    OptimizerStep,
+    ScriptCollective,
+)
+from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.findings.finding import Finding
+from stepladder.tools.probe.events import CodeLine
 
 SYNCHRONIZES_BATCH_NORM = (
     "SyncBatchNorm",
@@ -22,30 +30,30 @@ HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more 
 @run_rule("no-gradient")
 def no_gradient(evidence: RunEvidence) -> Findings:
     """Find parameters of an optimizer that never have a gradient."""
-    prestep_events = evidence.run.ranks[0].select("prestep")
+    prestep_events = evidence.run.ranks[0].select(BeforeStep)
     for events in group_events(prestep_events, "optimizer").values():
         if len(events) < 3:
             continue
-        trained = set(events[-1]["before"]) - frozen_parameters(events)
-        with_gradient = {name for event in events for name in event["grads"]}
+        trained = set(events[-1].before) - frozen_parameters(events)
+        with_gradient = {name for event in events for name in event.grads}
         without_gradient = [
             name
             for name in sorted(trained - with_gradient)
-            if name in events[0]["before"] and not name.startswith("#")
+            if name in events[0].before and not name.startswith("#")
         ]
         if without_gradient and len(without_gradient) < len(trained):
             dots = "..." if len(without_gradient) > 4 else ""
             yield evidence.finding(
                 "no-gradient",
-                events[0]["at"],
+                events[0].at,
                 f"{len(without_gradient)} of {len(trained)} parameters have no gradient in any of "
                 f"{len(events)} steps: {', '.join(without_gradient[:4])}{dots}",
             )
 
 
-def frozen_parameters(events: list[Event]) -> set[str]:
+def frozen_parameters(events: list[BeforeStep]) -> set[str]:
     """Return the parameters that had requires_grad=False in any of these steps."""
-    return {name for event in events for name in event.get("frozen_names", [])}
+    return {name for event in events for name in event.frozen_names}
 
 
 @run_rule("small-batch-norm")
@@ -54,15 +62,15 @@ def small_batch_norm(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     if not evidence.has_several_ranks or evidence.source.contains(*SYNCHRONIZES_BATCH_NORM):
         return
-    calls = [e for e in log.select("forward") if e["grad"] and e.get("norms")]
+    calls = [e for e in log.select(Forward) if e.grad and e.norms]
     if not calls or not exchanges_gradients(log):
         return
-    size = max(event["size"] for event in calls)
+    size = max(event.size for event in calls)
     if 0 < size < SMALL_BATCH:
         yield evidence.finding(
             "small-batch-norm",
-            calls[0]["at"],
-            f"{calls[0]['norms']} batch-norm layers see {size} samples per rank, of a global batch "
+            calls[0].at,
+            f"{calls[0].norms} batch-norm layers see {size} samples per rank, of a global batch "
             f"of {size * evidence.run.world_size}",
         )
 
@@ -70,26 +78,26 @@ def small_batch_norm(evidence: RunEvidence) -> Findings:
 @run_rule("optimizer-params")
 def optimizer_params(evidence: RunEvidence) -> Findings:
     """Find optimizers that hold other parameters than the models that are called."""
-    steps = [event for event in evidence.run.ranks[0].select("step") if "unheld" in event]
+    steps = [event for event in evidence.run.ranks[0].select(OptimizerStep) if event.has_weights]
     by_optimizer = group_events(steps, "optimizer")
     for events in by_optimizer.values():
-        unheld = sorted(set.intersection(*(set(event["unheld"]) for event in events)))
+        unheld = sorted(set.intersection(*(set(event.unheld) for event in events)))
         if len(events) < 2 or not unheld:
             continue
         last = events[-1]
         names = ", ".join(unheld[:3])
-        if last["strangers"]:
+        if last.strangers:
             yield evidence.finding(
                 "optimizer-params",
-                last["at"],
-                f"{last['strangers']} of the optimizer's {last['held']} parameters belong to no "
+                last.at,
+                f"{last.strangers} of the optimizer's {last.held} parameters belong to no "
                 f"model that is called; {names} gets a gradient and is in no optimizer",
             )
             return
         if len(by_optimizer) == 1:
             yield evidence.finding(
                 "optimizer-params",
-                last["at"],
+                last.at,
                 f"{len(unheld)} parameters get a gradient in all of {len(events)} steps and are in "
                 f"no optimizer: {names}",
                 severity="warning",
@@ -101,73 +109,73 @@ def optimizer_params(evidence: RunEvidence) -> Findings:
 def learns_nothing(evidence: RunEvidence) -> Findings:
     """Find trainings in which gradients are 0, or the loss or the weights never change."""
     log = evidence.run.ranks[0]
-    before_steps = log.select("prestep")
-    with_loss = [event for event in log.select("backward") if "loss" in event]
-    after_steps = [event for event in log.select("step") if "after" in event]
-    has_constant_loss = len({event["loss"] for event in with_loss}) == 1
-    has_one_optimizer = len({event["optimizer"] for event in after_steps}) == 1
+    before_steps = log.select(BeforeStep)
+    with_loss = [event for event in log.select(Backward) if event.loss is not None]
+    after_steps = [event for event in log.select(OptimizerStep) if event.has_weights]
+    has_constant_loss = len({event.loss for event in with_loss}) == 1
+    has_one_optimizer = len({event.optimizer for event in after_steps}) == 1
     if len(before_steps) >= 3 and all(map(is_frozen, before_steps)):
         yield all_frozen(evidence, before_steps)
-    elif len(before_steps) >= 3 and all(event["norm"] == 0 for event in before_steps):
+    elif len(before_steps) >= 3 and all(event.norm == 0 for event in before_steps):
         text = f"the gradient is exactly 0 in all of {len(before_steps)} steps"
         if has_constant_loss:
-            text += f"; the loss is {with_loss[0]['loss']:.4g} in all of them"
+            text += f"; the loss is {with_loss[0].loss:.4g} in all of them"
         first = with_loss[0] if with_loss else before_steps[0]
-        yield evidence.finding("learns-nothing", first["at"], text)
+        yield evidence.finding("learns-nothing", first.at, text)
     elif len(with_loss) >= 5 and has_constant_loss:
         yield evidence.finding(
             "learns-nothing",
-            with_loss[0]["at"],
-            f"the loss is {with_loss[0]['loss']:.6g} in all of {len(with_loss)} backward passes",
+            with_loss[0].at,
+            f"the loss is {with_loss[0].loss:.6g} in all of {len(with_loss)} backward passes",
         )
     elif len(after_steps) >= 5 and has_one_optimizer and has_constant_weights(after_steps):
         yield evidence.finding(
             "learns-nothing",
-            after_steps[0]["at"],
+            after_steps[0].at,
             f"no weight has changed in {len(after_steps)} steps, at a learning rate of "
-            f"{after_steps[-1]['lr'][0]:.4g}",
+            f"{after_steps[-1].lr[0]:.4g}",
         )
 
 
-def is_frozen(step: Event) -> bool:
+def is_frozen(step: BeforeStep) -> bool:
     """Return whether no parameter of a step requires a gradient."""
-    names = set(step["before"])
+    names = set(step.before)
     return bool(names) and names <= frozen_parameters([step])
 
 
-def all_frozen(evidence: RunEvidence, steps: list[Event]) -> Finding:
-    count = len(steps[-1]["before"])
+def all_frozen(evidence: RunEvidence, steps: list[BeforeStep]) -> Finding:
+    count = len(steps[-1].before)
     return evidence.finding(
         "learns-nothing.frozen",
-        steps[0]["at"],
+        steps[0].at,
         f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} "
         f"steps",
     )
 
 
-def has_constant_weights(steps: list[Event]) -> bool:
+def has_constant_weights(steps: list[OptimizerStep]) -> bool:
     """Return whether the weights are equal after all steps.
 
     Weights that cannot be hashed, such as sharded ones, have an empty hash, and count as changed.
     """
-    first = steps[0]["after"]
-    return any(first.values()) and all(step["after"] == first for step in steps)
+    first = steps[0].after
+    return any(first.values()) and all(step.after == first for step in steps)
 
 
 @run_rule("missing-zero-grad")
 def missing_zero_grad(evidence: RunEvidence) -> Findings:
     """Find gradients that are never cleared between optimizer steps."""
-    prestep_events = evidence.run.ranks[0].select("prestep")
+    prestep_events = evidence.run.ranks[0].select(BeforeStep)
     for events in group_events(prestep_events, "optimizer").values():
-        later = [event for event in events if event["step"] > 1]
-        is_never_clean = not any(event["clean"] for event in later)
-        has_gradient = any(event["norm"] > 0 for event in later)
+        later = [event for event in events if event.step > 1]
+        is_never_clean = not any(event.clean for event in later)
+        has_gradient = any(event.norm > 0 for event in later)
         if len(later) >= 2 and is_never_clean and has_gradient:
             yield evidence.finding(
                 "missing-zero-grad",
-                later[0]["at"],
+                later[0].at,
                 f"in {len(later)} of {len(later)} steps the gradients of the step before are still "
-                f"there; their norm goes from {events[0]['norm']:.4g} to {later[-1]['norm']:.4g}",
+                f"there; their norm goes from {events[0].norm:.4g} to {later[-1].norm:.4g}",
             )
 
 
@@ -175,55 +183,55 @@ def missing_zero_grad(evidence: RunEvidence) -> Findings:
 def eval_stays(evidence: RunEvidence) -> Findings:
     """Find models that stay in evaluation mode for the training after an evaluation."""
     log = evidence.run.ranks[0]
-    calls = [event for event in log.select("forward") if event["grad"] and event.get("moded")]
+    calls = [event for event in log.select(Forward) if event.grad and event.moded]
     for events in group_events(calls, "root").values():
-        in_training_mode = [event for event in events if event["moded_on"]]
-        in_eval_mode = [e for e in events if not e["moded_on"] and is_trained(log, e)]
+        in_training_mode = [event for event in events if event.moded_on]
+        in_eval_mode = [e for e in events if not e.moded_on and is_trained(log, e)]
         if not in_training_mode or len(in_eval_mode) < 2:
             continue
         first = in_eval_mode[0]
         last_in_training_mode = in_training_mode[-1]
         is_last_call = in_eval_mode[-1] is events[-1]
-        if is_last_call and last_in_training_mode["n"] <= first["n"]:
-            start = last_in_training_mode["n"]
-            eval_calls = [e for e in log.select("eval") if start < e["n"] < first["n"]]
-            line = eval_calls[-1]["at"] if eval_calls else first["at"]
+        if is_last_call and last_in_training_mode.n <= first.n:
+            start = last_in_training_mode.n
+            eval_calls = [e for e in log.select(EvalMode) if start < e.n < first.n]
+            line = eval_calls[-1].at if eval_calls else first.at
             yield evidence.finding(
                 "eval-stays",
                 line,
-                f"in {len(in_eval_mode)} training steps none of {first['moded']} layers (dropout, "
+                f"in {len(in_eval_mode)} training steps none of {first.moded} layers (dropout, "
                 f"batch norm) is in training mode; in the {len(in_training_mode)} before they were",
             )
             return
 
 
-def is_trained(log: RankLog, call: Event) -> bool:
+def is_trained(log: RankLog, call: Forward) -> bool:
     """Return whether a backward pass follows this call of a model before the next call."""
-    following = (e for e in log.select("backward", "forward") if e["n"] > call["n"])
+    following = (e for e in log.select(Backward, Forward) if e.n > call.n)
     first = next(following, None)
-    return first is not None and first["k"] == "backward"
+    return first is not None and isinstance(first, Backward)
 
 
 @run_rule("activation-twice")
 def activation_twice(evidence: RunEvidence) -> Findings:
     """Find an activation before a loss that applies the same activation."""
-    backwards = evidence.run.ranks[0].select("backward")
-    twice = [event for event in backwards if event.get("twice")]
+    backwards = evidence.run.ranks[0].select(Backward)
+    twice = [event for event in backwards if event.twice]
     if len(twice) >= 2:
         yield evidence.finding(
             "activation-twice",
-            twice[0]["at"],
+            twice[0].at,
             f"in {len(twice)} of {len(backwards)} backward passes the loss's input is the output "
-            f"of a {twice[0]['twice']}, and the loss includes one",
+            f"of a {twice[0].twice}, and the loss includes one",
         )
 
 
 @run_rule("graph-kept")
 def graph_kept(evidence: RunEvidence) -> Findings:
     """Find losses whose graphs stay in memory after their backward passes."""
-    growing: list[Event] = []
-    for event in evidence.run.ranks[0].select("backward"):
-        if growing and event["alive"] == growing[-1]["alive"] + 1:
+    growing: list[Backward] = []
+    for event in evidence.run.ranks[0].select(Backward):
+        if growing and event.alive == growing[-1].alive + 1:
             growing.append(event)
         else:
             growing = [event]
@@ -232,37 +240,43 @@ def graph_kept(evidence: RunEvidence) -> Findings:
     if len(growing) >= HELD_GRAPHS:
         yield evidence.finding(
             "graph-kept",
-            recorded_line_that_keeps_loss(evidence, growing[0]["at"]) or growing[0]["at"],
+            recorded_line_that_keeps_loss(evidence, growing[0].at) or growing[0].at,
             f"after {len(growing)} backward passes in a row the graphs of all "
-            f"{growing[-1]['alive']} earlier losses are still in memory",
+            f"{growing[-1].alive} earlier losses are still in memory",
         )
 
 
-def recorded_line_that_keeps_loss(evidence: RunEvidence, backward: Any) -> Any:
+def recorded_line_that_keeps_loss(
+    evidence: RunEvidence, backward: CodeLine | None
+) -> CodeLine | None:
     """Return the line that keeps the loss of this backward pass, or None."""
     if not backward:
         return None
     file = evidence.source.file(evidence.location(backward).file)
     if file is None:
         return None
-    line = line_that_keeps_loss(file, int(backward[1]))
-    return [backward[0], line, ""] if line else None
+    line = line_that_keeps_loss(file, backward.line)
+    return CodeLine(backward.file, line) if line else None
 
 
 @run_rule("clip-before-average")
 def clip_before_average(evidence: RunEvidence) -> Findings:
     """Find gradients that are clipped on each rank before they are summed over the ranks."""
     for log in evidence.run.ranks:
-        clip: Event | None = None
-        for event in log.select("clip", "coll", "step", "backward"):
-            if event["k"] == "clip":
+        clip: Clipping | None = None
+        for event in log.select(Clipping, ScriptCollective, OptimizerStep, Backward):
+            if isinstance(event, Clipping):
                 clip = event
-            elif event["k"] in ("step", "backward"):
+            elif isinstance(event, (OptimizerStep, Backward)):
                 clip = None
-            elif clip and event["op"] == "all_reduce" and event.get("ptr") in clip["ptrs"]:
+            elif clip and isinstance(event, ScriptCollective) and sums_gradients(event, clip):
                 yield evidence.finding(
                     "clip-before-average",
-                    clip["at"],
+                    clip.at,
                     "the gradient is clipped on each rank, and then summed over the ranks",
                 )
                 return
+
+
+def sums_gradients(collective: ScriptCollective, clip: Clipping) -> bool:
+    return collective.op == "all_reduce" and collective.ptr in clip.ptrs

@@ -1,0 +1,331 @@
+"""The kinds of events that the probe of a check records, each with the name of its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, ClassVar
+
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
+
+
+class ProcessStart(ProbeEvent, kind="start"):
+    """A process has started, or knows its rank; -1 where that is not known."""
+
+    rank: int = -1
+    world: int = -1
+
+
+class GroupJoined(ProcessStart, kind="who"):
+    """A process has become a rank of the process group."""
+
+
+class ProcessExit(ProbeEvent, kind="exit"):
+    """A process ends by itself, with or without a process group."""
+
+    group: bool = False
+
+
+class SpawnsRanks(ProbeEvent, kind="spawns"):
+    """The script makes its ranks itself, and must be started as one process."""
+
+
+class EnoughPasses(ProbeEvent, kind="enough"):
+    """The check has seen enough, and ends this rank."""
+
+
+class Halt(ProbeEvent, kind="halt"):
+    """A rank waits to be ended, after its first snapshot."""
+
+
+class GpuQuery(ProbeEvent, kind="asked"):
+    """The script has asked whether there is a GPU."""
+
+
+class Refusal(ProbeEvent, kind="refused"):
+    """A change outside of the copy was refused."""
+
+    path: str
+
+
+class ProgramRefusal(ProbeEvent, kind="refused_program"):
+    """A program that could change files outside of the copy was not started."""
+
+    name: str
+
+
+class Returned(ProbeEvent, kind="did"):
+    """A collective or a backward pass, in which a rank may wait for others, has returned."""
+
+
+class GroupInit(ProbeEvent, kind="init"):
+    """init_process_group was called, by the user's code or by a library."""
+
+    backend: str
+    direct: bool = True
+
+
+class GroupDestroy(ProbeEvent, kind="destroy"):
+    """destroy_process_group was called."""
+
+
+class JoinContext(ProbeEvent, kind="join"):
+    """The script has entered a Join context."""
+
+
+class ScriptCollective(ProbeEvent, kind="coll"):
+    """A collective was called."""
+
+    op: str  # the function
+    way: str = ""  # the functions and lines that lead to the call
+    group: str = ""  # the ranks of a group other than the default one
+    shape: list[int] | None = None  # the shape of the tensor; None where there is none
+    ptr: int | None = None  # the address of its values
+    count: int = 0  # the number of its values
+    value: Sequence[float] = ()  # its values, where they are few
+    mean_of: int | None = None  # the number of values of which it is the mean, if it is one
+    numbers: Sequence[int] = ()  # the sample numbers among gathered objects
+
+
+class SetEpoch(ProbeEvent, kind="setepoch"):
+    """A sampler, by its id, was told the epoch."""
+
+    sampler: int
+    value: Any
+
+
+class Sampled(ProbeEvent, kind="sampled"):
+    """The script has read indices from a sampler without a loader."""
+
+    indices: list[int]
+    length: int
+    shuffle: bool
+
+
+class PassStart(ProbeEvent, kind="pass"):
+    """An iteration over a loader begins."""
+
+    number: int  # its number in the process
+    way: str = ""  # the functions and lines that lead to the loop
+    built: CodeLine | None = None  # the line that made the loader
+    sampler_built: CodeLine | None = None  # the line that made the sampler
+    loader: int = 0  # the id of the loader
+    batcher: str = ""  # the class of the batch sampler
+    loader_class: str = ""  # the class of the loader
+    sampler_id: int = 0
+    settable: bool = False  # whether the sampler has set_epoch
+    data_settable: bool = False  # whether the data set has set_epoch
+    shuffle: bool = False
+    distributed: bool = False
+    replicas: int | None = None  # the number of ranks among which the sampler divides samples
+    iterable: bool = False  # whether the data set is a stream
+    drop_last: bool = False
+    sampler_drop: bool = False  # whether the sampler drops a remainder
+    workers: int = 0
+    fingerprint: str = ""  # a hash that is equal for equal data sets
+    length: int | None = None  # the length of the data set
+    base_length: int | None = None  # the length of the data set below all Subsets
+
+
+class Batch(ProbeEvent, kind="batch"):
+    """A loader has returned a batch."""
+
+    number: int  # the number of the pass
+    indices: list[int] | None  # the indices of its samples below all Subsets; None for a stream
+    rows: list[str]  # the hashes of its rows
+    size: int  # the number of its rows
+
+
+class PassEnd(ProbeEvent, kind="endpass"):
+    """A pass has ended, by itself or cut by the check."""
+
+    number: int
+    cut: bool
+
+
+class Fetch(ProbeEvent, kind="fetch"):
+    """A rank, or a worker of its loader, has fetched samples."""
+
+    indices: list[int]  # the first samples
+    used: dict[str, str]  # the states of the random generators that were used
+    worker: int = -1  # the number of the worker; -1 in the rank itself
+
+
+class Draw(ProbeEvent, kind="draw"):
+    """The user's code has called a function that draws random numbers."""
+
+    fn: str
+    state: str
+
+
+class SharedFile(ProbeEvent, kind="shared"):
+    """A file of a data set is open while workers are forked."""
+
+    path: str
+    type: str
+    module: str
+
+
+class FileRead(ProbeEvent, kind="read"):
+    """A numbered file was opened."""
+
+    path: str  # its path
+    pattern: str  # its name with stars for numbers
+    beside: Sequence[str] = ()  # all files of that pattern, once for each folder
+
+
+class PathSearch(ProbeEvent, kind="looked"):
+    """The script has looked whether a path exists."""
+
+    path: str
+
+
+class FileMove(ProbeEvent, kind="moved"):
+    """A file was renamed."""
+
+    source: str
+    target: str
+
+
+class Print(ProbeEvent, kind="print"):
+    """The user's code has printed something."""
+
+
+class Numbering(ProbeEvent, kind="numbered"):
+    """The user's code numbers the values of a list."""
+
+    values: list[str]  # the first of them
+    count: int  # how many there are
+    digest: str  # a hash of all of them
+
+
+class Forward(ProbeEvent, kind="forward"):
+    """A complete model was called."""
+
+    root: int  # the id of the model
+    model_class: str = ""  # its class
+    grad: bool = True  # whether the call keeps a graph
+    size: int = 0  # the number of rows of its input
+    wrapped: str = ""  # the class of the wrapper that averages its gradients; empty without one
+    rows: Sequence[str] = ()  # the hashes of the rows of its input
+    live: int = 0  # its layers of dropout and batch norm that act as in training
+    moded: int = 0  # its layers that differ in training and evaluation
+    moded_on: int = 0  # those that are in training mode
+    norms: int = 0  # its layers of batch norm in training mode that see one rank's samples alone
+    drops: int = 0  # its layers of dropout in training mode
+    weights: str = ""  # a hash of its weights, in an evaluation
+    sync: bool = False  # whether the wrapper averages gradients after this call
+
+
+class EvalMode(ProbeEvent, kind="eval"):
+    """The user's code has called eval() of a model."""
+
+
+class WrapperBuilt(ProbeEvent, kind="ddp"):
+    """A DistributedDataParallel was built."""
+
+    parameters: dict[str, list[Any]]  # the id and the hash of each parameter that is trained
+    buffers: bool = True  # whether buffers are broadcast
+
+
+class StateDictLoad(ProbeEvent, kind="loadsd"):
+    """A model has loaded a state dict."""
+
+    strict: Any  # the argument strict
+    own: int  # the number of the model's keys
+    more: int  # keys that would fit without the prefix of the file's keys
+    fewer: int  # keys that would fit with a prefix before the file's keys
+
+
+class Backward(ProbeEvent, kind="backward"):
+    """A backward pass begins."""
+
+    alive: int = 0  # the graphs of earlier losses that are in memory
+    loss: float | None = None  # the loss; None where it is no scalar
+    # The factor between a mean over samples and the loss; None where it is not known.
+    scale: float | None = None
+    twice: str = ""  # the activation before the loss that the loss includes
+
+
+class AutogradCall(ProbeEvent, kind="graded"):
+    """The script takes gradients as values."""
+
+
+class Clipping(ProbeEvent, kind="clip"):
+    """Gradients at these addresses are clipped."""
+
+    ptrs: list[int]
+
+
+class ZeroGrad(ProbeEvent, kind="zero"):
+    """Gradients are set to zero, of an optimizer by its number, or (-1) of a module."""
+
+    optimizer: int
+
+
+class BeforeStep(ProbeEvent, kind="prestep"):
+    """An optimizer step begins; of later steps only some are recorded."""
+
+    optimizer: int  # the number of the optimizer
+    step: int  # the number of the step
+    clean: bool  # whether the gradients are those of its own backward passes
+    grads: dict[str, str]  # the hashes of gradients, by name
+    norm: float  # the norm of all gradients
+    before: dict[str, str]  # the hashes of weights
+    ids: dict[str, int]  # the ids of parameters
+    frozen_names: list[str]  # the parameters with requires_grad=False
+
+    has_weights: ClassVar[bool] = True
+
+
+class OptimizerStep(ProbeEvent, kind="step"):
+    """An optimizer step was made."""
+
+    optimizer: int  # the number of the optimizer
+    step: int  # the number of the step
+    lr: list[float]  # the learning rates
+    numel: int  # the number of weights
+    # The hashes of weights; empty, as all that follow, where only the step was recorded.
+    after: dict[str, str] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)  # the hashes of the optimizer's states
+    buffers: dict[str, str] = field(default_factory=dict)  # the hashes of the models' buffers
+    shapes: Sequence[list[int]] = ()  # the shapes of the parameters
+    unheld: Sequence[str] = ()  # parameters of models with a gradient that no optimizer has
+    strangers: int = 0  # the number of parameters without a gradient that no model has
+    held: int = 0  # the number of the optimizer's parameters
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all was recorded."""
+        return bool(self.after)
+
+
+class ScheduleStep(ProbeEvent, kind="sched"):
+    """A schedule was stepped."""
+
+    schedule: int  # its id
+    cls: str  # its class
+    horizon: int | None  # the number of steps after which it ends; None where it has no end
+    direct: bool  # whether the user's code called it
+
+
+class Save(ProbeEvent, kind="save"):
+    """The script saves something."""
+
+    path: str  # the file
+    existed: bool = False  # whether it was there before
+    opened: bool = False  # whether the script has opened it itself
+    model: bool = False  # whether weights are in it, and so on for the other parts of a training
+    optimizer: bool = False
+    schedule: bool = False
+    random: bool = False
+    position: bool = False
+    bare: bool = False  # whether it is weights alone
+    keys: Sequence[str] = ()  # the keys of what is saved
+
+
+class Load(ProbeEvent, kind="load"):
+    """The script loads a snapshot."""
+
+    path: str
+    weights_only: str = "default"
