@@ -14,6 +14,7 @@ from stepladder.core.plan import Plan
 from stepladder.data.sources import Source, TensorSource
 
 HASH_BYTES = 8
+TOTAL_HASH_BYTES = 16
 MAX_SAMPLES_COMPARED = 32
 MAX_INDICES_COMPARED = 1024
 
@@ -27,6 +28,16 @@ def fingerprint(value: Any) -> bytes:
     tensor_hash = blake2b(header, digest_size=HASH_BYTES)
     tensor_hash.update(host.reshape(-1).view(torch.uint8).numpy().data)
     return tensor_hash.digest()
+
+
+def digest(data: bytes) -> bytes:
+    """Return 16 bytes that depend on every byte of many fingerprints."""
+    return blake2b(data, digest_size=TOTAL_HASH_BYTES).digest()
+
+
+def split_fingerprints(data: bytes) -> list[bytes]:
+    """Return fingerprints that were joined."""
+    return [data[begin : begin + HASH_BYTES] for begin in range(0, len(data), HASH_BYTES)]
 
 
 def fingerprint_source(source: Source | None) -> bytes:

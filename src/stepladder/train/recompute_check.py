@@ -14,7 +14,6 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import (
     HASH_BYTES,
+    TOTAL_HASH_BYTES,
+    digest,
     fingerprint,
     fingerprint_order,
     format_ranks,
@@ -44,7 +45,6 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync, TreeBucket
 
-TOTAL_HASH_BYTES = 16
 HOST_NAME_BYTES = 64
 COUNT_ITEM = "the loss's count"
 STATISTICS_ITEM = "batch norm's statistics"
@@ -278,11 +278,6 @@ class RecomputeCheck(LoopListener):
     def _gather(self, data: bytes) -> list[bytes]:
         with self.comm.phases(WAITING_FOR_RANKS):
             return self.comm.gather_bytes(data)
-
-
-def digest(hashes: bytes) -> bytes:
-    """Return one hash of many hashes."""
-    return blake2b(hashes, digest_size=TOTAL_HASH_BYTES).digest()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepladder.core.plan import Span
-from stepladder.train.fingerprints import HASH_BYTES, format_ranks
+from stepladder.train.fingerprints import format_ranks, split_fingerprints
 from stepladder.train.replica_check import ReplicasDiffer
 
 Claim = tuple[int, bytes]  # a rank, and the hashes that it computed
@@ -168,8 +168,6 @@ class MismatchReport:
         correct: bytes,
     ) -> str:
         """Return the first item whose hash differs."""
-        for index, item in enumerate(self.items):
-            begin = index * HASH_BYTES
-            if hashes[begin : begin + HASH_BYTES] != correct[begin : begin + HASH_BYTES]:
-                return item
-        raise ValueError("the hashes are equal")
+        pairs = zip(split_fingerprints(hashes), split_fingerprints(correct), strict=True)
+        differs = [first != second for first, second in pairs]
+        return self.items[differs.index(True)]

@@ -8,7 +8,6 @@ something differs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,11 @@ import torch
 from stepladder.core.errors import InputError, RanksDiffer
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import (
-    HASH_BYTES,
+    digest,
     find_minority,
     fingerprint,
     format_ranks,
+    split_fingerprints,
 )
 
 # The likely cause of each kind of difference. A kind explains those that come after it.
@@ -112,8 +112,7 @@ class ReplicaCheck:
         if self.comm.alone:
             return
         items = list(self._list_items(epoch_order_digest))
-        content = b"".join(item.name.encode() + item.digest for item in items)
-        total = blake2b(content, digest_size=16).digest()
+        total = digest(b"".join(item.name.encode() + item.digest for item in items))
         if len(set(self.comm.gather_bytes(total))) > 1:
             raise self._find_difference(step, items)
         self.is_first = False
@@ -155,11 +154,10 @@ class ReplicaCheck:
                 cause,
             )
         hashes = self.comm.gather_bytes(b"".join(item.digest for item in items))
+        hashes_by_item = zip(*map(split_fingerprints, hashes), strict=True)
         ranks_by_item = {}
-        for index, item in enumerate(items):
-            begin = index * HASH_BYTES
-            item_hashes = [rank_hashes[begin : begin + HASH_BYTES] for rank_hashes in hashes]
-            if ranks := find_minority(item_hashes):
+        for item, item_hashes in zip(items, hashes_by_item, strict=True):
+            if ranks := find_minority(list(item_hashes)):
                 ranks_by_item[item] = ranks
         first = next(iter(ranks_by_item))
         kinds = {item.kind for item in ranks_by_item}

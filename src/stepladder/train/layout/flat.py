@@ -18,7 +18,7 @@ from stepladder.rank.torch_fixes import BareStep
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.layout.base import StateLayout
-from stepladder.train.layout.pieces import ALIGNMENT
+from stepladder.train.layout.pieces import ALIGNMENT, substitute_params
 from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
@@ -36,8 +36,7 @@ class FlatGroup:
         self,
         group: dict[str, Any],
     ) -> None:
-        self.group_params = group["params"]
-        self.params = [param for param in self.group_params if param.requires_grad]
+        self.params = [param for param in group["params"] if param.requires_grad]
         self.sizes = [round_up(param.numel()) for param in self.params]
         self.vector = self.params[0].detach().new_zeros(sum(self.sizes))
         self.vector.grad = torch.zeros_like(self.vector)
@@ -174,23 +173,13 @@ class Flat(StateLayout):
 
     def step(self, scaler: torch.amp.GradScaler) -> bool:
         """Take one step of the optimizer."""
-        optimizer = self.optimizer
         if self.is_flat and not self._prepare_flat_step():
             self._stop_flat_steps()
         if not self.is_flat:
             return super().step(scaler)
-        param_groups = optimizer.param_groups
-        shown_state = optimizer.state
-        optimizer.state = self.state
-        for group, flat_group in zip(param_groups, self.groups, strict=True):
-            group["params"] = [flat_group.vector]
-        try:
-            with NO_GRAD:
-                self.bare_step()
-        finally:
-            optimizer.state = shown_state
-            for group, flat_group in zip(param_groups, self.groups, strict=True):
-                group["params"] = flat_group.group_params
+        vectors = [[group.vector] for group in self.groups]
+        with substitute_params(self.optimizer, vectors, self.state), NO_GRAD:
+            self.bare_step()
         self._show_state()
         return True
 

@@ -17,7 +17,7 @@ from stepladder.train.job import Job
 from stepladder.train.layout.base import StateLayout
 from stepladder.train.layout.flat import Flat
 from stepladder.train.layout.fsdp import FullyShardedLayout, distribute_like, is_distributed
-from stepladder.train.layout.pieces import ALIGNMENT
+from stepladder.train.layout.pieces import ALIGNMENT, substitute_params
 from stepladder.train.phases import EXCHANGING
 from stepladder.train.sync.base import Sync
 from stepladder.train.sync.fully_sharded import FullyShardedExactSync
@@ -114,11 +114,10 @@ class FullyShardedExactLayout(FullyShardedLayout):
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
         """Give the optimizer this rank's rows in the block, with their gradients and state."""
-        groups = self.optimizer.param_groups
         distributed_state = self.optimizer.state
-        distributed_params = [group["params"] for group in groups]
         pieces_by_group = [
-            [AlignedRows(param) for param in params] for params in distributed_params
+            [AlignedRows(param) for param in group["params"]]
+            for group in self.optimizer.param_groups
         ]
         pieces = [piece for group_pieces in pieces_by_group for piece in group_pieces]
         state: Any = defaultdict(dict)
@@ -131,15 +130,12 @@ class FullyShardedExactLayout(FullyShardedLayout):
                     values = [copy_value(value) for _ in piece.parts]
                 for part, part_value in zip(piece.parts, values, strict=True):
                     state[part][name] = part_value
-        for group, group_pieces in zip(groups, pieces_by_group, strict=True):
-            group["params"] = [part for piece in group_pieces for part in piece.parts]
-        self.optimizer.state = state
-        try:
-            yield self.optimizer.step
-        finally:
-            self.optimizer.state = distributed_state
-            for group, params in zip(groups, distributed_params, strict=True):
-                group["params"] = params
+        parts_by_group = [
+            [part for piece in group_pieces for part in piece.parts]
+            for group_pieces in pieces_by_group
+        ]
+        with substitute_params(self.optimizer, parts_by_group, state) as step:
+            yield step
         for piece in pieces:  # one weight after the other, which takes less memory
             self._store(piece, [state.pop(part, {}) for part in piece.parts])
 

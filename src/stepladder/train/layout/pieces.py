@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -158,6 +160,27 @@ def split_like(
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@contextmanager
+def substitute_params(
+    optimizer: torch.optim.Optimizer,
+    params_by_group: list[list[torch.Tensor]],
+    state: Any,
+) -> Iterator[Callable[[], object]]:
+    """Give an optimizer other parameters, and their state, for the length of the block."""
+    groups = optimizer.param_groups
+    own_params = [group["params"] for group in groups]
+    own_state = optimizer.state
+    for group, params in zip(groups, params_by_group, strict=True):
+        group["params"] = params
+    optimizer.state = state
+    try:
+        yield optimizer.step
+    finally:
+        optimizer.state = own_state
+        for group, params in zip(groups, own_params, strict=True):
+            group["params"] = params
 
 
 def clone_with_strides(

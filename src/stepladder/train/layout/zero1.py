@@ -34,6 +34,7 @@ from stepladder.train.layout.pieces import (
     clone_with_strides,
     partition,
     slices_of_rank,
+    substitute_params,
 )
 from stepladder.train.optimizers import (
     ELEMENTWISE_OPTIMIZERS,
@@ -80,8 +81,12 @@ class OptimizerSlices:
         self.pieces_of_param: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
         for piece in self.pieces:
             self.pieces_of_param[piece.param].append(piece)
-        self.pieces_by_group = [
-            [piece for param in group["params"] for piece in self.pieces_of_param.get(param, [])]
+        self.values_by_group = [
+            [
+                piece.values
+                for param in group["params"]
+                for piece in self.pieces_of_param.get(param, [])
+            ]
             for group in optimizer.param_groups
         ]
         self.state: Any = defaultdict(dict)
@@ -133,9 +138,8 @@ class OptimizerSlices:
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
         """Give the optimizer this rank's slices in the block, with their gradients and state."""
-        groups = self.optimizer.param_groups
-        full_params = [group["params"] for group in groups]
-        if sum(map(len, full_params)) != len(self.params):
+        num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if num_params != len(self.params):
             raise InputError(
                 "--shard optimizer: the optimizer has got other parameters since the run began",
                 "give it all of them in build, or leave --shard out",
@@ -143,16 +147,10 @@ class OptimizerSlices:
         for piece in self.pieces:
             grad = piece.param.grad
             piece.values.grad = None if grad is None else piece.cut(grad)
-        for group, pieces in zip(groups, self.pieces_by_group, strict=True):
-            group["params"] = [piece.values for piece in pieces]
-        empty_state = self.optimizer.state
-        self.optimizer.state = self.state
         try:
-            yield self.optimizer.step
+            with substitute_params(self.optimizer, self.values_by_group, self.state) as step:
+                yield step
         finally:
-            self.optimizer.state = empty_state
-            for group, params in zip(groups, full_params, strict=True):
-                group["params"] = params
             for piece in self.pieces:
                 piece.values.grad = None
 
