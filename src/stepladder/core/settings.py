@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_INTEGER, validate_wait_time
@@ -35,12 +35,20 @@ CHANGEABLE_ON_RESUME = frozenset(
         "timeout",
     )
 )
-# By the values of --shard and --shard-copies: a module of train/layout, and its class.
-LAYOUTS = {
-    ("none", 1): "flat.Flat",
-    ("optimizer", 1): "zero1.Zero1",
-    ("optimizer", 2): "replicated.Replicated",
-    ("full", 1): "fsdp_exact.FullyShardedExactLayout",
+
+
+class LayoutEntry(NamedTuple):
+    """A layout: its class in a module of train/layout, and whether the others survive a loss."""
+
+    path: str
+    survives_loss: bool
+
+
+LAYOUTS = {  # by the values of --shard and --shard-copies
+    ("none", 1): LayoutEntry("flat.Flat", survives_loss=True),
+    ("optimizer", 1): LayoutEntry("zero1.Zero1", survives_loss=False),
+    ("optimizer", 2): LayoutEntry("replicated.Replicated", survives_loss=True),
+    ("full", 1): LayoutEntry("fsdp_exact.FullyShardedExactLayout", survives_loss=False),
 }
 MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
 # The smallest and the largest value of each number.
@@ -180,6 +188,11 @@ class Settings:
         Then no rank holds the complete gradients of several neighbouring microbatches.
         """
         return self.sync == "exact" and self.shard == "full"
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the remaining ranks have the whole state between them, if one is lost."""
+        return LAYOUTS[self.shard, self.shard_copies].survives_loss
 
     def validate_shard_copies(self, max_processes: int) -> None:
         """Raise InputError for more copies of a slice than there may be processes."""

@@ -226,8 +226,7 @@ def make_job_group(
     """
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    survivors_have_all = settings.shard == "none" or settings.shard_copies > 1
-    recovers_in_place = launch.on_loss == "continue" and survivors_have_all
+    recovers_in_place = launch.on_loss == "continue" and settings.survives_loss
     spec = GroupSpec(
         output=LogFiles(settings.run_dir / "log"),
         recovers_in_place=recovers_in_place,

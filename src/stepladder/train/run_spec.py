@@ -319,7 +319,7 @@ def describe_run(spec: RunSpec, world: World) -> list[str]:
             f"  one pass per process: {dependent_parts} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
-    if settings.shard != "none" and settings.shard_copies == 1 and world.world_size > 1:
+    if not settings.survives_loss and world.world_size > 1:
         lines.append(
             f"  --shard {settings.shard}: if a process is lost, all restart from the last snapshot"
         )

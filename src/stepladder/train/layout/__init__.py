@@ -14,6 +14,8 @@ from stepladder.train.layout.base import StateLayout
 
 def find_layout(settings: Settings) -> type[StateLayout]:
     """Return the class that the settings ask for, on however many ranks."""
-    module, name = LAYOUTS[settings.shard, settings.shard_copies].split(".")
-    layout: type[StateLayout] = getattr(import_module(f"{__name__}.{module}"), name)
+    entry = LAYOUTS[settings.shard, settings.shard_copies]
+    module_name, class_name = entry.path.split(".")
+    module = import_module(f"{__name__}.{module_name}")
+    layout: type[StateLayout] = getattr(module, class_name)
     return layout
