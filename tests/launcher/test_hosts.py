@@ -64,6 +64,19 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
 
 
 @pytest.mark.ranks
+def test_a_job_of_grid_engine_runs_on_the_hosts_of_its_file(server: Server, tmp_path: Path) -> None:
+    lines = [f"{host} 1 all.q@{host} UNDEFINED\n" for host in server.hosts[:AGENTS]]
+    (tmp_path / "pe_hostfile").write_text("".join(lines))
+    env = {"PE_HOSTFILE": str(tmp_path / "pe_hostfile"), "NHOSTS": str(AGENTS)}
+    flags = "--ssh", server.ssh, "--sync", "exact", "--global-batch", 4, "--json"
+    done = run("train", PLAIN, *flags, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_size"] == AGENTS
+    assert "stepladder: 2 nodes (PE_HOSTFILE, slots: " in done.stderr
+    wait_until(lambda: not server.sessions(), lambda: f"still there: {server.sessions()}")
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_train_on_two_hosts_has_one_result_on_stdout(
     flags: tuple[object, ...], tmp_path: Path

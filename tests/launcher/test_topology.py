@@ -54,7 +54,8 @@ def test_a_skypilot_task_is_its_nodes_and_gpus() -> None:
     assert Topology().with_cluster_variables(without_gpus).nproc == ""
     single = {**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NUM_NODES": "1"}
     assert Topology().with_cluster_variables(single) == Topology()
-    assert Topology("1").with_cluster_variables(SKYPILOT) == Topology("1")
+    for typed in (Topology("1"), Topology(hosts="a,b")):
+        assert typed.with_cluster_variables(SKYPILOT) == typed
 
 
 @pytest.mark.parametrize(

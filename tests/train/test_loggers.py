@@ -180,6 +180,31 @@ def test_a_logger_that_cannot_be_imported_is_one_line_before_anything_is_written
     assert not (tmp_path / "runs").exists()
 
 
+ODD_LOGGER = """
+class Logger:
+    def __init__(self, state, run_dir, config):
+        state |= {"object": object(), (1, 2): 3}
+
+    def log(self, step, values):
+        pass
+
+    def close(self):
+        pass
+"""
+
+
+def test_what_json_cannot_hold_in_a_logger_s_entries_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_dist_info(tmp_path, "odd", "odd_logger:Logger")
+    (tmp_path / "odd_logger.py").write_text(ODD_LOGGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    curves = Curves()
+    assert fit(tmp_path / "run", curves, log_to=("csv",))["steps"] == 8 and curves.points
+    entries = json.loads((tmp_path / "run/loggers.json").read_text())
+    assert entries["csv"]["last"]["train/loss"] == 8 and "object" in entries["csv"]
+
+
 def test_a_name_of_two_loggers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second"):
         make_dist_info(tmp_path, name, f"{name}:Logger")

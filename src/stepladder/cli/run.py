@@ -285,6 +285,7 @@ def make_topology(flags: dict[str, Any]) -> Topology:
         nproc,
         flags["rdzv_endpoint"],
         flags["local_addr"],
+        hosts=flags["hosts"],
     )
     return topology.with_cluster_variables()
 

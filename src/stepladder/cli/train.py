@@ -198,7 +198,11 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **job_settings})
     request = TrainRequest(path, config, settings, flags["as_json"])
     topology = Topology(
-        flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]
+        flags["nodes"],
+        flags["nproc"],
+        flags["rdzv_endpoint"],
+        flags["local_addr"],
+        hosts=flags["hosts"],
     ).with_cluster_variables()
     if flags["device_memory"] is not None and not flags["dry_run"]:
         raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")

@@ -33,7 +33,7 @@ class Topology:
         endpoint: HOST:PORT where the nodes meet.
         local_addr: The address of this node.
         note: Where the values come from that no flag gave.
-        hosts: Hosts on which this process is to start the command, as --hosts has them.
+        hosts: Hosts on which this process is to start the command, the value of --hosts.
     """
 
     nodes: str = ""
@@ -61,7 +61,7 @@ class Topology:
     def with_cluster_variables(self, env: Mapping[str, str] | None = None) -> Topology:
         """Return the topology completed by the variables of a cluster of several nodes.
 
-        They are used only where no flag names nodes, and not in a rank.
+        They are used only where no flag names nodes or hosts, and not in a rank.
 
         Args:
             env: The environment, by default that of this process.
@@ -70,7 +70,7 @@ class Topology:
             InputError: Only some of a cluster's variables are set, or they contradict each other.
         """
         env = os.environ if env is None else env
-        if self.nodes or find_launcher(env) is not None:
+        if self.nodes or self.hosts or find_launcher(env) is not None:
             return self
         for read in CLUSTERS:
             found = read(env)

@@ -291,7 +291,8 @@ def open_loggers(
         state = typed_file.parse_json(typed_file.read_file(path), dict[str, dict[str, Any]])
 
     def store() -> None:
-        text = json.dumps(state, indent=1) + "\n"
+        # A logger of another package may put anything into its entries.
+        text = json.dumps(state, indent=1, default=str, skipkeys=True) + "\n"
         durable.write(path, text, fsync=False)  # fsync would cost too much at every logged point
 
     makers: dict[str, Callable[[], Logger]] = {}
