@@ -4,7 +4,7 @@ No rank is restarted, and no snapshot is read. The launcher sees which rank has 
 the others. They leave the broken group and report why. Once all of them wait, the launcher sends
 them the members of the next group and the URL of its rendezvous. A replacement process reports in
 the same way when it is ready to join; the other ranks then leave their group after the current
-step.
+step. recovery_policy.py decides what is done next, and this module does it.
 On several nodes, each launcher does this for its own ranks, and the launchers agree on the members
 of the next group by a vote (consensus.py).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,6 +22,14 @@ from stepladder.core.console import print_message
 from stepladder.launcher.local.consensus import Consensus, NodeVote, Quorum
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.rank_process import RankProcess
+from stepladder.launcher.local.recovery_policy import (
+    Action,
+    FailureAction,
+    FailureView,
+    View,
+    decide,
+    decide_on_failure,
+)
 from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.membership import (
@@ -96,17 +104,17 @@ class InPlaceRecovery:
         self._consensus = consensus
         self._min_ranks = min_ranks
         # The file store of the rendezvous of each new group, if all its ranks are on this node.
-        self._rendezvous_file = MemoryFile("meetings")
+        self._rendezvous_file = MemoryFile("rendezvous")
         self._channels: dict[int, socket.socket] = {}
         self._started_ranks: set[int] = set()
         self._grouped_ranks: set[int] = set()  # the ranks that have been in a group
         # For each rank that waits for the next group: why it left its group.
         self._leave_reasons: dict[int, bytes] = {}
         self._replacement_count = 0  # replacements started since a rank last joined
-        # The number of the group that was to come when the ranks were last notified of a loss, and
-        # of a join.
-        self._loss_notified_for = 0
-        self._join_notified_for = 0
+        # The number of the group that was to come when the ranks were last told of a loss, and
+        # asked to let others join.
+        self._loss_sent_for = 0
+        self._regroup_requested_for = 0
 
     def open_channel(self, rank: int) -> socket.socket:
         """Open a control channel to a rank.
@@ -174,33 +182,27 @@ class InPlaceRecovery:
             member: The rank that has failed.
             alive: The other ranks of this node that are alive.
         """
-        if member.rank in self.abandoned:
-            return True
-        if member.rank in self.joining and self.state is not RecoveryState.REFUSED:
-            self._abandon_joining(member)
-            return True
         error = member.read_error()
-        if error is not None and error.kind is ErrorKind.STATE_LOST:
+        view = FailureView(
+            member.rank,
+            alive,
+            self.joining.keys(),
+            self._grouped_ranks,
+            self.abandoned,
+            is_refused=self._is_refused,
+            has_lost_state=error is not None and error.kind is ErrorKind.STATE_LOST,
+            affects_all_ranks=error is not None and error.affects_all_ranks,
+            peers_train=self._consensus.peers_train,
+        )
+        action = decide_on_failure(view)
+        if action is FailureAction.ABANDON:
+            self._abandon_joining(member)
+        elif action is FailureAction.RECOVER:
+            self._close_channel(member.rank)
+            self.failed.append(member)
+        elif action is FailureAction.REFUSE:
             self.state = RecoveryState.REFUSED
-        affects_all_ranks = error is not None and error.affects_all_ranks
-        is_refused = self.state is RecoveryState.REFUSED
-        if is_refused or affects_all_ranks or not self._can_regroup(member, alive):
-            return False
-        self._close_channel(member.rank)
-        self.failed.append(member)
-        return True
-
-    def _can_regroup(
-        self,
-        member: RankProcess,
-        alive: set[int],
-    ) -> bool:
-        """Return whether some rank remains that trains, and all ranks can be notified of the loss.
-
-        A rank that waits for its first group reads no notification until the wait times out.
-        """
-        is_training = self._consensus.peers_train or not alive <= self.joining.keys()
-        return is_training and self._grouped_ranks >= {member.rank, *alive} - self.joining.keys()
+        return action not in (FailureAction.REFUSE, FailureAction.END)
 
     def _abandon_joining(self, member: RankProcess) -> None:
         self._policy.report(member.determine_failure())
@@ -226,63 +228,76 @@ class InPlaceRecovery:
         Returns:
             False if the ranks must be ended now, because there will be no next group.
         """
-        training = alive - self.joining.keys()
+        self._consensus.poll()
+        while True:
+            view = self._make_view(alive - self.joining.keys())
+            action = decide(view)
+            if action is Action.VOTE:
+                return self._vote(view)
+            if action in (Action.WAIT, Action.END):
+                return action is Action.WAIT
+            self._carry_out(action, view)
+
+    def _make_view(self, training: Set[int]) -> View:
         consensus = self._consensus
-        consensus.poll()
-        if self.state is RecoveryState.REFUSED:
-            self._refuse_waiting_ranks()
-            return bool(training)
-        if not training and not self.failed and consensus.ranks_finished:
-            self._kill_joining()
-            return True
-        self._report_to_nodes(training)
-        self._notify_ranks(training)
-        needs_new_group = consensus.loss_reported or consensus.join_requested
-        if needs_new_group and self._leave_reasons.keys() >= training:
-            return self._vote(training)
-        return True
+        return View(
+            training,
+            self.joining.keys(),
+            self._leave_reasons.keys(),
+            has_failed=bool(self.failed),
+            is_refused=self._is_refused,
+            loss_reported=consensus.loss_reported,
+            join_requested=consensus.join_requested,
+            loss_sent=self._loss_sent_for >= consensus.group_number,
+            regroup_requested=self._regroup_requested_for >= consensus.group_number,
+            # Where it decides nothing, several nodes need not read it from their store.
+            ranks_finished=not training and not self.failed and consensus.ranks_finished,
+        )
 
-    def _kill_joining(self) -> None:
-        """Kill the ranks that were to join, since no group is left that they could join."""
-        for rank, member in self.joining.items():
-            member.process.kill()
-            self.abandoned.add(rank)
-        self.joining.clear()
+    @property
+    def _is_refused(self) -> bool:
+        return self.state is RecoveryState.REFUSED
 
-    def _report_to_nodes(self, training: set[int]) -> None:
-        waiting = self._leave_reasons.keys()
-        has_left = not training.isdisjoint(waiting)
-        if self.failed or (has_left and not self._consensus.join_requested):
-            self._consensus.report_loss()
-        if not self.joining.keys().isdisjoint(waiting):
-            self._consensus.request_join()
-
-    def _notify_ranks(self, training: set[int]) -> None:
-        """Have the ranks leave their group: at once after a loss, after the step for a join."""
+    def _carry_out(self, action: Action, view: View) -> None:
         consensus = self._consensus
-        next_group = consensus.group_number
-        if consensus.loss_reported and self._loss_notified_for < next_group:
-            self._loss_notified_for = next_group
-            for channel in self._channels.values():
-                send_loss(channel)
-        if consensus.join_requested and self._join_notified_for < next_group:
-            self._join_notified_for = next_group
-            for rank in training - self._leave_reasons.keys():
-                self._actions.request_regroup(rank)
+        match action:
+            case Action.REFUSE:
+                self._refuse_waiting_ranks()
+            case Action.KILL_JOINING:
+                for member in self.joining.values():
+                    member.process.kill()
+                self.abandoned |= self.joining.keys()
+                self.joining.clear()
+            case Action.REPORT_LOSS:
+                consensus.report_loss()
+            case Action.REQUEST_JOIN:
+                consensus.request_join()
+            case Action.SEND_LOSS:
+                self._loss_sent_for = consensus.group_number
+                for channel in self._channels.values():
+                    send_loss(channel)
+            case Action.REQUEST_REGROUP:
+                self._regroup_requested_for = consensus.group_number
+                for rank in view.training - view.waiting:
+                    self._actions.request_regroup(rank)
 
-    def _vote(self, training: set[int]) -> bool:
+    def _refuse_waiting_ranks(self) -> None:
+        for rank in list(self._leave_reasons):
+            self._reply(rank, None)
+
+    def _vote(self, view: View) -> bool:
         """Vote on the next group, and form it once all nodes have voted. Returns as `poll` does."""
         failures = [member.determine_failure() for member in self.failed]
-        quorum = self._consensus.vote(self._make_vote(failures, len(training)))
+        quorum = self._consensus.vote(self._make_vote(failures, len(view.training)))
         if quorum is None:
             self.state = RecoveryState.VOTING
             return True
         if quorum.membership is None:
             self.state = RecoveryState.REFUSED
             self._refuse_waiting_ranks()
-            return bool(training) and not failures
+            return bool(view.training) and not failures
         self.state = RecoveryState.OPEN
-        self._form_group(quorum, quorum.membership, len(training))
+        self._form_group(quorum, quorum.membership, len(view.training))
         return True
 
     def _make_vote(
@@ -336,10 +351,6 @@ class InPlaceRecovery:
             if self.joining.pop(rank, None) is not None:
                 self._replacement_count = 0
             self._reply(rank, membership)
-
-    def _refuse_waiting_ranks(self) -> None:
-        for rank in list(self._leave_reasons):
-            self._reply(rank, None)
 
     def _reply(
         self,

@@ -63,12 +63,12 @@ class LocalGroup:
         process_context = multiprocessing.get_context("forkserver")
         process_context.set_forkserver_preload([FORK_SERVER_MODULE, *self.spec.preload_modules])
         # Keeps the lock of the run directory while no rank has it.
-        self._mailbox = make_fd_store()
+        self._fd_store = make_fd_store()
         self._starter = RankStarter(
             process_context,
             work,
             self.spec,
-            self._mailbox,
+            self._fd_store,
         )
         self._fork_server_watch = ForkServerWatch()
         self._stop_request = StopRequest()
@@ -217,7 +217,7 @@ class LocalGroup:
 
     def release_locks(self) -> None:
         """Release the locks that ranks of this group held."""
-        for file in remove_all_fds(self._mailbox):
+        for file in remove_all_fds(self._fd_store):
             # Explicitly, because a forked worker that hangs may have the file open as well.
             fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
@@ -227,7 +227,7 @@ class LocalGroup:
         if self._attempt.running:
             self._attempt.kill()
         self.release_locks()
-        for end in self._mailbox:
+        for end in self._fd_store:
             end.close()
         self.spec.output.close()
         self._starter.close()

@@ -82,7 +82,7 @@ class ObservedRanks:
     ) -> None:
         self.has_all_ranks = world_size <= len(ranks)
         self._dump_prefix = dump_prefix
-        self._progress_file = MemoryFile("words")
+        self._progress_file = MemoryFile("progress")
         self._sites_file = MemoryFile("sites")
         self._observed = [ObservedRank(rank, MemoryFile("stacks")) for rank in ranks]
         self._progress_file.path.write_bytes(bytes(progress.BYTES_PER_RANK * len(ranks)))

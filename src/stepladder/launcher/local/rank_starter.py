@@ -34,7 +34,7 @@ class RankStarter:
         context: The context of multiprocessing that has the fork server.
         work: What each rank does. It returns the rank's exit code.
         spec: What the ranks are.
-        mailbox: Keeps open files of the ranks beyond their end.
+        fd_store: Keeps open files of the ranks beyond their end.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RankStarter:
         context: ForkServerContext,
         work: Callable[[], Any],
         spec: GroupSpec,
-        mailbox: FdStore,
+        fd_store: FdStore,
     ) -> None:
         self._context = context
         self._work = work
         self._spec = spec
-        self._mailbox = mailbox
+        self._fd_store = fd_store
         self._session_guard: SessionGuard | None = None
 
     def start(
@@ -75,7 +75,7 @@ class RankStarter:
             The rank, with its running process.
         """
         rank_channel = channel if self._spec.recovers_in_place else None
-        shared = SharedResources(self._mailbox, rank_channel, segment)
+        shared = SharedResources(self._fd_store, rank_channel, segment)
         with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
             process = self._context.Process(
                 target=run_rank,

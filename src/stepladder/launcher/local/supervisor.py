@@ -11,11 +11,11 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, KILLED, STOPPED, STORAGE_FAILED, TERMINATED
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
+from stepladder.launcher.local.recovery_policy import EndAction, EndView, decide_on_end
 from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.exit_record import write_end
 from stepladder.rank.preemption import drop_ignored_hangup
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # a closed terminal sends SIGHUP to its group
 # Slurm's warnings: scripts get them, and they end nothing.
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -50,16 +50,25 @@ def run_local(
             if isinstance(outcome, BadInput):
                 _discard_output(group, outcome)
                 raise outcome.input_error
-            if group.stop_signal and _has_stopped(outcome):
+            view = EndView(
+                outcome,
+                is_stopping=bool(group.stop_signal),
+                is_permanent=policy.is_permanent(outcome),
+                may_shrink=nproc > min_nproc and policy.is_repeated_failure(outcome.rank),
+                restarts_left=max_restarts - restarts,
+            )
+            action = decide_on_end(view)
+            if action is EndAction.STOP:
                 return STOPPED
-            if policy.record_failure(outcome) or group.stop_signal:  # a permanent fault, or a stop
+            policy.record_failure(outcome)
+            if action is EndAction.FAIL:
                 return record_failed_end(outcome, group.stop_signal)
-            if nproc > min_nproc and policy.is_repeated_failure(outcome.rank):
+            if action is EndAction.SHRINK:
                 nproc -= 1
                 restarts = 0
                 twice = f"rank {outcome.rank} failed twice within a minute"
                 print_message(f"{twice}: continuing with {nproc} ranks")
-            elif restarts < max_restarts:
+            elif action is EndAction.RESTART:
                 restarts += 1
                 start = " from the last snapshot" if policy.has_steps else ""
                 count = f"{restarts} of {max_restarts} restarts"
@@ -76,14 +85,6 @@ def _discard_output(group: LocalGroup, refused: BadInput) -> None:
     """Discard the ranks' output if they were refused before they opened the run directory."""
     if refused.error.step is None:
         group.spec.output.discard()
-
-
-def _has_stopped(failure: Failure) -> bool:
-    """Return whether a rank was ended by the signal that asked it to stop.
-
-    It was before the first step then: what was saved earlier is still there.
-    """
-    return isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
 
 
 def record_failed_end(failure: Failure | None, stop_signal: int = 0) -> int:

@@ -1,0 +1,186 @@
+"""What the launcher of one node does after a loss: pure functions of what it sees.
+
+So each case is a row of a table in their test. `decide` and `decide_on_failure` are those of
+in-place recovery, `decide_on_end` of an attempt whose ranks have failed.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from stepladder.launcher.local.outcome import Failure, Killed
+
+# Asked to stop by them, a rank ends at once before its first step: earlier snapshots remain.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # a closed terminal sends SIGHUP to its group
+
+
+class Action(Enum):
+    """What in-place recovery does next."""
+
+    WAIT = auto()
+    END = auto()  # end the ranks: there will be no next group
+    REFUSE = auto()  # tell the ranks that wait for the next group that there is none
+    KILL_JOINING = auto()  # no group is left that they could join
+    REPORT_LOSS = auto()  # to the other nodes
+    REQUEST_JOIN = auto()  # from the other nodes
+    SEND_LOSS = auto()  # to the ranks, which leave their group at once
+    REQUEST_REGROUP = auto()  # of the ranks, which leave their group after the current step
+    VOTE = auto()  # on the next group
+
+
+@dataclass(frozen=True)
+class View:
+    """What the launcher of one node sees at one moment.
+
+    Attributes:
+        training: The ranks of this node that live and are not joining.
+        joining: The ranks of this node that have not joined a group yet.
+        waiting: The ranks of this node that are in no group, and wait for the next one.
+        has_failed: A rank of this node has failed since the last group was formed.
+        is_refused: There is no next group.
+        loss_reported: A node has lost a rank since the last group was formed.
+        join_requested: A node has ranks that wait to join.
+        loss_sent: The ranks here know of the loss.
+        regroup_requested: The ranks here know that others wait to join.
+        ranks_finished: Ranks have finished the training.
+    """
+
+    training: Set[int] = frozenset()
+    joining: Set[int] = frozenset()
+    waiting: Set[int] = frozenset()
+    has_failed: bool = False
+    is_refused: bool = False
+    loss_reported: bool = False
+    join_requested: bool = False
+    loss_sent: bool = False
+    regroup_requested: bool = False
+    ranks_finished: bool = False
+
+
+def decide(view: View) -> Action:
+    """Return the next action; after all but WAIT, END and VOTE there is another one at once."""
+    if view.is_refused:
+        if view.waiting:
+            return Action.REFUSE
+        return Action.WAIT if view.training else Action.END
+    if view.ranks_finished and not view.training and not view.has_failed:
+        return Action.KILL_JOINING if view.joining else Action.WAIT
+    return _decide_on_notice(view) or _decide_on_vote(view)
+
+
+def _decide_on_notice(view: View) -> Action | None:
+    """Return what to tell other nodes or the ranks here, if anything."""
+    has_left = bool(view.training & view.waiting)
+    has_lost = view.has_failed or (has_left and not view.join_requested)
+    if has_lost and not view.loss_reported:
+        return Action.REPORT_LOSS
+    if view.joining & view.waiting and not view.join_requested:
+        return Action.REQUEST_JOIN
+    if view.loss_reported and not view.loss_sent:
+        return Action.SEND_LOSS
+    if view.join_requested and not view.regroup_requested:
+        return Action.REQUEST_REGROUP
+    return None
+
+
+def _decide_on_vote(view: View) -> Action:
+    needs_new_group = view.loss_reported or view.join_requested
+    return Action.VOTE if needs_new_group and view.training <= view.waiting else Action.WAIT
+
+
+class FailureAction(Enum):
+    """What in-place recovery does when a rank has failed."""
+
+    IGNORE = auto()  # the others continue without it already
+    ABANDON = auto()  # it was to join
+    RECOVER = auto()  # the other ranks form a new group
+    REFUSE = auto()  # all ranks end, on other nodes too
+    END = auto()  # all ranks of this node end
+
+
+@dataclass(frozen=True)
+class FailureView:
+    """What the launcher of one node sees when a rank has failed.
+
+    Attributes:
+        rank: The rank.
+        alive: The other ranks of this node that live.
+        joining: The ranks of this node that have not joined a group yet.
+        grouped: The ranks of this node that have been in a group.
+        abandoned: The ranks that the others continue without.
+        is_refused: There is no next group.
+        has_lost_state: The rank found that nobody has the state of the training.
+        affects_all_ranks: The rank's error is one of all ranks.
+        peers_train: Other nodes have ranks that may continue the training.
+    """
+
+    rank: int
+    alive: Set[int] = frozenset()
+    joining: Set[int] = frozenset()
+    grouped: Set[int] = frozenset()
+    abandoned: Set[int] = frozenset()
+    is_refused: bool = False
+    has_lost_state: bool = False
+    affects_all_ranks: bool = False
+    peers_train: bool = False
+
+
+def decide_on_failure(view: FailureView) -> FailureAction:
+    """Return whether, and how, the other ranks continue without a rank that has failed."""
+    if view.rank in view.abandoned:
+        return FailureAction.IGNORE
+    if view.rank in view.joining and not view.is_refused:
+        return FailureAction.ABANDON
+    if view.has_lost_state:
+        return FailureAction.REFUSE
+    if view.is_refused or view.affects_all_ranks:
+        return FailureAction.END
+    is_training = view.peers_train or not view.alive <= view.joining
+    # A rank that waits for its first group reads no notification until the wait times out.
+    can_be_notified = view.grouped >= {view.rank, *view.alive} - view.joining
+    return FailureAction.RECOVER if is_training and can_be_notified else FailureAction.END
+
+
+class EndAction(Enum):
+    """What the launcher does when an attempt has ended with a failure."""
+
+    STOP = auto()  # a rank was ended by the signal that asked it to stop
+    FAIL = auto()  # a restart would be in vain, or the ranks were asked to stop
+    SHRINK = auto()  # restart all ranks but one
+    RESTART = auto()
+    GIVE_UP = auto()  # no restart is left
+
+
+@dataclass(frozen=True)
+class EndView:
+    """What the launcher of one node sees when an attempt has ended with a failure.
+
+    Attributes:
+        failure: How the attempt has ended.
+        is_stopping: The ranks were asked to stop.
+        is_permanent: A restart would fail in the same way.
+        may_shrink: The same rank failed a short time ago, and fewer ranks are enough.
+        restarts_left: Restarts that --max-restarts still allows.
+    """
+
+    failure: Failure
+    is_stopping: bool = False
+    is_permanent: bool = False
+    may_shrink: bool = False
+    restarts_left: int = 0
+
+
+def decide_on_end(view: EndView) -> EndAction:
+    """Return what to do after an attempt that has ended with a failure."""
+    failure = view.failure
+    if view.is_stopping:
+        was_killed = isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
+        return EndAction.STOP if was_killed else EndAction.FAIL
+    if view.is_permanent:
+        return EndAction.FAIL
+    if view.may_shrink:
+        return EndAction.SHRINK
+    return EndAction.RESTART if view.restarts_left else EndAction.GIVE_UP
