@@ -12,12 +12,12 @@ import pytest
 
 from stepladder.launcher.local.outcome import Failure, Killed, Stalled
 from stepladder.launcher.local.recovery_policy import (
-    Action,
     EndAction,
     EndView,
     FailureAction,
     FailureView,
-    View,
+    RecoveryAction,
+    RecoveryView,
     decide,
     decide_on_end,
     decide_on_failure,
@@ -31,67 +31,79 @@ ASKED: dict[str, Any] = {**JOIN, "join_requested": True, "regroup_requested": Tr
 REFUSED: dict[str, Any] = {"training": {0, 1}, "is_refused": True}
 DONE: dict[str, Any] = {"ranks_finished": True}
 
-STEPS: list[tuple[str, dict[str, Any], Action]] = [
-    ("at work", TRAINING, Action.WAIT),
-    ("a rank fails", {**TRAINING, "has_failed": True}, Action.REPORT_LOSS),
-    ("a rank has left a broken group", {**TRAINING, "waiting": {1}}, Action.REPORT_LOSS),
-    ("the other nodes know of a loss", LOST, Action.SEND_LOSS),
-    ("the ranks here know of it", SENT, Action.WAIT),
-    ("one of them has left its group", {**SENT, "waiting": {1}}, Action.WAIT),
-    ("all of them have", {**SENT, "waiting": {0, 1}}, Action.VOTE),
-    ("a node without ranks votes too", {**SENT, "training": set()}, Action.VOTE),
-    ("a replacement starts", {**TRAINING, "joining": {2}}, Action.WAIT),
-    ("it is ready", JOIN, Action.REQUEST_JOIN),
-    ("the other nodes know of it", {**JOIN, "join_requested": True}, Action.REQUEST_REGROUP),
-    ("the ranks finish their step", ASKED, Action.WAIT),
-    ("one has left its group for it", {**ASKED, "waiting": {1, 2}}, Action.WAIT),
-    ("all have", {**ASKED, "waiting": {0, 1, 2}}, Action.VOTE),
-    ("a rank fails meanwhile", {**ASKED, "has_failed": True}, Action.REPORT_LOSS),
-    ("... and the ranks know of it", {**ASKED, **SENT, "waiting": {0, 1, 2}}, Action.VOTE),
-    ("a node joins", {**TRAINING, "join_requested": True}, Action.REQUEST_REGROUP),
-    ("another node has lost a rank", {**TRAINING, "loss_reported": True}, Action.SEND_LOSS),
-    ("there is no next group", REFUSED, Action.WAIT),
-    ("... and ranks wait for it", {**REFUSED, "waiting": {0}}, Action.REFUSE),
-    ("... and no rank trains", {"is_refused": True}, Action.END),
-    ("... and a rank was to join", {"is_refused": True, "joining": {2}}, Action.END),
-    ("... and it waits", {"is_refused": True, "joining": {2}, "waiting": {2}}, Action.REFUSE),
-    ("all have finished", DONE, Action.WAIT),
-    ("... and a rank was to join", {**DONE, "joining": {2}}, Action.KILL_JOINING),
-    ("... and it waits", {**DONE, "joining": {2}, "waiting": {2}}, Action.KILL_JOINING),
-    ("one has finished, one trains", {**DONE, "training": {1}}, Action.WAIT),
-    ("one has finished, the last has failed", {**DONE, "has_failed": True}, Action.REPORT_LOSS),
+STEPS: list[tuple[str, dict[str, Any], RecoveryAction]] = [
+    ("at work", TRAINING, RecoveryAction.WAIT),
+    ("a rank fails", {**TRAINING, "has_failed": True}, RecoveryAction.REPORT_LOSS),
+    ("a rank has left a broken group", {**TRAINING, "waiting": {1}}, RecoveryAction.REPORT_LOSS),
+    ("the other nodes know of a loss", LOST, RecoveryAction.SEND_LOSS),
+    ("the ranks here know of it", SENT, RecoveryAction.WAIT),
+    ("one of them has left its group", {**SENT, "waiting": {1}}, RecoveryAction.WAIT),
+    ("all of them have", {**SENT, "waiting": {0, 1}}, RecoveryAction.VOTE),
+    ("a node without ranks votes too", {**SENT, "training": set()}, RecoveryAction.VOTE),
+    ("a replacement starts", {**TRAINING, "joining": {2}}, RecoveryAction.WAIT),
+    ("it is ready", JOIN, RecoveryAction.REQUEST_JOIN),
+    (
+        "the other nodes know of it",
+        {**JOIN, "join_requested": True},
+        RecoveryAction.REQUEST_REGROUP,
+    ),
+    ("the ranks finish their step", ASKED, RecoveryAction.WAIT),
+    ("one has left its group for it", {**ASKED, "waiting": {1, 2}}, RecoveryAction.WAIT),
+    ("all have", {**ASKED, "waiting": {0, 1, 2}}, RecoveryAction.VOTE),
+    ("a rank fails meanwhile", {**ASKED, "has_failed": True}, RecoveryAction.REPORT_LOSS),
+    ("... and the ranks know of it", {**ASKED, **SENT, "waiting": {0, 1, 2}}, RecoveryAction.VOTE),
+    ("a node joins", {**TRAINING, "join_requested": True}, RecoveryAction.REQUEST_REGROUP),
+    ("another node has lost a rank", {**TRAINING, "loss_reported": True}, RecoveryAction.SEND_LOSS),
+    ("there is no next group", REFUSED, RecoveryAction.WAIT),
+    ("... and ranks wait for it", {**REFUSED, "waiting": {0}}, RecoveryAction.REFUSE),
+    ("... and no rank trains", {"is_refused": True}, RecoveryAction.END),
+    ("... and a rank was to join", {"is_refused": True, "joining": {2}}, RecoveryAction.END),
+    (
+        "... and it waits",
+        {"is_refused": True, "joining": {2}, "waiting": {2}},
+        RecoveryAction.REFUSE,
+    ),
+    ("all have finished", DONE, RecoveryAction.WAIT),
+    ("... and a rank was to join", {**DONE, "joining": {2}}, RecoveryAction.KILL_JOINING),
+    ("... and it waits", {**DONE, "joining": {2}, "waiting": {2}}, RecoveryAction.KILL_JOINING),
+    ("one has finished, one trains", {**DONE, "training": {1}}, RecoveryAction.WAIT),
+    (
+        "one has finished, the last has failed",
+        {**DONE, "has_failed": True},
+        RecoveryAction.REPORT_LOSS,
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("fields", "action"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS]
 )
-def test_the_next_step_of_a_recovery(fields: dict[str, Any], action: Action) -> None:
-    assert decide(View(**fields)) is action
+def test_the_next_step_of_a_recovery(fields: dict[str, Any], action: RecoveryAction) -> None:
+    assert decide(RecoveryView(**fields)) is action
 
 
 def test_whatever_a_launcher_sees() -> None:
     """What holds in each of the 18,432 cases with two ranks that train and one that joins."""
-    names = list(View.__dataclass_fields__)
+    names = list(RecoveryView.__dataclass_fields__)
     ranks: list[list[set[int]]] = [[set(), {0}, {0, 1}], [set(), {2}]]
     waiting: list[set[int]] = [
         set(numbers) for size in range(4) for numbers in itertools.combinations((0, 1, 2), size)
     ]
     flags = itertools.product([False, True], repeat=len(names) - 3)
     for values in itertools.product(*ranks, waiting, flags):
-        view = View(*values[:3], *values[3])  # type: ignore[misc, arg-type]
+        view = RecoveryView(*values[:3], *values[3])  # type: ignore[misc, arg-type]
         action = decide(view)
-        if action is Action.VOTE:
+        if action is RecoveryAction.VOTE:
             assert view.training <= view.waiting, "a rank in a group needs no other one"
             assert view.loss_reported or view.join_requested
-        if action in (Action.SEND_LOSS, Action.REQUEST_REGROUP):
+        if action in (RecoveryAction.SEND_LOSS, RecoveryAction.REQUEST_REGROUP):
             assert not view.is_refused, "the ranks are told of no group that does not come"
         if view.is_refused:
-            assert action in (Action.REFUSE, Action.WAIT, Action.END)
-            assert (action is Action.REFUSE) == bool(view.waiting), "nobody waits in vain"
-        if action is Action.END:
+            assert action in (RecoveryAction.REFUSE, RecoveryAction.WAIT, RecoveryAction.END)
+            assert (action is RecoveryAction.REFUSE) == bool(view.waiting), "nobody waits in vain"
+        if action is RecoveryAction.END:
             assert not view.training, "ranks that train are not ended"
-        if action is Action.KILL_JOINING:
+        if action is RecoveryAction.KILL_JOINING:
             assert not view.training and not view.has_failed
 
 

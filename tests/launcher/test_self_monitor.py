@@ -16,7 +16,8 @@ from torch.distributed import HashStore
 from processes import JOBS, run, started, wait_until
 from stepladder.core.address import find_free_port
 from stepladder.core.world import World
-from stepladder.launcher.nodes.self_monitor import SelfMonitor, StoreBoard
+from stepladder.launcher.nodes.self_monitor import SelfMonitor
+from stepladder.launcher.nodes.signed_board import SignedBoard
 from tasks import RANKS, said_by, tasks
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +49,7 @@ def test_a_rank_that_goes_on_says_no_more_that_it_has_waited(
     watch.meter.poll(watch.pid)
     ranks_here = watch._inspect_ranks()
     watch.meter.context_switches = (-2, -2) if goes_on else watch._reported_switches
-    watch._print_explanation(StoreBoard(HashStore()), [*ranks_here])
+    watch._print_explanation(SignedBoard(HashStore(), "watch", ""), [*ranks_here])
     assert ("other ranks have waited" in capsys.readouterr().err) == (not goes_on)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from stepladder.core.address import format_endpoint
 from stepladder.core.errors import InputError, as_input_error
@@ -161,6 +162,14 @@ class World:
     def num_nodes(self) -> int:
         """The number of machines, the last one possibly with fewer ranks."""
         return -(-self.world_size // self.ranks_per_node)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port at which the ranks connect."""
+        if self.init_method == "env://":
+            return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        url = urlsplit(self.init_method)
+        return url.hostname or "", url.port or 0
 
     def describe(self) -> str:
         """Return one line for the start-up text."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from stepladder.core.address import can_bind, parse_endpoint, validate_interface
+from stepladder.core.address import can_bind, validate_interface
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT, read_env_number
@@ -175,7 +175,7 @@ def exec_rank(
     """
     if world.is_first:
         print_message(world.describe())
-    host, port = parse_endpoint(world.init_method.removeprefix("tcp://"))
+    host, port = world.endpoint
     os.environ |= {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.world_size),

@@ -183,7 +183,7 @@ class RemoteAgents:
             os.close(writer)
             is_raw = number == 1 and self.raw_stdout
             prefix = b"" if is_raw else f"[{host.name}] ".encode()
-            self.output.streams[reader] = Stream(prefix, number, None)
+            self.output.streams[reader] = Stream(prefix, number)
 
     def _handle_stop_signal(self, number: int, *_: object) -> None:
         if self.stop_signal:  # the second signal ends the agents now

@@ -17,7 +17,7 @@ from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.mismatch import find_mismatch
 from stepladder.launcher.diagnose.rank_status import RankStatus
-from stepladder.launcher.local.consensus import Consensus, SingleNode
+from stepladder.launcher.local.consensus import Consensus
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.in_place_recovery import GroupActions, InPlaceRecovery, RecoveryState
 from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S, Limits, Monitor
@@ -106,7 +106,7 @@ class AttemptSpec:
     ranks: Sequence[int] = ()
     variables: dict[str, str] = field(default_factory=dict)
     joins: bool = False
-    consensus: Consensus = field(default_factory=SingleNode)
+    consensus: Consensus = field(default_factory=Consensus)
     min_ranks: int | None = None
 
     @property

@@ -1,7 +1,7 @@
 """The agreement of all nodes on the next group of ranks after a loss.
 
 A node casts its vote when none of its ranks is in a group. The votes of all living nodes determine
-the next group, or that there is none. `SingleNode` decides alone; several nodes agree through a
+the next group, or that there is none. A single node decides alone; several nodes agree through a
 store that they share (nodes/store_consensus.py).
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from stepladder.rank.membership import GROUP_BROKEN, GROUP_LATE, Membership
 
@@ -112,45 +111,47 @@ def _would_break_again(votes: Collection[NodeVote]) -> bool:
     return GROUP_BROKEN.decode() in reasons and GROUP_LATE.decode() not in reasons
 
 
-class Consensus(Protocol):
-    """What a node knows of the other nodes while ranks are lost or join."""
+class Consensus:
+    """What a node knows of the other nodes while ranks are lost or join: here, that it is alone.
 
-    @property
-    def node(self) -> int:
-        """The number of this node."""
+    Attributes:
+        node: The number of this node.
+        group_number: The number of the next group, from 1.
+        loss_reported: A node has lost a rank since the last group.
+        join_requested: A node has ranks that wait to join.
+    """
 
-    @property
-    def group_number(self) -> int:
-        """The number of the next group, from 1."""
-
-    @property
-    def loss_reported(self) -> bool:
-        """Whether a node has lost a rank since the last group."""
-
-    @property
-    def join_requested(self) -> bool:
-        """Whether a node has ranks that wait to join."""
+    def __init__(self, node: int = 0, group_number: int = 1) -> None:
+        self.node = node
+        self.group_number = group_number
+        self.loss_reported = False
+        self.join_requested = False
 
     @property
     def peers_train(self) -> bool:
         """Whether other nodes have ranks that may continue the training."""
+        return False
 
     @property
     def ranks_finished(self) -> bool:
         """Whether ranks have finished the training."""
+        return True
 
     @property
     def address(self) -> str:
         """The address on this node where ranks of several nodes can meet."""
+        return ""
 
     def poll(self) -> None:
         """Read what the other nodes have reported."""
 
     def report_loss(self) -> None:
         """Report to all nodes that a rank of this node was lost."""
+        self.loss_reported = True
 
     def request_join(self) -> None:
         """Report to all nodes that a rank of this node waits to join."""
+        self.join_requested = True
 
     def new_rank(self, max_rank: int) -> int:
         """Return a number for a new rank, which no rank of any node has had.
@@ -158,6 +159,7 @@ class Consensus(Protocol):
         Args:
             max_rank: The largest number of a rank of this node.
         """
+        return max_rank + 1
 
     def vote(self, vote: NodeVote) -> Quorum | None:
         """Cast or change the vote of this node.
@@ -165,36 +167,11 @@ class Consensus(Protocol):
         Returns:
             The result; None while votes of other nodes are missing.
         """
-
-
-class SingleNode:
-    """The consensus of a launch on one node."""
-
-    peers_train = False
-    ranks_finished = True
-    address = ""
-
-    def __init__(self) -> None:
-        self.node = 0
-        self.group_number = 1
-        self.loss_reported = False
-        self.join_requested = False
-
-    def poll(self) -> None:
-        """Do nothing: there are no other nodes."""
-
-    def report_loss(self) -> None:
-        self.loss_reported = True
-
-    def request_join(self) -> None:
-        self.join_requested = True
-
-    def new_rank(self, max_rank: int) -> int:
-        return max_rank + 1
-
-    def vote(self, vote: NodeVote) -> Quorum | None:
         quorum = form_quorum(self.group_number, {self.node: vote})
+        self._begin_next_group()
+        return quorum
+
+    def _begin_next_group(self) -> None:
         self.group_number += 1
         self.loss_reported = False
         self.join_requested = False
-        return quorum

@@ -23,10 +23,10 @@ from stepladder.launcher.local.consensus import Consensus, NodeVote, Quorum
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.recovery_policy import (
-    Action,
     FailureAction,
     FailureView,
-    View,
+    RecoveryAction,
+    RecoveryView,
     decide,
     decide_on_failure,
 )
@@ -232,15 +232,15 @@ class InPlaceRecovery:
         while True:
             view = self._make_view(alive - self.joining.keys())
             action = decide(view)
-            if action is Action.VOTE:
+            if action is RecoveryAction.VOTE:
                 return self._vote(view)
-            if action in (Action.WAIT, Action.END):
-                return action is Action.WAIT
+            if action in (RecoveryAction.WAIT, RecoveryAction.END):
+                return action is RecoveryAction.WAIT
             self._carry_out(action, view)
 
-    def _make_view(self, training: Set[int]) -> View:
+    def _make_view(self, training: Set[int]) -> RecoveryView:
         consensus = self._consensus
-        return View(
+        return RecoveryView(
             training,
             self.joining.keys(),
             self._leave_reasons.keys(),
@@ -258,25 +258,25 @@ class InPlaceRecovery:
     def _is_refused(self) -> bool:
         return self.state is RecoveryState.REFUSED
 
-    def _carry_out(self, action: Action, view: View) -> None:
+    def _carry_out(self, action: RecoveryAction, view: RecoveryView) -> None:
         consensus = self._consensus
         match action:
-            case Action.REFUSE:
+            case RecoveryAction.REFUSE:
                 self._refuse_waiting_ranks()
-            case Action.KILL_JOINING:
+            case RecoveryAction.KILL_JOINING:
                 for member in self.joining.values():
                     member.process.kill()
                 self.abandoned |= self.joining.keys()
                 self.joining.clear()
-            case Action.REPORT_LOSS:
+            case RecoveryAction.REPORT_LOSS:
                 consensus.report_loss()
-            case Action.REQUEST_JOIN:
+            case RecoveryAction.REQUEST_JOIN:
                 consensus.request_join()
-            case Action.SEND_LOSS:
+            case RecoveryAction.SEND_LOSS:
                 self._loss_sent_for = consensus.group_number
                 for channel in self._channels.values():
                     send_loss(channel)
-            case Action.REQUEST_REGROUP:
+            case RecoveryAction.REQUEST_REGROUP:
                 self._regroup_requested_for = consensus.group_number
                 for rank in view.training - view.waiting:
                     self._actions.request_regroup(rank)
@@ -285,7 +285,7 @@ class InPlaceRecovery:
         for rank in list(self._leave_reasons):
             self._reply(rank, None)
 
-    def _vote(self, view: View) -> bool:
+    def _vote(self, view: RecoveryView) -> bool:
         """Vote on the next group, and form it once all nodes have voted. Returns as `poll` does."""
         failures = [member.determine_failure() for member in self.failed]
         quorum = self._consensus.vote(self._make_vote(failures, len(view.training)))

@@ -21,7 +21,7 @@ from stepladder.core.machine_limits import validate_fork_server, validate_open_f
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.attempt import AttemptSpec, GroupAttempt, GroupContext, StopRequest
-from stepladder.launcher.local.consensus import Consensus, SingleNode
+from stepladder.launcher.local.consensus import Consensus
 from stepladder.launcher.local.fork_server_watch import ForkServerWatch
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits, Monitor
@@ -162,7 +162,7 @@ class LocalGroup:
                 ranks,
                 variables,
                 joins,
-                consensus or SingleNode(),
+                consensus or Consensus(),
             )
         )
 

@@ -7,8 +7,9 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from stepladder.core.console import clear_bar, draw_bar, print_message
 from stepladder.core.errors import as_input_error
@@ -22,40 +23,44 @@ STDOUT = 1
 STDERR = 2
 
 
-class RankLogFile:
-    """The log file of one rank. A full disk ends the log, never the rank.
+class LogFolder:
+    """The folder of the ranks' log files. A full disk ends the logs, never the ranks.
 
     Args:
-        path: The path of the file.
+        path: The path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
-        self._folder = path.parent
-        self._file = os.fdopen(
-            open_without_links(path, APPEND_FLAGS),
-            "ab",
-            buffering=0,
-        )
+        self.path = path
         self._has_failed = False
 
-    def write(self, data: bytes) -> None:
-        """Add data to the file."""
+    def append(self, name: str, data: bytes) -> None:
+        """Add data to a log file."""
         if self._has_failed:
             return
         try:
-            self._file.write(data)
+            self.path.mkdir(exist_ok=True)
+            # It is opened each time: the close sends the data to the server of a network file
+            # system, where others follow the file.
+            with self._open(name) as log:
+                log.write(data)
         except OSError as error:
             self._has_failed = True
-            say_log_failed(self._folder, error)
+            print_message(f"the ranks' output is no longer logged: {self.path}: {error.strerror}")
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def create(self, name: str) -> None:
+        """Create an empty log file, and the folder.
 
+        Raises:
+            InputError: It cannot be created.
+        """
+        hint = "--log-dir DIR in a place you can write to"
+        with as_input_error(f"--log-dir {self.path} cannot be written", hint):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._open(name).close()
 
-def say_log_failed(folder: Path, error: OSError) -> None:
-    """Tell the user that the output of the ranks is lost from now on."""
-    print_message(f"the ranks' output is no longer logged: {folder}: {error.strerror}")
+    def _open(self, name: str) -> BinaryIO:
+        return os.fdopen(open_without_links(self.path / name, APPEND_FLAGS), "ab")
 
 
 class Stream:
@@ -64,14 +69,14 @@ class Stream:
     Args:
         prefix: What each line is shown after.
         target: STDOUT or STDERR, where the lines are shown; 0 to hide them.
-        log: The file that gets the lines, if there is one.
+        log: Is called with the lines too.
     """
 
     def __init__(
         self,
         prefix: bytes,
         target: int,
-        log: RankLogFile | None = None,
+        log: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self._prefix = prefix
         self._target = target
@@ -99,16 +104,10 @@ class Stream:
         """Show what remains when there will be no more data."""
         self._show(self._screen.end())
 
-    def close(self) -> None:
-        """Close the log file."""
-        if self._log is not None:
-            self._log.close()
-
     def _show(self, lines: list[bytes]) -> None:
         if not lines:
             return
-        if self._log is not None:
-            self._log.write(b"".join(lines))
+        self._log(b"".join(lines))
         if self._target:
             write_to_own_stream(self._target, b"".join(self._prefix + line for line in lines))
 
@@ -144,7 +143,7 @@ class Output:
     ) -> None:
         self.streams: dict[int, Stream] = {}
         self._prefixed = prefixed
-        self._log_dir = log_dir
+        self._logs = None if log_dir is None else LogFolder(log_dir)
         self._shown = shown
 
     @contextmanager
@@ -177,15 +176,15 @@ class Output:
         rank: int,
         local_rank: int,
     ) -> Sequence[OpenFile]:
-        if not self._prefixed and self._log_dir is None:
+        if not self._prefixed and self._logs is None:
             return ()
-        log = _open_log(self._log_dir / f"{name}.log") if self._log_dir is not None else None
+        targets = [number if self._shown(local_rank, number) else 0 for number in (STDOUT, STDERR)]
         prefix = f"[rank {rank}] ".encode() if self._prefixed else b""
-        pipes = []
-        for number in (STDOUT, STDERR):
-            target = number if self._shown(local_rank, number) else 0
-            pipes.append(self._make_pipe(Stream(prefix, target, log)))
-        return pipes
+        if self._logs is None:
+            return [self._make_pipe(Stream(prefix, target)) for target in targets]
+        self._logs.create(f"{name}.log")
+        log = partial(self._logs.append, f"{name}.log")
+        return [self._make_pipe(Stream(prefix, target, log)) for target in targets]
 
     def _make_pipe(self, stream: Stream) -> OpenFile:
         """Return the end of a new pipe into which a rank prints."""
@@ -232,7 +231,6 @@ class Output:
         self.drain()
         for reader, stream in self.streams.items():
             stream.end()
-            stream.close()
             os.close(reader)
         self.streams.clear()
 
@@ -250,15 +248,6 @@ class Output:
         self.end_attempt()
 
 
-def _open_log(path: Path) -> RankLogFile:
-    folder = path.parent
-    with as_input_error(
-        f"--log-dir {folder} cannot be written", "--log-dir DIR in a place you can write to"
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        return RankLogFile(path)
-
-
 class LogFiles(Output):
     """The first rank prints to the launcher's own streams, the others into the run directory.
 
@@ -272,9 +261,8 @@ class LogFiles(Output):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder = LogFolder(folder)
         self._has_begun = False
-        self._has_failed = False
         self._pending: list[tuple[str, bytes]] = []  # names of files, and data for them
 
     def _make_pipes(
@@ -285,14 +273,14 @@ class LogFiles(Output):
     ) -> Sequence[OpenFile]:
         if rank == 0:
             return ()
-        pipe = self._make_pipe(_RawStream(f"{name}.log", self._add))
+        pipe = self._make_pipe(RawStream(partial(self.append, f"{name}.log")))
         return pipe, pipe  # one pipe for both streams preserves their order
 
     def begin(self) -> None:
         """Write what was held in memory: the ranks have opened the run directory."""
         self._has_begun = True
         for name, data in self._pending:
-            self.append(name, data)
+            self._folder.append(name, data)
         self._pending.clear()
 
     def discard(self) -> None:
@@ -302,45 +290,25 @@ class LogFiles(Output):
     def close(self) -> None:
         """Write what was held in memory, if there is a run directory."""
         self.end_attempt()
-        if self._pending and self._folder.parent.is_dir():
+        if self._pending and self._folder.path.parent.is_dir():
             self.begin()
 
-    def _add(self, name: str, data: bytes) -> None:
-        if self._has_begun:
-            self.append(name, data)
-        else:
-            self._pending.append((name, data))
-
     def append(self, name: str, data: bytes) -> None:
-        """Add data to a log file. A full disk ends the log, never the ranks."""
-        if self._has_failed:
-            return
-        try:
-            self._folder.mkdir(exist_ok=True)
-            # It is opened each time: the close sends the data to the server of a network file
-            # system, where others follow the file.
-            with os.fdopen(open_without_links(self._folder / name, APPEND_FLAGS), "ab") as log:
-                log.write(data)
-        except OSError as error:
-            self._has_failed = True
-            say_log_failed(self._folder, error)
+        """Add data to a log file, once the ranks have opened the run directory."""
+        self._pending.append((name, data))
+        if self._has_begun:
+            self.begin()
 
 
-class _RawStream(Stream):
+class RawStream(Stream):
     """The bytes that come through one pipe, which are written to a log file unchanged."""
 
-    def __init__(
-        self,
-        name: str,
-        add: Callable[[str, bytes], None],
-    ) -> None:
-        super().__init__(b"", 0)
-        self._name = name
-        self._add = add
+    def __init__(self, log: Callable[[bytes], None]) -> None:
+        super().__init__(b"", 0, log)
 
     def feed(self, data: bytes) -> None:
         """Add the data to the log file."""
-        self._add(self._name, data)
+        self._log(data)
 
 
 def poll_readable(streams: Iterable[int], seconds: float) -> list[int]:

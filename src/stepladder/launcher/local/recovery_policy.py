@@ -17,7 +17,7 @@ from stepladder.launcher.local.outcome import Failure, Killed
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # a closed terminal sends SIGHUP to its group
 
 
-class Action(Enum):
+class RecoveryAction(Enum):
     """What in-place recovery does next."""
 
     WAIT = auto()
@@ -32,7 +32,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class View:
+class RecoveryView:
     """What the launcher of one node sees at one moment.
 
     Attributes:
@@ -60,35 +60,39 @@ class View:
     ranks_finished: bool = False
 
 
-def decide(view: View) -> Action:
+def decide(view: RecoveryView) -> RecoveryAction:
     """Return the next action; after all but WAIT, END and VOTE there is another one at once."""
     if view.is_refused:
         if view.waiting:
-            return Action.REFUSE
-        return Action.WAIT if view.training else Action.END
+            return RecoveryAction.REFUSE
+        return RecoveryAction.WAIT if view.training else RecoveryAction.END
     if view.ranks_finished and not view.training and not view.has_failed:
-        return Action.KILL_JOINING if view.joining else Action.WAIT
+        return RecoveryAction.KILL_JOINING if view.joining else RecoveryAction.WAIT
     return _decide_on_notice(view) or _decide_on_vote(view)
 
 
-def _decide_on_notice(view: View) -> Action | None:
+def _decide_on_notice(view: RecoveryView) -> RecoveryAction | None:
     """Return what to tell other nodes or the ranks here, if anything."""
     has_left = bool(view.training & view.waiting)
     has_lost = view.has_failed or (has_left and not view.join_requested)
     if has_lost and not view.loss_reported:
-        return Action.REPORT_LOSS
+        return RecoveryAction.REPORT_LOSS
     if view.joining & view.waiting and not view.join_requested:
-        return Action.REQUEST_JOIN
+        return RecoveryAction.REQUEST_JOIN
     if view.loss_reported and not view.loss_sent:
-        return Action.SEND_LOSS
+        return RecoveryAction.SEND_LOSS
     if view.join_requested and not view.regroup_requested:
-        return Action.REQUEST_REGROUP
+        return RecoveryAction.REQUEST_REGROUP
     return None
 
 
-def _decide_on_vote(view: View) -> Action:
+def _decide_on_vote(view: RecoveryView) -> RecoveryAction:
     needs_new_group = view.loss_reported or view.join_requested
-    return Action.VOTE if needs_new_group and view.training <= view.waiting else Action.WAIT
+    return (
+        RecoveryAction.VOTE
+        if needs_new_group and view.training <= view.waiting
+        else RecoveryAction.WAIT
+    )
 
 
 class FailureAction(Enum):

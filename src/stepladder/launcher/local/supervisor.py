@@ -36,49 +36,51 @@ def run_local(
 
     Raises:
         InputError: A rank has found bad input.
-        AssertionError: The loop over attempts has ended, which it never does.
     """
     min_nproc = min_nproc or nproc
     min_ranks = None if min_nproc == nproc else min_nproc
     policy = group.restart_policy
     restarts = 0
+    attempts = itertools.count()
     with handle_signals(group):
-        for attempt in itertools.count():
-            outcome = group.run(nproc, attempt, min_ranks)
+        while True:
+            outcome = group.run(nproc, next(attempts), min_ranks)
             if isinstance(outcome, Success):
                 return outcome.code
             if isinstance(outcome, BadInput):
                 _discard_output(group, outcome)
                 raise outcome.input_error
-            view = EndView(
-                outcome,
-                is_stopping=bool(group.stop_signal),
-                is_permanent=policy.is_permanent(outcome),
-                may_shrink=nproc > min_nproc and policy.is_repeated_failure(outcome.rank),
-                restarts_left=max_restarts - restarts,
-            )
-            action = decide_on_end(view)
+            may_shrink = nproc > min_nproc and policy.is_repeated_failure(outcome.rank)
+            restarts_left = max_restarts - restarts
+            action = decide_on_end(_make_view(group, outcome, may_shrink, restarts_left))
             if action is EndAction.STOP:
                 return STOPPED
             policy.record_failure(outcome)
-            if action is EndAction.FAIL:
+            if action is EndAction.GIVE_UP and max_restarts:
+                hint = f"HINT: --max-restarts {2 * max_restarts}"
+                print_message(f"given up after {max_restarts} restarts. {hint}")
+            if action in (EndAction.FAIL, EndAction.GIVE_UP):
                 return record_failed_end(outcome, group.stop_signal)
             if action is EndAction.SHRINK:
                 nproc -= 1
                 restarts = 0
                 twice = f"rank {outcome.rank} failed twice within a minute"
                 print_message(f"{twice}: continuing with {nproc} ranks")
-            elif action is EndAction.RESTART:
-                restarts += 1
-                start = " from the last snapshot" if policy.has_steps else ""
-                count = f"{restarts} of {max_restarts} restarts"
-                print_message(f"restarting all ranks{start} ({count})")
             else:
-                if max_restarts:
-                    hint = f"HINT: --max-restarts {2 * max_restarts}"
-                    print_message(f"given up after {max_restarts} restarts. {hint}")
-                return record_failed_end(outcome)
-    raise AssertionError("the number of attempts has no end")
+                restarts += 1
+                _report_restart(policy.has_steps, f"{restarts} of {max_restarts}")
+
+
+def _make_view(
+    group: LocalGroup, failure: Failure, may_shrink: bool, restarts_left: int
+) -> EndView:
+    is_permanent = group.restart_policy.is_permanent(failure)
+    return EndView(failure, bool(group.stop_signal), is_permanent, may_shrink, restarts_left)
+
+
+def _report_restart(has_steps: bool, count: str) -> None:
+    start = " from the last snapshot" if has_steps else ""
+    print_message(f"restarting all ranks{start} ({count} restarts)")
 
 
 def _discard_output(group: LocalGroup, refused: BadInput) -> None:

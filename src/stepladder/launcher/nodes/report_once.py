@@ -9,7 +9,6 @@ import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 from stepladder.core.address import resolve_host
 from stepladder.core.errors import InputError
@@ -43,11 +42,8 @@ def _open_store(world: World) -> Any:
     bind_store_to_loopback()
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-    endpoint = urlsplit(world.init_method)
-    host, port = endpoint.hostname, endpoint.port
-    if world.init_method == "env://":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if not host or port is None or not resolve_host(host):
+    host, port = world.endpoint
+    if not host or not port or not resolve_host(host):
         raise ValueError
     serves = world.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=REPORT_TIMEOUT_S)

@@ -20,10 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 from stepladder.core.console import print_message, write_text
 from stepladder.core.errors import make_readable
+from stepladder.core.signing import ForgedError
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.inquiry import Inquiry
@@ -31,6 +31,7 @@ from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.launcher.local.monitor import DEFAULT_EXPLAIN_AFTER_S, MONITOR_INTERVAL_S
 from stepladder.launcher.local.process_stats import IdleKind, IdleMeter, is_stopped
 from stepladder.launcher.nodes.local_node import SELF_MONITOR_THREAD_NAME
+from stepladder.launcher.nodes.signed_board import SignedBoard
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import LOCAL_SLOTS, PHASE, STEP, RankProgress
 from stepladder.rank.stacks import (
@@ -76,30 +77,6 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
     return monitor
 
 
-class StoreBoard:
-    """Values that ranks exchange in their store. They are text, and are never run."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    def write(self, key: str, text: str) -> None:
-        """Write a value."""
-        self.store.set(key, text)
-
-    def read(self, key: str) -> str:
-        """Return a value, and wait until there is one."""
-        return bytes(self.store.get(key)).decode()
-
-    def has(self, key: str) -> bool:
-        """Return whether there is a value."""
-        return bool(self.store.check([key]))
-
-    def write_if_absent(self, key: str, text: str) -> str:
-        """Write a value unless there is one, and return the value that is there then."""
-        self.store.compare_set(key, "", text)
-        return self.read(key)
-
-
 class SelfMonitor:
     """The monitor of one rank, in its own process.
 
@@ -128,7 +105,7 @@ class SelfMonitor:
         self.pid = os.getpid()
         self.host = socket.gethostname()
         self.meter = IdleMeter()
-        self.board: StoreBoard | None = None
+        self.board: SignedBoard | None = None
         self._polls_until_explained = explain_after / MONITOR_INTERVAL_S
         self._contact = json.dumps([self.host, self.pid, stack_file])
         # Context switches of this process when its wait was last reported.
@@ -151,11 +128,13 @@ class SelfMonitor:
 
     def run(self) -> None:
         """Poll until the process ends."""
-        with suppress(RuntimeError, OSError, ValueError):  # the store is gone, or holds rubbish
+        # The store is gone, or holds rubbish.
+        with suppress(RuntimeError, OSError, ValueError, ForgedError):
             store = self._open_store()
             if store is None:
                 return
-            board = StoreBoard(store)
+            # The ranks share no secret: what they exchange is text, and is never run.
+            board = SignedBoard(store, "stepladder/self-watch", "")
             self.board = board
             board.write(f"who-{self.world.rank}", self._contact)
             atexit.register(self._report_exit, board)
@@ -173,13 +152,9 @@ class SelfMonitor:
         An import of torch here would delay the main thread.
 
         Returns:
-            The store of the process group, which puts a prefix before the monitor's keys; None
-            if the process exits before there is one.
+            The store of the process group; None if the process exits before there is one.
         """
-        endpoint = urlsplit(self.world.init_method)
-        host, port = endpoint.hostname, endpoint.port
-        if self.world.init_method == "env://":
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = self.world.endpoint
         timeout = timedelta(seconds=STORE_READ_TIMEOUT_S)
         while not self._stopping.wait(MONITOR_INTERVAL_S):
             torch = sys.modules.get("torch.distributed")
@@ -187,8 +162,7 @@ class SelfMonitor:
                 continue
             with suppress(OSError):
                 socket.create_connection((host, port), STORE_CONNECT_TIMEOUT_S).close()
-                store = torch.TCPStore(host, port, None, False, timeout, False)
-                return torch.PrefixStore("stepladder/self-watch", store)
+                return torch.TCPStore(host, port, None, False, timeout, False)
         return None
 
     def _is_waiting(self) -> bool:
@@ -222,14 +196,14 @@ class SelfMonitor:
             self.world.rank, self.pid, ProcessState.RUNNING, progress, stacks, host=self.host
         )
 
-    def _report_exit(self, board: StoreBoard) -> None:
+    def _report_exit(self, board: SignedBoard) -> None:
         """Tell the other ranks that this one exits without an error.
 
         The first rank, which serves the store, gives the others time to read that.
         """
         if hasattr(sys, "last_value"):
             return
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ForgedError):
             board.write(f"left-{self.world.rank}", str(LOCAL_SLOTS[STEP]))
             if not self.world.is_first:
                 return
@@ -239,7 +213,7 @@ class SelfMonitor:
                     return
                 time.sleep(EXIT_NOTICE_POLL_INTERVAL_S)
 
-    def _find_exited(self, board: StoreBoard) -> list[int]:
+    def _find_exited(self, board: SignedBoard) -> list[int]:
         return [rank for rank in range(self.world.world_size) if board.has(f"left-{rank}")]
 
     def reports_early_exit(self, error: RankError) -> bool:
@@ -255,7 +229,7 @@ class SelfMonitor:
         """
         if self.board is None or not error.is_consequence:
             return False
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ForgedError):
             deadline = time.monotonic() + EXIT_NOTICE_TIMEOUT_S
             while time.monotonic() < deadline:
                 exited = self._find_exited(self.board)
@@ -267,7 +241,7 @@ class SelfMonitor:
 
     def _print_early_exit(
         self,
-        board: StoreBoard,
+        board: SignedBoard,
         error: RankError,
         exited: list[int],
     ) -> None:
@@ -288,7 +262,7 @@ class SelfMonitor:
 
     def _print_explanation(
         self,
-        board: StoreBoard,
+        board: SignedBoard,
         ranks: list[RankStatus],
     ) -> None:
         """Print why ranks wait.
@@ -311,7 +285,7 @@ class SelfMonitor:
 
     def _inspect_peer(
         self,
-        board: StoreBoard,
+        board: SignedBoard,
         rank: int,
     ) -> RankStatus:
         """Return the state of a rank that has not answered."""

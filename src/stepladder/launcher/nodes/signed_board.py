@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 from stepladder.core.signing import ForgedError, sign, verify
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class SignedBoard:

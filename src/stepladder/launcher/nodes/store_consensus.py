@@ -17,25 +17,22 @@ from torch.distributed import DistError
 from stepladder.core.address import find_free_port
 from stepladder.core.console import print_message
 from stepladder.core.typed_file import convert
-from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
+from stepladder.launcher.local.consensus import Consensus, NodeVote, Quorum, form_quorum
 from stepladder.launcher.nodes.liveness import LivenessConnections
 from stepladder.launcher.nodes.peers import ENDED_KEY, Peers
 
 IN_PLACE_SILENCE_S = 6.0  # without a node's heartbeat, until the others continue in place
 
 
-class StoreConsensus:
+class StoreConsensus(Consensus):
     """The consensus as one node takes part in it, for one start.
 
     Attributes:
         peers: The nodes of the start.
-        node: The index of this node.
+        board: The values of the start.
         min_nodes: The number of nodes that are enough to continue.
         liveness: Connections to the other agents.
         excluded: The other nodes continue without this one.
-        group_number: The number of the next group.
-        loss_reported: A rank was lost on some node.
-        join_requested: A rank of some node waits to join.
     """
 
     def __init__(
@@ -45,15 +42,12 @@ class StoreConsensus:
         liveness: LivenessConnections,
     ) -> None:
         self.peers = peers
-        self.node = peers.index
+        self.board = peers.board
+        super().__init__(peers.index, self._find_next_number())
         self.min_nodes = min_nodes
         self.liveness = liveness
         liveness.set_peers(peers.liveness_addresses)
-        self.board = peers.board
         self.excluded = False
-        self.group_number = self._find_next_number()
-        self.loss_reported = False
-        self.join_requested = False
         host = liveness.address[0]
         self._host = f"[{host}]" if ":" in host else host
         self._address = ""
@@ -65,13 +59,10 @@ class StoreConsensus:
         """Return the number of the first group that was not formed yet."""
         return next(n for n in count(1) if not self.board.has(f"group-{n}/found"))
 
-    def _prepare_next_group(self, lost_nodes: set[int]) -> None:
-        self.group_number += 1
-        self.loss_reported = False
-        self.join_requested = False
+    def _begin_next_group(self) -> None:
+        super()._begin_next_group()
         self._address = ""
         self._written_vote = ""
-        self._lost_before = lost_nodes
 
     def _key(self, name: str) -> str:
         return f"group-{self.group_number}/{name}"
@@ -128,13 +119,13 @@ class StoreConsensus:
     def report_loss(self) -> None:
         """Report that a rank was lost."""
         if not self.loss_reported:
-            self.loss_reported = True
+            super().report_loss()
             self.board.write(self._key("called"))
 
     def request_join(self) -> None:
         """Report that a rank waits to join."""
         if not self.join_requested:
-            self.join_requested = True
+            super().request_join()
             self.board.write(self._key("asked"))
 
     def report_ended(self, well: bool) -> None:
@@ -195,5 +186,6 @@ class StoreConsensus:
             print_message(f"node {node} is lost: the others go on without it")
         self._training_nodes = set(result.membership.nodes)
         self.peers.exclude_nodes(lost_nodes)
-        self._prepare_next_group(lost_nodes)
+        self._lost_before = lost_nodes
+        self._begin_next_group()
         return result
