@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
-from stepladder.launcher.nodes.joining import announce_start, join_running_start
+from stepladder.launcher.nodes.introduction import announce_start, join_running_start
 from stepladder.launcher.nodes.liveness import LivenessConnections
 from stepladder.launcher.nodes.local_node import NodeInfo
 from stepladder.launcher.nodes.peers import BROKEN_KEY, ENDED_KEY, Peers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from stepladder.core.errors import DONE, InputError
 from stepladder.core.machine_limits import LIMITS_HINT
@@ -211,6 +212,13 @@ class Unrecoverable(GroupFailure):
 # exception may contain a secret.
 Failure = Raised | Killed | Exited | Stalled | Mismatched | Unrecoverable
 Outcome = Success | BadInput | Failure
+
+
+def is_consequence(outcome: Outcome) -> TypeGuard[Unrecoverable | Raised]:
+    """Return whether ranks failed because a rank of another node had failed."""
+    if isinstance(outcome, Unrecoverable):
+        return True
+    return isinstance(outcome, Raised) and outcome.error.is_consequence
 
 
 def signal_name(signal_number: int) -> str:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
+from stepladder.launcher.local.attempt import AttemptSpec
+from stepladder.launcher.local.consensus import Consensus
 from stepladder.launcher.local.outcome import (
     BadInput,
     Failure,
@@ -26,12 +27,16 @@ from stepladder.launcher.local.outcome import (
     Raised,
     Success,
     Unrecoverable,
+    is_consequence,
 )
 from stepladder.launcher.local.supervisor import record_failed_end
 from stepladder.launcher.nodes.generation import NodeExcluded, WaitAbandoned
 from stepladder.launcher.nodes.hang_reporter import HangReporter
-from stepladder.launcher.nodes.introduction import join_running_ranks, meet_peers
-from stepladder.launcher.nodes.joining import announce_start
+from stepladder.launcher.nodes.introduction import (
+    announce_start,
+    introduce_node,
+    join_running_ranks,
+)
 from stepladder.launcher.nodes.liveness import LivenessConnections
 from stepladder.launcher.nodes.local_node import LocalNode
 from stepladder.launcher.nodes.open_rendezvous import OpenRendezvous, UnpublishedRendezvous
@@ -172,7 +177,7 @@ class Agent:
             peers = join_running_ranks(self.node, self.rendezvous, check)
         joins_running_ranks = peers is not None
         if peers is None:
-            peers = meet_peers(self.node, self.rendezvous, self.rendezvous_record.number, check)
+            peers = introduce_node(self.node, self.rendezvous, self.rendezvous_record.number, check)
             if spec.accepts_joining_nodes:
                 announce_start(peers, self.node.info)
         consensus = None
@@ -185,11 +190,13 @@ class Agent:
         _, failed_step = info.failed
         self.group.restart_policy.note_failed_step(failed_step)
         self.group.start(
-            peers.assign_ranks(info.nproc),
-            attempt,
-            self.rendezvous.make_rank_variables(peers, info),
-            joins_running_ranks,
-            consensus,
+            AttemptSpec(
+                attempt,
+                peers.assign_ranks(info.nproc),
+                self.rendezvous.make_rank_variables(peers, info),
+                joins_running_ranks,
+                consensus or Consensus(),
+            )
         )
         self.status = Status.RUNNING
 
@@ -215,9 +222,9 @@ class Agent:
 
         The rendezvous store is read only while the node that serves it must be alive.
         """
-        published_end = self.rendezvous_record.poll(self._find_given_up())
+        published_end = self.rendezvous_record.poll(self._find_lost_ids())
         if self.status is Status.RUNNING and self.group.poll():
-            self._handle_outcome(self.group.end())
+            self._handle_outcome(self.group.attempt.end())
         is_running = self.status is Status.RUNNING
         if is_running:
             self.start.hang_reporter.poll()
@@ -242,11 +249,11 @@ class Agent:
             restarts_left=self.node.restarts_left,
         )
 
-    def _find_given_up(self) -> Collection[int]:
+    def _find_lost_ids(self) -> Collection[int]:
         """Return the ids of the nodes that were lost, and that all other nodes continue without."""
         if self._start is None or self._start.consensus is None:
             return ()
-        return self._start.consensus.given_up
+        return self._start.consensus.lost_ids
 
     def _find_silent_node(self) -> int | None:
         """Return a node that sends no heartbeat, unless in-place recovery can do without it."""
@@ -319,13 +326,13 @@ class Agent:
                     time.sleep(AGENT_POLL_INTERVAL_S)
             case Stop():
                 self._stopping = True
-                self.group.request_stop()
+                self.group.attempt.request_stop()
             case Restart(counted=counted):
                 if counted:
                     self.node.use_restart()
                     self.start.peers.report_broken()
                 if self.status is Status.RUNNING:
-                    self.group.end()
+                    self.group.attempt.end()
                 self._start_ranks()
 
     def _end(self, end: End) -> int:
@@ -374,7 +381,7 @@ class Agent:
         """
         if self.status is Status.RUNNING:
             self._let_ranks_finish()
-            self.group.end()
+            self.group.attempt.end()
         self._liveness.close()
         handler = self.rendezvous.handler
         if self.can_resume:  # leave the rendezvous without closing it for the other nodes
@@ -391,10 +398,3 @@ class Agent:
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         while not self.group.poll() and time.monotonic() < deadline:
             pass
-
-
-def is_consequence(outcome: Outcome) -> TypeGuard[Unrecoverable | Raised]:
-    """Return whether ranks failed because a rank of another node had failed."""
-    if isinstance(outcome, Unrecoverable):
-        return True
-    return isinstance(outcome, Raised) and outcome.error.is_consequence

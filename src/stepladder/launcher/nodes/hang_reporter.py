@@ -30,7 +30,7 @@ class HangReporter:
 
     def poll(self) -> None:
         """Ask all agents why ranks wait, and print the answer on the agent that asked first."""
-        monitor = self.group.monitor
+        monitor = self.group.attempt.monitor
         with suppress(DistError):  # the store's node has exited
             answers = self.inquiry.poll(monitor.has_unreported_hang(), self._inspect_ranks)
             if answers:
@@ -38,8 +38,8 @@ class HangReporter:
 
     def _inspect_ranks(self) -> list[RankStatus]:
         """Return the state of the ranks here, and remember their wait as reported."""
-        statuses = self.group.inspect_ranks()
-        self.group.monitor.mark_hang_reported()
+        statuses = self.group.attempt.inspect_ranks()
+        self.group.attempt.monitor.mark_hang_reported()
         return statuses
 
     def report_early_exit(self) -> bool:

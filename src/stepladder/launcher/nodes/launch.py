@@ -44,6 +44,12 @@ from stepladder.launcher.options import CONF_NUMBERS, RendezvousSpec
 STORE_TIMEOUT_S = 30
 STORE_POLL_INTERVAL_S = 0.3
 KEEPALIVE_S = 5
+CONNECTION_OPTIONS = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): KEEPALIVE_S,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): KEEPALIVE_S,
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): int(1000 * NODE_SILENCE_S),
+}
 # torchelastic's limits. The clocks of the nodes must agree to these 3 s.
 RENDEZVOUS_LIMITS = {
     "last_call_timeout": 3.0,
@@ -315,24 +321,5 @@ def set_connection_timeouts(port: int) -> None:
             continue
         # torch may close the connection meanwhile.
         with suppress(OSError), socket.socket(fileno=os.dup(info.fd)) as connection:
-            timeout_ms = int(1000 * NODE_SILENCE_S)
-            connection.setsockopt(
-                socket.SOL_SOCKET,
-                socket.SO_KEEPALIVE,
-                1,
-            )
-            connection.setsockopt(
-                socket.IPPROTO_TCP,
-                socket.TCP_KEEPIDLE,
-                KEEPALIVE_S,
-            )
-            connection.setsockopt(
-                socket.IPPROTO_TCP,
-                socket.TCP_KEEPINTVL,
-                KEEPALIVE_S,
-            )
-            connection.setsockopt(
-                socket.IPPROTO_TCP,
-                socket.TCP_USER_TIMEOUT,
-                timeout_ms,
-            )
+            for (level, option), value in CONNECTION_OPTIONS.items():
+                connection.setsockopt(level, option, value)

@@ -82,7 +82,7 @@ class StoreConsensus(Consensus):
         return not self._training_nodes <= {self.node, *self.peers.lost_nodes}
 
     @property
-    def given_up(self) -> list[int]:
+    def lost_ids(self) -> list[int]:
         """The ids of the nodes that all continue without."""
         return [self.peers.node_ids[node] for node in self._lost_before]
 

@@ -254,8 +254,8 @@ class TimedScript:
                 group.start_single_node(nproc)
                 while not group.poll():
                     if self._is_measured(folder, nproc):
-                        group.end_within(SCRIPT_END_TIMEOUT_S)
-                outcome = group.end()
+                        group.attempt.end_within(SCRIPT_END_TIMEOUT_S)
+                outcome = group.attempt.end()
         if group.stop_signal:
             raise KeyboardInterrupt
         if isinstance(outcome, BadInput):
