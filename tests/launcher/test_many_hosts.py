@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,6 @@ from stepladder.core.errors import InputError
 from stepladder.core.signing import make_secret
 from stepladder.launcher import probe
 from stepladder.launcher.host import Host, make_environment_script
-from stepladder.launcher.local.output import poll_readable
 from stepladder.launcher.ssh import RemoteAgents, raise_file_limit
 
 MANY = 400
@@ -56,9 +56,9 @@ def test_any_number_of_streams_is_read(limit: None) -> None:
     raise_file_limit(2500)
     pipes = [os.pipe() for _ in range(1100)]
     try:
-        assert poll_readable([reader for reader, _ in pipes], 0.0) == []
+        assert wait([reader for reader, _ in pipes], 0.0) == []
         os.write(pipes[-1][1], b"x")
-        assert poll_readable([reader for reader, _ in pipes], 0.0) == [pipes[-1][0]]
+        assert wait([reader for reader, _ in pipes], 0.0) == [pipes[-1][0]]
         assert pipes[-1][0] > 1024
     finally:
         for pipe in pipes:

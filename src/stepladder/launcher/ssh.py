@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from stepladder.core.address import format_endpoint, validate_reachable
@@ -23,7 +24,7 @@ from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
 from stepladder.core.process_count import parse_range
 from stepladder.core.signing import make_secret
 from stepladder.launcher.host import Host, make_environment_script
-from stepladder.launcher.local.output import Output, Stream, poll_readable
+from stepladder.launcher.local.output import Output, Stream
 from stepladder.launcher.probe import probe_all
 from stepladder.launcher.stdin import AFTER_SECRET, END_WITH_STDIN_VARIABLE, STDIN_END_TIMEOUT_S
 from stepladder.launcher.topology import Topology
@@ -193,7 +194,7 @@ class RemoteAgents:
     def _poll(self) -> None:
         """Show what the agents have printed, and end them after a failure or a stop signal."""
         if self.output.streams:
-            self.output.read(poll_readable(self.output.streams, OUTPUT_POLL_TIMEOUT_S))
+            self.output.read(wait([*self.output.streams], OUTPUT_POLL_TIMEOUT_S))
         else:
             time.sleep(IDLE_POLL_INTERVAL_S)
         codes = [process.poll() for process in self.processes.values()]

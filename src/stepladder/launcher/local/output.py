@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -223,7 +223,7 @@ class Output:
 
         A child process of a rank may keep a pipe open.
         """
-        while ready := poll_readable(self.streams, 0.0):
+        while ready := wait([*self.streams], 0.0):
             self.read(ready)
 
     def end_attempt(self) -> None:
@@ -309,17 +309,6 @@ class RawStream(Stream):
     def feed(self, data: bytes) -> None:
         """Add the data to the log file."""
         self._log(data)
-
-
-def poll_readable(streams: Iterable[int], seconds: float) -> list[int]:
-    """Return the file descriptors that can be read or have ended, after a wait for the first.
-
-    `select` would fail with descriptors beyond 1024.
-    """
-    poller = select.poll()
-    for stream in streams:
-        poller.register(stream, select.POLLIN)
-    return [stream for stream, _ in poller.poll(1000 * seconds)]
 
 
 def write_to_own_stream(target: int, data: bytes) -> None:

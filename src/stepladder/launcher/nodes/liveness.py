@@ -6,10 +6,10 @@ stays open as long as the listener's process lives.
 
 from __future__ import annotations
 
-import select
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 LIVENESS_CONNECT_TIMEOUT_S = 1.0
 LISTEN_BACKLOG = 4096  # the largest that Linux allows
@@ -53,14 +53,11 @@ class LivenessConnections:
 
     def find_ended(self, nodes: Sequence[int]) -> list[int]:
         """Return those of these nodes whose agent has certainly ended."""
-        poll = select.poll()
-        node_by_fd: dict[int, int] = {}
-        for node in nodes:
-            connection = self._connections.get(node)
-            if connection is not None:
-                node_by_fd[connection.fileno()] = node
-                poll.register(connection, select.POLLIN)
-        broken = [node_by_fd[fd] for fd, _ in poll.poll(0)]
+        node_by_connection = {
+            connection: node for node in nodes if (connection := self._connections.get(node))
+        }
+        ready = wait([*node_by_connection], 0)
+        broken = [node for connection, node in node_by_connection.items() if connection in ready]
         unconnected = [node for node in nodes if node not in self._connections]
         return [node for node in broken + unconnected if not self._connect(node)]
 
@@ -80,17 +77,9 @@ class LivenessConnections:
         try:
             connection = socket.create_connection(address, LIVENESS_CONNECT_TIMEOUT_S)
             self._connections[node] = connection
-            connection.setsockopt(
-                socket.SOL_SOCKET,
-                socket.SO_KEEPALIVE,
-                1,
-            )
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if hasattr(socket, "TCP_KEEPIDLE"):
-                connection.setsockopt(
-                    socket.IPPROTO_TCP,
-                    socket.TCP_KEEPIDLE,
-                    KEEPALIVE_IDLE_S,
-                )
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
         except ConnectionRefusedError:
             return False
         except ConnectionError:  # the process may be ending: the next call tries again
