@@ -13,9 +13,7 @@ import pytest
 from stepladder.launcher.local.outcome import Failure, Killed, Stalled
 from stepladder.launcher.local.recovery_policy import (
     EndAction,
-    EndView,
     FailureAction,
-    FailureView,
     RecoveryAction,
     RecoveryView,
     decide,
@@ -151,7 +149,7 @@ FAILURES: list[tuple[str, dict[str, Any], FailureAction]] = [
     ("fields", "action"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES]
 )
 def test_a_failure(fields: dict[str, Any], action: FailureAction) -> None:
-    assert decide_on_failure(FailureView(1, **fields)) is action
+    assert decide_on_failure(1, **fields) is action
 
 
 STALL = Stalled(None, "a rank has not come")
@@ -175,4 +173,4 @@ ENDS: list[tuple[str, Failure, dict[str, Any], EndAction]] = [
     ("failure", "fields", "action"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS]
 )
 def test_the_end_of_an_attempt(failure: Failure, fields: dict[str, Any], action: EndAction) -> None:
-    assert decide_on_end(EndView(failure, **fields)) is action
+    assert decide_on_end(failure, **fields) is action

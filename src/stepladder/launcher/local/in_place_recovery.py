@@ -24,7 +24,6 @@ from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.recovery_policy import (
     FailureAction,
-    FailureView,
     RecoveryAction,
     RecoveryView,
     decide,
@@ -183,7 +182,7 @@ class InPlaceRecovery:
             alive: The other ranks of this node that are alive.
         """
         error = member.read_error()
-        view = FailureView(
+        action = decide_on_failure(
             member.rank,
             alive,
             self.joining.keys(),
@@ -194,7 +193,6 @@ class InPlaceRecovery:
             affects_all_ranks=error is not None and error.affects_all_ranks,
             peers_train=self._consensus.peers_train,
         )
-        action = decide_on_failure(view)
         if action is FailureAction.ABANDON:
             self._abandon_joining(member)
         elif action is FailureAction.RECOVER:

@@ -105,11 +105,20 @@ class FailureAction(Enum):
     END = auto()  # all ranks of this node end
 
 
-@dataclass(frozen=True)
-class FailureView:
-    """What the launcher of one node sees when a rank has failed.
+def decide_on_failure(
+    rank: int,
+    alive: Set[int] = frozenset(),
+    joining: Set[int] = frozenset(),
+    grouped: Set[int] = frozenset(),
+    abandoned: Set[int] = frozenset(),
+    is_refused: bool = False,
+    has_lost_state: bool = False,
+    affects_all_ranks: bool = False,
+    peers_train: bool = False,
+) -> FailureAction:
+    """Return whether, and how, the other ranks continue without a rank that has failed.
 
-    Attributes:
+    Args:
         rank: The rank.
         alive: The other ranks of this node that live.
         joining: The ranks of this node that have not joined a group yet.
@@ -120,31 +129,17 @@ class FailureView:
         affects_all_ranks: The rank's error is one of all ranks.
         peers_train: Other nodes have ranks that may continue the training.
     """
-
-    rank: int
-    alive: Set[int] = frozenset()
-    joining: Set[int] = frozenset()
-    grouped: Set[int] = frozenset()
-    abandoned: Set[int] = frozenset()
-    is_refused: bool = False
-    has_lost_state: bool = False
-    affects_all_ranks: bool = False
-    peers_train: bool = False
-
-
-def decide_on_failure(view: FailureView) -> FailureAction:
-    """Return whether, and how, the other ranks continue without a rank that has failed."""
-    if view.rank in view.abandoned:
+    if rank in abandoned:
         return FailureAction.IGNORE
-    if view.rank in view.joining and not view.is_refused:
+    if rank in joining and not is_refused:
         return FailureAction.ABANDON
-    if view.has_lost_state:
+    if has_lost_state:
         return FailureAction.REFUSE
-    if view.is_refused or view.affects_all_ranks:
+    if is_refused or affects_all_ranks:
         return FailureAction.END
-    is_training = view.peers_train or not view.alive <= view.joining
+    is_training = peers_train or not alive <= joining
     # A rank that waits for its first group reads no notification until the wait times out.
-    can_be_notified = view.grouped >= {view.rank, *view.alive} - view.joining
+    can_be_notified = grouped >= {rank, *alive} - joining
     return FailureAction.RECOVER if is_training and can_be_notified else FailureAction.END
 
 
@@ -158,33 +153,27 @@ class EndAction(Enum):
     GIVE_UP = auto()  # no restart is left
 
 
-@dataclass(frozen=True)
-class EndView:
-    """What the launcher of one node sees when an attempt has ended with a failure.
+def decide_on_end(
+    failure: Failure,
+    is_stopping: bool = False,
+    is_permanent: bool = False,
+    may_shrink: bool = False,
+    restarts_left: int = 0,
+) -> EndAction:
+    """Return what to do after an attempt that has ended with a failure.
 
-    Attributes:
+    Args:
         failure: How the attempt has ended.
         is_stopping: The ranks were asked to stop.
         is_permanent: A restart would fail in the same way.
         may_shrink: The same rank failed a short time ago, and fewer ranks are enough.
         restarts_left: Restarts that --max-restarts still allows.
     """
-
-    failure: Failure
-    is_stopping: bool = False
-    is_permanent: bool = False
-    may_shrink: bool = False
-    restarts_left: int = 0
-
-
-def decide_on_end(view: EndView) -> EndAction:
-    """Return what to do after an attempt that has ended with a failure."""
-    failure = view.failure
-    if view.is_stopping:
+    if is_stopping:
         was_killed = isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
         return EndAction.STOP if was_killed else EndAction.FAIL
-    if view.is_permanent:
+    if is_permanent:
         return EndAction.FAIL
-    if view.may_shrink:
+    if may_shrink:
         return EndAction.SHRINK
-    return EndAction.RESTART if view.restarts_left else EndAction.GIVE_UP
+    return EndAction.RESTART if restarts_left else EndAction.GIVE_UP

@@ -11,7 +11,7 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, KILLED, STOPPED, STORAGE_FAILED, TERMINATED
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
-from stepladder.launcher.local.recovery_policy import EndAction, EndView, decide_on_end
+from stepladder.launcher.local.recovery_policy import EndAction, decide_on_end
 from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.exit_record import write_end
 from stepladder.rank.preemption import drop_ignored_hangup
@@ -51,36 +51,35 @@ def run_local(
                 _discard_output(group, outcome)
                 raise outcome.input_error
             may_shrink = nproc > min_nproc and policy.is_repeated_failure(outcome.rank)
-            restarts_left = max_restarts - restarts
-            action = decide_on_end(_make_view(group, outcome, may_shrink, restarts_left))
+            is_permanent = policy.is_permanent(outcome)
+            action = decide_on_end(
+                outcome, bool(group.stop_signal), is_permanent, may_shrink, max_restarts - restarts
+            )
             if action is EndAction.STOP:
                 return STOPPED
             policy.record_failure(outcome)
-            if action is EndAction.GIVE_UP and max_restarts:
-                hint = f"HINT: --max-restarts {2 * max_restarts}"
-                print_message(f"given up after {max_restarts} restarts. {hint}")
-            if action in (EndAction.FAIL, EndAction.GIVE_UP):
-                return record_failed_end(outcome, group.stop_signal)
             if action is EndAction.SHRINK:
                 nproc -= 1
                 restarts = 0
                 twice = f"rank {outcome.rank} failed twice within a minute"
                 print_message(f"{twice}: continuing with {nproc} ranks")
-            else:
+            elif action is EndAction.RESTART:
                 restarts += 1
                 _report_restart(policy.has_steps, f"{restarts} of {max_restarts}")
-
-
-def _make_view(
-    group: LocalGroup, failure: Failure, may_shrink: bool, restarts_left: int
-) -> EndView:
-    is_permanent = group.restart_policy.is_permanent(failure)
-    return EndView(failure, bool(group.stop_signal), is_permanent, may_shrink, restarts_left)
+            else:
+                _report_given_up(action, max_restarts)
+                return record_failed_end(outcome, group.stop_signal)
 
 
 def _report_restart(has_steps: bool, count: str) -> None:
     start = " from the last snapshot" if has_steps else ""
     print_message(f"restarting all ranks{start} ({count} restarts)")
+
+
+def _report_given_up(action: EndAction, max_restarts: int) -> None:
+    if action is EndAction.GIVE_UP and max_restarts:
+        hint = f"HINT: --max-restarts {2 * max_restarts}"
+        print_message(f"given up after {max_restarts} restarts. {hint}")
 
 
 def _discard_output(group: LocalGroup, refused: BadInput) -> None:
