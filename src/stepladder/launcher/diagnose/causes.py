@@ -1,8 +1,13 @@
-"""The usual causes of hangs, as they are shown to the user."""
+"""The usual causes of hangs and failures, as they are shown to the user, in one place."""
 
 from __future__ import annotations
 
+import signal
+import sys
+
+from stepladder.core.machine_limits import LIMITS_HINT
 from stepladder.launcher.diagnose.rank_status import ProcessState
+from stepladder.rank.error_record import ErrorKind
 
 ABORTED = (
     "an abort in compiled code, whose reason is printed above; NCCL's watchdog ends a rank like"
@@ -68,3 +73,29 @@ STATE_CAUSES = {
     ProcessState.ABORTED: ABORTED,
     ProcessState.SILENT: SILENT,
 }
+# The likely cause of an error, with a HINT: what users ask most often.
+ERROR_CAUSES = {
+    ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch;"
+    " train JOB --dry-run estimates the memory that it needs",
+    ErrorKind.LIMIT: f"a limit of this machine. HINT: {LIMITS_HINT}",
+    ErrorKind.IMPORT: "an import. HINT: install what is missing for"
+    f" {sys.executable}, which runs the ranks",
+    ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one,"
+    " or another number",
+    ErrorKind.NOT_CONNECTED: "the ranks could not connect. HINT: MASTER_ADDR and MASTER_PORT must"
+    " lead all ranks to rank 0",
+}
+SIGNAL_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "`kill -9` from outside: a person, the batch system, or a container's limit of"
+    " memory",
+    signal.SIGSEGV: "a crash in compiled code. HINT: python -X faulthandler; do all nodes have the"
+    " same versions?",
+    signal.SIGBUS: "often /dev/shm is full. HINT: df -h /dev/shm; docker run --ipc=host, or fewer"
+    " loading workers",
+    signal.SIGABRT: ABORTED,
+    signal.SIGILL: "a package built for another processor. HINT: install it on this machine",
+}
+KILLED_FOR_MEMORY = (
+    "out of memory, so the kernel ended it. HINT: fewer workers;"
+    " train JOB --dry-run estimates the memory that it needs"
+)
