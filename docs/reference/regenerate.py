@@ -46,7 +46,8 @@ def commands_page() -> str:
     context = click.Context(cli, info_name="stepladder")
     parts = [
         f"{MADE}\n\n# Commands and their flags\n",
-        "Every command and every flag. `stepladder COMMAND --help` shows the same. What `--json` prints is in"
+        "Every command and every flag. `stepladder COMMAND --help` shows the same, and `stepladder --help-all`"
+        " lists all commands. What `--json` prints is in"
         " [json.md](../json.md).\n",
         "A command ends with exit code 0 when all went well, 1 after a failure, 2 for bad input (one line says"
         " what to type), 75 when it was asked to stop and can go on, and 130 after Ctrl-C.\n",
@@ -79,10 +80,15 @@ def command_parts(command: click.Command | None, name: str, depth: int) -> Itera
     yield f"{'#' * depth} {name}\n"
     yield f"`{usage}`\n"
     yield prose(command.help or "") + "\n"
-    shown = [
-        param for param in command.params if isinstance(param, click.Option) and not param.hidden
-    ]
-    yield from flag_table(shown, context)
+    if isinstance(command, JobCommand) and command.first_flags:
+        for title, options in command.list_sections(context).items():
+            yield f"{'#' * (depth + 1)} {title}\n"
+            yield from flag_table(
+                [option for option in options if "--help" not in option.opts], context
+            )
+    else:
+        shown = [param for param in command.params if isinstance(param, click.Option)]
+        yield from flag_table([option for option in shown if not option.hidden], context)
     if isinstance(command, JobCommand) and name == "stepladder train":
         for recipe in RECIPES:
             yield f"{'#' * (depth + 1)} Flags of the recipe {recipe}\n"

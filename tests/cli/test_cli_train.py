@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from processes import JOBS, SECONDS, refused, run, started, train
+from stepladder.cli.flags import make_field_options
+from stepladder.cli.options import TrainFlags
+from stepladder.core.settings import SETTING_FLAGS
 
 pytestmark = pytest.mark.ranks
 
@@ -352,3 +356,49 @@ def test_help_shows_the_flags_of_the_recipe_and_imports_neither_torch_nor_psutil
         )
         for flag in flags:
             assert flag in shown.stdout
+
+
+def titles_of(shown: str) -> list[str]:
+    return [line[:-1] for line in shown.splitlines() if re.fullmatch(r"\w.*:", line)]
+
+
+def flags_below(shown: str, title: str) -> list[str]:
+    section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^  (--[\w-]+)", section, re.MULTILINE)
+
+
+def test_help_lists_commands_by_purpose_and_all_of_them_on_demand(tmp_path: Path) -> None:
+    sections = ["Train", "Inspect", "Find faults", "Speed", "Learn"]
+    shown = run("--help", cwd=tmp_path).stdout
+    assert titles_of(shown) == ["Options", *sections]
+    assert shown.endswith("\nMore (--help-all): verify, export, import, data, recipe.\n")
+    everything = run("--help-all", cwd=tmp_path).stdout
+    assert titles_of(everything) == ["Options", *sections, "More"]
+    assert "\n  verify   Prove that" in everything
+
+
+def test_help_of_train_begins_with_the_jobs_flags_and_those_of_a_first_run(tmp_path: Path) -> None:
+    sections = [
+        "Flags to start with",
+        "Training",
+        "Memory and speed",
+        "Processes and machines",
+        "Faults and checks",
+        "Snapshots and output",
+    ]
+    shown = run("train", "--help", cwd=tmp_path).stdout
+    assert titles_of(shown) == sections
+    names = "nproc epochs global-batch lr sync run-dir fresh device precision dry-run"
+    assert flags_below(shown, sections[0]) == [f"--{name}" for name in names.split()]
+    shown = run("train", "mnist", "--help", cwd=tmp_path).stdout
+    assert titles_of(shown) == ["Flags of this job", *sections]
+    assert flags_below(shown, "Flags of this job") == ["--net", "--weight-decay"]
+
+
+def test_each_setting_is_a_flag_with_its_help_or_of_python_alone() -> None:
+    options = {option.name: option for option in make_field_options(TrainFlags)}
+    for name, setting in SETTING_FLAGS.items():
+        assert setting.python_only != (name in options), name
+        assert setting.help.endswith("."), name
+        if name in options:
+            assert (options[name].help or "").startswith(setting.help)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from odd import prepare, values
 
 from fuzzing import Fuzz
-from stepladder.cli import COMMAND_SUMMARIES, HIDDEN_COMMANDS, cli
+from stepladder.cli import COMMANDS, HIDDEN_COMMANDS, cli
 from stepladder.cli.options import JobCommand, make_config_option
 from stepladder.train.job_file import find_job
 from stepladder.train.job_source import read_config_fields
@@ -19,7 +19,7 @@ from stepladder.train.job_source import read_config_fields
 pytestmark = pytest.mark.ranks
 
 CHECKOUT = Path(__file__).parents[2]
-NAMES = [*COMMAND_SUMMARIES, *HIDDEN_COMMANDS]
+NAMES = [*COMMANDS, *HIDDEN_COMMANDS]
 QUICK = ("--warmup", "1", "--steps", "5", "--rounds", "1", "--nproc", "1", "--sync", "ddp")
 # Words that a command needs in order to do little; what is drawn comes behind them, and counts.
 NEEDED: dict[str, list[tuple[str, ...]]] = {

@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 from traceback import extract_tb
-from types import ModuleType
 from typing import Any, NoReturn
 
 import click
@@ -31,31 +30,48 @@ from stepladder.core.errors import (
 from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.tracebacks import fold_traceback
 
-COMMAND_SUMMARIES = {
-    "train": "Train a recipe or your own job file, on any number of processes.",
-    "run": "Run any script on several processes or machines: torchrun's flags, and more.",
-    "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
-    "check": "Find the silent mistakes of distributed training in any script.",
-    "verify": "Prove that a job gives the same bits on any number of processes.",
-    "diff": "Find the first step at which two runs differ, and why.",
-    "scale": "Measure the speed-up on more processes, and what limits it.",
-    "profile": "Record where the time of a step goes, on every rank.",
-    "watch": "Follow a run, or a batch job, in the terminal.",
-    "report": "Write a page with a run's curves, ranks, restarts and ledger.",
-    "lab": "Start a real Slurm cluster on this machine, to practise on.",
-    "submit": "Submit a job to Slurm.",
-    "status": "Show the state of batch jobs.",
-    "logs": "Show what a batch job has printed.",
-    "cancel": "Cancel a batch job.",
-    "doctor": "Find what is wrong with this machine, or between machines.",
-    "explain": "Say what an error message means, and what to type.",
-    "recipe": "Use a model that a recipe has trained: recommend movies, write text.",
-    "export": "Write a run's weights for Hugging Face's libraries or torch.distributed.checkpoint.",
-    "import": "Start a run from weights in safetensors or DCP format.",
-    "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
-    "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
+# The commands by their section in --help. MORE is shown by --help-all.
+MORE = "More"
+COMMAND_SECTIONS = {
+    "Train": {
+        "train": "Train a recipe or your own job file, on any number of processes.",
+        "run": "Run any script on several processes or machines: torchrun's flags, and more.",
+        "submit": "Submit a job to Slurm.",
+        "status": "Show the state of batch jobs.",
+        "logs": "Show what a batch job has printed.",
+        "cancel": "Cancel a batch job.",
+    },
+    "Inspect": {
+        "watch": "Follow a run, or a batch job, in the terminal.",
+        "report": "Write a page with a run's curves, ranks, restarts and ledger.",
+        "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
+        "diff": "Find the first step at which two runs differ, and why.",
+    },
+    "Find faults": {
+        "check": "Find the silent mistakes of distributed training in any script.",
+        "doctor": "Find what is wrong with this machine, or between machines.",
+        "explain": "Say what an error message means, and what to type.",
+    },
+    "Speed": {
+        "scale": "Measure the speed-up on more processes, and what limits it.",
+        "profile": "Record where the time of a step goes, on every rank.",
+    },
+    "Learn": {
+        "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
+        "lab": "Start a real Slurm cluster on this machine, to practise on.",
+    },
+    MORE: {
+        "verify": "Prove that a job gives the same bits on any number of processes.",
+        "export": "Write a run's weights for Hugging Face's libraries or"
+        " torch.distributed.checkpoint.",
+        "import": "Start a run from weights in safetensors or DCP format.",
+        "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
+        "recipe": "Use a model that a recipe has trained: recommend movies, write text.",
+    },
 }
+COMMANDS = [name for section in COMMAND_SECTIONS.values() for name in section]
 HIDDEN_COMMANDS = ("after", "note")  # for batch scripts
+SHOWS_ALL = "stepladder.help_all"  # the key in click's context
 # Old spellings that work for one release, with the spelling that replaces them.
 OLD_SPELLINGS = {"recommend": "recipe recommend", "sample": "recipe sample"}
 # Files with several short commands; the file of any other command has the command's name.
@@ -73,11 +89,13 @@ class LazyGroup(SuggestingGroup):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands that --help lists."""
-        return list(COMMAND_SUMMARIES)
+        """Return the names of the commands that --help-all lists."""
+        return COMMANDS
 
     def resolve_command(
-        self, ctx: click.Context, args: list[str]
+        self,
+        ctx: click.Context,
+        args: list[str],
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command of the first argument, also under its old spelling."""
         successor = OLD_SPELLINGS.get(args[0])
@@ -95,33 +113,53 @@ class LazyGroup(SuggestingGroup):
         cmd_name: str,
     ) -> click.Command | None:
         """Import a command, or return None if there is none of this name."""
-        if cmd_name not in COMMAND_SUMMARIES and cmd_name not in HIDDEN_COMMANDS:
+        if cmd_name not in (*COMMANDS, *HIDDEN_COMMANDS):
             return None
-        for file, names in SHARED_FILES.items():
-            if cmd_name in names:
-                module = importlib.import_module(f"stepladder.cli.{file}")
-                return find_command(module, cmd_name)
-        module = importlib.import_module(f"stepladder.cli.{cmd_name}")
-        return module.command  # type: ignore[no-any-return]
+        file = next((file for file, names in SHARED_FILES.items() if cmd_name in names), cmd_name)
+        module = importlib.import_module(f"stepladder.cli.{file}")
+        commands = (value for value in vars(module).values() if isinstance(value, click.Command))
+        named = {command.name: command for command in commands}
+        return named.get(cmd_name) or named["command"]
 
     def format_commands(
         self,
         ctx: click.Context,
         formatter: click.HelpFormatter,
     ) -> None:
-        """Write the list of commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMAND_SUMMARIES.items()))
+        """Write the commands in their sections, without importing them."""
+        width = max(map(len, COMMANDS))
+        for title, summaries in COMMAND_SECTIONS.items():
+            if title == MORE and not ctx.meta.get(SHOWS_ALL):
+                formatter.write_paragraph()
+                formatter.write_text(f"{MORE} (--help-all): {', '.join(summaries)}.")
+                continue
+            with formatter.section(title):
+                rows = [(name.ljust(width), text) for name, text in summaries.items()]
+                formatter.write_dl(rows)
 
 
-def find_command(module: ModuleType, name: str) -> click.Command:
-    """Return the command of this name in a module with several commands."""
-    commands = [value for value in vars(module).values() if isinstance(value, click.Command)]
-    return next(command for command in commands if command.name == name)
+def show_all_commands(
+    ctx: click.Context,
+    _param: click.Parameter,
+    is_set: bool,
+) -> None:
+    """Print the help with all commands, if --help-all is set."""
+    if is_set and not ctx.resilient_parsing:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stepladder")
+@click.option(
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_all_commands,
+    help="Show this message with all commands, and exit.",
+)
 def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same bits on every step."""
     with as_input_error("the current folder cannot be used", "cd to another one"):

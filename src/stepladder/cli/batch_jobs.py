@@ -6,13 +6,14 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
+from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.rehearsal import Rehearsal
 from stepladder.cli.submitted_command import SubmittedCommand, parse_submitted_command
-from stepladder.cli.types import COUNT, PATH, Seconds, WholeNumber
+from stepladder.cli.types import AsJson, Count, Natural, SbatchArgs, Seconds, WholeNumber, Words
 from stepladder.core.console import echo, make_log_printable
 from stepladder.core.errors import InputError
 from stepladder.core.masking import mask_command
@@ -37,104 +38,66 @@ LINT_RECORD_KEYS = {
     "evidence": "evidence",
     "fix": "fix",
 }
+ExitCode = Annotated[int, WholeNumber(largest=255)]
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train ...|SCRIPT ...")
-@click.option(
-    "--nodes",
-    default="1",
-    metavar="N|A:B",
-    help="Number of nodes. A:B starts with B, and continues with as few as A.  [default: 1]",
-)
-@click.option(
-    "--nproc",
-    metavar="N|gpu|cpu|auto",
-    help="Processes per node.  [default: the GPUs of a node, or 1]",
-)
-@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="For example 4, or a100:4.")
-@click.option("--cpus-per-task", type=COUNT, metavar="N", help="CPUs per node.  [default: --nproc]")
-@click.option("--mem", default="", help="Memory per node, for example 64G.")
-@click.option(
-    "--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS."
-)
-@click.option(
-    "--partition",
-    metavar="P",
-    help="Slurm partition.  [default: from stepladder.toml, or the cluster's]",
-)
-@click.option("--account", metavar="A", help="Slurm account that pays for the job.")
-@click.option("--qos", metavar="Q", help="Slurm quality of service.")
-@click.option("--constraint", metavar="C", help="Features that the nodes must have.")
-@click.option("--reservation", metavar="R", help="Reservation to run in.")
-@click.option(
-    "--container",
-    metavar="CMD",
-    help='Command that starts the container, for example "apptainer exec --nv stepladder.sif".',
-)
-@click.option(
-    "--name", metavar="S", help="Name of the job.  [default: name of the recipe or script]"
-)
-@click.option(
-    "--output",
-    default="slurm-%j.out",
-    metavar="FILE",
-    show_default=True,
-    help="File for what the job prints.",
-)
-@click.option(
-    "--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch."
-)
-@click.option(
-    "--task-per-rank",
-    "per_rank",
-    is_flag=True,
-    help="Start one Slurm task per process, without an agent on each node.",
-)
-@click.option(
-    "--join",
-    metavar="JOB",
-    help="Submit one node that replaces a node which JOB has lost."
-    " Type JOB's own command after it.",
-)
-@click.option(
-    "--max-requeues",
-    type=WholeNumber(),
-    default=MAX_REQUEUES,
-    show_default=True,
-    help="How often to requeue the job.",
-)
-@click.option(
-    "--rehearse",
-    is_flag=True,
-    help="First run SCRIPT here through `stepladder check`: 2 ranks, 3 steps per epoch,"
-    " simulated GPUs if the job asks for GPUs. On an error, a warning or a failure nothing is"
-    " submitted: exit code 1.",
-)
-@click.option(
-    "--writes",
-    type=PATH,
-    multiple=True,
-    metavar="DIR",
-    help="With --rehearse: let SCRIPT write this folder for real. Repeatable.",
-)
-@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
-@click.option(
-    "--lint",
-    type=PATH,
-    metavar="FILE",
-    help="Check this batch script for mistakes and submit nothing.",
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."
+class SubmitFlags:
+    """Flags of `submit` that describe the job, by the names of BatchJob's fields.
+
+    Attributes:
+        nproc (N|gpu|cpu|auto): Processes per node.  [default: the GPUs of a node, or 1]
+        gpus_per_node ([TYPE:]N): For example 4, or a100:4.
+        cpus_per_task (N): CPUs per node.  [default: --nproc]
+        mem: Memory per node, for example 64G.
+        time (T): Time limit: minutes, H:MM:SS or D-HH:MM:SS.
+        partition (P): Slurm partition.  [default: from stepladder.toml, or the cluster's]
+        account (A): Slurm account that pays for the job.
+        qos (Q): Slurm quality of service.
+        constraint (C): Features that the nodes must have.
+        reservation (R): Reservation to run in.
+        container (CMD): Command that starts the container, for example "apptainer exec --nv
+            stepladder.sif".
+        name (S): Name of the job.  [default: name of the recipe or script]
+        output (FILE): File for what the job prints.
+        per_rank: Start one Slurm task per process, without an agent on each node.
+        join (JOB): Submit one node that replaces a node which JOB has lost. Type JOB's own command
+            after it.
+        max_requeues: How often to requeue the job.
+    """
+
+    nproc: str | None = None
+    gpus_per_node: str = ""
+    cpus_per_task: Count | None = None
+    mem: str = ""
+    time: str = ""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    container: str | None = None
+    name: str | None = None
+    output: str = "slurm-%j.out"
+    sbatch_args: SbatchArgs = ()
+    per_rank: Annotated[bool, "--task-per-rank"] = False
+    join: str | None = None
+    max_requeues: Natural = MAX_REQUEUES
+
+
+@make_command(
+    click.Command,
+    *make_field_options(SubmitFlags),
+    context_settings={"allow_interspersed_args": False},
 )
 def submit(
-    words: tuple[str, ...],
-    rehearse: bool,
-    writes: tuple[Path, ...],
-    dry_run: bool,
-    lint: Path | None,
-    as_json: bool,
+    words: Words = (),
+    *,
+    nodes: str = "1",
+    rehearse: bool = False,
+    writes: tuple[Path, ...] = (),
+    dry_run: bool = False,
+    lint: Path | None = None,
+    as_json: AsJson = False,
     **flags: Any,
 ) -> int:
     """Submit a training job, or any script, to Slurm.
@@ -142,6 +105,16 @@ def submit(
     The job is started on each node, stopped with a snapshot before its time limit, and requeued to
     continue from it, but not after a bug. First it is checked that the cluster can run it. Defaults
     for partition, account and set-up lines come from stepladder.toml in this folder or above.
+
+    Args:
+        words (-- train ...|SCRIPT ...): The command to submit.
+        nodes (N|A:B): Number of nodes. A:B starts with B, and continues with as few as A.
+        rehearse: First run SCRIPT here through `stepladder check`: 2 ranks, 3 steps per epoch,
+            simulated GPUs if the job asks for GPUs. On an error, a warning or a failure nothing is
+            submitted: exit code 1.
+        writes (DIR): With --rehearse: let SCRIPT write this folder for real. Repeatable.
+        dry_run: Print the batch script and submit nothing.
+        lint (FILE): Check this batch script for mistakes and submit nothing.
     """
     if lint is not None:
         return show_findings(lint, as_json)
@@ -151,44 +124,57 @@ def submit(
         raise InputError(
             "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
         )
-    job = make_job(command, flags)
+    job = make_job(command, nodes, flags)
     validate_output(Path(job.output))
     cluster = open_cluster()
     if dry_run:
         echo(cluster.render(job), end="")
         return 0
-    typed_flags = [name for name, value in flags.items() if value is not None and name != "nodes"]
+    typed_flags = [name for name, value in flags.items() if value is not None]
     advice = cluster.validate(job, typed_flags)
     jobs.validate_joinable(cluster, job)
     if rehearsal and not rehearsal.passes_check(as_json):
         return 1
     for line in [*advice, *find_shared_run_dir(cluster, command, job)]:
         echo(line, err=True)
-    number = jobs.submit(cluster, job)
-    if as_json:
-        echo(json.dumps({"schema": 1, "job_id": int(number) if number.isdigit() else number}))
-    else:
-        echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
+    show_submitted(jobs.submit(cluster, job), job.name, as_json)
     return 0
 
 
+def show_submitted(
+    number: str,
+    name: str,
+    as_json: bool,
+) -> None:
+    """Print the number of a job that was submitted."""
+    if as_json:
+        echo(json.dumps({"schema": 1, "job_id": int(number) if number.isdigit() else number}))
+    else:
+        echo(f"job {number}: {name}; its output: stepladder logs -f {number}")
+
+
 def make_rehearsal(
-    command: SubmittedCommand, flags: dict[str, Any], writes: tuple[Path, ...]
+    command: SubmittedCommand,
+    flags: dict[str, Any],
+    writes: tuple[Path, ...],
 ) -> Rehearsal:
     """Return the rehearsal of the job's script on this machine."""
     has_gpus = bool(flags["gpus_per_node"])
     return Rehearsal.from_command(command.kind, command.arguments, has_gpus, writes)
 
 
-def make_job(command: SubmittedCommand, flags: dict[str, Any]) -> BatchJob:
+def make_job(
+    command: SubmittedCommand,
+    nodes: str,
+    flags: dict[str, Any],
+) -> BatchJob:
     """Return the batch job that runs the command."""
-    job_flags = {name: value for name, value in flags.items() if name != "nodes"}
     return make_batch_job(
-        job_flags,
+        flags,
         find_site_defaults(),
         command=(command.kind, *command.arguments),
         job_dir=str(command.job_dir),
-        nodes=parse_range("--nodes", flags["nodes"]),
+        nodes=parse_range("--nodes", nodes),
         name=command.name,
         margin=measure_margin(command.job_dir, flags["time"]),
         made_by=mask_command(["stepladder", *sys.argv[1:]]),
@@ -204,7 +190,11 @@ def validate_output(output: Path) -> None:
         validate_writable(output, "--output")
 
 
-def find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJob) -> list[str]:
+def find_shared_run_dir(
+    cluster: Cluster,
+    command: SubmittedCommand,
+    job: BatchJob,
+) -> list[str]:
     """Return a warning if other jobs train in the same run directory."""
     if command.kind != "train" or job.join:
         return []
@@ -231,10 +221,8 @@ def show_findings(path: Path, as_json: bool) -> int:
     return int(bool(findings))
 
 
-@click.command()
-@click.argument("job", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def status(job: str | None, as_json: bool) -> None:
+@make_command()
+def status(job: str | None = None, *, as_json: AsJson = False) -> None:
     """Show your jobs that wait or run, or the history of one job.
 
     The history says where and why the job stopped or was requeued.
@@ -281,11 +269,17 @@ def format_end(end: dict[str, Any]) -> str:
     return line
 
 
-@click.command()
-@click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Follow the output, also after a requeue.")
-def logs(job: str, follow: bool) -> None:
-    """Show what batch job JOB has printed, all its starts one after the other."""
+@make_command()
+def logs(
+    job: str,
+    *,
+    follow: Annotated[bool, "-f", "--follow"] = False,
+) -> None:
+    """Show what batch job JOB has printed, all its starts one after the other.
+
+    Args:
+        follow: Follow the output, also after a requeue.
+    """
     cluster = open_cluster()
     known = jobs.find_job(cluster, job)
     if not known.output:
@@ -301,12 +295,14 @@ def logs(job: str, follow: bool) -> None:
         sys.stdout.buffer.flush()
 
 
-@click.command()
-@click.argument("job_ids", nargs=-1, required=True, metavar="JOB...")
+@make_command()
 def cancel(job_ids: tuple[str, ...]) -> None:
     """Cancel batch jobs.
 
     Slurm first sends SIGTERM, on which a training saves a snapshot. The job is not requeued.
+
+    Args:
+        job_ids (JOB...): Numbers of batch jobs.
     """
     cluster = open_cluster()
     known_jobs = [jobs.find_job(cluster, job_id) for job_id in job_ids]
@@ -324,12 +320,14 @@ def cancel(job_ids: tuple[str, ...]) -> None:
         echo(line)
 
 
-@click.command()
-@click.argument("code", type=WholeNumber(largest=255))
-@click.option("--job-dir", type=PATH, required=True)
-@click.option("--margin", type=Seconds(0), default=120.0)
-@click.option("--max-requeues", type=WholeNumber(), required=True)
-def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
+@make_command()
+def after(
+    code: ExitCode,
+    *,
+    job_dir: Path,
+    margin: Annotated[float, Seconds(0)] = 120,
+    max_requeues: Natural,
+) -> int:
     """Decide what the end of a batch job's ranks means.
 
     Exit code 75: requeue the job; 0: it has finished; else CODE or 1. CODE is srun's exit code.
@@ -340,8 +338,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
     return decision.exit_code(code)
 
 
-@click.command()
-@click.argument("code", type=WholeNumber(largest=255))
-def note(code: int) -> None:
+@make_command()
+def note(code: ExitCode) -> None:
     """Record the exit CODE of a script for the batch script, unless another rank ended earlier."""
     write_end(code)

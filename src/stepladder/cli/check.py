@@ -6,11 +6,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import click
-
 from stepladder.cli.findings import show_finding
-from stepladder.cli.options import json_flag
-from stepladder.cli.types import COUNT, PATH, Seconds
+from stepladder.cli.flags import make_command
+from stepladder.cli.types import AsJson, Count, Wait, Words
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
@@ -21,74 +19,21 @@ from stepladder.tools.findings.render import count_severities
 from stepladder.train.job_source import validate_not_job
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--nproc",
-    type=COUNT,
-    default=2,
-    show_default=True,
-    help="Ranks. Half of them simulate a second node.",
-)
-@click.option(
-    "--epochs",
-    type=COUNT,
-    help="Training passes to watch.  [default: 2, and more within 20 s]",
-)
-@click.option(
-    "--steps",
-    type=COUNT,
-    help="Optimizer steps per epoch; the epoch ends after them.  [default: all]",
-)
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="End SCRIPT after its first snapshot, start it again, and compare.",
-)
-@click.option(
-    "--static",
-    is_flag=True,
-    help="Read the source only, and run nothing.",
-)
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=600.0,
-    show_default=True,
-    help="Seconds for one run of SCRIPT.",
-)
-@click.option(
-    "--patience",
-    type=Seconds(),
-    default=25.0,
-    show_default=True,
-    help="Seconds without progress that count as a hang.",
-)
-@click.option(
-    "--sarif", type=PATH, metavar="FILE", help="Write the findings to FILE too, for code hosts."
-)
-@click.option(
-    "--writes",
-    type=PATH,
-    multiple=True,
-    metavar="DIR",
-    help="Let SCRIPT write this folder for real. Repeatable.",
-)
-@json_flag
-@click.argument("script", type=PATH)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@make_command(context_settings={"allow_interspersed_args": False})
 def command(
     script: Path,
-    args: tuple[str, ...],
-    nproc: int,
-    epochs: int | None,
-    steps: int | None,
-    resume: bool,
-    static: bool,
-    timeout: float,
-    patience: float,
-    sarif: Path | None,
-    writes: tuple[Path, ...],
-    as_json: bool,
+    args: Words = (),
+    *,
+    nproc: Count = 2,
+    epochs: Count | None = None,
+    steps: Count | None = None,
+    resume: bool = False,
+    static: bool = False,
+    timeout: Wait = 600,
+    patience: Wait = 25,
+    sarif: Path | None = None,
+    writes: tuple[Path, ...] = (),
+    as_json: AsJson = False,
 ) -> int:
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes.
 
@@ -97,6 +42,17 @@ def command(
     code 1 on an error or a warning; else 3 if SCRIPT failed by itself, if this check cannot run it,
     or if it did not train; else 0. A comment suppresses a finding: # stepladder: ignore[rule]
     reason
+
+    Args:
+        nproc: Ranks. Half of them simulate a second node.
+        epochs: Training passes to watch.  [default: 2, and more within 20 s]
+        steps: Optimizer steps per epoch; the epoch ends after them.  [default: all]
+        resume: End SCRIPT after its first snapshot, start it again, and compare.
+        static: Read the source only, and run nothing.
+        timeout: Seconds for one run of SCRIPT.
+        patience: Seconds without progress that count as a hang.
+        sarif (FILE): Write the findings to FILE too, for code hosts.
+        writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
@@ -109,16 +65,17 @@ def command(
     request = replace(request, writable_folders=writable_folders(writes))
     report = check(request, (lambda _: None) if as_json else show_finding)
     if sarif:
-        write_output(
-            sarif,
-            sarif_of_report(report, version("stepladder")),
-            "--sarif",
-        )
+        write_output(sarif, sarif_of_report(report, version("stepladder")), "--sarif")
+    show_report(report, as_json)
+    return report.exit_code
+
+
+def show_report(report: Report, as_json: bool) -> None:
+    """Print all of a report as JSON, or its summary."""
     if as_json:
         echo(json_of_report(report))
     else:
         show_summary(report)
-    return report.exit_code
 
 
 def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:

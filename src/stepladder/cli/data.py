@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from stepladder.cli.suggest import SuggestingGroup
-from stepladder.cli.types import COUNT, NAME, PATH
+from stepladder.cli.types import AsJson, Count, PathName
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import make_console
@@ -26,33 +26,20 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("name")
-@click.option(
-    "--data-dir",
-    type=PATH,
-    help="Where to put the files [data/NAME].",
-)
-@click.option(
-    "--from",
-    "source",
-    type=PATH,
-    help="Read the files from this folder, zip or tar archive, or file, not from the network.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="End with one JSON object.",
-)
 def get(
     name: str,
-    data_dir: Path | None,
-    source: Path | None,
-    as_json: bool,
+    *,
+    data_dir: Path | None = None,
+    source: Annotated[Path | None, "--from"] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch the data set NAME and check its SHA-256 sums.
 
     NAME is mnist, movielens-small, movielens-1m or shakespeare.
+
+    Args:
+        data_dir: Where to put the files.  [default: data/NAME]
+        source: Read the files from this folder, zip or tar archive, or file, not from the network.
     """
     from stepladder.data.fetch import download
     from stepladder.data.fetch.catalog import find_dataset
@@ -74,22 +61,20 @@ def get(
 
 
 @command.command()
-@click.argument("path_or_name", type=NAME)
-@click.option(
-    "--check", is_flag=True, help="Read all shards and compare them with their checksums."
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object instead.",
-)
-def info(path_or_name: str, check: bool, as_json: bool) -> None:
+def info(
+    path_or_name: PathName,
+    *,
+    check: bool = False,
+    as_json: AsJson = False,
+) -> None:
     """Show what a data folder or file contains.
 
     It prints shapes, label counts, pixel statistics, ratings or chunks. PATH_OR_NAME is a folder of
     MNIST files, one IDX file, a folder or zip of movielens-small, a folder of shards or an HDF5
     file, or the name of a data set that is in data/NAME.
+
+    Args:
+        check: Read all shards and compare them with their checksums.
     """
     from stepladder.data.describe import describe_data
 
@@ -101,74 +86,71 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("source", metavar="INPUT", type=PATH)
-@click.option(
-    "--out",
-    type=PATH,
-    required=True,
-    help="The folder of the shards.",
-)
-@click.option(
-    "--chunk-rows",
-    type=COUNT,
-    help="Rows that are read at once [about 0.4 MB].",
-)
-@click.option(
-    "--rows-per-shard",
-    type=COUNT,
-    help="Rows of one file [about 64 MB].",
-)
-@click.option("--columns", help="Only these columns, separated by commas.")
-@click.option(
-    "--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column."
-)
-@click.option(
-    "--compress",
-    is_flag=True,
-    help="Compress the chunks with gzip: they are smaller, and slower to read.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="End with one JSON object.",
-)
 def shard(
     source: Path,
+    *,
     out: Path,
-    columns: str | None,
-    dtypes: tuple[str, ...],
-    as_json: bool,
-    **sizes: Any,
+    chunk_rows: Count | None = None,
+    rows_per_shard: Count | None = None,
+    columns: str | None = None,
+    dtypes: Annotated[tuple[str, ...], "--dtype"] = (),
+    compress: bool = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write INPUT as chunked HDF5 shards with an index and checksums, for streaming.
 
     INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four
     MNIST files, which becomes train and test. After a stop, a kill or a full disk, the same command
     continues where it was.
+
+    Args:
+        source (INPUT): File or folder to read.
+        out: The folder of the shards.
+        chunk_rows: Rows that are read at once.  [default: about 0.4 MB]
+        rows_per_shard: Rows of one file.  [default: about 64 MB]
+        columns: Only these columns, separated by commas.
+        dtypes (COLUMN=TYPE): Type of a CSV column.
+        compress: Compress the chunks with gzip: they are smaller, and slower to read.
     """
     from stepladder.data.describe import describe_shards
     from stepladder.data.formats.inputs import open_tables
     from stepladder.data.shards.writer import write_table
 
-    for text in dtypes:
-        if "=" not in text:
-            raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
-    types = dict(text.rsplit("=", 1) for text in dtypes)
-    all_names = [name.strip() for name in (columns or "").split(",")]
-    column_names = tuple(name for name in all_names if name)
-    if columns is not None and not column_names:
-        raise InputError(
-            f"--columns {columns!r} names no column", "--columns NAME,NAME, or leave it out for all"
-        )
+    types = parse_dtypes(dtypes)
+    column_names = parse_columns(columns)
     for part, table in open_tables(source, column_names, types).items():
         with on_stderr() as feedback:
-            write_table(table, out / part, feedback=feedback, **sizes)
+            write_table(
+                table,
+                out / part,
+                feedback=feedback,
+                chunk_rows=chunk_rows,
+                rows_per_shard=rows_per_shard,
+                compress=compress,
+            )
     facts = describe_shards(out)
     for line in shard_lines(facts):
         echo(line)
     if as_json:
         echo_json(facts)
+
+
+def parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
+    """Return the types of --dtype by column."""
+    for text in texts:
+        if "=" not in text:
+            raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
+    return dict(text.rsplit("=", 1) for text in texts)
+
+
+def parse_columns(text: str | None) -> tuple[str, ...]:
+    """Return the names of --columns, none for all columns."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise InputError(
+            f"--columns {text!r} names no column", "--columns NAME,NAME, or leave it out for all"
+        )
+    return names
 
 
 @contextmanager
@@ -188,7 +170,11 @@ def on_stderr() -> Iterator[Feedback]:
     with Progress(*columns, console=make_console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
-        def advance(name: str, done: int, total: int) -> None:
+        def advance(
+            name: str,
+            done: int,
+            total: int,
+        ) -> None:
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=total)
             bars.update(tasks[name], completed=done)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from stepladder.cli.findings import show_finding
-from stepladder.cli.options import json_flag
-from stepladder.cli.types import COUNT, PATH, PORT
+from stepladder.cli.flags import make_command
+from stepladder.cli.types import AsJson, Count, Port
 from stepladder.core.address import validate_host_name
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -38,67 +38,34 @@ DOCTOR_RECORD_KEYS = {
 }
 
 
-@click.command()
-@click.argument(
-    "script",
-    required=False,
-    type=PATH,
-    metavar="[SCRIPT.py]",
-)
-@click.option(
-    "--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that will run on this machine."
-)
-@click.option(
-    "--nodes", type=COUNT, default=1, show_default=True, help="Machines that will take part."
-)
-@click.option(
-    "--peer",
-    default="",
-    metavar="HOST",
-    help="Another machine: check which network interface leads there.",
-)
-@click.option(
-    "--port", type=PORT, help="Port that the job will open on this machine.  [default: MASTER_PORT]"
-)
-@click.option(
-    "--run-dir",
-    type=PATH,
-    default=Path("runs"),
-    show_default=True,
-)
-@click.option(
-    "--comm",
-    is_flag=True,
-    help="Measure all-reduce between the processes.",
-)
-@click.option(
-    "--save",
-    type=PATH,
-    metavar="FILE",
-    help="Save the measurements to this file, to inspect them on another machine.",
-)
-@click.option(
-    "--load", type=PATH, metavar="FILE", help="Inspect a file of --save, instead of this machine."
-)
-@json_flag
-@click.pass_context
+@make_command()
 def command(
-    ctx: click.Context,
-    script: Path | None,
-    nproc: str,
-    nodes: int,
-    peer: str,
-    port: int | None,
-    run_dir: Path,
-    comm: bool,
-    save: Path | None,
-    load: Path | None,
-    as_json: bool,
+    script: Path | None = None,
+    *,
+    nproc: str = "",
+    nodes: Count = 1,
+    peer: str = "",
+    port: Port | None = None,
+    run_dir: Path = Path("runs"),
+    comm: bool = False,
+    save: Path | None = None,
+    load: Path | None = None,
+    as_json: AsJson = False,
 ) -> int:
     """Find what is wrong with this machine, with the cause and what to type.
 
     Neither torch nor a GPU is needed. With SCRIPT.py, it also measures how long the imports of the
     script take; the script is not run. Exit code 1 if there is an error.
+
+    Args:
+        script ([SCRIPT.py]): A script whose imports are timed.
+        nproc (N|auto|gpu|cpu): Processes that will run on this machine.
+        nodes: Machines that will take part.
+        peer (HOST): Another machine: check which network interface leads there.
+        port: Port that the job will open on this machine.  [default: MASTER_PORT]
+        comm: Measure all-reduce between the processes.
+        save (FILE): Save the measurements to this file, to inspect them on another machine.
+        load (FILE): Inspect a file of --save, instead of this machine.
     """
     if load and (save or comm or script):
         raise InputError("--load inspects a saved file, and nothing else", "--load alone")
@@ -106,7 +73,7 @@ def command(
     validate_files_and_port(save, script, port)  # before anything that takes seconds
     ranks = parse_process_count(nproc) if nproc else 0
     if comm:
-        exec_srun_step(ctx.obj, ranks)
+        exec_srun_step(click.get_current_context().obj, ranks)
         if ranks == 1 and World.detect().world_size == 1:
             raise InputError(
                 "--comm measures between processes, and --nproc is 1", "--comm --nproc 2"
@@ -114,20 +81,14 @@ def command(
     facts = Facts.load(load) if load else gather_facts(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
-    link: Link | None = None
-    link_findings: list[Finding] = []
-    if comm:
-        link, link_findings = measure_link(facts, ranks)
-        if not World.detect().is_first:
-            for finding in link_findings:
-                show_finding(finding)
-            return int(bool(link_findings))
-    return show_report(
-        facts,
-        link_findings + apply_rules(facts),
-        link,
-        as_json,
-    )
+    if not comm:
+        return show_report(facts, apply_rules(facts), None, as_json)
+    link, link_findings = measure_link(facts, ranks)
+    if World.detect().is_first:
+        return show_report(facts, link_findings + apply_rules(facts), link, as_json)
+    for finding in link_findings:
+        show_finding(finding)
+    return int(bool(link_findings))
 
 
 def validate_files_and_port(
@@ -156,7 +117,12 @@ def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     return measure_among_ranks(ranks or max(2, facts.torch.devices))
 
 
-def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
+def show_report(
+    facts: Facts,
+    findings: list[Finding],
+    link: Link | None,
+    as_json: bool,
+) -> int:
     """Print the findings, and return exit code 1 if one is an error."""
     failed = any(finding.severity == "error" for finding in findings)
     if as_json:

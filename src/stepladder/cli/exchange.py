@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import click
-
-from stepladder.cli.options import JobCommand, train_flags
-from stepladder.cli.types import JOB, PATH
+from stepladder.cli.flags import make_command, make_field_options
+from stepladder.cli.options import JobCommand, TrainFlags
+from stepladder.cli.types import JobPath
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--to", type=click.Choice(["safetensors", "dcp"]), required=True, help="Format to write."
-)
-@click.argument("target", metavar="DIR", type=PATH)
-def export(run_dir: Path, to: str, target: Path) -> None:
+@make_command()
+def export(
+    run_dir: Path,
+    target: Path,
+    *,
+    to: Literal["safetensors", "dcp"],
+) -> None:
     """Write the weights of the run of RUN_DIR into DIR, a new folder.
 
     The weights are those of the newest good snapshot; RUN_DIR may also be a snapshot. safetensors
     is Hugging Face's format: model.safetensors, or several files with model.safetensors.index.json.
     dcp is the format of torch.distributed.checkpoint.
+
+    Args:
+        target (DIR): Folder of the weights.
+        to: Format to write.
     """
     from stepladder.tools import weight_export
 
@@ -37,19 +40,23 @@ class ImportCommand(JobCommand):
     arguments_before_job = 1
 
 
-@click.command("import", cls=ImportCommand)
-@click.argument("folder", metavar="DIR", type=PATH)
-@click.argument("job", type=JOB)
-@click.option(
-    "--run-dir", type=PATH, required=True, help="Run directory to make. It must not exist yet."
-)
-@train_flags("seed", "data-dir")
-def import_weights(folder: Path, job: str, run_dir: Path, **flags: Any) -> None:
+@make_command(ImportCommand, *make_field_options(TrainFlags, "seed", "data_dir"), name="import")
+def import_weights(
+    folder: Path,
+    job: JobPath,
+    *,
+    run_dir: Path,
+    **flags: Any,
+) -> None:
     """Make a run directory whose run starts from the weights in DIR.
 
     DIR is in one of the formats that export writes. JOB is the recipe or job file with the model of
     these weights. "stepladder train JOB --run-dir RUN_DIR" then starts a new run from them, with a
     new optimizer.
+
+    Args:
+        folder (DIR): Folder of the weights.
+        run_dir: Run directory to make. It must not exist yet.
     """
     from stepladder.tools import weight_import
 

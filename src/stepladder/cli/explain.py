@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import click
 
+from stepladder.cli.flags import make_command
+from stepladder.cli.types import AsJson
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
@@ -25,26 +27,22 @@ EXPLAIN_HINT = (
 )
 
 
-@click.command()
-@click.argument("text", metavar="TEXT|FILE", required=False)
-@click.option(
-    "--list",
-    "as_list",
-    is_flag=True,
-    help="Print all known messages.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout.",
-)
-def command(text: str | None, as_list: bool, as_json: bool) -> int:
+@make_command()
+def command(
+    text: str | None = None,
+    *,
+    as_list: Annotated[bool, "--list"] = False,
+    as_json: AsJson = False,
+) -> int:
     """Explain an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, and what to type.
 
     TEXT is the message, a part of it, or some of its words. FILE is a log, which is searched for
     all known messages. Without either, a log is read from standard input. Exit code 1 if there is
     no known message in it.
+
+    Args:
+        text (TEXT|FILE): A message, or a log.
+        as_list: Print all known messages.
     """
     from stepladder.tools.explain.explain import explain, find_nearest, known_errors
     from stepladder.tools.findings.render import as_record

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from stepladder.cli.suggest import SuggestingGroup
-from stepladder.cli.types import WholeNumber
+from stepladder.cli.types import AsJson, Natural, Words
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 
@@ -31,41 +31,27 @@ def command() -> None:
 
 
 @command.command()
-@click.option(
-    "--nodes",
-    type=WholeNumber(),
-    default=2,
-    show_default=True,
-    help="Number of nodes. They are called n1, n2, ...",
-)
-@click.option(
-    "--cpus",
-    type=WholeNumber(),
-    default=4,
-    show_default=True,
-    help="CPUs that each node claims to have.",
-)
-@click.option(
-    "--gpus",
-    type=WholeNumber(),
-    default=0,
-    show_default=True,
-    help="GPUs that each node claims to have.",
-)
-@click.option(
-    "--plain",
-    is_flag=True,
-    help="Put all nodes on the loopback address; needs no root.",
-)
-def up(**flags: Any) -> None:
+def up(
+    *,
+    nodes: Natural = 2,
+    cpus: Natural = 4,
+    gpus: Natural = 0,
+    plain: bool = False,
+) -> None:
     """Start the cluster, and print the line that a shell needs for Slurm's own commands.
 
     eval "$(stepladder lab up --nodes 2)"
+
+    Args:
+        nodes: Number of nodes. They are called n1, n2, ...
+        cpus: CPUs that each node claims to have.
+        gpus: GPUs that each node claims to have.
+        plain: Put all nodes on the loopback address; needs no root.
     """
     validate_system()
     from stepladder.slurm.lab.prepare import prepare_lab
 
-    lab = prepare_lab(**flags)
+    lab = prepare_lab(nodes=nodes, cpus=cpus, gpus=gpus, plain=plain)
     lab.up()
     layout = lab.layout
     names = ", ".join(node.name for node in layout.all_nodes)
@@ -75,13 +61,7 @@ def up(**flags: Any) -> None:
 
 
 @command.command()
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout.",
-)
-def status(as_json: bool) -> None:
+def status(*, as_json: AsJson = False) -> None:
     """Show the nodes: state, address, processes, and whether their network is cut."""
     lab = find_lab()
     state = lab.status()
@@ -98,28 +78,28 @@ def status(as_json: bool) -> None:
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--node",
-    help="Run on this node, with its network, host name and address."
-    "  [default: outside, as a user]",
-)
-@click.argument(
-    "command_line", nargs=-1, required=True, metavar="-- CMD...", type=click.UNPROCESSED
-)
-def exec(node: str | None, command_line: tuple[str, ...]) -> None:
-    """Run CMD with SLURM_CONF set, in place of this process."""
+def exec(
+    command_line: Words,
+    *,
+    node: str | None = None,
+) -> None:
+    """Run CMD with SLURM_CONF set, in place of this process.
+
+    Args:
+        command_line (-- CMD...): The command to run.
+        node: Run on this node, with its network, host name and address.  [default: outside, as a
+            user]
+    """
     find_lab().run_command(list(command_line), node)
 
 
 @command.command()
-@click.argument("node")
 def fail(node: str) -> None:
     """Kill NODE's slurmd and everything else on it, as a loss of power does."""
     echo(f"{node}: {find_lab().fail(node)} processes killed")
 
 
 @command.command()
-@click.argument("node")
 def cut(node: str) -> None:
     """Cut NODE off the network; its processes continue."""
     find_lab().cut(node)
@@ -127,7 +107,6 @@ def cut(node: str) -> None:
 
 
 @command.command()
-@click.argument("node")
 def heal(node: str) -> None:
     """Connect NODE to the network again, and start its slurmd if it was killed."""
     find_lab().heal(node)

@@ -6,11 +6,12 @@ import re
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from stepladder.cli.suggest import SuggestingGroup
-from stepladder.cli.types import PATH
+from stepladder.cli.types import Words
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import make_console
@@ -71,9 +72,12 @@ def say_next(course: Course, progress: CourseProgress) -> None:
 
 
 @command.command()
-@click.argument("name", metavar="N|NAME")
 def show(name: str) -> None:
-    """Show a lesson's or an exercise's page."""
+    """Show a lesson's or an exercise's page.
+
+    Args:
+        name (N|NAME): Number of a lesson, or name of an exercise.
+    """
     course = load_course()
     item = course.find_item(name)
     if isinstance(item, Lesson):
@@ -97,10 +101,12 @@ def show(name: str) -> None:
 @command.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
-@click.argument("name", metavar="N|NAME")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(name: str, args: tuple[str, ...]) -> int:
-    """Run a lesson, or your file of an exercise, with ARGS, and end with its exit code."""
+def run(name: str, args: Words = ()) -> int:
+    """Run a lesson, or your file of an exercise, with ARGS, and end with its exit code.
+
+    Args:
+        name (N|NAME): Number of a lesson, or name of an exercise.
+    """
     course = load_course()
     item = course.find_item(name)
     if isinstance(item, Lesson):
@@ -110,7 +116,6 @@ def run(name: str, args: tuple[str, ...]) -> int:
 
 
 @command.command()
-@click.argument("name")
 def hint(name: str) -> None:
     """Show a hint for an exercise: one more each time."""
     course, progress = load_course(), load_progress()
@@ -126,21 +131,25 @@ def hint(name: str) -> None:
 
 
 @command.command()
-@click.argument("name", metavar="[N|NAME]", required=False)
-@click.option(
-    "--all", "all_", is_flag=True, help="Check every lesson and exercise that this machine can run."
-)
-def check(name: str | None, all_: bool) -> int:
+def check(
+    name: str | None = None,
+    *,
+    check_all: Annotated[bool, "--all"] = False,
+) -> int:
     """Check a lesson or an exercise by running it.
 
     Without a name, it checks the next one that you have not passed. A lesson passes if its claim
     holds, an exercise if its check does. Exit code 1 if not.
+
+    Args:
+        name ([N|NAME]): Number of a lesson, or name of an exercise.
+        check_all: Check every lesson and exercise that this machine can run.
     """
     course, progress = load_course(), load_progress()
-    if name is not None and all_:
+    if name is not None and check_all:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
-    if all_:
-        return check_all(course)
+    if check_all:
+        return check_course(course)
     item = course.find_item(name) if name else find_next_item(course, progress)
     if item is None:
         echo("all passed")
@@ -156,7 +165,7 @@ def check(name: str | None, all_: bool) -> int:
     return 0
 
 
-def check_all(course: Course) -> int:
+def check_course(course: Course) -> int:
     """Check all lessons and exercises, and return exit code 1 if one does not pass."""
     failed = 0
     for item in course:
@@ -176,10 +185,12 @@ def check_all(course: Course) -> int:
 
 
 @command.command()
-@click.argument("name")
-@click.option("--yes", is_flag=True, help="Show it without asking.")
-def solution(name: str, yes: bool) -> None:
-    """Show an exercise's solution."""
+def solution(name: str, *, yes: bool = False) -> None:
+    """Show an exercise's solution.
+
+    Args:
+        yes: Show it without asking.
+    """
     course = load_course()
     file = course.solution_file(course.find_exercise(name))
     if not yes:
@@ -188,8 +199,7 @@ def solution(name: str, yes: bool) -> None:
 
 
 @command.command()
-@click.argument("folder", type=PATH, default="my-exercises")
-def start(folder: Path) -> None:
+def start(folder: Path = Path("my-exercises")) -> None:
     """Copy the exercises to FOLDER [my-exercises], to work on them there from now on.
 
     Files that exist are not changed. To begin an exercise again, remove its exercise.py and repeat

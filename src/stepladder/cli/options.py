@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
+from click.core import ParameterSource
 
-from stepladder.cli.types import ANY_INTEGER, NAME, RealNumber
+from stepladder.cli.flags import GroupedOption
+from stepladder.cli.types import ANY_INTEGER, RealNumber
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
+from stepladder.core.flag import OUTPUT, TRAINING, Flag
 from stepladder.core.masking import mask
-from stepladder.core.numbers import parse_whole_number
 from stepladder.core.paths import parse_path
 from stepladder.core.settings import Settings
 from stepladder.core.terminal import make_console
@@ -31,66 +33,17 @@ if TYPE_CHECKING:
 SHARED_FIELDS = ("epochs", "global_batch", "lr", "seed", "data_dir")
 # Flags for jobs only: a script may have flags of the same names.
 JOB_ONLY_FLAGS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")
-# Flags of train that other commands have too, where these run a job to inspect it: their type, or
-# choices, and help.
-TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
-    "epochs": (ANY_INTEGER, "Passes over the training data."),
-    "global-batch": (ANY_INTEGER, "Samples per optimizer step, whatever the number of processes."),
-    "microbatch": (
-        ANY_INTEGER,
-        "Samples per forward pass. With it, results agree on any number of processes.",
-    ),
-    "lr": (RealNumber(), "Learning rate."),
-    "warmup-steps": (
-        ANY_INTEGER,
-        "Optimizer steps over which the learning rate grows linearly from 0.",
-    ),
-    "seed": (ANY_INTEGER, "Seed of everything random."),
-    "sync": (
-        ["manual", "ddp", "exact"],
-        "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums."
-        "  [default: ddp]",
-    ),
-    "shard": (
-        ["none", "optimizer", "full"],
-        "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, same bits."
-        " full: also weights and gradients (torch's fully_shard).  [default: none]",
-    ),
-    "shard-copies": (
-        ANY_INTEGER,
-        "With --shard optimizer: processes that hold each slice; with 2, the others continue in"
-        " place when one is lost.  [default: 1]",
-    ),
-    "checkpoint-blocks": (
-        bool,
-        "Recompute the activations in a block of the model in backward: less memory, same bits.",
-    ),
-    "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
-    "precision": (
-        ["fp32", "bf16", "fp16"],
-        "Type of the numbers in the forward pass.  [default: fp32]",
-    ),
-    "compile": (
-        bool,
-        "Compile the model and its loss with torch.compile, for passes with a full microbatch.",
-    ),
-    "capture": (
-        bool,
-        "On a GPU: record the passes with a full microbatch as CUDA graphs, and replay them.",
-    ),
-    "threads": (
-        ANY_INTEGER,
-        "Intra-op threads of torch per process.  [default: the cores divided by the processes]",
-    ),
-    "data-dir": (NAME, "Folder with the job's data."),
-}
+JOB_SECTION = "Flags of this job"
+FIRST_SECTION = "Flags to start with"
 
-json_flag = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print the result as one JSON object on the last line of stdout.",
-)
+
+class TrainFlags(Settings):
+    """The flags of `train` for a job: its settings, and fields of its Config by their names."""
+
+    lr: Annotated[float | None, Flag("Learning rate.", TRAINING)] = None
+    data_dir: Annotated[str | None, Flag("Folder with the job's data.", TRAINING, is_path=True)] = (
+        None
+    )
 
 
 def show_all_frames(
@@ -103,8 +56,9 @@ def show_all_frames(
         os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
 
 
-traceback_flag = click.option(
-    "--traceback",
+TRACEBACK_FLAG = GroupedOption(
+    ["--traceback"],
+    group=OUTPUT,
     is_flag=True,
     expose_value=False,
     callback=show_all_frames,
@@ -112,23 +66,19 @@ traceback_flag = click.option(
 )
 
 
-trust_flag = click.option(
-    "--trust-job-file",
-    is_flag=True,
-    help="Run the job file that RUN_DIR names even if you have never trained it."
-    " It is code: read it first.",
-)
-
-
 class JobCommand(click.Command):
     """A command with the flags of the job that its arguments name.
 
     Attributes:
+        sections: The sections of --help, in their order; without any, all flags are in one.
+        first_flags: The parameters that come first in --help.
         job: The job file, once the arguments are parsed.
         job_fields: The fields of its Config.
         arguments_before_job: The number of arguments before the job's name.
     """
 
+    sections: tuple[str, ...] = ("Options",)
+    first_flags: tuple[str, ...] = ()
     job: Path
     job_fields: tuple[ConfigField, ...] = ()
     arguments_before_job = 0
@@ -189,15 +139,25 @@ class JobCommand(click.Command):
                 )
         return None
 
-    def sort_flags(self, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the flags that were typed, for the job's Config and for the settings.
+    def sort_flags(
+        self,
+        flags: dict[str, Any],
+        **own_flags: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what was typed, for the job's Config and for the settings.
+
+        Args:
+            flags: The flags of `train` and of the job; those that were not typed do not count.
+            **own_flags: Flags of this command, with its own defaults; None does not count.
 
         Raises:
             InputError: The job has no such field, or two flags contradict each other.
         """
         config_names = {field.name for field in self.job_fields}
         setting_names = {field.name for field in fields(Settings)}
-        typed = {name: value for name, value in flags.items() if value is not None}
+        source = click.get_current_context().get_parameter_source
+        typed = {name: flags[name] for name in flags if source(name) != ParameterSource.DEFAULT}
+        typed |= {name: value for name, value in own_flags.items() if value is not None}
         for name in ("lr", "data_dir"):
             if name in typed and name not in config_names:
                 flag = f"--{name.replace('_', '-')}"
@@ -211,6 +171,35 @@ class JobCommand(click.Command):
         config = {name: value for name, value in typed.items() if name in config_names}
         settings = {name: value for name, value in typed.items() if name in setting_names}
         return config, settings
+
+    def format_options(
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Write the flags in their sections, the job's own flags on top."""
+        for title, options in self.list_sections(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [record for option in options if (record := option.get_help_record(ctx))]
+                )
+
+    def list_sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """Return the flags that --help shows, by the title of their section."""
+        titles = (JOB_SECTION, FIRST_SECTION, *self.sections)
+        sections: dict[str, list[click.Option]] = {title: [] for title in titles}
+        params = {param.name: param for param in self.get_params(ctx)}
+        for name in dict.fromkeys([*self.first_flags, *params]):
+            option = params[name]
+            if not isinstance(option, click.Option) or option.hidden:
+                continue
+            title = getattr(option, "group", "")
+            if name in self.first_flags:
+                title = FIRST_SECTION
+            elif title not in titles:
+                title = titles[-1]
+            sections[title].append(option)
+        return {title: options for title, options in sections.items() if options}
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's parameters and the job's flags."""
@@ -270,24 +259,6 @@ class JobOrScript(JobCommand):
         return None
 
 
-def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds these flags of train to a command."""
-
-    def add_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(names):
-            kind, text = TRAIN_FLAGS[name]
-            if kind is bool:
-                decorator = click.option(f"--{name}", help=text, is_flag=True, default=None)
-            elif isinstance(kind, list):
-                decorator = click.option(f"--{name}", help=text, type=click.Choice(kind))
-            else:
-                decorator = click.option(f"--{name}", help=text, type=kind)
-            command = decorator(command)
-        return command
-
-    return add_flags
-
-
 def make_config_option(field: ConfigField) -> click.Option:
     """Return the flag of a Config field.
 
@@ -301,8 +272,9 @@ def make_config_option(field: ConfigField) -> click.Option:
     if field.default not in (None, ""):
         text += f" [default: {mask(field.default, field.name)}]"
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
-    return click.Option(
+    return GroupedOption(
         [spelling, field.name],
+        group=JOB_SECTION,
         type=kind,
         default=None,
         help=text,
@@ -310,7 +282,9 @@ def make_config_option(field: ConfigField) -> click.Option:
 
 
 def validate_config_flags(
-    path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]
+    path: Path,
+    job_fields: tuple[ConfigField, ...],
+    params: list[click.Parameter],
 ) -> None:
     """Raise InputError where a Config field has the flag of a command's parameter."""
     reserved = [param for param in params if param.name not in SHARED_FIELDS]
@@ -321,31 +295,6 @@ def validate_config_flags(
                 f"{path.name}: Config.{field.name} clashes with train's own flag {field.flag}",
                 "rename the field",
             )
-
-
-def parse_counts(
-    _ctx: click.Context,
-    param: click.Parameter,
-    text: str | None,
-) -> list[int] | None:
-    """Return the numbers of processes or nodes in a list such as 1,2,3.
-
-    Raises:
-        InputError: An entry is not a positive number, or is there twice.
-    """
-    if text is None:
-        return None
-    flag = param.opts[0]
-    parts = text.split(",")
-    if not all(parse_whole_number(part, 1) for part in parts):
-        unit = "nodes" if flag == "--nodes" else "processes"
-        raise InputError(f"{flag} {text} is not a list of numbers of {unit}", f"{flag} 1,2,3")
-    counts = list(map(int, parts))
-    repeated = [count for count in counts if counts.count(count) > 1]
-    if repeated:
-        once = ",".join(map(str, dict.fromkeys(counts)))
-        raise InputError(f"{flag} {text} names {repeated[0]} twice", f"{flag} {once}")
-    return counts
 
 
 def announce_job_file(

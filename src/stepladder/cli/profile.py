@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from stepladder.cli.options import JobOrScript, json_flag, print_tables, traceback_flag, train_flags
-from stepladder.cli.types import COUNT, JOB, PATH
+from stepladder.cli.flags import make_command, make_field_options
+from stepladder.cli.options import TRACEBACK_FLAG, JobOrScript, TrainFlags, print_tables
+from stepladder.cli.types import AsJson, Count, JobPath, ScriptArgs
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
@@ -22,59 +21,48 @@ if TYPE_CHECKING:
 PROFILE_TABLE_WIDTH = 150
 
 
-@click.command(cls=JobOrScript)
-@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
-@click.argument(
-    "args",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="[SCRIPT'S ARGS]",
+@make_command(
+    JobOrScript,
+    *make_field_options(
+        TrainFlags,
+        "global_batch",
+        "microbatch",
+        "device",
+        "precision",
+        "compile",
+        "capture",
+        "data_dir",
+        "sync",
+        "shard",
+        "threads",
+    ),
+    TRACEBACK_FLAG,
 )
-@click.option(
-    "--nproc",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    help="Processes.",
-)
-@click.option(
-    "--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record."
-)
-@click.option(
-    "--warmup",
-    type=COUNT,
-    default=5,
-    show_default=True,
-    help="Steps to run before the measurement begins.",
-)
-@click.option(
-    "--out",
-    type=PATH,
-    metavar="DIR",
-    help="[default: profiles/NAME]",
-)
-@train_flags(
-    "global-batch",
-    "microbatch",
-    "device",
-    "precision",
-    "compile",
-    "capture",
-)
-@train_flags("data-dir", "sync", "shard", "threads")
-@traceback_flag
-@json_flag
 def command(
-    args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any
+    job: JobPath,
+    args: ScriptArgs = (),
+    *,
+    nproc: Count = 1,
+    steps: Count = 3,
+    warmup: Count = 5,
+    out: Path | None = None,
+    as_json: AsJson = False,
+    **flags: Any,
 ) -> int:
     """Record optimizer steps on all ranks with torch.profiler, and print where their time goes.
 
     It also prints what is worth doing. A script is run unmodified, and ended when the steps are
     recorded; flags that are not listed here, and all after `--`, are the script's. DIR gets a trace
     per rank, and one of all ranks on one time axis.
+
+    Args:
+        job (RECIPE|FILE.py|SCRIPT.py): Name of a recipe, a job file, or a script.
+        nproc: Processes.
+        steps: Optimizer steps to record.
+        warmup: Steps to run before the measurement begins.
+        out (DIR): [default: profiles/NAME]
     """
     script = command.script(args)
-    as_json = flags["as_json"]
     config, job_settings = command.sort_flags(flags)
     settings = Settings(run_dir=Path("runs"), **job_settings)
     from stepladder.tools.profiler.profile import record_profile

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from stepladder.cli.suggest import SuggestingGroup
-from stepladder.cli.types import COUNT, PATH, RealNumber, WholeNumber
+from stepladder.cli.types import AsJson, Count, Natural, WholeNumber
 from stepladder.core.console import echo
 
 
@@ -18,44 +19,26 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--user",
-    type=WholeNumber(None),
-    required=True,
-    help="Number of the user, as in the data's files.",
-)
-@click.option(
-    "--top",
-    type=COUNT,
-    default=10,
-    show_default=True,
-    help="Number of items to show.",
-)
-@click.option(
-    "--titles",
-    type=PATH,
-    help="A movies.csv, or a folder or zip that contains one.",
-)
-@click.option(
-    "--data-dir",
-    type=PATH,
-    help="Folder with the data.  [default: as trained]",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout.",
-)
 def recommend(
-    run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None, as_json: bool
+    run_dir: Path,
+    *,
+    user: Annotated[int, WholeNumber(None)],
+    top: Count = 10,
+    titles: Path | None = None,
+    data_dir: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the run of recipe movielens in RUN_DIR recommends to a user.
 
     Items that the user has rated are not shown. A user without ratings in the training data gets
     the items with most ratings. Titles come from --titles, or from a movies.csv in the folder of
     the data.
+
+    Args:
+        user: Number of the user, as in the data's files.
+        top: Number of items to show.
+        titles: A movies.csv, or a folder or zip that contains one.
+        data_dir: Folder with the data.  [default: as trained]
     """
     from stepladder.tools import recommend as recommender
 
@@ -73,37 +56,24 @@ def recommend(
 
 
 @command.command()
-@click.argument("run_dir", type=PATH)
-@click.option("--prompt", required=True, help="Text to continue.")
-@click.option(
-    "--tokens", type=COUNT, default=500, show_default=True, help="Number of tokens to write."
-)
-@click.option(
-    "--temperature",
-    type=RealNumber(),
-    default=1.0,
-    show_default=True,
-    help="Below 1 likelier tokens are preferred; 0 always takes the likeliest.",
-)
-@click.option(
-    "--seed",
-    type=WholeNumber(),
-    default=0,
-    show_default=True,
-    help="Seed of the tokens that are drawn.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout.",
-)
 def sample(
-    run_dir: Path, prompt: str, tokens: int, temperature: float, seed: int, as_json: bool
+    run_dir: Path,
+    *,
+    prompt: str,
+    tokens: Count = 500,
+    temperature: float = 1.0,
+    seed: Natural = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Print the text with which the run of recipe gpt in RUN_DIR continues a prompt.
 
     The model is read from the newest good snapshot. The training data is not needed.
+
+    Args:
+        prompt: Text to continue.
+        tokens: Number of tokens to write.
+        temperature: Below 1 likelier tokens are preferred; 0 always takes the likeliest.
+        seed: Seed of the tokens that are drawn.
     """
     from stepladder.tools import sample as writer
 

@@ -33,7 +33,10 @@ class Rehearsal:
 
     @staticmethod
     def from_command(
-        kind: str, arguments: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()
+        kind: str,
+        arguments: Sequence[str],
+        gpus: bool,
+        writes: tuple[Path, ...] = (),
     ) -> Rehearsal:
         """Return the rehearsal of a submitted command.
 

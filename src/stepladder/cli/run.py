@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
 
-from stepladder.cli.types import NAME, PATH, PORT, Seconds, WholeNumber
+from stepladder.cli.flags import HIDDEN, make_command, make_field_options
+from stepladder.cli.types import (
+    Count,
+    ExplainAfter,
+    Hosts,
+    Natural,
+    PathName,
+    Port,
+    Seconds,
+    Ssh,
+    Wait,
+    Words,
+)
 from stepladder.core.console import print_message
-from stepladder.core.settings import validate_run_dir
+from stepladder.core.paths import validate_run_dir
 from stepladder.launcher.allocation import start_elsewhere
 from stepladder.launcher.nodes.local_node import exit_if_threads_wait
 from stepladder.launcher.options import DEFAULT_SIGNALS, Options
@@ -32,199 +43,89 @@ FLAGS_WITHOUT_EFFECT = (
 )
 
 
-def flag(*names: str, **attributes: Any) -> Callable[..., Any]:
-    """Return the decorator of a flag that torchrun has too, with its environment variable PET_NAME.
+class RunFlags:
+    """The flags of `run`, mostly torchrun's. PET_<NAME> in the environment sets each of them.
 
-    Args:
-        *names: Its spellings, torchrun's last.
-        **attributes: Those of `click.option`.
+    Attributes:
+        nproc_per_node (N|A:B|auto|gpu|cpu): Processes per machine.  [default: 1]
+        nnodes (N|A:B): Machines. Type the same command on each of them.  [default: 1]
+        rdzv_endpoint (HOST:PORT): Address at which the machines meet: the host is one of them, the
+            port is free.
+        local_addr: Address under which other machines reach this one.  [default: of the interface
+            that leads to them]
+        module: SCRIPT is a module, as in `python -m`.
+        no_python: SCRIPT is a command, not Python.
+        max_restarts: How often to restart all ranks after a failure.  [default: 0; 3 where a range
+            is given]
+        run_dir: Folder for logs and for the times of optimizer steps, which `report` and `watch`
+            read.
+        log_dir: Folder for a copy of each rank's output.
+        start_method: How ranks start. With spawn each is a new interpreter and imports torch
+            itself.
+        redirects: Streams that go to the log only: 1 stdout, 2 stderr, 3 both; 0:1,1:2 chooses by
+            rank.
+        local_ranks_filter (0,1): Local ranks whose output is shown.  [default: all]
+        standalone: Use this machine alone, whatever the --rdzv-* flags say.
+        rdzv_backend: c10d or static.  [default: c10d; static with --node-rank]
+        rdzv_id: Name of the job, where several jobs meet at one endpoint.
+        rdzv_conf (KEY=VALUE,...): Further rendezvous settings, as for torchrun.
+        node_rank: Number of this machine, from 0; use it with --master-addr.
+        master_addr: Address of machine 0; use it with --node-rank.
+        master_port: [default: a free one; 29500 with --master-addr]
+        role: Value of ROLE_NAME for the ranks.
+        signals_to_handle: Signals on which the ranks are asked to end.
+        shutdown_timeout: Seconds that the ranks may take to end.
+        virtual_local_rank: Give every rank LOCAL_RANK 0 and one visible GPU.
+        timeout: Seconds that machines wait for each other.
+        end_after: Seconds without progress after which the ranks are ended, or restarted.
+            [default: never]
+        pretend_gpus (N): Run a script for CUDA and NCCL on N CPU ranks, without a GPU.
     """
-    parameter = names[-1].lstrip("-").replace("-", "_")
-    return click.option(*names, parameter, envvar=f"PET_{parameter.upper()}", **attributes)
+
+    nproc_per_node: Annotated[str, "--nproc", "--nproc-per-node"] = ""
+    nnodes: Annotated[str, "--nodes", "--nnodes"] = ""
+    hosts: Hosts = ""
+    ssh: Ssh = "ssh"
+    rdzv_endpoint: str = ""
+    local_addr: str = ""
+    module: Annotated[bool, "-m", "--module"] = False
+    no_python: bool = False
+    max_restarts: Natural | None = None
+    run_dir: Path | None = None
+    log_dir: Path | None = None
+    start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
+    redirects: Annotated[str, "-r", "--redirects"] = "0"
+    tee: Annotated[str, "-t", "--tee", HIDDEN] = "0"
+    local_ranks_filter: str = ""
+    standalone: bool = False
+    rdzv_backend: str = ""
+    rdzv_id: str = "none"
+    rdzv_conf: str = ""
+    node_rank: Natural | None = None
+    master_addr: str = ""
+    master_port: Port | None = None
+    role: str = "default"
+    signals_to_handle: str = ",".join(DEFAULT_SIGNALS)
+    shutdown_timeout: Annotated[float, Seconds(0)] = 30
+    virtual_local_rank: bool = False
+    timeout: Wait = 600
+    explain_after: ExplainAfter = None
+    end_after: Wait | None = None
+    pretend_gpus: Annotated[Count | None, "--simulate-gpus", "--pretend-gpus"] = None
+    run_path: Annotated[bool, HIDDEN] = False
 
 
-def add_flags_without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add torchrun's flags that have no effect here."""
-    for name in FLAGS_WITHOUT_EFFECT:
-        command = flag(f"--{name}", hidden=True)(command)
-    return command
-
-
-@click.command(
+@make_command(
+    click.Command,
+    *make_field_options(RunFlags),
+    *(click.Option([f"--{name}"], hidden=True) for name in FLAGS_WITHOUT_EFFECT),
     context_settings={
         "allow_interspersed_args": False,
+        "auto_envvar_prefix": "PET",
         "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's second spelling
     },
 )
-@flag(
-    "--nproc",
-    "--nproc-per-node",
-    metavar="N|A:B|auto|gpu|cpu",
-    help="Processes per machine.  [default: 1]",
-)
-@flag(
-    "--nodes",
-    "--nnodes",
-    metavar="N|A:B",
-    help="Machines. Type the same command on each of them.  [default: 1]",
-)
-@click.option(
-    "--hosts",
-    default="",
-    metavar="[USER@]HOST[:PORT],...",
-    help="Start the job on these machines, over SSH. The first one leads.",
-)
-@click.option(
-    "--ssh",
-    default="ssh",
-    metavar="COMMAND",
-    help="The SSH command to use, for example 'ssh -i KEY'.  [default: ssh]",
-)
-@flag(
-    "--rdzv-endpoint",
-    default="",
-    metavar="HOST:PORT",
-    help="Address at which the machines meet: the host is one of them, the port is free.",
-)
-@flag(
-    "--local-addr",
-    default="",
-    help="Address under which other machines reach this one."
-    "  [default: of the interface that leads to them]",
-)
-@flag(
-    "-m",
-    "--module",
-    is_flag=True,
-    help="SCRIPT is a module, as in `python -m`.",
-)
-@flag(
-    "--no-python",
-    is_flag=True,
-    help="SCRIPT is a command, not Python.",
-)
-@flag(
-    "--max-restarts",
-    type=WholeNumber(),
-    help="How often to restart all ranks after a failure.  [default: 0; 3 where a range is given]",
-)
-@click.option(
-    "--run-dir",
-    type=PATH,
-    help="Folder for logs and for the times of optimizer steps, which `report` and `watch` read.",
-)
-@flag(
-    "--log-dir",
-    type=PATH,
-    help="Folder for a copy of each rank's output.",
-)
-@flag(
-    "--start-method",
-    type=click.Choice(["forkserver", "fork", "spawn"]),
-    default="forkserver",
-    help="How ranks start. With spawn each is a new interpreter and imports torch itself."
-    "  [default: forkserver]",
-)
-@flag(
-    "-r",
-    "--redirects",
-    default="0",
-    help="Streams that go to the log only: 1 stdout, 2 stderr, 3 both; 0:1,1:2 chooses by rank.",
-)
-@flag("-t", "--tee", default="0", hidden=True)
-@flag(
-    "--local-ranks-filter",
-    default="",
-    metavar="0,1",
-    help="Local ranks whose output is shown.  [default: all]",
-)
-@flag(
-    "--standalone",
-    is_flag=True,
-    help="Use this machine alone, whatever the --rdzv-* flags say.",
-)
-@flag(
-    "--rdzv-backend",
-    default="",
-    help="c10d or static.  [default: c10d; static with --node-rank]",
-)
-@flag(
-    "--rdzv-id",
-    default="none",
-    help="Name of the job, where several jobs meet at one endpoint.",
-)
-@flag(
-    "--rdzv-conf",
-    default="",
-    metavar="KEY=VALUE,...",
-    help="Further rendezvous settings, as for torchrun.",
-)
-@flag(
-    "--node-rank",
-    type=WholeNumber(),
-    help="Number of this machine, from 0; use it with --master-addr.",
-)
-@flag(
-    "--master-addr",
-    default="",
-    help="Address of machine 0; use it with --node-rank.",
-)
-@flag(
-    "--master-port",
-    type=PORT,
-    help="[default: a free one; 29500 with --master-addr]",
-)
-@flag(
-    "--role",
-    default="default",
-    help="Value of ROLE_NAME for the ranks.",
-)
-@flag(
-    "--signals-to-handle",
-    default=",".join(DEFAULT_SIGNALS),
-    help=f"Signals on which the ranks are asked to end.  [default: {','.join(DEFAULT_SIGNALS)}]",
-)
-@flag(
-    "--shutdown-timeout",
-    type=Seconds(0),
-    default=30.0,
-    help="Seconds that the ranks may take to end.  [default: 30]",
-)
-@flag(
-    "--virtual-local-rank", is_flag=True, help="Give every rank LOCAL_RANK 0 and one visible GPU."
-)
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=600.0,
-    help="Seconds that machines wait for each other.  [default: 600]",
-)
-@click.option(
-    "--explain-after",
-    type=Seconds(),
-    help="Seconds without progress after which the reason is printed."
-    "  [default: 60, at most half of --timeout]",
-)
-@click.option(
-    "--end-after",
-    type=Seconds(),
-    help="Seconds without progress after which the ranks are ended, or restarted."
-    "  [default: never]",
-)
-@click.option(
-    "--simulate-gpus",
-    "--pretend-gpus",
-    "pretend_gpus",
-    type=WholeNumber(1),
-    metavar="N",
-    help="Run a script for CUDA and NCCL on N CPU ranks, without a GPU.",
-)
-@flag("--run-path", is_flag=True, hidden=True)
-@add_flags_without_effect
-@click.argument("script", type=NAME)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> int:
+def command(script: PathName, args: Words = (), **flags: Any) -> int:
     """Run SCRIPT, unmodified, with ARGS on every process.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each process. All flags of
@@ -244,7 +145,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         if flags[name.replace("-", "_")]:
             print_message(f"--{name} has no effect here")
     code = start_elsewhere(
-        ctx.obj,
+        click.get_current_context().obj,
         flags["hosts"],
         flags["ssh"],
         topology,
@@ -274,14 +175,13 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 
 def make_topology(flags: dict[str, Any]) -> Topology:
     """Return the nodes and processes that flags or a rented cluster's variables describe."""
-    nproc = flags["nproc_per_node"] or ""
+    nproc = flags["nproc_per_node"]
     if flags["pretend_gpus"]:
         nproc = nproc or str(flags["pretend_gpus"])
     if flags["standalone"] or flags["pretend_gpus"]:
         return Topology("1", nproc)
-    nodes = flags["nnodes"] or ""
     topology = Topology(
-        nodes,
+        flags["nnodes"],
         nproc,
         flags["rdzv_endpoint"],
         flags["local_addr"],

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import click
 
+from stepladder.cli.flags import make_command
 from stepladder.cli.options import (
+    TRACEBACK_FLAG,
     announce_job_file,
-    json_flag,
     print_tables,
-    traceback_flag,
-    trust_flag,
 )
-from stepladder.cli.types import NAME, PATH
+from stepladder.cli.types import AsJson, PathName, TrustJobFile
 from stepladder.core.console import echo, print_message
 from stepladder.core.terminal import make_console
 
@@ -22,15 +22,8 @@ MAX_CHANGES_SHOWN = 20  # a run on a bad machine may have lost processes thousan
 DIFF_TABLE_WIDTH = 115
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout.",
-)
-def audit(run_dir: Path, as_json: bool) -> int:
+@make_command()
+def audit(run_dir: Path, *, as_json: AsJson = False) -> int:
     """Prove from the ledger of RUN_DIR that every sample was trained exactly once per epoch.
 
     Exit code 1 if samples were lost or repeated, or if the ledger was altered.
@@ -64,17 +57,13 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-@click.command()
-@click.argument("first", metavar="RUN_DIR", type=PATH)
-@click.argument("second", metavar="RUN_DIR", type=PATH)
-@trust_flag
-@traceback_flag
-@json_flag
+@make_command(click.Command, TRACEBACK_FLAG)
 def diff(
     first: Path,
     second: Path,
-    trust_job_file: bool,
-    as_json: bool,
+    *,
+    trust_job_file: TrustJobFile = False,
+    as_json: AsJson = False,
 ) -> int:
     """Find the first step at which two runs differ, and why.
 
@@ -82,6 +71,10 @@ def diff(
     explain the difference, it retrains both runs up to that step on one process, and prints what
     differs first: data, an operation, a gradient or the optimizer. Runs with --sync exact are
     compared bit by bit, losses of others to 1e-5. Exit code 1 if something differs.
+
+    Args:
+        first (RUN_DIR): A run directory.
+        second (RUN_DIR): A run directory.
     """
     from stepladder.tools.diff.compare import compare
     from stepladder.tools.diff.verdict import make_table
@@ -102,34 +95,32 @@ def diff(
     return int(verdict.step is not None)
 
 
-@click.command()
-@click.argument("target", metavar="RUN_DIR|JOB", type=NAME)
-@click.option(
-    "--once",
-    is_flag=True,
-    help="Print once and end, instead of following the run.",
-)
-def watch(target: str, once: bool) -> None:
+@make_command()
+def watch(
+    target: PathName,
+    *,
+    once: bool = False,
+) -> None:
     """Show position, loss, throughput and slow ranks of the run in RUN_DIR until it has finished.
 
     JOB is the number of a batch job; its state in the queue is shown, too. For a script it shows
     the last line of the output and, with `stepladder run --run-dir`, the optimizer steps.
+
+    Args:
+        target (RUN_DIR|JOB): A run directory, or the number of a batch job.
+        once: Print once and end, instead of following the run.
     """
     from stepladder.tools.report import live
 
     live.watch(target, once, make_console())
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "-o",
-    "--output",
-    type=PATH,
-    default=Path("report.html"),
-    show_default=True,
-)
-def report(run_dir: Path, output: Path) -> None:
+@make_command()
+def report(
+    run_dir: Path,
+    *,
+    output: Annotated[Path, "-o", "--output"] = Path("report.html"),
+) -> None:
     """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 
     The run may still be training. RUN_DIR may also be a folder of `stepladder run --run-dir`; the

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 import click
 
+from stepladder.cli.flags import make_command
 from stepladder.core.errors import InputError
 
 # Flags of other programs, and our flags that do the same.
@@ -22,10 +24,29 @@ MAX_SUGGESTIONS = 3
 
 
 class SuggestingGroup(click.Group):
-    """A group of commands that suggests similar names for an unknown one."""
+    """A group of commands that suggests similar names for an unknown one.
+
+    Its commands are made of annotated functions, see flags.py.
+    """
+
+    def command(  # type: ignore[override]
+        self,
+        *flags: click.Option,
+        **attributes: Any,
+    ) -> Callable[..., Any]:
+        """Return a decorator that adds the command of a function."""
+
+        def decorate(function: Callable[..., Any]) -> click.Command:
+            command: click.Command = make_command(click.Command, *flags, **attributes)(function)
+            self.add_command(command)
+            return command
+
+        return decorate
 
     def resolve_command(
-        self, ctx: click.Context, args: list[str]
+        self,
+        ctx: click.Context,
+        args: list[str],
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         is_unknown = not name.startswith("-") and self.get_command(ctx, name) is None

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from stepladder.core.numbers import MAX_INTEGER, MAX_PORT, MAX_WAIT_S, MIN_WAIT_S
+from stepladder.core.errors import InputError
+from stepladder.core.flag import FAULTS, OUTPUT, PROCESSES, Flag
+from stepladder.core.numbers import (
+    MAX_INTEGER,
+    MAX_PORT,
+    MAX_WAIT_S,
+    MIN_WAIT_S,
+    parse_whole_number,
+)
 from stepladder.core.paths import parse_path
 from stepladder.train.job_file import list_recipes
 
@@ -98,6 +106,29 @@ class MemorySize(click.ParamType[Any]):
         )
 
 
+class CountList(click.ParamType[Any]):
+    """Numbers of processes or nodes, such as 1,2,3."""
+
+    name = "N,N,..."
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        flag = param.opts[0] if param else ""
+        counts = [parse_whole_number(part, 1) for part in value.split(",")]
+        if not all(counts):
+            unit = "nodes" if flag == "--nodes" else "processes"
+            raise InputError(f"{flag} {value} is not a list of numbers of {unit}", f"{flag} 1,2,3")
+        repeated = [count for count in counts if counts.count(count) > 1]
+        if repeated:
+            unique = ",".join(map(str, dict.fromkeys(counts)))
+            raise InputError(f"{flag} {value} names {repeated[0]} twice", f"{flag} {unique}")
+        return counts
+
+
 class FilePath(click.ParamType[Any]):
     """A path, whether or not something is there."""
 
@@ -117,7 +148,10 @@ class FilePath(click.ParamType[Any]):
         return parse_path(label, str(value))
 
     def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
+        self,
+        ctx: click.Context,
+        param: click.Parameter,
+        incomplete: str,
     ) -> list[CompletionItem]:
         """Let the shell complete the path."""
         return [CompletionItem(incomplete, type="file")]
@@ -129,7 +163,10 @@ class JobName(click.ParamType[Any]):
     name = "job"
 
     def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
+        self,
+        ctx: click.Context,
+        param: click.Parameter,
+        incomplete: str,
     ) -> list[CompletionItem]:
         """Complete the names of recipes, else paths."""
         names = [CompletionItem(name) for name in list_recipes() if name.startswith(incomplete)]
@@ -150,8 +187,59 @@ class PathOrName(FilePath):
 
 
 ANY_INTEGER = WholeNumber(None, None)  # for values whose limits core/settings.py checks
-COUNT = WholeNumber(1)
-PORT = WholeNumber(1, MAX_PORT)
 PATH = FilePath()
 NAME = PathOrName()
-JOB = JobName()
+
+# Types of parameters; flags.py makes arguments and flags of them.
+Count = Annotated[int, WholeNumber(1)]
+Port = Annotated[int, WholeNumber(1, MAX_PORT)]
+Natural = Annotated[int, WholeNumber()]
+Wait = Annotated[float, Seconds()]
+PathName = Annotated[str, NAME]
+JobPath = Annotated[str, JobName()]
+Counts = Annotated[list[int], CountList()]
+Words = Annotated[tuple[str, ...], click.UNPROCESSED]
+AsJson = Annotated[
+    bool,
+    Flag(
+        "Print the result as one JSON object on the last line of stdout.",
+        OUTPUT,
+    ),
+    "--json",
+]
+Hosts = Annotated[
+    str,
+    Flag(
+        "Start the job on these machines, over SSH. The first one leads.",
+        PROCESSES,
+        metavar="[USER@]HOST[:PORT],...",
+    ),
+]
+Ssh = Annotated[
+    str,
+    Flag(
+        "The SSH command to use, for example 'ssh -i KEY'.",
+        PROCESSES,
+        metavar="COMMAND",
+    ),
+]
+ExplainAfter = Annotated[
+    Wait | None,
+    Flag(
+        "Seconds without progress after which the reason is printed.",
+        FAULTS,
+        default="60, at most half of --timeout",
+        metavar="SECONDS",
+    ),
+]
+ScriptArgs = Annotated[Words, Flag(metavar="[SCRIPT'S ARGS]")]
+SbatchArgs = Annotated[
+    tuple[str, ...], Flag("Any other option of sbatch.", metavar="STR"), "--sbatch-arg"
+]
+TrustJobFile = Annotated[
+    bool,
+    Flag(
+        "Run the job file that RUN_DIR names even if you have never trained it."
+        " It is code: read it first."
+    ),
+]

@@ -6,20 +6,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-import click
-
+from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.options import (
+    TRACEBACK_FLAG,
     JobCommand,
+    TrainFlags,
     announce_job_file,
-    json_flag,
-    parse_counts,
-    traceback_flag,
-    train_flags,
-    trust_flag,
 )
-from stepladder.cli.types import ANY_INTEGER, JOB
+from stepladder.cli.types import AsJson, Counts, JobPath, TrustJobFile
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings
 from stepladder.storage.run_files import CONFIG_FILE
@@ -47,43 +43,34 @@ class VerifyCommand(JobCommand):
         return path
 
 
-@click.command(cls=VerifyCommand)
-@click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR", type=JOB)
-@click.option(
-    "--nproc",
-    callback=parse_counts,
-    metavar="N,N,...",
-    help="Numbers of processes to compare.  [default: 1,2,3]",
+@make_command(
+    VerifyCommand,
+    *make_field_options(
+        TrainFlags,
+        "epochs",
+        "global_batch",
+        "microbatch",
+        "device",
+        "precision",
+        "compile",
+        "capture",
+        "data_dir",
+        "lr",
+        "warmup_steps",
+        "seed",
+    ),
+    TRACEBACK_FLAG,
 )
-@click.option(
-    "--steps",
-    type=ANY_INTEGER,
-    help="Optimizer steps to compare, at most as many as the job has.  [default: about 12]",
-)
-@click.option(
-    "--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]"
-)
-@train_flags(
-    "epochs",
-    "global-batch",
-    "microbatch",
-    "device",
-    "precision",
-    "compile",
-    "capture",
-    "data-dir",
-    "lr",
-    "warmup-steps",
-    "seed",
-)
-@trust_flag
-@click.option(
-    "--threads", type=ANY_INTEGER, help="Intra-op threads of torch per process.  [default: 1]"
-)
-@traceback_flag
-@json_flag
 def command(
-    job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any
+    job: JobPath,
+    *,
+    nproc: Counts | None = None,
+    steps: int | None = None,
+    sync: Literal["exact", "ddp"] | None = None,
+    threads: int | None = None,
+    trust_job_file: TrustJobFile = False,
+    as_json: AsJson = False,
+    **flags: Any,
 ) -> int:
     """Prove that a job gives the same losses and weights on any number of processes.
 
@@ -91,15 +78,21 @@ def command(
     directories with a snapshot per step, and compares every bit (with --sync ddp losses to 1e-5,
     weights to 1e-3). Exit code 1 if something differs: it prints the first step and tensor, and the
     likely cause.
+
+    Args:
+        job (RECIPE|FILE.py|RUN_DIR): Name of a recipe, a job file, or a run directory.
+        nproc: Numbers of processes to compare.  [default: 1,2,3]
+        steps: Optimizer steps to compare, at most as many as the job has.  [default: about 12]
+        sync: [default: exact, or as in RUN_DIR]
+        threads: Intra-op threads of torch per process.  [default: 1]
     """
-    config, job_settings = command.sort_flags(flags)
+    config, job_settings = command.sort_flags(flags, sync=sync, threads=threads)
     if trust_job_file or (Path(job) / CONFIG_FILE).exists():
         announce_job_file(command.job, Path(job), trust_job_file, f"verify {job}")
     defaults = {"run_dir": Path("runs"), "sync": "exact"}
     settings = Settings(**{**defaults, **command.stored_settings, **job_settings})
     from stepladder.tools.verify.proof import describe_proof, prove
 
-    as_json = flags["as_json"]
     report = (lambda _: None) if as_json else echo
     full_config = {**command.stored_config, **config}
     proof = prove(

@@ -172,7 +172,11 @@ def is_loopback(host: str) -> bool:
     return bool(addresses) and all(address.is_loopback for address in addresses)
 
 
-def wait_for_name(flag: str, host: str, timeout_s: float) -> None:
+def wait_for_name(
+    flag: str,
+    host: str,
+    timeout_s: float,
+) -> None:
     """Wait until `host`, the value of a flag, resolves: some clusters name a machine as it starts.
 
     Args:

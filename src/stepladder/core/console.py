@@ -53,7 +53,11 @@ def print_message(text: str) -> None:
     write_text(text, sys.stderr)
 
 
-def echo(text: str, err: bool = False, end: str = "\n") -> None:
+def echo(
+    text: str,
+    err: bool = False,
+    end: str = "\n",
+) -> None:
     """Print a command's result to stdout, or to stderr, with control characters escaped."""
     write_text(text, sys.stderr if err else sys.stdout, end)
 

@@ -179,7 +179,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _set_mode(file: int, path: Path, mode: int) -> None:
+def _set_mode(
+    file: int,
+    path: Path,
+    mode: int,
+) -> None:
     """Set the mode of an open file; by its path only on Windows, which knows no other way."""
     os.chmod(file if os.chmod in os.supports_fd else path, mode)  # noqa: PTH101
 

@@ -44,7 +44,11 @@ class InputError(Exception):
         is_reporter: Whether this rank shows the error, or None if ranks have not agreed on one.
     """
 
-    def __init__(self, problem: str, hint: str) -> None:
+    def __init__(
+        self,
+        problem: str,
+        hint: str,
+    ) -> None:
         super().__init__(problem, hint)
         self.problem = problem
         self.hint = hint
@@ -88,7 +92,9 @@ def is_failure(code: int) -> bool:
 
 @contextmanager
 def as_input_error(
-    failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError,)
+    failed: str,
+    hint: str,
+    kinds: tuple[type[Exception], ...] = (OSError,),
 ) -> Iterator[None]:
     """Raise errors in the block as InputError, with their reason.
 

@@ -39,7 +39,10 @@ def parse_whole_number(
 
 
 def read_env_number(
-    env: Mapping[str, str], name: str, default: int | None = None, maximum: int = MAX_INTEGER
+    env: Mapping[str, str],
+    name: str,
+    default: int | None = None,
+    maximum: int = MAX_INTEGER,
 ) -> int:
     """Return the number in an environment variable.
 
@@ -70,7 +73,12 @@ def read_env_number(
     raise InputError(f"{name} {problem}", f"set {name} to a number, or {alternative}")
 
 
-def validate_range(config: Any, minimum: float, maximum: float, *names: str) -> None:
+def validate_range(
+    config: Any,
+    minimum: float,
+    maximum: float,
+    *names: str,
+) -> None:
     """Raise InputError if one of these fields of a dataclass is out of range."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:

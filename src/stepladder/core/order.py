@@ -57,7 +57,11 @@ def make_permutation(count: int, seed: int) -> IndexArray:
     return (keys & mask).astype(np.int64)
 
 
-def make_order(count: int, seed: int, method: str) -> IndexArray:
+def make_order(
+    count: int,
+    seed: int,
+    method: str,
+) -> IndexArray:
     """Return a random order of 0..count-1, shape (count,), made by SORT or FEISTEL."""
     if method == SORT:
         return make_permutation(count, seed)
@@ -73,7 +77,11 @@ class FeistelOrder:
     sqrt(count): a result that is no position goes through the network again, until it is one.
     """
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+    ) -> None:
         side = math.isqrt(max(count, 1) - 1) + 1
         self.count = np.uint64(count)
         self.left_size = np.uint64(side)
@@ -103,7 +111,9 @@ class FeistelOrder:
 
 
 def _hash_values(
-    values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64
+    values: NDArray[np.uint64],
+    round_key: np.uint64,
+    size: np.uint64,
 ) -> NDArray[np.uint64]:
     """Return a hash below `size` (up to 2^32) for each value."""
     hashes = (values + round_key) * FIRST_MULTIPLIER
@@ -116,7 +126,9 @@ def _hash_values(
 
 
 def _add_modulo(
-    values: NDArray[np.uint64], hashes: NDArray[np.uint64], size: np.uint64
+    values: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
+    size: np.uint64,
 ) -> NDArray[np.uint64]:
     """Return the sums modulo `size`; values and hashes are below it. Overwrites `hashes`.
 
@@ -202,7 +214,12 @@ class StreamOrder:
         # Two windows of each lane: in one step all lanes may move from one window to the next.
         self._window = lru_cache(maxsize=2 * self.num_lanes)(self._make_window)
 
-    def indices(self, epoch: int, lo: int, hi: int) -> IndexArray:
+    def indices(
+        self,
+        epoch: int,
+        lo: int,
+        hi: int,
+    ) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch.
 
         All positions must belong to one step.
@@ -247,7 +264,11 @@ class StreamOrder:
             window_edges.append(chunk_ends[-1:])
         return order, np.concatenate(window_edges)
 
-    def _make_window(self, epoch: int, number: int) -> IndexArray:
+    def _make_window(
+        self,
+        epoch: int,
+        number: int,
+    ) -> IndexArray:
         """Return the shuffled rows of one window."""
         edges = self.chunks.edges
         first_chunk = number * self.chunks_per_window

@@ -34,7 +34,11 @@ def validate_writable(path: Path, flag: str) -> None:
             raise PermissionError("Permission denied")
 
 
-def write_output(path: Path, text: str, flag: str) -> None:
+def write_output(
+    path: Path,
+    text: str,
+    flag: str,
+) -> None:
     """Write a text as UTF-8 in every locale; bytes of names that are no UTF-8 are escaped.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepladder.core.errors import InputError, get_reason
+from stepladder.core.errors import InputError, as_input_error, get_reason
 
 PATH_HINT = (
     "a path of printable characters, shorter than 4,096, with fewer than 256 names shorter than 256"
@@ -38,3 +38,14 @@ def parse_path(label: str, text: str) -> Path:
     except OSError as error:
         raise InputError(f"{label} {text}: {get_reason(error)}", PATH_HINT) from error
     return path
+
+
+def validate_run_dir(run_dir: Path) -> None:
+    """Raise InputError for a run directory whose files would lie among the system's."""
+    # RuntimeError: links in a circle.
+    with as_input_error(f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)):
+        absolute = run_dir.resolve()
+    if absolute == Path(absolute.anchor):
+        raise InputError(
+            f"--run-dir {run_dir} is the root of the file system", "--run-dir runs/NAME"
+        )

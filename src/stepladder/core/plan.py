@@ -182,7 +182,11 @@ class Plan:
         return self._share_of_size(hi - lo, rank, world_size, round_robin)
 
     def _share_of_size(
-        self, size: int, rank: int, world_size: int, round_robin: bool
+        self,
+        size: int,
+        rank: int,
+        world_size: int,
+        round_robin: bool,
     ) -> list[Span]:
         key = (size, rank, world_size, round_robin)
         if key not in self._shares:  # an epoch has two sizes: full and last
@@ -229,7 +233,12 @@ class Plan:
                 self._orders[epoch] = order
         return order
 
-    def indices_at(self, epoch: int, lo: int, hi: int) -> IndexArray:
+    def indices_at(
+        self,
+        epoch: int,
+        lo: int,
+        hi: int,
+    ) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,).
 
         For data in files all positions must belong to one step.
@@ -241,7 +250,11 @@ class Plan:
         order = _make_feistel_order(self.num_samples, self._seed_of_epoch(epoch))
         return order.indices_at(np.arange(lo, hi))
 
-    def indices(self, step: int, span: Span) -> IndexArray:
+    def indices(
+        self,
+        step: int,
+        span: Span,
+    ) -> IndexArray:
         """Return the data-set indices of one span, shape (len(span),)."""
         start = step % self.steps_per_epoch * self.global_batch
         return self.indices_at(
@@ -318,7 +331,11 @@ def add_idle_spans(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
     return [*spans, *[idle] * (num_passes - len(spans))]
 
 
-def derive_pass_seed(base: int, step: int, number: int) -> int:
+def derive_pass_seed(
+    base: int,
+    step: int,
+    number: int,
+) -> int:
     """Return the seed of microbatch `number` of `step`, as `derive_seed` would, without a hash.
 
     The hash would cost 3 us in each pass. This is SplitMix64's finaliser (Steele et al., OOPSLA
@@ -356,7 +373,12 @@ class PlanSampler:
     """
 
     def __init__(
-        self, plan: Plan, num_steps: int, rank: int = 0, world_size: int = 1, start_step: int = 0
+        self,
+        plan: Plan,
+        num_steps: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
     ) -> None:
         self.plan = plan
         self.rank = rank

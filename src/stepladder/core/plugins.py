@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-def find_plugin(group: str, name: str, flag: str) -> EntryPoint:
+def find_plugin(
+    group: str,
+    name: str,
+    flag: str,
+) -> EntryPoint:
     """Return the entry point of that name, without importing what it names.
 
     Args:
@@ -45,7 +49,11 @@ def find_plugin(group: str, name: str, flag: str) -> EntryPoint:
     return next(iter(matches.values()))
 
 
-def load_plugin(group: str, name: str, flag: str) -> Any:
+def load_plugin(
+    group: str,
+    name: str,
+    flag: str,
+) -> Any:
     """Import the object of that name, see `find_plugin`.
 
     Returns:

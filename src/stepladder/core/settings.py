@@ -5,36 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-from stepladder.core.errors import InputError, as_input_error
-from stepladder.core.numbers import MAX_INTEGER, validate_wait_time
+from stepladder.core.errors import InputError
+from stepladder.core.flag import FAULTS, MEMORY, OUTPUT, TRAINING, Flag
+from stepladder.core.numbers import MIN_WAIT_S
+from stepladder.core.paths import validate_run_dir
 from stepladder.core.plugins import find_plugin
+from stepladder.core.setting_conflicts import validate_no_conflict
 
 LOGGER_GROUP = "stepladder.loggers"  # of entry points
-# May change when a run is resumed: they say who computes and where, not what is computed.
-CHANGEABLE_ON_RESUME = frozenset(
-    (
-        "checkpoint_blocks",
-        "device",
-        "fail_at",
-        "fresh",
-        "guard_every",
-        "keep",
-        "lock_wait",
-        "log_to",
-        "most_ranks",
-        "progress",
-        "replay_every",
-        "run_dir",
-        "shard",
-        "shard_copies",
-        "snapshot_every",
-        "steps",
-        "threads",
-        "timeout",
-    )
-)
 
 
 class LayoutEntry(NamedTuple):
@@ -51,135 +31,290 @@ LAYOUTS = {  # by the values of --shard and --shard-copies
     ("full", 1): LayoutEntry("fsdp_exact.FullyShardedExactLayout", survives_loss=False),
 }
 MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
-# The smallest and the largest value of each number.
-SETTING_RANGES = {
-    "epochs": (1, MAX_INTEGER),
-    "steps": (1, MAX_INTEGER),
-    "global_batch": (1, MAX_INTEGER),
-    "microbatch": (1, MAX_INTEGER),
-    "batch_per_rank": (1, MAX_INTEGER),
-    "snapshot_every": (1, MAX_INTEGER),
-    "keep": (1, MAX_INTEGER),
-    "guard_every": (1, MAX_INTEGER),
-    "replay_every": (1, MAX_INTEGER),
-    "warmup_steps": (0, MAX_INTEGER),
-    "threads": (1, MAX_THREADS),
-    "seed": (0, 2**32 - 1),  # NumPy's limit
-    "shard_copies": (1, 2),
-}
-
-
-def validate_run_dir(run_dir: Path) -> None:
-    """Raise InputError for a run directory whose files would lie among the system's."""
-    # RuntimeError: links in a circle.
-    with as_input_error(f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)):
-        absolute = run_dir.resolve()
-    if absolute == Path(absolute.anchor):
-        raise InputError(
-            f"--run-dir {run_dir} is the root of the file system", "--run-dir runs/NAME"
-        )
+MAX_SEED = 2**32 - 1  # NumPy's limit
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a job is trained. A job's Config that has epochs, global_batch or seed decides these.
 
-    Attributes:
-        run_dir: The run directory.
-        epochs: Passes over the training data, 1 by default.
-        steps: The number of optimizer steps after which to stop, if earlier.
-        global_batch: Samples per optimizer step, whatever the number of processes; 64 by default.
-        microbatch: Samples per pass, with randomness keyed to each pass; None for a rank's share in
-            one pass.
-        batch_per_rank: The samples of a step on each process, in place of the global batch, which
-            then grows with the number of processes.
-        lr_scale: How the learning rate grows with the number of processes, with batch_per_rank.
-        warmup_steps: Steps over which the learning rate grows linearly.
-        seed: The number from which everything random follows, 0 by default.
-        sync: How gradients are added over ranks.
-        device: Where to compute.
-        precision: The precision of forward and backward.
-        threads: Intra-op threads per process; None for an equal part of the cores.
-        snapshot_every: Steps between snapshots; None for the end of each epoch and every 60
-            seconds.
-        keep: How many of the newest snapshots stay.
-        progress: Whether to show the progress on the terminal.
-        lock_wait: Seconds to wait for another run in the same directory to end.
-        fresh: Move an earlier run directory away first.
-        guard_every: Steps between comparisons of the ranks' weights; None for never.
-        timeout: Seconds that ranks wait for a rank before it counts as lost.
-        fail_at: (rank, step) pairs; that rank kills itself there once, to show a recovery.
-        most_ranks: How many processes the group may grow to, if more than there are.
-        log_to: Loggers that get the curves besides TensorBoard: names of entry points of the group
-            `stepladder.loggers`, such as "wandb" and "mlflow".
-        init_from: A run directory, or a snapshot in one, with whose weights the run begins.
-        replay_every: Steps between those in which each rank recomputes a microbatch of another
-            rank; None for never.
-        shard: "optimizer" spreads the optimizer's state over the processes, which changes no bit of
-            what is computed; "full" spreads weights and gradients too.
-        compile: Whether torch.compile compiles the job's loss, for all passes but an epoch's last,
-            shorter ones.
-        capture: Whether these passes are recorded as CUDA graphs, forward and backward, and
-            replayed.
-        checkpoint_blocks: Whether activations within a block of the model are recomputed in
-            backward instead of kept.
-        shard_copies: With shard="optimizer", how many processes hold and step each slice: with 2
-            one of them may be lost.
+    Each field is a flag of `stepladder train`, and of other commands that run a job. Its annotation
+    says all about it: text and section of --help, limits, and whether it may change when a run is
+    resumed, or differ between ranks.
     """
 
-    run_dir: Path
-    epochs: int | None = None
-    steps: int | None = None
-    global_batch: int | None = None
-    microbatch: int | None = None
-    batch_per_rank: int | None = None
-    lr_scale: Literal["none", "sqrt", "linear"] = "none"
-    warmup_steps: int = 0
-    seed: int | None = None
-    sync: Literal["manual", "ddp", "exact"] = "ddp"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    threads: int | None = None
-    snapshot_every: int | None = None
-    keep: int = 3
-    progress: bool = True
-    lock_wait: float = 30.0
-    fresh: bool = False
-    guard_every: int | None = None
-    timeout: float = 600.0
-    fail_at: tuple[tuple[int, int], ...] = ()
-    most_ranks: int = 0
-    log_to: tuple[str, ...] = ()
-    init_from: str | None = None
-    replay_every: int | None = None
-    shard: Literal["none", "optimizer", "full"] = "none"
-    compile: bool = False
-    capture: bool = False
-    checkpoint_blocks: bool = False
-    shard_copies: int = 1
+    run_dir: Annotated[
+        Path,
+        Flag(
+            "Folder for everything that the run writes.",
+            OUTPUT,
+            default="runs/RECIPE",
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ]
+    epochs: Annotated[int | None, Flag("Passes over the training data.", TRAINING, minimum=1)] = (
+        None
+    )
+    steps: Annotated[
+        int | None,
+        Flag(
+            "Stop after this many optimizer steps, if --epochs would be longer.",
+            TRAINING,
+            minimum=1,
+            free_on_resume=True,
+        ),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        Flag(
+            "Samples per optimizer step, whatever the number of processes.",
+            TRAINING,
+            minimum=1,
+        ),
+    ] = None
+    microbatch: Annotated[
+        int | None,
+        Flag(
+            "Samples per forward pass. With it, results agree on any number of processes.",
+            TRAINING,
+            minimum=1,
+        ),
+    ] = None
+    batch_per_rank: Annotated[
+        int | None,
+        Flag(
+            "Samples per process, instead of --global-batch; the global batch then grows with the"
+            " processes.",
+            TRAINING,
+            minimum=1,
+        ),
+    ] = None
+    lr_scale: Annotated[
+        Literal["none", "sqrt", "linear"],
+        Flag(
+            "With --batch-per-rank: multiply the learning rate by the processes, or by their root.",
+            TRAINING,
+        ),
+    ] = "none"
+    warmup_steps: Annotated[
+        int,
+        Flag(
+            "Optimizer steps over which the learning rate grows linearly from 0.",
+            TRAINING,
+            minimum=0,
+        ),
+    ] = 0
+    seed: Annotated[
+        int | None,
+        Flag("Seed of everything random.", TRAINING, minimum=0, maximum=MAX_SEED),
+    ] = None
+    sync: Annotated[
+        Literal["manual", "ddp", "exact"],
+        Flag(
+            "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.",
+            TRAINING,
+        ),
+    ] = "ddp"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Flag("Where tensors live.", MEMORY, free_on_resume=True, may_differ=True),
+    ] = "auto"
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Flag("Type of the numbers in the forward pass.", MEMORY),
+    ] = "fp32"
+    threads: Annotated[
+        int | None,
+        Flag(
+            "Intra-op threads of torch per process.",
+            MEMORY,
+            default="the cores divided by the processes",
+            minimum=1,
+            maximum=MAX_THREADS,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = None
+    snapshot_every: Annotated[
+        int | None,
+        Flag(
+            "Steps between snapshots.",
+            OUTPUT,
+            metavar="STEPS",
+            default="each epoch's end and every 60 s",
+            minimum=1,
+            free_on_resume=True,
+        ),
+    ] = None
+    keep: Annotated[
+        int,
+        Flag(
+            "Number of newest snapshots to keep, besides the best one.",
+            OUTPUT,
+            minimum=1,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = 3
+    progress: Annotated[
+        bool,
+        Flag(
+            "Show the progress on the terminal.",
+            python_only=True,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = True
+    lock_wait: Annotated[
+        float,
+        Flag(
+            "Seconds to wait for another run in the same directory to end.",
+            OUTPUT,
+            minimum=0,
+            is_wait=True,
+            hidden=True,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = 30
+    fresh: Annotated[
+        bool,
+        Flag(
+            "Move an earlier run in that directory aside first.",
+            OUTPUT,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = False
+    guard_every: Annotated[
+        int | None,
+        Flag(
+            "Check every STEPS steps that all processes have the same weights.",
+            FAULTS,
+            metavar="STEPS",
+            default="never",
+            minimum=1,
+            free_on_resume=True,
+        ),
+    ] = None
+    timeout: Annotated[
+        float,
+        Flag(
+            "Seconds that processes wait for each other before they give up.",
+            FAULTS,
+            metavar="SECONDS",
+            minimum=MIN_WAIT_S,
+            is_wait=True,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = 600
+    fail_at: Annotated[
+        tuple[tuple[int, int], ...],
+        Flag(
+            "Kill this rank at this step, once, to watch a recovery.",
+            FAULTS,
+            metavar="RANK:STEP",
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = ()
+    most_ranks: Annotated[
+        int,
+        Flag(
+            "The number of processes that the group may grow to, if more than there are.",
+            python_only=True,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = 0
+    log_to: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Also log the curves to wandb, mlflow, or a logger of another package, besides"
+            " TensorBoard.",
+            OUTPUT,
+            metavar="NAME",
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = ()
+    init_from: Annotated[
+        str | None,
+        Flag(
+            "Start from the weights of that run's newest snapshot.",
+            TRAINING,
+            metavar="RUN_DIR",
+            is_path=True,
+            may_differ=True,
+        ),
+    ] = None
+    replay_every: Annotated[
+        int | None,
+        Flag(
+            "Recompute a microbatch of each process on another one every STEPS steps, and compare"
+            " the bits.",
+            FAULTS,
+            metavar="STEPS",
+            default="never",
+            minimum=1,
+            free_on_resume=True,
+        ),
+    ] = None
+    shard: Annotated[
+        Literal["none", "optimizer", "full"],
+        Flag(
+            "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, same"
+            " bits. full: also weights and gradients (torch's fully_shard).",
+            MEMORY,
+            free_on_resume=True,
+        ),
+    ] = "none"
+    compile: Annotated[
+        bool,
+        Flag(
+            "Compile the model and its loss with torch.compile, for passes with a full microbatch.",
+            MEMORY,
+        ),
+    ] = False
+    capture: Annotated[
+        bool,
+        Flag(
+            "On a GPU: record the passes with a full microbatch as CUDA graphs, and replay them.",
+            MEMORY,
+        ),
+    ] = False
+    checkpoint_blocks: Annotated[
+        bool,
+        Flag(
+            "Recompute the activations in a block of the model in backward: less memory, same"
+            " bits.",
+            MEMORY,
+            free_on_resume=True,
+            may_differ=True,
+        ),
+    ] = False
+    shard_copies: Annotated[
+        int,
+        Flag(
+            "With --shard optimizer: processes that hold each slice; with 2, the others continue"
+            " in place when one is lost.",
+            MEMORY,
+            minimum=1,
+            maximum=2,
+            free_on_resume=True,
+        ),
+    ] = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # a string is accepted from Python
         validate_run_dir(self.run_dir)
-        self._validate_limits()
-        validate_wait_time("--timeout", self.timeout)
-        validate_wait_time("--lock-wait", self.lock_wait, minimum=0)
+        for name, setting in SETTING_FLAGS.items():
+            setting.validate(name, getattr(self, name))
         for name in self.log_to:
             find_plugin(LOGGER_GROUP, name, "--log-to")
-        if self.replay_every is not None and self.sync != "exact":
-            raise InputError(
-                f"--replay-every {self.replay_every} with --sync {self.sync}: a microbatch has the"
-                " same bits on every process with --sync exact only",
-                "--sync exact, or leave --replay-every out",
-            )
-        self._validate_shard()
-        self._validate_checkpoint_blocks()
-        if self.lr_scale != "none" and self.batch_per_rank is None:
-            raise InputError(
-                f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not"
-                " grow with the number of processes, so the learning rate need not",
-                "--batch-per-rank B, or leave --lr-scale out",
-            )
+        validate_no_conflict(self)
 
     @property
     def is_round_robin(self) -> bool:
@@ -194,6 +329,11 @@ class Settings:
         """Whether the remaining ranks have the whole state between them, if one is lost."""
         return LAYOUTS[self.shard, self.shard_copies].survives_loss
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether there is a layout for --shard with --shard-copies."""
+        return (self.shard, self.shard_copies) in LAYOUTS
+
     def validate_shard_copies(self, max_processes: int) -> None:
         """Raise InputError for more copies of a slice than there may be processes."""
         if self.shard_copies > max_processes:
@@ -203,69 +343,11 @@ class Settings:
                 "--nproc 2 or more, or leave --shard-copies out",
             )
 
-    def _validate_limits(self) -> None:
-        for name, (minimum, maximum) in SETTING_RANGES.items():
-            value = getattr(self, name)
-            flag = "--" + name.replace("_", "-")
-            if value is not None and value < minimum:
-                raise InputError(f"{flag} {value} is too small", f"{flag} {minimum} or more")
-            if value is not None and value > maximum:
-                raise InputError(f"{flag} {value} is too large", f"{flag} {maximum} or less")
 
-    def _validate_checkpoint_blocks(self) -> None:
-        if not self.checkpoint_blocks:
-            return
-        if self.compile:
-            raise InputError(
-                "--compile with --checkpoint-blocks: the compiler decides by itself what is"
-                " computed again",
-                "one of the two",
-            )
-        if self.capture:
-            raise InputError(
-                "--capture with --checkpoint-blocks, which draws a block's random numbers again",
-                "one of the two",
-            )
-
-    def _validate_shard(self) -> None:
-        if (self.shard, self.shard_copies) not in LAYOUTS:
-            raise InputError(
-                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which makes no"
-                " slices to copy",
-                "--shard optimizer, or leave --shard-copies out",
-            )
-        if self.shard == "full":
-            self._validate_full_shard()
-
-    def _validate_full_shard(self) -> None:
-        if self.sync == "manual":
-            raise InputError(
-                "--shard full with --sync manual, whose gradients are whole", "--sync ddp, or exact"
-            )
-        if self.replay_every is not None:
-            raise InputError(
-                "--replay-every with --shard full: no process has a whole gradient to compare",
-                "--shard optimizer, or leave --replay-every out",
-            )
-        if self.precision == "fp16":
-            raise InputError(
-                "--shard full with --precision fp16, whose scale needs whole gradients",
-                "--precision bf16",
-            )
-        if self.compile:
-            raise InputError(
-                "--compile with --shard full, whose weights are slices", "leave --compile out"
-            )
-        if self.capture:
-            raise InputError(
-                "--capture with --shard full, whose weights come and go",
-                "leave --capture out",
-            )
-        if self.guard_every is not None:
-            raise InputError(
-                "--guard-every with --shard full: no two processes have the same weights",
-                "leave --guard-every out",
-            )
+SETTING_FLAGS: dict[str, Flag] = {
+    name: annotation.__metadata__[0]
+    for name, annotation in get_type_hints(Settings, include_extras=True).items()
+}
 
 
 @dataclass(frozen=True)
@@ -299,7 +381,7 @@ class TrainRequest:
         settings = {
             name: value
             for name, value in asdict(self.settings).items()
-            if name not in CHANGEABLE_ON_RESUME
+            if not SETTING_FLAGS[name].free_on_resume
         }
         definition = repr(
             [self.job.stem, sorted(numbers.items()), sorted(settings.items()), self.settings.steps]

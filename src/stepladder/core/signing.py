@@ -46,12 +46,20 @@ def take_secret_from_env() -> str:
     return os.environ.pop(SECRET_VARIABLE, "")
 
 
-def sign(secret: str, key: str, data: bytes) -> bytes:
+def sign(
+    secret: str,
+    key: str,
+    data: bytes,
+) -> bytes:
     """Return the data after a signature that is valid for this key alone."""
     return _compute_digest(secret, key, data) + data
 
 
-def verify(secret: str, key: str, signed: bytes) -> bytes:
+def verify(
+    secret: str,
+    key: str,
+    signed: bytes,
+) -> bytes:
     """Return the data that was signed for this key.
 
     Raises:
@@ -64,7 +72,11 @@ def verify(secret: str, key: str, signed: bytes) -> bytes:
     return data
 
 
-def _compute_digest(secret: str, key: str, data: bytes) -> bytes:
+def _compute_digest(
+    secret: str,
+    key: str,
+    data: bytes,
+) -> bytes:
     name = key.encode()
     length = len(name).to_bytes(8, "big")  # or the end of a key could count as the data's begin
     return hmac.digest(

@@ -201,7 +201,11 @@ def _find_item_kinds(
     return list(inner) if has_fixed_length else [inner[0]] * count
 
 
-def _convert_dataclass(value: Any, kind: Any, name: str) -> Any:
+def _convert_dataclass(
+    value: Any,
+    kind: Any,
+    name: str,
+) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{name.removeprefix('it.')} is {value!r:.60}, and not a table")
     arguments = {}

@@ -114,7 +114,13 @@ def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
     return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
 
 
-def validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
+def validate_position(
+    rank_name: str,
+    rank: int,
+    size_name: str,
+    size: int,
+    ranks: str,
+) -> None:
     """Raise InputError unless a rank counts from 0 to size-1."""
     if not 0 <= rank < size:
         raise InputError(
@@ -231,7 +237,11 @@ class World:
         )
 
 
-def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: int) -> None:
+def _validate_set(
+    launcher: RankVariables,
+    env: Mapping[str, str],
+    world_size: int,
+) -> None:
     """Raise InputError if only some of a launcher's variables are set."""
     needed = [launcher.rank, launcher.local_rank]
     if launcher is TORCHRUN:
@@ -248,7 +258,10 @@ def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: i
 
 
 def _make_url(
-    launcher: RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
+    launcher: RankVariables,
+    env: Mapping[str, str],
+    world_size: int,
+    ranks_per_node: int,
 ) -> str:
     """Return the URL at which the ranks of a launcher connect, "" for one rank."""
     if world_size == 1:

@@ -10,23 +10,12 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError, to_one_line
-from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
+from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.data.sources import Source
 from stepladder.storage.run_config import find_first_difference
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import fingerprint, fingerprint_source, format_ranks
 from stepladder.train.job import Recipe
-
-# Settings that may differ between ranks: rank 0's are used, or nothing depends on them. The
-# settings in the second set may change on resume, but decide which collectives all ranks make.
-MAY_DIFFER = CHANGEABLE_ON_RESUME - {
-    "snapshot_every",
-    "steps",
-    "guard_every",
-    "replay_every",
-    "shard",
-    "shard_copies",
-} | {"init_from"}
 
 SAMPLE_COUNT_BYTES = 8
 SOURCE_BYTES = 16  # the number of samples, and a hash
@@ -45,7 +34,9 @@ def validate_equal_settings(
         InputError: The settings or the job of a rank differ. All ranks raise it.
     """
     values: dict[str, Any] = {
-        name: value for name, value in asdict(settings).items() if name not in MAY_DIFFER
+        name: value
+        for name, value in asdict(settings).items()
+        if not SETTING_FLAGS[name].may_differ
     }
     values |= recipe.definition | {"recipe": recipe.name, "device": comm.device.type}
     message = json.dumps(values, default=lambda value: type(value).__name__).encode()

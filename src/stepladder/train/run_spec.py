@@ -16,7 +16,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import derive_seed, find_largest_divisor
 from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
-from stepladder.core.settings import CHANGEABLE_ON_RESUME, Settings
+from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.sources import Source, open_source
@@ -173,7 +173,7 @@ class RunSpec:
         definition = {
             name: value
             for name, value in asdict(self.settings).items()
-            if name not in CHANGEABLE_ON_RESUME
+            if not SETTING_FLAGS[name].free_on_resume
         }
         definition |= {"epochs": self.epochs, "seed": self.plan.seed}
         definition |= self.recipe.definition
