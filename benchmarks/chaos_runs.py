@@ -110,10 +110,13 @@ class Command:
 
     def step(self) -> int:
         """The furthest step that a rank has computed its share of, as the launcher sees it."""
-        with suppress(OSError):  # folders come and go while they are listed
-            for file in self.temporary.glob("stepladder*/**/progress"):
-                return max(memoryview(file.read_bytes()).cast("q")[STEP::NUM_SLOTS], default=0)
-        return 0
+        furthest = 0
+        for file in Path(f"/proc/{self.popen.pid}/fd").glob("*"):
+            with suppress(OSError):  # files come and go while they are listed
+                if file.readlink().name.startswith("memfd:progress"):
+                    slots = memoryview(file.read_bytes()).cast("q")[STEP::NUM_SLOTS]
+                    furthest = max([furthest, *slots])
+        return furthest
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Until it is true, or the command has ended."""
