@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepladder.core.world import World
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writer import write_shards
+    from stepladder.data.source import Source
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot
     from stepladder.storage.snapshot_store import Snapshots
@@ -35,6 +36,7 @@ _NAMES_OF_MODULE = {
     "core.world": ("World",),
     "data.shards.dataset": ("Shards",),
     "data.shards.writer": ("write_shards",),
+    "data.source": ("Source",),
     "launcher.function": ("RankFailed", "launch"),
     "storage.snapshot": ("Snapshot",),
     "storage.snapshot_store": ("Snapshots",),
@@ -68,6 +70,7 @@ __all__ = [
     "Shards",
     "Snapshot",
     "Snapshots",
+    "Source",
     "TrainResult",
     "Trainer",
     "World",

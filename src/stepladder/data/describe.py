@@ -164,7 +164,7 @@ def describe_data_set(name: str, shards: Shards) -> dict[str, Any]:
 def verify_shards(shards: Shards) -> None:
     """Read all chunks and files, and raise InputError if a checksum shows that one is damaged."""
     with ShardReader(shards) as reader:
-        for first_row in reader.edges[:-1]:
+        for first_row in reader.chunk_edges[:-1]:
             reader.read(np.array([first_row]))
     for shard in shards.shards:
         if shard.sha256 is not None and compute_sha256(shard.path) != shard.sha256:

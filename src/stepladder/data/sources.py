@@ -5,11 +5,13 @@ A source knows nothing of ranks, and makes no collective calls.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +20,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.order import Chunks
 from stepladder.data.loader import make_loader
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.reader import ShardReader
+from stepladder.data.shards.reader import ShardReader, validate_process
+from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import Ragged
 from stepladder.data.workers import PackedError, stop_workers
 
@@ -29,9 +33,10 @@ Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
 Request = tuple[int, Indices]  # epoch, data-set indices of one pass
 PREFETCHED_BATCHES = 4
+SOURCE_MEMBERS = ("__len__", "chunk_edges", "read(indices)")
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Data of a known length that yields batches in the requested order."""
 
     def __len__(self) -> int: ...
@@ -108,35 +113,53 @@ def validate_lengths(tensors: list[torch.Tensor]) -> None:
 
 
 class StreamSource:
-    """Reads rows of shards as tensors.
+    """Reads the samples of a Source or of shards in a thread, PREFETCHED_BATCHES batches ahead."""
 
-    It holds in memory only the reader's pool of chunks and PREFETCHED_BATCHES batches.
-    """
-
-    def __init__(self, shards: Shards, device: torch.device) -> None:
-        self.shards = shards
+    def __init__(self, source: Source | Shards, device: torch.device) -> None:
+        self.source = source
         self.device = device
+        self.lock = Lock()  # training, evaluation and a recomputed batch read at the same time
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return len(self.source)
 
     def batches(self, requests: Iterable[Request]) -> Batches:
-        """Yield for each request its indices and their rows: a dict by column, or a list."""
-        with ShardReader(self.shards) as reader:
-            batches = ((indices, self._to_batch(reader.read(indices))) for _, indices in requests)
+        """Yield for each request its indices and their batch."""
+        process = os.getpid()
+        with self._open() as read:
+            batches = ((indices, self._to_device(read(indices))) for _, indices in requests)
             with closing(prefetch(batches)) as prefetched:
                 for batch in prefetched:
                     yield batch
-                    reader.validate_process()
+                    validate_process(process, self.source)
 
-    def _to_batch(self, arrays: dict[str, Any]) -> Any:
-        batch = {name: self._to_tensor(array) for name, array in arrays.items()}
-        return list(batch.values()) if self.shards.as_list else batch
+    @contextmanager
+    def _open(self) -> Iterator[Callable[[Indices], Any]]:
+        """Open shards for the block; a Source opens what it needs by itself."""
+        if not isinstance(self.source, Shards):
+            yield self._read_alone
+            return
+        with ShardReader(self.source) as reader:
+            yield reader.read_batch
 
-    def _to_tensor(self, array: Any) -> Any:
-        if isinstance(array, Ragged):
-            return Ragged(self._to_tensor(array.values), self._to_tensor(array.offsets))
-        tensor = torch.from_numpy(array)
+    def _read_alone(self, indices: Indices) -> Any:
+        assert not isinstance(self.source, Shards), "each reader of shards is used by one thread"
+        with self.lock:
+            return self.source.read(indices)
+
+    def _to_device(self, batch: Any) -> Any:
+        if isinstance(batch, Ragged):
+            return Ragged(self._to_device(batch.values), self._to_device(batch.offsets))
+        if isinstance(batch, dict):
+            return {name: self._to_device(part) for name, part in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            return [self._to_device(part) for part in batch]
+        if not isinstance(batch, (np.ndarray, torch.Tensor)):
+            raise InputError(
+                f"a batch of the job's {type(self.source).__name__} holds a {type(batch).__name__}",
+                "tensors or arrays with a row for each sample, or a list or dict of them",
+            )
+        tensor = torch.as_tensor(batch)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -234,11 +257,11 @@ def open_source(
     seed: int,
     num_workers: int = 0,
     collate: Collate | None = None,
-) -> Source:
+) -> BatchSource:
     """Make the source of a job's data.
 
     Args:
-        data: Tensors (one, or a tuple or dict of them), Shards, or a map-style Dataset.
+        data: Tensors (one, or a tuple or dict of them), Shards, a Source, or a map-style Dataset.
         device: The training device.
         seed: The run's seed, for the random numbers of a Dataset.
         num_workers: The number of processes that read a Dataset; 0 reads it in this process.
@@ -250,8 +273,9 @@ def open_source(
     Raises:
         InputError: The data have another type.
     """
-    if isinstance(data, Shards):
+    if isinstance(data, Shards) or is_source(data):
         return StreamSource(data, device)
+    validate_not_iterable(data)
     columns = list_columns(data)
     if columns and all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns):
         return TensorSource(data, device)
@@ -259,8 +283,32 @@ def open_source(
         return DatasetSource(data, device, seed, num_workers, collate)
     raise InputError(
         f"the job's data is a {type(data).__name__}",
-        "give tensors, a tuple or dict of tensors, Shards, or a map-style Dataset",
+        "give tensors, a tuple or dict of tensors, Shards, a map-style Dataset, or a Source:"
+        f" {', '.join(SOURCE_MEMBERS)}",
     )
+
+
+def validate_not_iterable(data: Any) -> None:
+    """Raise InputError for a Dataset that is read from its start to its end."""
+    if not isinstance(data, IterableDataset):
+        return
+    raise InputError(
+        f"the job's data is an IterableDataset ({type(data).__name__}), which chooses its own"
+        " samples: ranks and resumed runs read by index, so that each sample counts once per epoch",
+        "write it once as shards: write_shards(samples, DIR); or give it len, chunk_edges and"
+        " read(indices), as docs/source.md shows",
+    )
+
+
+def find_chunks(data: Any) -> Chunks | None:
+    """Return the chunks of a job's data, which decide the order of samples; None without any.
+
+    Raises:
+        InputError: The chunk edges of a Source are not those of chunks.
+    """
+    if isinstance(data, Shards):
+        return data.chunks
+    return make_chunks(data) if is_source(data) else None
 
 
 def list_columns(data: Any) -> list[Any]:

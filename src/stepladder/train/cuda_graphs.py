@@ -16,7 +16,7 @@ from torch import nn
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
-from stepladder.data.sources import Source, TensorSource
+from stepladder.data.sources import BatchSource, TensorSource
 from stepladder.rank.torch_fixes import tree_map
 from stepladder.train.compile_loss import Loss, compile_loss
 from stepladder.train.return_values import LOSS_HINT, make_error
@@ -24,7 +24,7 @@ from stepladder.train.return_values import LOSS_HINT, make_error
 WITHOUT_CAPTURE = "leave --capture out"
 
 
-def validate_capturable(source: Source, device: torch.device) -> None:
+def validate_capturable(source: BatchSource, device: torch.device) -> None:
     """Raise InputError if there is no GPU, or if a thread moves data to the GPU during training."""
     if device.type != "cuda":
         raise InputError(

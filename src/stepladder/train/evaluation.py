@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.data.sources import Source
+from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.generators import seed_generators
@@ -30,7 +30,7 @@ Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module,
-    source: Source,
+    source: BatchSource,
     metrics: Metrics,
     comm: Comm,
     batch_size: int,

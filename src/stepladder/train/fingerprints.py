@@ -11,7 +11,7 @@ import torch
 
 from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
-from stepladder.data.sources import Source, TensorSource
+from stepladder.data.sources import BatchSource, TensorSource
 
 HASH_BYTES = 8
 TOTAL_HASH_BYTES = 16
@@ -40,7 +40,7 @@ def split_fingerprints(data: bytes) -> list[bytes]:
     return [data[begin : begin + HASH_BYTES] for begin in range(0, len(data), HASH_BYTES)]
 
 
-def fingerprint_source(source: Source | None) -> bytes:
+def fingerprint_source(source: BatchSource | None) -> bytes:
     """Return 8 bytes that depend on a few samples of data in memory; zeros for other data."""
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)

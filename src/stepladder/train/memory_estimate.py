@@ -17,7 +17,7 @@ import torch
 from stepladder.core.plan import fuse_spans
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
-from stepladder.data.sources import Batches, Request, Source, TensorSource
+from stepladder.data.sources import Batches, BatchSource, Request, TensorSource
 from stepladder.rank.preemption import StopSignals
 from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.checkpoint_blocks import checkpoint_blocks
@@ -96,7 +96,7 @@ class RepeatedBatches:
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         requests: Iterable[Request],
     ) -> None:
         with open_batches(source, requests) as batches:
@@ -114,7 +114,7 @@ class RepeatedBatches:
 
 @contextmanager
 def open_batches(
-    source: Source,
+    source: BatchSource,
     requests: Iterable[Request],
 ) -> Iterator[Batches]:
     """Read batches in a block, and close the reader at its end."""

@@ -11,7 +11,7 @@ import torch
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.settings import SETTING_FLAGS, Settings
-from stepladder.data.sources import Source
+from stepladder.data.sources import BatchSource
 from stepladder.storage.run_config import find_first_difference
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import fingerprint, fingerprint_source, format_ranks
@@ -92,7 +92,7 @@ def describe_tensor(description: Any) -> str:
 
 def validate_equal_data(
     comm: Comm,
-    sources: dict[str, Source | None],
+    sources: dict[str, BatchSource | None],
 ) -> None:
     """Check on all ranks that every rank sees the same data as rank 0.
 

@@ -22,7 +22,7 @@ import torch
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
-from stepladder.data.sources import DatasetSource, Source
+from stepladder.data.sources import BatchSource, DatasetSource
 from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import (
@@ -78,7 +78,7 @@ class RecomputeCheck(LoopListener):
         self.names = {param: name for name, param in model.named_parameters()}
         gradients = [self._gradient_item(param) for param in sync.params]
         self.items = [*gradients, STATISTICS_ITEM, LOSS_ITEM, COUNT_ITEM]
-        self.source: Source = spec.train_source
+        self.source: BatchSource = spec.train_source
         self.threads = spec.threads
         if isinstance(spec.train_source, DatasetSource) and spec.train_source.num_workers:
             # One batch is not worth worker processes.

@@ -18,8 +18,7 @@ from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
 from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.core.world import World
-from stepladder.data.shards.dataset import Shards
-from stepladder.data.sources import Source, open_source
+from stepladder.data.sources import BatchSource, find_chunks, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.train.batch_norm import find_batch_norms
@@ -105,8 +104,8 @@ class RunSpec:
     num_steps: int
     threads: int
     device: torch.device
-    train_source: Source
-    eval_source: Source | None
+    train_source: BatchSource
+    eval_source: BatchSource | None
 
     @staticmethod
     def make(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
@@ -127,7 +126,7 @@ class RunSpec:
             prepare_compiler()
         sizes = resolve_sizes(settings, recipe)
 
-        def open_data(data: Any) -> Source:
+        def open_data(data: Any) -> BatchSource:
             return open_source(data, comm.device, sizes.seed, job.num_workers, job.collate)
 
         train_source = open_data(job.train_data)
@@ -136,7 +135,7 @@ class RunSpec:
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
         num_steps = count_steps(sizes.epochs, settings.steps, plan)
         validate_fail_at(settings.fail_at, num_steps)
-        eval_source: Source | None = None
+        eval_source: BatchSource | None = None
         if job.eval_data is not None and job.metrics is not None:
             eval_source = open_data(job.eval_data)
         return RunSpec(
@@ -226,7 +225,7 @@ def make_plan(
         if microbatch < min_microbatch:
             most_microbatches = global_batch // min_microbatch
             microbatch = global_batch // find_largest_divisor(global_batch, most_microbatches)
-    chunks = job.train_data.chunks if isinstance(job.train_data, Shards) else None
+    chunks = find_chunks(job.train_data)
     plan = Plan(num_samples, global_batch, microbatch, sizes.seed, min_microbatch, chunks)
     max_ranks = max(world_size, settings.most_ranks)
     if max_ranks > plan.num_microbatches:

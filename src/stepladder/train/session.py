@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import perf_counter
 
 from stepladder.core.errors import STOPPED, PeerLost, StateLost
-from stepladder.data.sources import Source
+from stepladder.data.sources import BatchSource
 from stepladder.rank.exit_record import write_end
 from stepladder.storage.ledger import join_chains
 from stepladder.storage.run_dir import RunDir
@@ -129,7 +129,7 @@ class Session:
 
     def _evaluate(
         self,
-        source: Source,
+        source: BatchSource,
         function: Metrics,
     ) -> dict[str, float]:
         if not self.spec.by_microbatch:

@@ -99,9 +99,9 @@ class ShardReader:
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
         self.pid = os.getpid()
-        self.edges = shards.chunks.edges
+        self.chunk_edges = shards.chunks.edges
         self.first_chunks = np.cumsum([0, *(shard.num_chunks for shard in shards.shards)])
-        num_chunks = len(self.edges) - 1
+        num_chunks = len(self.chunk_edges) - 1
         self.num_slots = min(shards.chunks.slots, max(1, num_chunks))
         self.rows_per_slot = max(min(shard.chunk_rows, shard.rows) for shard in shards.shards)
         pool_rows = self.num_slots * self.rows_per_slot
@@ -131,14 +131,13 @@ class ShardReader:
             self.files.forget()
             self.h5_files.forget()
 
-    def validate_process(self) -> None:
-        """Raise InputError in a process that has inherited the reader."""
-        if self.pid != os.getpid():
-            raise InputError(
-                f"{self.shards.path} was opened by process {self.pid} and is read by its child"
-                f" {os.getpid()}",
-                "open Shards after the fork, in the process that reads them",
-            )
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def read_batch(self, indices: IndexArray) -> dict[str, Any] | list[Any]:
+        """Return rows in the form of the data set's batches."""
+        block = self.read(indices)
+        return list(block.values()) if self.shards.as_list else block
 
     def read(self, indices: IndexArray) -> dict[str, Any]:
         """Return rows by column.
@@ -149,8 +148,8 @@ class ShardReader:
         Returns:
             For each column an array (n, *shape), or Ragged for lists.
         """
-        self.validate_process()
-        chunks = self.edges.searchsorted(indices, "right") - 1
+        validate_process(self.pid, self.shards)
+        chunks = self.chunk_edges.searchsorted(indices, "right") - 1
         slots = self.slot_of[chunks]
         self.num_reads += 1
         if (slots == NOT_LOADED).any():
@@ -165,7 +164,7 @@ class ShardReader:
             self._load(needed)
             slots = self.slot_of[chunks]
         self.last_read[slots] = self.num_reads
-        rows_in_chunk = indices - self.edges[chunks]
+        rows_in_chunk = indices - self.chunk_edges[chunks]
         pool_rows = slots * self.rows_per_slot + rows_in_chunk
         block: dict[str, Any] = {}
         for name in self.shards.columns:
@@ -299,6 +298,16 @@ class ShardReader:
             self.shards.shards[shard_index].path,
             "r",
             locking=False,
+        )
+
+
+def validate_process(process: int, source: object) -> None:
+    """Raise InputError if this is not the process, given by its id, that has opened the source."""
+    if process != os.getpid():
+        name = source.path if isinstance(source, Shards) else type(source).__name__
+        raise InputError(
+            f"{name} was opened by process {process} and is read by its child {os.getpid()}",
+            "open Shards after the fork, in the process that reads them",
         )
 
 

@@ -1,0 +1,85 @@
+"""The protocol of a data source that a user brings: a length, chunk edges, and reading by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import Chunks, IndexArray
+
+CHUNKS_IN_MEMORY = 64  # from which an epoch reads at once; the others wait
+EDGES_HINT = "increasing whole numbers, from 0 to the number of samples; or None"
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Data that is read by index; give an object with these three members as a job's data.
+
+    `stepladder.testing.check_source` tests whether an object keeps this contract.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    @property
+    def chunk_edges(self) -> Sequence[int] | NDArray[np.int64] | None:
+        """The first sample of each chunk, then the number of samples; None if any order is fast.
+
+        Samples of one chunk are fast to read together, such as those of a file. An epoch reads from
+        at most 64 chunks at a time: a source that keeps so many in memory reads most chunks once.
+        """
+        ...
+
+    def read(self, indices: NDArray[np.int64]) -> Any:
+        """Return the batch of these samples, in this order.
+
+        A sample must not depend on the batch in which it is read, nor on what was read before. Only
+        one thread at a time calls this method, and not the one that trains.
+
+        Args:
+            indices: The samples, shape (n,).
+
+        Returns:
+            A tensor or an array with a row for each sample, or a list or dict of them.
+        """
+        ...
+
+
+def is_source(data: Any) -> bool:
+    """Return whether an object has the members of Source."""
+    return isinstance(data, Source) and not isinstance(data, type)
+
+
+def make_chunks(source: Source) -> Chunks | None:
+    """Return the chunks of a source; None if it has none.
+
+    Raises:
+        InputError: The edges are not those of chunks.
+    """  # noqa: DOC501 - edges_error makes an InputError
+    if source.chunk_edges is None:
+        return None
+    edges: IndexArray = np.asarray(source.chunk_edges)
+    num_samples = len(source)
+    is_list_of_integers = edges.ndim == 1 and len(edges) > 0 and edges.dtype.kind in "iu"
+    if not is_list_of_integers or edges[0] != 0 or edges[-1] != num_samples:
+        raise edges_error(source, f"do not lead from 0 to {num_samples}")
+    if (edges[1:] <= edges[:-1]).any():
+        raise edges_error(source, "do not increase")
+    runs: list[tuple[int, int]] = []  # of chunks of one size, of which the last may be shorter
+    for size in np.diff(edges).tolist():
+        rows, chunk_rows = runs[-1] if runs else (0, 0)
+        continues_run = size <= chunk_rows and rows % chunk_rows == 0
+        if continues_run:
+            runs[-1] = (rows + size, chunk_rows)
+        else:
+            runs.append((size, size))
+    return Chunks(tuple(runs), CHUNKS_IN_MEMORY)
+
+
+def edges_error(source: Source, problem: str) -> InputError:
+    return InputError(f"the chunk_edges of the job's {type(source).__name__} {problem}", EDGES_HINT)
