@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.tools import local_ranks
+from stepladder.tools.trial import ranks as local_ranks
 from stepladder.train.job_file import RECIPES_FOLDER
 
 
@@ -28,7 +28,7 @@ def test_a_signal_that_comes_as_the_ranks_end_by_themselves_is_not_lost(
     monkeypatch.setattr(local_ranks, "LocalGroup", Group)
     monkeypatch.setattr(local_ranks, "run_local", run_local)
     with pytest.raises(KeyboardInterrupt):
-        local_ranks.run_on_ranks(lambda: 0, 1, 1, TrainRequest(Path("job.py"), {}, Settings("run")))
+        local_ranks.run_on_ranks(lambda: 0, 1, TrainRequest(Path("job.py"), {}, Settings("run")))
 
 
 def test_the_command_that_shows_a_failure_has_the_folder_and_the_flags(

@@ -195,7 +195,7 @@ def test_where_weights_are_gathered_is_communication(
 
 def capture_a_job(comm: Comm, folder: Path, shard: str) -> None:
     job = mlp.build(mlp.Config(samples=256))
-    comm.phases.observer = Capture(folder, comm.world.rank, 2, 2).observe
+    comm.phases.observer = Capture(folder, comm.world.rank, 2, 2)
     own = Settings(
         folder / "r",
         global_batch=32,

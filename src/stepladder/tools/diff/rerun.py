@@ -18,10 +18,9 @@ from stepladder.storage.snapshot_slices import DamagedSnapshot
 from stepladder.tools.diff.record_comparison import JOB_HASH
 from stepladder.tools.diff.recorded_run import RecordedRun
 from stepladder.tools.diff.step_events import Event, EventRecorder
-from stepladder.tools.local_ranks import run_on_ranks
+from stepladder.tools.trial.ranks import run_on_ranks
+from stepladder.tools.trial.training import open_training
 from stepladder.train.job_file import load_stored_job
-from stepladder.train.job_runner import join_process_group
-from stepladder.train.trainer import Trainer
 
 EVENTS_FILE = "events.json"
 UNSUPPORTED_FLAGS = ("compile", "capture")  # module hooks do not run in compiled or captured code
@@ -50,17 +49,10 @@ def train_and_record(
     first: int,
 ) -> int:
     """Train on this rank, write the events of all steps from `first` on, and return 0."""
-    with join_process_group(request) as (build_job, recipe, comm):
-        job = build_job()
-        recorder = EventRecorder(job, start, first)
-        comm.phases.observer = recorder
-        job = replace(
-            job,
-            loss=recorder.compute_loss,
-            eval_data=None,
-            best=None,
-        )
-        Trainer(job, request.settings, recipe, comm).fit()
+    with open_training(request) as training:
+        recorder = EventRecorder(training.job, start, first)
+        job = replace(training.job, loss=recorder.compute_loss)
+        replace(training, job=job).fit(recorder)
     text = json.dumps(recorder.events)
     (request.settings.run_dir / EVENTS_FILE).write_text(text, encoding="utf-8")
     return 0
@@ -96,7 +88,7 @@ def rerun_steps(
         snapshot = run.snapshots()[start]
         copytree(snapshot, folder / SNAPSHOTS_FOLDER / snapshot.name)
     work = partial(train_and_record, request, start, steps.first)
-    run_on_ranks(work, 1, request.settings.threads or 1, request)
+    run_on_ranks(work, 1, request)
     events = [Event(*event) for event in json.loads((folder / EVENTS_FILE).read_bytes())]
     return Rerun(folder, start, events)
 

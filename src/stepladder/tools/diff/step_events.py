@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
+from stepladder.tools.probe.job_listener import JobListener
 from stepladder.tools.verify.causes import list_leaves
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
-from stepladder.train.phases import STEPPING
 
 # The kinds of events.
 INITIAL_WEIGHTS = "initial weights"
@@ -41,10 +39,8 @@ class Event(NamedTuple):
 EventPair = tuple[Event | None, Event | None]
 
 
-class EventRecorder:
+class EventRecorder(JobListener):
     """Records the events of a job's training, from a step on.
-
-    It is an observer of phases, which tells it when a step begins and ends.
 
     Args:
         job: The job that is trained.
@@ -154,16 +150,13 @@ class EventRecorder:
                 kind = LEARNING_RATE if name == "lr" else OPTIMIZER
                 self.record(kind, f"{name} of group {index}", group[name], repr(group[name]))
 
-    def __call__(self, mark: str) -> AbstractContextManager[Any]:
-        return self._record_step() if mark == STEPPING.mark else nullcontext()
-
-    @contextmanager
-    def _record_step(self) -> Iterator[None]:
+    def before_step(self) -> None:
         self.step += 1
         self.microbatch = 0
         if self.step == self.first:
             self._record_state(INITIAL_WEIGHTS if self.first == 1 else WEIGHTS)
-        yield
+
+    def after_step(self) -> None:
         self.microbatch = 0
         self._record_state(OPTIMIZER)
 

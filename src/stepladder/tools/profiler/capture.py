@@ -5,16 +5,15 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from stepladder.tools.probe.job_listener import JobListener
 from stepladder.tools.probe.ranks import (
     end_script_after,
     get_rank_and_world_size,
     write_step_count,
 )
-from stepladder.train.phases import STEPPING
 
 METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to torch's own keys
 MARK_PREFIX = "stepladder:"  # of a job's phase, before the phase's name
@@ -27,7 +26,7 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-class Capture:
+class Capture(JobListener):
     """Skips `warmup` optimizer steps, records `steps` more, and writes the trace to `folder`.
 
     The file has the name that TensorBoard's profiler plug-in expects; its METADATA_KEY has the rank
@@ -93,17 +92,9 @@ class Capture:
         }
         self.profiler.add_metadata_json(METADATA_KEY, json.dumps(metadata))
 
-    def observe(self, mark: str) -> AbstractContextManager[object]:
-        """Mark a job's phase in the trace; the phase of a complete step counts as a step."""
-        if mark == STEPPING.mark:
-            return self._step()
+    def observe_part(self, mark: str) -> AbstractContextManager[object]:
+        """Mark a job's phase in the trace."""
         return self.record_function(MARK_PREFIX + mark)
-
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        self.before_step()
-        yield
-        self.after_step()
 
     def write_step_count(self) -> None:
         """Write the number of finished steps, once: a write in each step would be in the trace."""

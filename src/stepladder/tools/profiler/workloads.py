@@ -27,6 +27,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.tools.probe.attach import make_listener_variables, temporary_environment
 from stepladder.tools.probe.ranks import read_step_counts
 from stepladder.tools.profiler.capture import Capture, CapturedSteps
+from stepladder.tools.trial.ranks import make_trial_request
 
 QUIET_KINETO = {
     "KINETO_LOG_LEVEL": "99"
@@ -40,17 +41,14 @@ def profile_job(
     nproc: int,
     folder: Path,
 ) -> int:
-    settings = replace(
-        request.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False
-    )
-    request = replace(request, settings=settings)
+    request = make_trial_request(request, folder / "run", steps=warmup + steps, epochs=None)
     train = partial(train_profiled, request, warmup, steps, folder)
     with temporary_environment(**QUIET_KINETO):
         if World.detect().world_size > 1:
             return train()
         validate_process_count(nproc)
-        threads = choose_threads_per_rank(settings, nproc)
-        return run_local(LocalGroup(train, threads, Limits(settings.timeout)), nproc)
+        threads = choose_threads_per_rank(request.settings, nproc)
+        return run_local(LocalGroup(train, threads, Limits(request.settings.timeout)), nproc)
 
 
 def train_profiled(
@@ -60,20 +58,12 @@ def train_profiled(
     folder: Path,
 ) -> int:
     """Train `warmup` steps on this rank, and `steps` more under the profiler."""
-    # These import torch, which the launcher works without.
-    from stepladder.train.job_runner import join_process_group
-    from stepladder.train.trainer import Trainer
+    from stepladder.tools.trial.training import open_training  # late: torch
 
-    settings = replace(
-        request.settings,
-        steps=warmup + steps,
-        epochs=None,
-    )
-    with join_process_group(request) as (build, recipe, comm):
-        comm.phases.observer = Capture(folder, comm.world.rank, warmup, steps).observe
-        recipe = recipe.with_sizes(epochs=warmup + steps)  # as many as could be needed
-        job = replace(build(), eval_data=None, best=None)
-        Trainer(job, settings, recipe, comm).fit()
+    with open_training(request) as training:
+        comm = training.comm
+        recipe = training.recipe.with_sizes(epochs=warmup + steps)  # as many as could be needed
+        replace(training, recipe=recipe).fit(Capture(folder, comm.world.rank, warmup, steps))
         comm.gather_bytes(b".")  # when the first rank leaves, all traces are there
     return 0
 

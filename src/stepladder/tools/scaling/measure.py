@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,6 @@ from stepladder.launcher.local.supervisor import handle_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
-from stepladder.tools.local_ranks import run_on_ranks
 from stepladder.tools.pages.figures import format_amount
 from stepladder.tools.probe.attach import (
     OBSERVER_VARIABLE,
@@ -50,6 +49,7 @@ from stepladder.tools.scaling.efficiency import (
 )
 from stepladder.tools.scaling.script_timer import StepTimer, times_path
 from stepladder.tools.scaling.step_times import time_steps
+from stepladder.tools.trial.ranks import make_trial_request, run_on_ranks
 
 SCRIPT_END_TIMEOUT_S = 10.0
 MAX_LOG_LINES = 20  # shown of the rank that has failed
@@ -176,7 +176,7 @@ class TimedJob:
             self.weak,
             self.warmup,
         )
-        run_on_ranks(function, nproc, self.threads, self.request)
+        run_on_ranks(function, nproc, self.request)
         return self.read(nproc, folder, start_time)
 
     def make_command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -208,16 +208,10 @@ class TimedJob:
         )
 
     def _make_request(self, folder: Path) -> TrainRequest:
-        settings = self.request.settings
-        assert settings.steps is not None
-        settings = replace(
-            settings,
-            steps=settings.steps + self.warmup,
-            snapshot_every=10**9,
-            progress=False,
-            run_dir=folder.absolute() / "run",
-        )
-        return replace(self.request, settings=settings)
+        steps = self.request.settings.steps
+        assert steps is not None
+        run_dir = folder.absolute() / "run"
+        return make_trial_request(self.request, run_dir, steps=steps + self.warmup)
 
 
 @dataclass(frozen=True)

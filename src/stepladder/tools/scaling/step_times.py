@@ -8,26 +8,24 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.tools.probe.job_listener import JobListener
 from stepladder.tools.probe.step_clock import COLUMNS, RunQueue
 from stepladder.tools.scaling.efficiency import TIMES_FILE
-from stepladder.train.phases import STEPPING, Phases
+from stepladder.train.phases import Phases
 
 MIN_MEASURED_STEPS = 5
 
 
-class StepTimes:
-    """Observes the phases of a training and records the seconds of each step, in COLUMNS.
+class StepTimes(JobListener):
+    """Records the seconds of each step of a training, in COLUMNS.
 
     Work between steps (records, snapshots) is not part of a step.
     """
@@ -37,21 +35,18 @@ class StepTimes:
         self.queue = RunQueue()
         self.rows: list[list[float]] = []
         self.first_at = 0.0  # when the first step has ended
+        self.before = self.read_clocks()
 
-    def __call__(self, mark: str) -> AbstractContextManager[Any]:
-        return self._time_step() if mark == STEPPING.mark else nullcontext()
-
-    @contextmanager
-    def _time_step(self) -> Iterator[None]:
-        queued_before = self.queue.seconds()
-        phases_before = list(self.phases.seconds)
-        start = perf_counter()
-        yield
-        total = perf_counter() - start
+    def read_clocks(self) -> list[float]:
         # The phases after the first four are not part of COLUMNS.
-        pairs = zip(self.phases.seconds[:4], phases_before, strict=False)
-        phases = [after - before for after, before in pairs]
-        self.rows.append([total, *phases, self.queue.seconds() - queued_before])
+        return [perf_counter(), *self.phases.seconds[:4], self.queue.seconds()]
+
+    def before_step(self) -> None:
+        self.before = self.read_clocks()
+
+    def after_step(self) -> None:
+        pairs = zip(self.read_clocks(), self.before, strict=True)
+        self.rows.append([after - before for after, before in pairs])
         self.first_at = self.first_at or time.time()
 
 
@@ -73,35 +68,31 @@ def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
         InputError: The job has a schedule, and too few steps.
     """
     # Late imports: the launcher imports this module, and does without torch.
-    from stepladder.train.job_runner import join_process_group
-    from stepladder.train.run_spec import RunSpec, resolve_sizes
-    from stepladder.train.trainer import Trainer
+    from stepladder.tools.trial.training import open_training
+    from stepladder.train.run_spec import resolve_sizes
 
-    settings = request.settings
-    assert settings.steps is not None
-    with join_process_group(request) as (build, job_recipe, comm):
-        world = comm.world
-        batch = resolve_sizes(settings, job_recipe).global_batch
+    requested_steps = request.settings.steps
+    assert requested_steps is not None
+    with open_training(request) as training:
+        world = training.comm.world
+        batch = resolve_sizes(training.settings, training.recipe).global_batch
         if weak:
             batch *= world.world_size
+        steps = requested_steps
+        if training.job.schedule is not None:
+            steps = limit_steps(training.make_spec(steps=None).num_steps, steps, warmup)
+        settings = replace(training.settings, steps=steps, global_batch=None, epochs=None)
         # An epoch has at least one step, so these epochs are enough.
-        recipe = job_recipe.with_sizes(global_batch=batch, epochs=settings.steps)
-        job = replace(build(), eval_data=None, best=None)
-        if job.schedule is not None:
-            spec = RunSpec.make(job, replace(settings, steps=None), job_recipe, comm)
-            steps = limit_steps(spec.num_steps, settings.steps, warmup)
-            settings = replace(settings, steps=steps)
-        settings = replace(settings, global_batch=None, epochs=None)
-        step_times = StepTimes(comm.phases)
-        comm.phases.observer = step_times
-        if Trainer(job, settings, recipe, comm).fit().stopped:
+        recipe = training.recipe.with_sizes(global_batch=batch, epochs=requested_steps)
+        listener = StepTimes(training.comm.phases)
+        if replace(training, settings=settings, recipe=recipe).fit(listener).stopped:
             return STOPPED
-        rows = comm.gather_bytes(np.array(step_times.rows).tobytes())
+        rows = training.comm.gather_bytes(np.array(listener.rows).tobytes())
     if world.is_first:
         times = np.array([np.frombuffer(row) for row in rows])
         times = times.reshape(world.world_size, -1, len(COLUMNS))
         file = settings.run_dir / TIMES_FILE
-        np.savez(file, times=times, first_at=step_times.first_at, batch=batch)
+        np.savez(file, times=times, first_at=listener.first_at, batch=batch)
     return DONE
 
 

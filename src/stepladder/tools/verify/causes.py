@@ -18,11 +18,11 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.tools.trial.training import open_training
 from stepladder.tools.verify.trial import Difference
 from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.job import Job
-from stepladder.train.job_runner import join_process_group
 from stepladder.train.run_spec import RunSpec
 
 MIN_PROBED_SAMPLES = 8  # enough for two uneven parts
@@ -212,14 +212,13 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
 
 def write_probe_result(request: TrainRequest, folder: Path) -> int:
     """Probe the job on this rank and write the result to `folder`; return the exit code."""
-    with join_process_group(request) as (build, recipe, comm):
-        job = build()
-        spec = RunSpec.make(job, request.settings, recipe, comm)
+    with open_training(request) as training:
+        spec = training.make_spec()
         torch.set_num_threads(spec.threads)
-        job.model.to(comm.device)
-        comm.broadcast_model(job.model)
-        result = Probe(job, spec).run()
-    path = probe_file(folder, comm.world.rank)
+        training.job.model.to(training.comm.device)
+        training.comm.broadcast_model(training.job.model)
+        result = Probe(training.job, spec).run()
+    path = probe_file(folder, training.comm.world.rank)
     path.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 

@@ -21,7 +21,7 @@ from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.run_files import CONFIG_FILE
-from stepladder.tools.local_ranks import run_on_ranks
+from stepladder.tools.trial.ranks import make_trial_request, run_on_ranks
 from stepladder.tools.verify.causes import (
     NONDETERMINISTIC,
     ProbeResult,
@@ -224,18 +224,13 @@ class Comparison:
         """Train a part of the steps on each of `sizes`, each part resuming the one before."""
         self.num_trials += 1
         trial = Trial(self.folder / f"trial-{self.num_trials}", sizes)
-        settings = replace(
-            self.request.settings,
-            run_dir=trial.folder,
-            snapshot_every=1,
-            keep=10**9,
-            guard_every=1,
-            progress=False,
+        request = make_trial_request(
+            self.request, trial.folder, snapshot_every=1, keep=10**9, guard_every=1
         )
-        request = replace(self.request, settings=settings)
         for part, size in enumerate(sizes, 1):
             try:
-                self._run_on_ranks(size, partial(train_part, request, self.steps, part, len(sizes)))
+                work = partial(train_part, request, self.steps, part, len(sizes))
+                run_on_ranks(work, size, self.request)
             except InputError:
                 if not trial.guard_report:
                     raise
@@ -246,20 +241,9 @@ class Comparison:
     def probe(self, size: int) -> list[ProbeResult]:
         """Return the probe's result of every rank, on this number of processes."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            self._run_on_ranks(size, partial(write_probe_result, self.request, Path(folder)))
+            work = partial(write_probe_result, self.request, Path(folder))
+            run_on_ranks(work, size, self.request)
             return read_probe_results(Path(folder), size)
-
-    def _run_on_ranks(
-        self,
-        size: int,
-        function: Callable[[], int],
-    ) -> None:
-        run_on_ranks(
-            function,
-            size,
-            self.request.settings.threads or 1,
-            self.request,
-        )
 
 
 def make_resume_sizes(sizes: list[int], steps: int) -> list[int]:

@@ -19,12 +19,10 @@ from stepladder.storage.audit import audit
 from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER
 from stepladder.storage.snapshot import read_snapshot
 from stepladder.storage.snapshot_store import Snapshots
+from stepladder.tools.trial.training import open_training
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.forward_buffers import BufferChanged
-from stepladder.train.job_runner import join_process_group
 from stepladder.train.replica_check import ReplicasDiffer
-from stepladder.train.run_spec import RunSpec
-from stepladder.train.trainer import Trainer
 
 TRIAL_FILE = "trial.json"  # the number of steps, and the tensors before the first
 GUARD_REPORT_FILE = "replicas-differ.json"  # the difference at which the guard stopped a training
@@ -117,21 +115,16 @@ def train_part(
     A difference between the ranks ends the training and is written to GUARD_REPORT_FILE.
     """
     run_dir = request.settings.run_dir
-    with join_process_group(request) as (build, recipe, comm):
-        job = replace(build(), eval_data=None, best=None)
-        spec = RunSpec.make(job, request.settings, recipe, comm)
-        steps = choose_num_steps(
-            spec.plan,
-            spec.num_steps,
-            requested_steps,
-        )
-        if comm.world.is_first:
-            content = {"steps": steps, "tensors": hash_tensors(job.model)}
+    with open_training(request) as training:
+        spec = training.make_spec()
+        steps = choose_num_steps(spec.plan, spec.num_steps, requested_steps)
+        if training.comm.world.is_first:
+            content = {"steps": steps, "tensors": hash_tensors(training.job.model)}
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / TRIAL_FILE).write_text(json.dumps(content), encoding="utf-8")
         settings = replace(request.settings, steps=compute_last_step(steps, part, num_parts))
         try:
-            Trainer(job, settings, recipe, comm).fit()
+            replace(training, settings=settings).fit()
         except ReplicasDiffer as error:
             _write_guard_report(
                 run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause

@@ -1,8 +1,10 @@
-"""Start the ranks of a job on this machine for a tool that measures or compares them."""
+"""Start the ranks of a trial on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import STOPPED, InputError
@@ -30,25 +32,29 @@ JOB_SETTINGS = (
 )
 
 
-def run_on_ranks(
-    work: Callable[[], int],
-    ranks: int,
-    threads: int,
-    request: TrainRequest,
-) -> None:
+def make_trial_request(request: TrainRequest, run_dir: Path, **settings: Any) -> TrainRequest:
+    """Return the request that trains in a run directory, without a progress bar.
+
+    There is one snapshot, at the end, unless the settings say otherwise.
+    """
+    quiet: dict[str, Any] = {"run_dir": run_dir, "snapshot_every": 10**9, "progress": False}
+    return replace(request, settings=replace(request.settings, **quiet | settings))
+
+
+def run_on_ranks(work: Callable[[], int], ranks: int, request: TrainRequest) -> None:
     """Run `work()` on each of so many ranks until it returns.
 
     Args:
         work: The function of each rank; it returns the rank's exit code.
         ranks: The number of ranks.
-        threads: The intra-op threads of each rank.
-        request: The job. The hint of an error has the command that trains it alone.
+        request: The job, with the intra-op threads of a rank. The hint of an error has the command
+            that trains it alone.
 
     Raises:
         KeyboardInterrupt: A signal stopped the ranks.
         InputError: A rank failed.
     """
-    group = LocalGroup(work, threads)
+    group = LocalGroup(work, request.settings.threads or 1)
     code = run_local(group, ranks)
     if code == STOPPED or group.stop_signal:  # also while the ranks were ending by themselves
         raise KeyboardInterrupt
