@@ -35,7 +35,7 @@ SET_FROM_OUTSIDE = {
     "bucket.leaf_observer": "in each step: a method call would cost",
     "bucket.pending": "in each step: a method call would cost",
     "comm.members": "the group's members, known once ranks have agreed",
-    "comm.phases.observer": "a tool that measures a job's phases",
+    "self.comm.phases.observer": "a tool that measures a job's phases",
     "config.data_dir": "a job's own Config",
     "ctx.ignore_unknown_options": "click's context",
     "cudnn.allow_tf32": "a switch of torch",

@@ -78,6 +78,8 @@ def command_parts(command: click.Command | None, name: str, depth: int) -> Itera
     context = click.Context(command, info_name=name)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     yield f"{'#' * depth} {name}\n"
+    if isinstance(command, JobCommand):
+        command.job_fields = ()  # of a job that this process has asked for before
     yield f"`{usage}`\n"
     yield prose(command.help or "") + "\n"
     if isinstance(command, JobCommand) and command.first_flags:

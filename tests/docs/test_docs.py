@@ -138,7 +138,7 @@ def test_pages_are_short() -> None:
         "docs/glossary.md": 180,
         "docs/json.md": 250,
     }  # json.md: a table per command
-    limits["CHANGELOG.md"] = 250  # a line per behaviour
+    limits["CHANGELOG.md"] = 350  # a line per behaviour
     for page in PAGES:
         if page.name != "log.md" and page.parent.name != "reference":
             written = re.sub(

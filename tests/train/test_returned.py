@@ -152,7 +152,7 @@ class Unsized(Dataset[int]):
         (b"xyz", "is a bytes"),
         (Unsized, "is a type"),
         (3, "is a int"),
-        (Stream(), "is a Stream"),
+        (Stream(), r"is an IterableDataset \(Stream\)"),
         (Unsized(), "len.. of the job's Unsized fails"),
         ((ROWS[0], [1] * 16), "is a tuple"),
         ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),

@@ -146,7 +146,7 @@ def show_all_commands(
     """Print the help with all commands, if --help-all is set."""
     if is_set and not ctx.resilient_parsing:
         ctx.meta[SHOWS_ALL] = True
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
         ctx.exit()
 
 

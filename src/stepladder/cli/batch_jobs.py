@@ -126,7 +126,7 @@ def submit(
         )
     job = make_job(command, nodes, flags)
     validate_output(Path(job.output))
-    cluster = open_cluster()
+    cluster = open_cluster(job.cluster)
     if dry_run:
         echo(cluster.render(job), end="")
         return 0

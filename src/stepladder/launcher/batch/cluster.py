@@ -76,13 +76,18 @@ class Cluster(Protocol):
         return None
 
 
-def open_cluster() -> Cluster:
+def open_cluster(configured: str | None = None) -> Cluster:
     """Return the cluster of this machine.
+
+    Args:
+        configured: The cluster that stepladder.toml names, if that file was read already.
 
     Raises:
         InputError: stepladder.toml is not valid, or names a cluster that is not installed.
     """
-    name = os.environ.get(CLUSTER_VARIABLE) or find_site_defaults().cluster
+    name = os.environ.get(CLUSTER_VARIABLE) or configured
+    if name is None:
+        name = find_site_defaults().cluster
     if name in ("", "slurm"):
         return SlurmCluster()
     return cast(Cluster, load_plugin(CLUSTER_GROUP, name, "cluster")())

@@ -63,7 +63,7 @@ def measure_on_nodes(
     Raises:
         InputError: There is no Slurm, the largest size does not fit, or a job has failed.
     """
-    cluster = open_cluster()
+    cluster = open_cluster(base_job.cluster)
     # The working directory, as all nodes must see the folder.
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"
     largest = replace(base_job, nodes=(max(sizes), max(sizes)), job_dir=str(folder))
