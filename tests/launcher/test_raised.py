@@ -75,9 +75,10 @@ def test_an_exception_ends_the_command_and_is_shown(
 ) -> None:
     done = raises(way, raised_in, tmp_path)
     assert done.returncode == (1 if raised_in in ENDS_ALL else 0), done.stderr
-    # Ranks of several processes call no function of atexit.
-    assert ("RuntimeError: planted" in done.stderr) is (
-        raised_in != "atexit" or way in ("alone", "--nodes 1")
+    # Ranks of several processes call no function of atexit. Python prints an exception of a thread
+    # in pieces, between which those of another rank may stand.
+    assert ("planted" in done.stderr) is (raised_in != "atexit" or way in ("alone", "--nodes 1")), (
+        done.stderr
     )
     if raised_in in ENDS_ALL and way == "2 ranks":
         assert "not restarted" in done.stderr or "a bug, not a fault" in done.stderr
