@@ -39,8 +39,9 @@ def find_plugin(
     offered = entry_points(group=group)
     matches = {entry.value: entry for entry in offered if entry.name == name}
     if not matches:
-        names = ", ".join(sorted(offered.names)) or "no name, as no installed package has any"
-        raise InputError(f"{flag} {name!r} is unknown", f"{flag}, one of {names}")
+        names = ", ".join(sorted(offered.names))
+        hint = f"{flag}, one of {names}" if names else f"pip install the package that has {name}"
+        raise InputError(f"{flag} {name!r} is unknown", hint)
     if len(matches) > 1:
         raise InputError(
             f"{flag} {name!r} has several meanings: {', '.join(sorted(matches))}",
