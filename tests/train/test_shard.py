@@ -4,7 +4,9 @@ everything.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -15,10 +17,11 @@ import pytest
 import torch
 from torch import nn
 
+from jobs.faults import FAULT, install
 from processes import JOBS, audited, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
-from stepladder.core.errors import StateLost
+from stepladder.core.errors import StateLost, StorageFault
 from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.storage.snapshot_slices import SliceReader, merge_parts, write_part
 from stepladder.storage.snapshot_store import Snapshots
@@ -389,30 +392,38 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
     )
 
 
-def save_where_one_cannot(comm: Comm, folder: Path) -> str:
-    """What each rank says of a snapshot that the second one could not write to."""
+def save_where_one_cannot(comm: Comm, folder: Path, number: int) -> str:
+    """What each rank says of a snapshot whose part the second one could not write."""
     job = make_job()
     state = TrainState(job, find_layout(Settings(folder, shard="optimizer"))(job, comm))
     saving = SnapshotSaver(state, comm)
     if comm.world.is_first:
         saving.open(Snapshots(folder))
     saving.save({})
-    saving.part_writer.wait_for_error()
+    saving.part_writer.wait_for_errno()
     if not comm.world.is_first:
-        saving.part_writer.save(folder / "gone", 1, state.slices())
+        install()
+        FAULT.plant("part-00001", number)
+        saving.part_writer.save(folder, 1, state.slices())
     try:
         saving.wait()
-    except InputError as error:
-        return str(error)
+    except (InputError, StorageFault) as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         saving.close()
     return ""
 
 
 @pytest.mark.ranks
-def test_all_ranks_end_where_one_cannot_write_its_part(tmp_path: Path) -> None:
-    message = "rank 1 could not write its part of a snapshot: No such file or directory"
-    assert all(message in results for results in run_ranks(save_where_one_cannot, 2, tmp_path))
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.EIO, "InputError"), (errno.ESTALE, "StorageFault")]
+)
+def test_all_ranks_end_where_one_cannot_write_its_part(
+    number: int, error: str, tmp_path: Path
+) -> None:
+    message = f"{error}: rank 1 could not write its part of a snapshot: {os.strerror(number)}"
+    for answer in run_ranks(save_where_one_cannot, 2, tmp_path, number):
+        assert answer.startswith(message)
 
 
 @pytest.mark.ranks

@@ -10,6 +10,7 @@ then completes the snapshot.
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable
@@ -79,19 +80,19 @@ class PartWriter:
     ) -> None:
         """Copy the slices now, and write them as part `number` in the background.
 
-        `wait_for_error` must have been called for the previous part.
+        `wait_for_errno` must have been called for the previous part.
         """
         values = self._buffers.copy({name: part.values for name, part in slices.items()})
         copies = {name: part._replace(values=values[name]) for name, part in slices.items()}
         self._write.start(partial(write_part_and_note, folder, number, copies))
 
-    def wait_for_error(self) -> str:
-        """Wait for the part under way, and return why it failed, or "" if it is on disk."""
+    def wait_for_errno(self) -> int:
+        """Wait for the part under way, and return the errno of its failure, or 0."""
         try:
             self._write.wait()
         except OSError as error:
-            return error.strerror or str(error)
-        return ""
+            return error.errno or errno.EIO
+        return 0
 
 
 def write_part_and_note(

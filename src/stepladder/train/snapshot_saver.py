@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import TRANSIENT_ERRNOS, InputError, StorageFault
 from stepladder.storage.run_dir_access import FREE_SPACE_HINT
 from stepladder.storage.snapshot_parts import PartWriter
 from stepladder.storage.snapshot_store import Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.state import TrainState
 
-MAX_REASON_BYTES = 200
+ERRNO_BYTES = 4
 # The first rank waits so long for the other ranks' parts if it ends early. Its launcher gives it
 # half a second.
 PARTS_TIMEOUT_S = 0.3
@@ -80,14 +81,14 @@ class SnapshotSaver:
     def abandon(self) -> None:
         """Drop the snapshot under way: a rank that was lost may have had a part of it."""
         with suppress(Exception):  # the first rank may have removed the folder of this part
-            self.part_writer.wait_for_error()
+            self.part_writer.wait_for_errno()
         if self.store is not None:
             self.store.abandon_parts()
 
     def close(self) -> None:
         """End the writing, whatever has happened before."""
         with suppress(Exception):  # an earlier error is the cause
-            self.part_writer.wait_for_error()
+            self.part_writer.wait_for_errno()
         if self.store is not None:
             self.store.end(PARTS_TIMEOUT_S)
 
@@ -100,13 +101,16 @@ class SnapshotSaver:
 
         Raises:
             InputError: On all ranks, if any rank could not write its part.
+            StorageFault: On all ranks, if that rank's reason is transient.
         """
-        failure = self.part_writer.wait_for_error().encode()
-        padded = failure[:MAX_REASON_BYTES].ljust(MAX_REASON_BYTES)  # ranks gather equal lengths
-        for rank, data in enumerate(self.comm.gather_bytes(padded)):
-            reason = data.decode(errors="replace").strip()
-            if reason:
+        # 0 if this rank's part is on disk: ranks gather equal lengths.
+        number = self.part_writer.wait_for_errno().to_bytes(ERRNO_BYTES, "little")
+        for rank, data in enumerate(self.comm.gather_bytes(number)):
+            failure = int.from_bytes(data, "little")
+            if failure:
                 self.abandon()
-                raise InputError(
-                    f"rank {rank} could not write its part of a snapshot: {reason}", FREE_SPACE_HINT
-                )
+                reason = os.strerror(failure)
+                problem = f"rank {rank} could not write its part of a snapshot: {reason}"
+                if failure in TRANSIENT_ERRNOS:
+                    raise StorageFault(problem)
+                raise InputError(problem, FREE_SPACE_HINT)
