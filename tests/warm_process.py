@@ -210,11 +210,18 @@ def begin_anew(passed: Sequence[int]) -> None:
         sys.modules["torch"].set_num_threads(thread_settings)
 
 
-def is_quiet() -> bool:
+def is_quiet(daemons: int = 0) -> bool:
     """Whether nothing goes on here that an interpreter would wait for at its end, or that could
     disturb it.
+
+    daemons: Python's threads besides the main one that may run, which no interpreter waits for.
     """
-    if threading.active_count() > 1 or sys.modules["torch"].distributed.is_initialized():
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if (
+        len(others) > daemons
+        or not all(thread.daemon for thread in others)
+        or sys.modules["torch"].distributed.is_initialized()
+    ):
         return False
     with suppress(OSError):  # a thread that has ended meanwhile
         return len({name.read_text() for name in Path("/proc/self/task").glob("*/comm")}) == 1
@@ -252,7 +259,9 @@ def main() -> None:
     except BaseException:
         gc.unfreeze()
         raise
-    if is_quiet():
+    # The thread that limits the time of an end after a failure is one such: without it each refused
+    # command would take more than a second to end.
+    if is_quiet(daemons=1):
         end_interpreter(end)
     # else Triton's library complains on stderr of what the interpreter's end has not freed
     gc.unfreeze()
