@@ -26,7 +26,7 @@ from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import ShardReader, validate_process
 from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import Ragged
-from stepladder.data.workers import PackedError, stop_workers
+from stepladder.data.workers import PackedError, limit_start_time, stop_workers
 
 Indices = NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
@@ -227,6 +227,7 @@ class DatasetSource:
             iterator = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        watchdog = limit_start_time(iterator) if self.num_workers else None
         try:
             for item in iterator:
                 if isinstance(item, PackedError):
@@ -234,7 +235,8 @@ class DatasetSource:
                 indices, batch = item
                 yield indices.numpy(), move_to_device(batch, self.device)
         finally:
-            if self.num_workers:
+            if watchdog is not None:
+                watchdog.cancel()
                 stop_workers(iterator)
 
 

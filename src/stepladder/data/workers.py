@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
 import threading
@@ -11,15 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, get_text
 from stepladder.core.sockets import send_tensors_by_open_socket
 from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
 from stepladder.rank.lifecycle import die_with_parent
+from stepladder.rank.stacks import blocks_signal
 from stepladder.rank.torch_fixes import (
     get_loader_workers,
     shut_down_loader_workers,
 )
 
+WORKER_START_TIMEOUT_S = 30.0
 WORKER_EXIT_TIMEOUT_S = 3.0
 
 
@@ -115,6 +119,31 @@ def initialize_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def limit_start_time(batches: Any) -> threading.Timer:
+    """End the forked workers of a DataLoader's iterator that have not started in time.
+
+    In Python 3.11 the child of a fork hangs if a thread of a C++ library was entering Python at
+    that moment: it waits for a lock of the interpreter that nobody in the child holds. The rank
+    would wait for its batches without limit. Now torch reports the killed worker as a failure.
+
+    Returns:
+        The timer, to cancel when the iterator ends.
+    """
+    timer = threading.Timer(WORKER_START_TIMEOUT_S, _kill_stuck, [get_loader_workers(batches)])
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _kill_stuck(workers: list[Any]) -> None:
+    for worker in workers:
+        # Another start method imports the job anew, which may take its time.
+        is_forked = isinstance(worker, multiprocessing.context.ForkProcess)
+        if is_forked and blocks_signal(worker.pid, signal.SIGTERM):  # see initialize_worker
+            print_message(f"DataLoader worker {worker.pid} hangs since its fork: it is ended")
+            worker.kill()
 
 
 def stop_workers(batches: Any) -> None:

@@ -231,12 +231,20 @@ def _parse_py_spy_frame(frame: dict[str, Any]) -> Frame:
 
 def handles_signal(pid: int, number: int) -> bool:
     """Tell whether a process has a handler for a signal."""
+    return number in _read_signals(pid, "SigCgt")
+
+
+def blocks_signal(pid: int, number: int) -> bool:
+    """Tell whether the main thread of a process blocks a signal."""
+    return number in _read_signals(pid, "SigBlk")
+
+
+def _read_signals(pid: int, name: str) -> set[int]:
+    """Return a set of signals of a process by its name in proc(5); no signals if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    if match is None:
-        return False
-    handled = int(match.group(1), 16)  # bit n-1 is signal n
-    return bool(handled >> (number - 1) & 1)
+        return set()
+    match = re.search(rf"^{name}:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    mask = int(match.group(1), 16) if match else 0
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
