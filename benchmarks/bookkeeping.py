@@ -35,7 +35,9 @@ from stepladder.storage.run_files import (
 )
 from stepladder.storage.snapshot import MODEL_FILE, STATE_FILE, _seal_manifest, read_snapshot
 
-OPEN_FILES, MEGABYTES, GIGABYTE = 64, 300, 10**9
+OPEN_FILES = 64
+MEGABYTES = 300
+GIGABYTE = 10**9
 SECONDS = {"audit": 60.0, "report": 10.0, "watch": 10.0, "submit": 10.0, "resume": 10.0}
 SMALL = f"""import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({OPEN_FILES}, {OPEN_FILES}))
@@ -161,7 +163,9 @@ def measure(size: Size, folder: Path) -> tuple[list[list[str]], list[str]]:
         "submit": ["submit", "--dry-run", "--", "train", *size.flags, "--run-dir", where],
         "resume": ["train", *size.flags, "--steps", str(size.steps + 1), "--run-dir", where],
     }
-    name, rows, bars = f"{size.ranks:,} x {size.steps:,}", [], []
+    name = f"{size.ranks:,} x {size.steps:,}"
+    rows = []
+    bars = []
     for command, args in commands.items():
         seconds, computed, megabytes = stepladder(*args)
         rows.append([name, command, f"{seconds:.1f}", f"{computed:.1f}", f"{megabytes:.0f}"])
@@ -191,7 +195,8 @@ def main() -> None:
     report = Report(
         "bookkeeping.py", "Run directories of large runs", ["torch", "numpy", "stepladder"], "all"
     )
-    rows, bars = [], []
+    rows = []
+    bars = []
     with tempfile.TemporaryDirectory(prefix="bookkeeping-") as folder:
         for size in (Size(args.ranks, args.steps, 1), Size(1, args.long, 10)):
             more_rows, more_bars = measure(size, Path(folder))

@@ -39,7 +39,8 @@ from chaos_runs import (
 )
 from report import Report, table
 
-SIZES, TIMEOUT = [1, 2, 4, 3, 8, 1], 3
+SIZES = [1, 2, 4, 3, 8, 1]
+TIMEOUT = 3
 
 
 def kill(command: Command, rank: int | None = None) -> None:
@@ -134,7 +135,8 @@ def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
 
 
 def row(name: str, trials: list[Trial]) -> list[str]:
-    same, exact = sum(t.same for t in trials), sum(t.exact for t in trials)
+    same = sum(t.same for t in trials)
+    exact = sum(t.exact for t in trials)
     kills = sum(t.kills for t in trials)
     return [
         name,

@@ -28,8 +28,10 @@ from report import Report, table
 from stepladder.storage.audit import audit
 
 EPOCHS = 30
-KILLS_PER_RUN, MEDIAN_WAIT = 6, 0.15
-SECONDS_TO_GO_ON, SECONDS_TO_JOIN = 20.0, 20.0
+KILLS_PER_RUN = 6
+MEDIAN_WAIT = 0.15
+SECONDS_TO_GO_ON = 20.0
+SECONDS_TO_JOIN = 20.0
 
 
 @dataclass
@@ -56,13 +58,11 @@ class Survived:
 
 def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Survived:
     """A run that loses `kills` ranks, each when the one before has been replaced."""
-    began, killed, waits, groups, joins = (
-        time.monotonic(),
-        0.0,
-        list[float](),
-        list[float](),
-        list[float](),
-    )
+    began = time.monotonic()
+    killed = 0.0
+    waits = list[float]()
+    groups = list[float]()
+    joins = list[float]()
     flags = "--nproc", nproc, "--on-loss", "continue"
     with started(folder, *flags, epochs=EPOCHS) as command:
         for number in range(kills):
@@ -75,7 +75,8 @@ def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Surv
             command.wait_for(lambda: len(command.ranks()) == nproc and command.step() >= step)  # noqa: B023
             if not command.running:
                 break
-            killed, kill = time.monotonic(), random.choice(command.ranks()).kill
+            killed = time.monotonic()
+            kill = random.choice(command.ranks()).kill
             group, step_done = seconds_to_go_on(command, kill)
             groups.append(group)
             waits.append(step_done)
@@ -122,7 +123,8 @@ def seconds_to_go_on(command: Command, kill: Callable[[], None]) -> tuple[float,
     Each rank's ledger has a line for the new group, one when it has computed its share of the next
     step, and one for the step after, which it comes to when that next step is done."""
     ends = {path: path.stat().st_size for path in command.run_dir.glob("ledger/*.jsonl")}
-    at, group = time.monotonic(), inf
+    at = time.monotonic()
+    group = inf
     with suppress(psutil.NoSuchProcess):
         kill()
     while command.running and time.monotonic() - at < SECONDS_TO_GO_ON:
@@ -143,7 +145,8 @@ def row(name: str, runs: list[Survived]) -> list[str]:
         [seconds for run in runs for seconds in getattr(run, name)]
         for name in ("waits", "groups", "joins")
     )
-    complete, superseded = sum(run.is_whole for run in runs), sum(run.superseded for run in runs)
+    complete = sum(run.is_whole for run in runs)
+    superseded = sum(run.superseded for run in runs)
     return [
         name, str(len(waits)), f"{median(groups):.3f}", f"{median(waits):.3f}", f"{max(waits):.3f}",
         f"{median(joins):.2f}" if joins else "", f"{complete} of {len(runs)}", str(superseded),

@@ -68,9 +68,11 @@ PHASES = {  # whom it kills, where, in which step
     "first rank, forward": (FIRST, "forward", 7),
     "first rank, optimizer": (FIRST, "optimizer", 7),
 }
-TWO, FIRST_AND_NEXT = "two at once", "one, and the first while the others meet"
+TWO = "two at once"
+FIRST_AND_NEXT = "one, and the first while the others meet"
 DISK_KB = [24, 40, 52, 64]
-SECONDS, SECONDS_STOPPED = 120, 1.0
+SECONDS = 120
+SECONDS_STOPPED = 1.0
 FULL = """
 mkdir run; mount -t tmpfs -o size="$1"k none run || exit 77
 shift; "$@"; first=$?
@@ -81,8 +83,11 @@ cp -r run kept; exit $first
 
 @dataclass(frozen=True)
 class End:
-    """Of one run. killed: ranks, all that were to be.  whole: as if unbroken, with nothing lost or
-    rolled back.
+    """How one run ended.
+
+    Attributes:
+        killed: The number of ranks that were killed.
+        whole: Whether the run was as if unbroken, with nothing lost or rolled back.
     """
 
     killed: int
@@ -121,7 +126,8 @@ class Bench:
     """Runs in folders of their own, compared with the one that nothing happens to."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.number = root, 0
+        self.root = root
+        self.number = 0
         self.reference = self.fresh()
         assert train(self.reference, 1, "").whole
         self.expected = weights(self.reference / "run")
@@ -187,12 +193,14 @@ def phases(root: Path, rounds: int) -> list[list[str]]:
 def stopped_and_continued(root: Path, rounds: int) -> tuple[int, int]:
     """Runs that were as if unbroken, with no rank lost; and all."""
     root.mkdir()
-    reference, complete = unbroken(root, EPOCHS), 0
+    reference = unbroken(root, EPOCHS)
+    complete = 0
     for number in range(rounds):
         folder = root / str(number)
         folder.mkdir()
         with started(folder, "--nproc", 3, epochs=EPOCHS) as command:
-            began, step = time.monotonic(), random.randrange(5, 50)
+            began = time.monotonic()
+            step = random.randrange(5, 50)
             command.wait_for(partial(reached, command, step))
             chosen: psutil.Process = random.choice(command.ranks())
             chosen.suspend()
@@ -212,7 +220,8 @@ def full_disks(root: Path) -> list[tuple[int, bool, str]]:
     that line.
     """
     root.mkdir()
-    bench, ends = Bench(root), []
+    bench = Bench(root)
+    ends = []
     for size in DISK_KB:
         folder = bench.fresh()
         command = [sys.executable, "-m", "stepladder", "train", str(JOB), *FLAGS, "--nproc", "2"]

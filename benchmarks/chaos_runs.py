@@ -21,7 +21,9 @@ from stepladder.core.errors import InputError
 from stepladder.rank.progress import NUM_SLOTS, STEP
 from stepladder.storage.audit import audit
 
-STEPS, NPROC, SNAPSHOT_EVERY = 96, 3, 3
+STEPS = 96
+NPROC = 3
+SNAPSHOT_EVERY = 3
 JOB = [
     "mlp",
     "--sync",
@@ -102,7 +104,7 @@ class Command:
         return self.popen.poll() is None
 
     def ranks(self) -> list[psutil.Process]:
-        """In rank order: those that the fork server has forked."""
+        """Return the processes that the fork server has forked, in rank order."""
         with suppress(psutil.NoSuchProcess):
             below = self.process.children(recursive=True)
             return sorted((p for p in below if p.ppid() != self.popen.pid), key=lambda p: p.pid)
@@ -119,7 +121,7 @@ class Command:
         return furthest
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it is true, or the command has ended."""
+        """Wait until a condition is true, or the command has ended."""
         deadline = time.monotonic() + SECONDS
         while self.running and not condition():
             if time.monotonic() > deadline:
@@ -144,10 +146,13 @@ def examine(command: Command, reference: str, began: float) -> Trial:
         command.popen.wait(SECONDS)
         weights = json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]
         proof = audit(command.run_dir)
-        same, exact = weights == reference, proof.ok
+        same = weights == reference
+        exact = proof.ok
         differences = f"weights {weights}, unbroken {reference}; {proof}"
     except (OSError, subprocess.TimeoutExpired, InputError) as error:
-        same, exact, differences = False, False, repr(error)
+        same = False
+        exact = False
+        differences = repr(error)
     return Trial(
         same, exact, time.monotonic() - began, command.err.read_text(), differences, command.run_dir
     )

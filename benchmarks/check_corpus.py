@@ -65,7 +65,8 @@ def checked(script: dict[str, Any]) -> dict[str, Any]:
 def judged(script: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """found, missed, false: rules.  at: whether the line is right."""
     findings = {finding["rule"]: finding for finding in answer["findings"]}
-    planted, allowed = set(script.get("rules", [])), set(script.get("also", []))
+    planted = set(script.get("rules", []))
+    allowed = set(script.get("also", []))
     texts = [script.get("at", ""), *script.get("or_at", [])]
     lines = (CORPUS / script["file"]).read_text().splitlines()
     right = all(

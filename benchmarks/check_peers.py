@@ -56,7 +56,10 @@ NAMES = {  # torch-preflight's rules, and those of ours that mean the same mista
 
 
 def preflight(programs: Path) -> dict[str, Any]:
-    """By script. One call reads all of them; each has its part of the time."""
+    """Return torch-preflight's findings by script.
+
+    One call reads all scripts; each is given its part of the time.
+    """
     began = time.monotonic()
     command = [programs / "torch-preflight", "check", "-f", "json", "-j", "1", CORPUS]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -138,7 +141,8 @@ def collected(
 
 def traincheck(programs: Path, folder: Path) -> list[list[str]]:
     """A row for each stage: what was done, how it ended, its seconds."""
-    rows, references = [], []
+    rows = []
+    references = []
     for name in REFERENCES:
         traces, state, seconds = collected(name, folder, programs, shorter=True)
         size = sum(p.stat().st_size for p in traces.glob("*")) >> 20

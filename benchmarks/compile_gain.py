@@ -97,8 +97,9 @@ def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
 
 
 def kept_rows() -> dict[str, list[list[str]]]:
-    """Of an earlier report, by recipe."""
-    path, rows = RESULTS / "compile_gain.md", dict[str, list[list[str]]]()
+    """Return the rows of an earlier report, by recipe."""
+    path = RESULTS / "compile_gain.md"
+    rows = dict[str, list[list[str]]]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         if line.startswith("| ") and not line.startswith(("| ---", "| recipe")):
             row = [cell.strip() for cell in line.strip("|").split("|")]

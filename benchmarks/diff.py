@@ -72,7 +72,8 @@ def main() -> int:
     report = Report(
         "diff.py", "Planted differences, and what diff says of them", ["torch", "stepladder"], "2"
     )
-    different, equal = [], []
+    different = []
+    equal = []
     with tempfile.TemporaryDirectory() as folder:
         for name, plant in PLANTS.items():
             if args.only in name:

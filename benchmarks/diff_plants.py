@@ -178,7 +178,7 @@ def prepare(folder: Path, code: tuple[str, str]) -> None:
 
 
 def argv_of(folder: Path, run_dir: Path) -> list[str]:
-    """Of the command that trains a run; what stands behind them counts."""
+    """Return the arguments of the command that trains a run; those that stand behind them count."""
     flags = ["--sync", "exact", "--snapshot-every", "4"]
     return [
         "train",

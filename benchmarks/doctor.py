@@ -37,7 +37,9 @@ from stepladder.tools.doctor.rules import RULES
 from stepladder.tools.doctor.variables import shown_variables
 
 Finding = dict[str, str]
-SECONDS, TRIES, PAUSE = 300.0, 6, 20.0
+SECONDS = 300.0
+TRIES = 6
+PAUSE = 20.0
 SOURCE = str(Path(stepladder.__file__).parent.parent)
 # A network of its own: one card, whose other end stays without an address, and names for both
 # machines.
@@ -74,7 +76,8 @@ def planted(
     the end.
     """
     with tempfile.TemporaryDirectory(prefix="planted-") as name, socket.socket() as holder:
-        folder, group = Path(name), CPU_ROOT / f"planted-{os.getpid()}"
+        folder = Path(name)
+        group = CPU_ROOT / f"planted-{os.getpid()}"
         (folder / "here").mkdir()
         args = fault.args
         if bundle is not None:
@@ -142,7 +145,8 @@ def doctor_once(fault: Fault, bundle: dict[str, Any] | None) -> tuple[int, str, 
         try:
             out, error = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            out, error = "", f"no answer within {SECONDS:g} s"
+            out = ""
+            error = f"no answer within {SECONDS:g} s"
         finally:
             ended(process)
     return process.returncode, *(text.replace(str(folder), "DIR") for text in (out, error))

@@ -32,8 +32,10 @@ CASES = (
     ("exact", "optimizer", 2),
     ("exact", "full", 2),
 )
-MICROBATCH, STEPS = 8, 2
-BAR, LEAST = 0.10, 7
+MICROBATCH = 8
+STEPS = 2
+BAR = 0.10
+LEAST = 7
 
 
 def options_of(sync: str) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def estimated(model: str) -> dict[tuple[str, str, int], int]:
 
 
 def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
-    """On each rank: the most bytes that torch's allocator had given out, and its gradients in
+    """Return the most bytes that torch's allocator had given out on this rank, with the gradients in
     shared memory.
     """
     import torch
@@ -86,10 +88,8 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            spec, exact = (
-                RunSpec.make(build(), settings, recipe, comm),
-                deterministic(sync == "exact", comm.device),
-            )
+            spec = RunSpec.make(build(), settings, recipe, comm)
+            exact = deterministic(sync == "exact", comm.device)
             with (
                 open_session(spec, comm) as session,
                 exact,
@@ -103,7 +103,7 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
 
 
 def highest(events: list[Any]) -> int:
-    """Of the bytes that were given out, less those that were given back."""
+    """Return the most bytes that were given out and not yet given back."""
     now = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
@@ -129,7 +129,8 @@ def main() -> None:
     errors: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model in args.model:
-            known, off = estimated(model), 0.0
+            known = estimated(model)
+            off = 0.0
             for sync, shard, size in CASES:
                 peak = max(launch(measured_here, model, sync, shard, folder, nproc=size))
                 error = known[sync, shard, size] / peak - 1

@@ -36,7 +36,8 @@ class Residual(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(2000, 512), nn.Linear(512, 2000)
+        self.tokens = nn.Embedding(2000, 512)
+        self.head = nn.Linear(512, 2000)
         self.lstm = nn.LSTM(512, 512, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +50,8 @@ class Encoder(nn.Module):
         layer = nn.TransformerEncoderLayer(
             384, 6, 1536, dropout=0.1, batch_first=True, norm_first=True
         )
-        self.tokens, self.head = nn.Embedding(2000, 384), nn.Linear(384, 2000)
+        self.tokens = nn.Embedding(2000, 384)
+        self.head = nn.Linear(384, 2000)
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +63,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(8000, 512), nn.Linear(512, 8000, bias=False)
+        self.tokens = nn.Embedding(8000, 512)
+        self.head = nn.Linear(512, 8000, bias=False)
         self.head.weight = self.tokens.weight
         self.block = nn.Sequential(
             nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)
@@ -85,7 +88,8 @@ class Characters(gpt.GPT):
 class Factors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(60_000, 128), nn.Embedding(40_000, 128)
+        self.users = nn.Embedding(60_000, 128)
+        self.items = nn.Embedding(40_000, 128)
         self.tower = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ TRIED = "views cut once per bucket, hooks in the last microbatch only, buckets i
 
 
 def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
-    """On each rank: the seconds per step of each mode's blocks; rank 0 leaves them in a file."""
+    """Time each mode's blocks of steps on this rank; rank 0 writes the seconds per step to a file."""
     import json
 
     import torch
@@ -114,7 +114,8 @@ def main() -> None:
     report = Report(
         "exact_overhead.py", "Cost of exact mode", ["torch", "stepladder"], cores_used="2"
     )
-    sections, bars = [], []
+    sections = []
+    bars = []
     for net in ("classic", "small"):
         times: dict[int, dict[str, list[float]]] = {
             1: {n: [] for n in MODES},

@@ -30,7 +30,9 @@ from typing import Any
 from commands import result_of
 from report import Report, bar, table
 
-STEPS_PER_EPOCH, BATCH, WARM_UP = 64, 128, 64
+STEPS_PER_EPOCH = 64
+BATCH = 128
+WARM_UP = 64
 EPOCHS = (
     120  # by the number of processes: of one of 0.6 s, the first import of TensorBoard was a tenth
 )
@@ -41,10 +43,12 @@ MODES = {
     "--sync exact, eight microbatches": ["--sync", "exact", "--microbatch", BATCH // 8],
     "--sync manual": ["--sync", "manual"],
 }
-BARE, LIMIT = "bare DDP on gloo", "the limit: the same loop, no communication"
+BARE = "bare DDP on gloo"
+LIMIT = "the limit: the same loop, no communication"
 BARS = {"--sync ddp": 4.0, TWO: 4.0}  # times faster than bare DDP, on two processes
 TRIED = "one meeting a step, longer spinning, less bookkeeping, files mapped into memory, a core for each rank"
-MEGABYTES, TRIES = 100, 9
+MEGABYTES = 100
+TRIES = 9
 
 
 def steps_with(nproc: int) -> int:
@@ -53,9 +57,7 @@ def steps_with(nproc: int) -> int:
 
 
 def bare(way: str) -> None:
-    """Of a rank: the loop that a tutorial has, timed, with DDP or without. The first one prints its
-    seconds.
-    """
+    """Time the loop of a tutorial on this rank, with DDP or without. Rank 0 prints its seconds."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -64,8 +66,10 @@ def bare(way: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    job, steps = build(Config()), steps_with(world_size)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    job = build(Config())
+    steps = steps_with(world_size)
     model, (x, y) = DistributedDataParallel(job.model) if way == BARE else job.model, job.train_data
     share = slice(BATCH * rank // world_size, BATCH * (rank + 1) // world_size)
     done = 0
@@ -117,7 +121,7 @@ def of_stepladder(nproc: int, flags: list[Any]) -> float:
 
 
 def rank_work(folder: str) -> int:
-    """On each rank: the seconds of an all-reduce, by either way in turn."""
+    """Time an all-reduce on this rank, through shared memory and through gloo in turn."""
     import torch
     import torch.distributed as dist
 
@@ -207,7 +211,9 @@ def main() -> None:
     report = Report(
         "exchange.py", "A step on several processes", ["torch", "stepladder"], cores_used="all"
     )
-    sections, bars, rows = [], [], []
+    sections = []
+    bars = []
+    rows = []
     for nproc in args.nproc:
         steps, all_met = steps_of(nproc, args.rounds)
         sections.append(f"## {nproc} processes\n\n{steps}")

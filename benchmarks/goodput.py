@@ -51,7 +51,10 @@ from stepladder.core.address import find_free_port
 from stepladder.rank.progress import NUM_SLOTS, STEP
 from stepladder.storage.audit import audit
 
-UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
+UNDISTURBED = 10.0
+DISTURBED = 30.0
+BETWEEN_KILLS = 5.0
+TRIAL_KILLS = 2
 EVERY = [20, 50, 250]
 SHARE = GLOBAL_BATCH // NPROC
 HEARTBEAT_MS, JOIN_MS, TICK_MS = (
@@ -61,8 +64,10 @@ HEARTBEAT_MS, JOIN_MS, TICK_MS = (
 )  # of torchft's lighthouse: the best of four that were tried
 STEPS_TO_WARM = 100
 LAST = 200  # steps whose loss is compared with the unbroken run's
-SECONDS_TO_START, SECONDS_TO_STOP = 60.0, 30.0
-LEAST, LEAST_RATIO = 0.95, 1.5
+SECONDS_TO_START = 60.0
+SECONDS_TO_STOP = 30.0
+LEAST = 0.95
+LEAST_RATIO = 1.5
 TRIED = (
     "to restart all, to go on in place, a new process at once or when the others go on,"
     " to free the broken group at once"
@@ -84,7 +89,8 @@ class Way(ABC):
     disturbed = 0, 0
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.folder, self.every = folder, every
+        self.folder = folder
+        self.every = every
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         self.said = (folder / "said").open("w")
         self.started: list[psutil.Popen] = []
@@ -107,14 +113,14 @@ class Way(ABC):
 
     @abstractmethod
     def ranks(self) -> list[psutil.Process]:
-        """Those that train, or are about to."""
+        """Return the processes that train, or are about to."""
 
     @abstractmethod
     def progress(self) -> list[tuple[int, int]]:
         """Attempt and step of each process."""
 
     def step(self) -> int:
-        """Of the process that is the furthest in the last attempt."""
+        """Return the step of the process that is the furthest in the last attempt."""
         return max(self.progress(), default=(0, 0))[1]
 
     def is_whole(self) -> bool:
@@ -291,7 +297,9 @@ class Torchft(Rival):
     def account(self) -> dict[str, Any]:
         losses: dict[int, list[float]] = {}
         samples: dict[int, int] = {}
-        redone, counted, repeated = set(), set(), 0
+        redone = set()
+        counted = set()
+        repeated = 0
         for rank, _, step, used, loss in self.records():
             if not used:
                 redone.add(step)
@@ -335,13 +343,15 @@ def train(way: Way, undisturbed: float, kills: int, chance: random.Random) -> di
     """
     try:
         paces = [undisturbed_pace(way, undisturbed / 2)]
-        middle, step = time.monotonic(), way.step()
+        middle = time.monotonic()
+        step = way.step()
         for number in range(kills):
             chosen = chance.randrange(NPROC)
             if ranks := way.ranks():
                 ranks[chosen % len(ranks)].kill()
             until(way, middle + (number + 1) * BETWEEN_KILLS)
-        seconds, done = time.monotonic() - middle, way.step() - step
+        seconds = time.monotonic() - middle
+        done = way.step() - step
         way.disturbed = step, step + done
         paces.append(undisturbed_pace(way, undisturbed / 2))
     finally:
@@ -356,7 +366,8 @@ def undisturbed_pace(way: Way, seconds: float) -> float:
     until(way, time.monotonic() + SECONDS_TO_START, way.is_whole)
     aim = way.step() + STEPS_TO_WARM
     until(way, time.monotonic() + SECONDS_TO_START, lambda: way.step() >= aim)
-    began, step = time.monotonic(), way.step()
+    began = time.monotonic()
+    step = way.step()
     until(way, began + seconds)
     return (way.step() - step) / (time.monotonic() - began)
 
@@ -375,7 +386,7 @@ def trained(
 
 
 def best_every(kind: type[Way]) -> int:
-    """Of EVERY, by the steps that are done in a short trial."""
+    """Return the interval between snapshots, of EVERY, that does the most steps in a short trial."""
     return max(EVERY, key=lambda every: trained(kind, every, 0, TRIAL_KILLS, "trial")["done"])
 
 
@@ -427,7 +438,8 @@ def keep(results: dict[str, Any], stored: Path | None) -> None:
 def rows(
     turns: list[dict[str, Any]], reference: dict[int, float]
 ) -> tuple[list[list[str]], dict[str, float]]:
-    made, goodput = [], {}
+    made = []
+    goodput = {}
     for name in WAYS:
         results = [turn[name] for turn in turns]
         pace = median(half for result in results for half in result["paces"])
@@ -489,7 +501,8 @@ def main() -> None:
 def bars_of(goodput: dict[str, float], counted: dict[str, float]) -> list[str]:
     """counted: steps a second that count, with kills."""
     name, *rivals = [way for way, kind in WAYS.items() if kind is not OursRestarted]
-    ours, best = goodput[name], max(rivals, key=goodput.__getitem__)
+    ours = goodput[name]
+    best = max(rivals, key=goodput.__getitem__)
     ratio = ours / goodput[best]
     bars = [
         verdict(f"goodput {100 * ours:.1f} %", ours >= LEAST, f"at least {100 * LEAST:.0f} %"),

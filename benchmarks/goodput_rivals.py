@@ -27,8 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from stepladder.core.plan import Plan, Span
 from stepladder.recipes.mlp import Config, build
 
-SAMPLES, GLOBAL_BATCH, MICROBATCH, LEARNING_RATE = 48_000, 96, 16, 0.02
-FEATURES, HIDDEN, NPROC = 64, 1024, 3
+SAMPLES = 48_000
+GLOBAL_BATCH = 96
+MICROBATCH = 16
+LEARNING_RATE = 0.02
+FEATURES = 64
+HIDDEN = 1024
+NPROC = 3
 RECORD = struct.Struct(
     "qqqd"
     # attempt, step from 0, samples of the whole step, 0 if it was in vain, this process's loss summed
@@ -47,7 +52,8 @@ class Share:
             features=FEATURES,
             hidden=HIDDEN,
         )
-        self.job, self.rank = build(config), rank
+        self.job = build(config)
+        self.rank = rank
         self.plan = Plan(SAMPLES, GLOBAL_BATCH, MICROBATCH, config.seed)
         self.file = os.open(folder / f"steps-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -68,17 +74,17 @@ class Share:
 
 def under_torchrun(folder: Path, every: int) -> None:
     dist.init_process_group("gloo")
-    share, saved, step = Share(folder, dist.get_rank()), folder / "saved.pt", 0
+    share = Share(folder, dist.get_rank())
+    saved = folder / "saved.pt"
+    step = 0
     optimizer = share.job.optimizer
     if saved.exists():
         state = torch.load(saved)
         share.job.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    model, attempt = (
-        DistributedDataParallel(share.job.model),
-        int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-    )
+    model = DistributedDataParallel(share.job.model)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     while True:
         loss = share.loss(model, step)
         optimizer.zero_grad()

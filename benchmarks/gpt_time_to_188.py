@@ -34,7 +34,14 @@ from torch import Tensor, nn
 
 TARGET = 1.88
 NPROCS = (1, 2)
-LAYERS, HEADS, WIDTH, BLOCK, BATCH, STEPS, WARMUP, EVERY = 4, 4, 128, 64, 12, 2000, 100, 100
+LAYERS = 4
+HEADS = 4
+WIDTH = 128
+BLOCK = 64
+BATCH = 12
+STEPS = 2000
+WARMUP = 100
+EVERY = 100
 FLAGS = ()  # of stepladder besides the data's folder
 History = list[
     tuple[int, float, float]
@@ -47,14 +54,10 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-        self.qkv, self.out = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
-        self.up, self.down = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
@@ -69,7 +72,8 @@ class Layer(nn.Module):
 class Peer(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(BLOCK, WIDTH)
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.places = nn.Embedding(BLOCK, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         for name, weight in self.named_parameters():
@@ -85,7 +89,7 @@ class Peer(nn.Module):
 
 
 def rate(step: int) -> float:
-    """In parts of the largest."""
+    """Return the learning rate of a step as a part of the largest."""
     if step < WARMUP:
         return (step + 1) / (WARMUP + 1)
     done = (step - WARMUP) / (STEPS - WARMUP)
@@ -129,7 +133,9 @@ def small_recipe(
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    places, history, seconds = torch.arange(BLOCK), [], 0.0
+    places = torch.arange(BLOCK)
+    history = []
+    seconds = 0.0
     for step in range(1, (max_steps or STEPS) + 1):
         start = time.perf_counter()
         rows = torch.randint(len(train) - BLOCK, (BATCH, 1)) + places
@@ -159,7 +165,8 @@ def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float, float]:
     result, total = result_of(
         "train", "gpt", "--data-dir", data_dir.resolve(), "--nproc", nproc, *FLAGS
     )
-    seconds, reached = float(result["seconds"]), float(result["metrics"]["val_loss"])
+    seconds = float(result["seconds"])
+    reached = float(result["metrics"]["val_loss"])
     print(
         f"stepladder --nproc {nproc}: {seconds:.1f} s, {reached:.4f}", file=sys.stderr, flush=True
     )

@@ -93,14 +93,15 @@ def folder(given: Path | None, name: str, file: str) -> Path | None:
 
 
 def inside(part: Part, machine: Machine, file: Path) -> int:
-    """In the part's own process: its section to `file`. The exit code is 1 if it failed."""
+    """Write a part's section to `file`, in the part's own process, and return 1 if it failed."""
     code = 0
     try:
         text = part.run(machine)
     except (Skipped, ModuleNotFoundError) as error:
         text = f"Skipped: {error}."
     except Failed as error:
-        text, code = failed(str(error)), 1
+        text = failed(str(error))
+        code = 1
     file.write_text(text, encoding="utf-8")
     return code
 
@@ -112,7 +113,9 @@ def failed(output: str) -> str:
 
 def run(parts: list[Part], machine: Machine) -> int:
     """Each part in turn, then the report. The exit code is 1 if one failed."""
-    title, name, at_end = describe(machine), None, time.monotonic() + SECONDS
+    title = describe(machine)
+    name = None
+    at_end = time.monotonic() + SECONDS
     if not machine.rehearsal:
         name = "gpu_" + re.sub(r"\W+", "_", title.partition(",")[0].lower()).strip("_")
     packages = ["torch", "accelerate", "lightning"]
@@ -135,10 +138,8 @@ def describe(machine: Machine) -> str:
 
     if machine.rehearsal:
         return "rehearsal on a CPU, no result"
-    card, gigabytes = (
-        torch.cuda.get_device_name(0),
-        torch.cuda.get_device_properties(0).total_memory / 2**30,
-    )
+    card = torch.cuda.get_device_name(0)
+    gigabytes = torch.cuda.get_device_properties(0).total_memory / 2**30
     return f"{card}, {gigabytes:.0f} GiB, {torch.cuda.device_count()} of them, CUDA {torch.version.cuda}"
 
 
@@ -151,7 +152,8 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
         return 0, f"{head}.\n\nSkipped: no time left."
     print(f"-- {part.name}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        file, began = Path(scratch, "section.md"), time.monotonic()
+        file = Path(scratch, "section.md")
+        began = time.monotonic()
         argv = [
             sys.executable,
             __file__,

@@ -133,15 +133,16 @@ def recommender(machine: Machine) -> str:
 
     if machine.movielens is None:
         raise Skipped("no leave-one-out split of MovieLens 1M")
-    flags, models, rounds = (
-        ("--task", "ranking", "--device", machine.device),
-        ("mf", "hybrid", "neumf"),
-        3,
-    )
+    flags = ("--task", "ranking", "--device", machine.device)
+    models = ("mf", "hybrid", "neumf")
+    rounds = 3
     if machine.rehearsal:
-        flags, models, rounds = (*flags, "--epochs", 1), ("mf",), 1
+        flags = (*flags, "--epochs", 1)
+        models = ("mf",)
+        rounds = 1
     rows = [as_row(name, *train(machine.movielens, "--model", name, *flags)) for name in models]
-    data, rates = read_leave_one_out(machine.movielens), []
+    data = read_leave_one_out(machine.movielens)
+    rates = []
     for _ in range(rounds):
         slow = plain(data, 0.5 if machine.rehearsal else 4, machine.device)
         rates.append(
@@ -173,7 +174,8 @@ def language(machine: Machine) -> str:
     flags = [word for name, value in flags_of_size.items() for word in (f"--{name}", value)]
     job = ("gpt", "--data-dir", machine.shakespeare, "--device", machine.device)
     result, seconds = result_of("train", *job, *flags)
-    best, speed = result["best"], result["samples_per_second"] * LARGER["block"]
+    best = result["best"]
+    speed = result["samples_per_second"] * LARGER["block"]
     row = [
         f"{best['value']:.4f}",
         f"{best['step']:,} of {result['steps']:,}",
@@ -198,7 +200,8 @@ def exact(machine: Machine) -> str:
     steps, rounds = (5, 1) if machine.rehearsal else (40, 2)
     common = (*machine.job(), "--device", machine.device, "--global-batch", 128)
     counted = ("--nproc", ",".join(map(str, sizes)), "--rounds", 1, "--steps", steps)
-    modes, failed = dict(MODES), []
+    modes = dict(MODES)
+    failed = []
     for name, flags in {} if machine.rehearsal else CAPTURED.items():
         try:
             result_of("train", *common, "--steps", 2, *flags)
@@ -210,7 +213,8 @@ def exact(machine: Machine) -> str:
         for name in list(modes)[:: -1 if number % 2 else 1]:
             result, _ = result_of("scale", *common, *counted, *modes[name])
             seconds[name].append([size["seconds_per_step"] for size in result["sizes"]])
-    fastest, rows = next(iter(MODES)), []
+    fastest = next(iter(MODES))
+    rows = []
     for name, measured in seconds.items():
         cells = []
         for index in range(len(sizes)):
@@ -243,7 +247,8 @@ def bars_of_exact(seconds: dict[str, list[list[float]]]) -> list[str]:
 
     seconds: per step, by mode, round and size.
     """
-    passes, captured = list(MODES)[1:], list(CAPTURED)[::-1]
+    passes = list(MODES)[1:]
+    captured = list(CAPTURED)[::-1]
     pairs = {
         "exact against ddp in the same microbatches": passes[::-1],
         "exact against ddp in one pass, captured": captured,

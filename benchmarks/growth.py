@@ -31,7 +31,8 @@ from report import RESULTS, Report, bar, table
 
 PARTS = 10
 WIDTHS = {10**4: 70, 10**5: 223, 10**6: 707, 10**7: 2236, 10**8: 7071}
-BATCH, WARM_UP = 8, 2
+BATCH = 8
+WARM_UP = 2
 TITLES = {
     "drift": "## A long run",
     "parameters": "## Larger models",
@@ -61,7 +62,9 @@ def drift(steps: int) -> list[str]:
     from stepladder import Job, Settings, Trainer
 
     torch.manual_seed(0)
-    model, steps_done, every = torch.nn.Linear(4, 1), [0], steps // PARTS
+    model = torch.nn.Linear(4, 1)
+    steps_done = [0]
+    every = steps // PARTS
     marks: list[tuple[float, int]] = []
 
     def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
@@ -118,18 +121,20 @@ def square(width: int) -> tuple[Any, Any, Callable[..., Any]]:
 
 
 def by_hand(width: int, steps: int) -> float:
-    """On each rank: seconds per step, after a warm-up."""
+    """Return the seconds per step of a loop by hand on this rank, after a warm-up."""
     import torch
     import torch.distributed as dist
 
     from stepladder import World
 
     model, optimizer, loss = square(width)
-    world, replica = World.detect(), model
+    world = World.detect()
+    replica = model
     if world.world_size > 1:
         dist.init_process_group("gloo")
         replica = torch.nn.parallel.DistributedDataParallel(model)
-    x, took = torch.randn(BATCH // world.world_size, width), []
+    x = torch.randn(BATCH // world.world_size, width)
+    took = []
     for _ in range(steps + WARM_UP):
         start = time.perf_counter()
         total, count = loss(replica, x)
@@ -143,7 +148,7 @@ def by_hand(width: int, steps: int) -> float:
 
 
 def by_trainer(width: int, steps: int, folder: str) -> float:
-    """On each rank: the same."""
+    """Return the seconds per step of the trainer on this rank, after a warm-up."""
     import torch
 
     from stepladder import Job, Settings, Trainer
@@ -177,9 +182,11 @@ def measured(way: str, width: int, nproc: int, steps: int) -> float:
 
 
 def parameters(rounds: int) -> list[str]:
-    rows, worst = [], 0.0
+    rows = []
+    worst = 0.0
     for count, width in WIDTHS.items():
-        steps, row = max(5, min(300, 10**8 // count)), [f"{count:,}"]
+        steps = max(5, min(300, 10**8 // count))
+        row = [f"{count:,}"]
         for nproc in (1, 2):
             times: dict[str, list[float]] = {"hand": [], "ours": []}
             for number in range(rounds):
@@ -237,12 +244,13 @@ def processes(rounds: int) -> list[str]:
 
 
 def all_reduce_times(length: int, tries: int) -> float:
-    """On each rank: the median seconds of an all-reduce of so many float32 through gloo."""
+    """Return the median seconds of an all-reduce of `length` float32 through gloo on this rank."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    numbers, took = torch.zeros(length), []
+    numbers = torch.zeros(length)
+    took = []
     for _ in range(tries):
         dist.barrier()
         start = time.perf_counter()
@@ -401,8 +409,9 @@ def saved(state: Any, path: Path) -> None:
 
 
 def let_disk_settle() -> None:
-    """Until nothing of the save before is left to do: DCP's threads and the disk went on for half a
-    second.
+    """Wait until the save before has left nothing to do.
+
+    DCP's threads and the disk went on for half a second.
     """
     os.sync()
     while True:
@@ -419,7 +428,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def kept_sections(path: Path) -> dict[str, str]:
-    """Of an earlier report: its sections by their titles."""
+    """Return the sections of an earlier report by their titles."""
     if not path.exists():
         return {}
     _, *parts = ("\n" + path.read_text(encoding="utf-8")).split("\n## ")

@@ -65,7 +65,8 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
     flags = ["--max-restarts", "0", "--explain-after", str(explain_after)]
     command = [sys.executable, "-m", "stepladder", command[0], *flags, *command[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        log, began = Path(folder) / "stderr", time.monotonic()
+        log = Path(folder) / "stderr"
+        began = time.monotonic()
         with log.open("w") as stderr:
             process = subprocess.Popen(
                 command,
@@ -113,7 +114,8 @@ def main() -> int:
     report = Report(
         "hangs.py", "Planted hangs, and what is said of them", ["torch", "stepladder"], "2"
     )
-    rows, right = [], 0
+    rows = []
+    right = 0
     for where, command, faults in (
         ("job", in_a_job, IN_A_JOB),
         ("script", in_a_script, IN_A_SCRIPT),

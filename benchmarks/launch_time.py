@@ -63,7 +63,9 @@ while True:
 """
 FLAGS = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *FLAGS]
-PLAIN, OWN_STORE, OURS = "torchrun", "torchrun, a store for each start", "stepladder run"
+PLAIN = "torchrun"
+OWN_STORE = "torchrun, a store for each start"
+OURS = "stepladder run"
 LAUNCHERS = {
     PLAIN: TORCHRUN,
     OWN_STORE: ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN],

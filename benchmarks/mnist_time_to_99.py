@@ -110,7 +110,8 @@ def stepladder(data_dir: Path, nproc: int, *flags: object) -> tuple[float, float
         *flags,
     ]
     result, total = result_of(*argv)
-    seconds, reached = float(result["seconds"]), float(result["metrics"]["test_accuracy"])
+    seconds = float(result["seconds"])
+    reached = float(result["metrics"]["test_accuracy"])
     print(
         f"stepladder --nproc {nproc}: {seconds:.1f} s, {100 * reached:.2f} %",
         file=sys.stderr,

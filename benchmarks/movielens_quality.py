@@ -72,7 +72,7 @@ def as_row(name: str, metrics: dict[str, float], seconds: float) -> list[str]:
 
 
 def ranking_table(rows: list[list[str]]) -> str:
-    """With the published numbers beside them."""
+    """Make a table of the rankings, with the published numbers beside them."""
     return table(
         ["model", "HR@10", "NDCG@10", "HR@10, whole catalogue", "seconds"], rows + PUBLISHED
     )

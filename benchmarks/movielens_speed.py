@@ -23,14 +23,18 @@ from report import Report, bar, cores, table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-FACTORS, NEGATIVES, BATCH = 192, 8, 4096
+FACTORS = 192
+NEGATIVES = 8
+BATCH = 4096
 
 
 class Plain(nn.Module):
     def __init__(self, users: int, items: int) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(users, FACTORS), nn.Embedding(items, FACTORS)
-        self.user_bias, self.item_bias = nn.Embedding(users, 1), nn.Embedding(items, 1)
+        self.users = nn.Embedding(users, FACTORS)
+        self.items = nn.Embedding(items, FACTORS)
+        self.user_bias = nn.Embedding(users, 1)
+        self.item_bias = nn.Embedding(items, 1)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         product = (self.users(users) * self.items(items)).sum(1)
@@ -39,14 +43,17 @@ class Plain(nn.Module):
 
 def plain(data, seconds: float, device: str = "cpu") -> float:
     """Pairs per second of the plain loop."""
-    num_users, num_items = len(data.user_ids), len(data.item_ids)
+    num_users = len(data.user_ids)
+    num_items = len(data.item_ids)
     model = Plain(num_users, num_items).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     pairs = TensorDataset(torch.from_numpy(data.users), torch.from_numpy(data.items))
-    done, start = 0, time.perf_counter()
+    done = 0
+    start = time.perf_counter()
     while True:
         for users, items in DataLoader(pairs, batch_size=BATCH, shuffle=True):
-            users, items = users.to(device), items.to(device)
+            users = users.to(device)
+            items = items.to(device)
             negatives = torch.randint(num_items, (NEGATIVES * len(items),), device=device)
             scores = model(users.repeat(1 + NEGATIVES), torch.cat([items, negatives]))
             labels = torch.zeros_like(scores)

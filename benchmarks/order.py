@@ -59,7 +59,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     report = Report("order.py", "The order of an epoch", ["numpy", "stepladder"], "1")
-    rows, lines = [], []
+    rows = []
+    lines = []
     for size in SIZES:
         for shuffle in ("feistel", "sort") if size <= MOST_SORTED else ("feistel",):
             values = measured(size, shuffle)

@@ -84,8 +84,10 @@ def find_reported_ranks(plant: str, nproc: int) -> tuple[str, int]:
 
 
 def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
-    """Of the plants on each rank: how many were found, and named; whether all were; the most
-    replays it took.
+    """Plant faults on each rank.
+
+    Returns:
+        How many were found and named, whether all were, and the most replays that it took.
     """
     named = both = longest = 0
     for rank in range(nproc):
@@ -100,7 +102,9 @@ def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
 
 
 def faults() -> Iterator[str]:
-    rows, right, waits = [], [], dict.fromkeys(MODES, 0)
+    rows = []
+    right = []
+    waits = dict.fromkeys(MODES, 0)
     for kind, description in KINDS.items():
         for mode, often in MODES.items():
             ends = [planted(kind, mode, nproc) for nproc in RANKS]
@@ -129,7 +133,8 @@ def faults() -> Iterator[str]:
 
 
 def sound(steps: int, data_dir: str) -> Iterator[str]:
-    rows, alarms = [], 0
+    rows = []
+    alarms = 0
     for name, (nproc, argv) in SOUND.items():
         data = ["--data-dir", data_dir] if "mnist" in argv else []
         with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +172,7 @@ EVERY = 10, 100, 1000
 
 
 def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
-    """On each rank: the seconds of each block's steps; rank 0 leaves them in a file."""
+    """Time each block's steps on this rank; rank 0 writes the seconds to a file."""
     import torch
 
     from stepladder import World, process_group
@@ -282,7 +287,10 @@ def main() -> int:
 
 
 def sections_of(path: Path) -> dict[str, str]:
-    """Of an earlier report, by the first word of their headings: what is not measured anew stays."""
+    """Return the sections of an earlier report by the first word of their headings.
+
+    What is not measured anew stays.
+    """
     texts = path.read_text(encoding="utf-8").strip().split("\n\n## ")[1:] if path.exists() else []
     return {text.split()[0]: f"## {text}".removesuffix(f"\n\n{EARLIER}") for text in texts}
 

@@ -37,8 +37,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepladder import InputError, Job, Settings, Trainer
 from stepladder.core.errors import to_one_line
 
-HAND, OURS, CAPTURED = "the loop by hand", "stepladder", "stepladder --capture"
-MOST_TO_HAND, LEAST_TO_OTHERS = 1.10, 3.0
+HAND = "the loop by hand"
+OURS = "stepladder"
+CAPTURED = "stepladder --capture"
+MOST_TO_HAND = 1.10
+LEAST_TO_OTHERS = 3.0
 TRIED = (
     "passes as graphs, one copy of the batch, no number read back before the metrics are written"
 )
@@ -59,8 +62,13 @@ class Task:
 def tasks(
     mnist: Path | None, movielens: Path | None, shakespeare: Path | None, short: bool
 ) -> Iterator[Task]:
-    """Those whose data are there, of MNIST and of the text 50 steps. short: to rehearse, without
-    the text.
+    """Yield the tasks whose data are there; those of MNIST and of the text have 50 steps.
+
+    Args:
+        mnist: The folder of MNIST, if it is there.
+        movielens: The folder of MovieLens, if it is there.
+        shakespeare: The folder of the text, if it is there.
+        short: Whether to rehearse, without the text.
     """
     from stepladder.recipes import gpt, mlp
     from stepladder.recipes import mnist as digits
@@ -105,7 +113,9 @@ class ByHand:
 
     def __init__(self, task: Task, device: str) -> None:
         torch.set_num_threads(1)
-        self.job, self.batch, self.device = task.build(), task.batch, device
+        self.job = task.build()
+        self.batch = task.batch
+        self.device = device
         self.model, self.data = self.job.model.to(device).train(), parts_of(self.job, device)
         self.place = [part[: self.batch].clone() for part in self.data]
         self.take = self.step
@@ -137,7 +147,8 @@ class ByHand:
 
     def run(self, epochs: int) -> int:
         """Returns the steps taken; the rest of an epoch is left out."""
-        steps, length = 0, len(self.data[0])
+        steps = 0
+        length = len(self.data[0])
         for _ in range(epochs):
             order = torch.randperm(length, device=self.device)
             for i in range(0, length - self.batch + 1, self.batch):
@@ -296,15 +307,13 @@ class Times:
         return rows + [[recipe, name, why, "", ""] for name, why in self.missing.items()]
 
     def bars(self, recipe: str) -> list[str]:
-        """Of a GPU. One that cannot be measured is not met."""
+        """Return the bars of a GPU; one that cannot be measured is not met."""
         rivals = [name for name in OTHERS if name in self.by_way]
         gain, rival = min(
             ((self.ratio(name, self.ours), name) for name in rivals), default=(math.nan, "none")
         )
-        to_hand, to_others = (
-            f"{recipe}, against a loop captured by hand",
-            f"faster than the fastest other ({rival})",
-        )
+        to_hand = f"{recipe}, against a loop captured by hand"
+        to_others = f"faster than the fastest other ({rival})"
         return [
             bar(to_hand, self.ratio(self.ours, HAND), MOST_TO_HAND, True, TRIED),
             bar(f"{recipe}, {to_others}", gain, LEAST_TO_OTHERS, False, TRIED),
@@ -343,8 +352,12 @@ class Moved(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one step. operations: multiplications and additions of its products.  calls: of
-    operations.
+    """What one step needs.
+
+    Attributes:
+        operations: The multiplications and additions of its products.
+        bytes: The bytes that its operations read and write.
+        calls: The number of its operations.
     """
 
     operations: int
@@ -377,8 +390,10 @@ def rates_of(device: str) -> tuple[float, float]:
     """Operations a second of a large product in fp32, and bytes a second of a large copy."""
     torch.set_num_threads(1)
     size, length = (8192, 2**28) if device == "cuda" else (1024, 2**25)
-    a, b = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
-    source, copy = torch.zeros(length, device=device), torch.zeros(length, device=device)
+    a = torch.rand(size, size, device=device)
+    b = torch.rand(size, size, device=device)
+    source = torch.zeros(length, device=device)
+    copy = torch.zeros(length, device=device)
     product = best(lambda: torch.mm(a, b), device)  # without TF32, torch's default
     return 2 * size**3 / product, 2 * 4 * length / best(lambda: copy.copy_(source), device)
 
@@ -386,9 +401,12 @@ def rates_of(device: str) -> tuple[float, float]:
 def sections(task_list: list[Task], device: str, rounds: int) -> list[str]:
     """The tables of steps and of the roofline, and the bars."""
     operations, bandwidth = rates_of(device)
-    steps, limits, bars = [], [], []
+    steps = []
+    limits = []
+    bars = []
     for task in task_list:
-        times, needs = Times(task, device, rounds), needs_of(task)
+        times = Times(task, device, rounds)
+        needs = needs_of(task)
         steps += times.rows(task.name)
         bounds = {"operations": needs.operations / operations, "bytes": needs.bytes / bandwidth}
         by = max(bounds, key=lambda name: bounds[name])

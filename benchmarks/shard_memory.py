@@ -34,13 +34,16 @@ from dry_run import highest
 from report import Report, bar, cores, table
 
 SIZES = (1, 2, 4)
-ROWS, STEPS = 4, 4
-ZERO, FSDP = "ZeroRedundancyOptimizer by hand", "fully_shard by hand"
+ROWS = 4
+STEPS = 4
+ZERO = "ZeroRedundancyOptimizer by hand"
+FSDP = "fully_shard by hand"
 SHARDED = {
     "ddp, --shard optimizer": "ddp",
     "exact, --shard optimizer": "exact",
 }  # and what has the same bits
-FULL, FULL_EXACT = "ddp, --shard full", "exact, --shard full"
+FULL = "ddp, --shard full"
+FULL_EXACT = "exact, --shard full"
 MODES = (
     "ddp",
     "exact",
@@ -79,7 +82,7 @@ def state_bytes(optimizer: Any) -> int:
 
 
 def work(mode: str, folder: str, width: int) -> dict[str, Any]:
-    """On each rank: what the steps took."""
+    """Take the steps on this rank, and return the memory that they took."""
     import torch
 
     torch.set_num_threads(1)
@@ -101,8 +104,8 @@ def work(mode: str, folder: str, width: int) -> dict[str, Any]:
 
 
 def tensors_of(mode: str, folder: str, width: int) -> int:
-    """On each rank: the most bytes that torch's allocator had given out at one moment, from before
-    the model.
+    """Return the most bytes that torch's allocator had given out at one moment on this rank, from
+    before the model.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -122,7 +125,8 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     from stepladder.train.run_spec import RunSpec
     from stepladder.train.trainer import TrainingLoop
 
-    job, took = build(config), {"state": 0, "peak": 0}
+    job = build(config)
+    took = {"state": 0, "peak": 0}
     job.optimizer.register_step_post_hook(
         lambda optimizer, *_: took.update(state=state_bytes(optimizer))
     )
@@ -220,7 +224,7 @@ def steps_by_hand(job: Any, model: Any, optimizer: Any, world: Any) -> dict[str,
 
 
 def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """Of each mode and size: the most of all ranks."""
+    """Return the largest figures of all ranks, for each mode and size."""
     from stepladder import launch
 
     results = {}
@@ -264,7 +268,8 @@ def sections(results: dict[tuple[str, int], dict[str, Any]], weights: int, block
                 )
             )
     for size in SIZES[1:]:  # weights, gradients, and two numbers of AdamW's for each
-        limit, by_hand = 16 * weights / size + 2 * 8 * block, results[FSDP, size]
+        limit = 16 * weights / size + 2 * 8 * block
+        by_hand = results[FSDP, size]
         share = results[FULL, size]["tensors"] / limit
         claim = f"tensors, of everything / {size} and the weights and gradients of two blocks ({limit / 1e6:,.0f} MB)"
         bars.append(bar(f"{FULL}, {size} processes: {claim}", share, 1.1, at_most=True))
@@ -274,10 +279,8 @@ def sections(results: dict[tuple[str, int], dict[str, Any]], weights: int, block
                 bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True)
             )
     for size in SIZES[1:]:  # and a sum of this rank's rows after each round but the last
-        limit, sums = (
-            16 * weights / size + 2 * 8 * block,
-            len(range(1, ROWS // size)) * 4 * weights / size,
-        )
+        limit = 16 * weights / size + 2 * 8 * block
+        sums = len(range(1, ROWS // size)) * 4 * weights / size
         share = results[FULL_EXACT, size]["tensors"] / (limit + sums)
         claim = f"tensors, of {limit / 1e6:,.0f} MB and partial sums of {sums / 1e6:,.0f} MB"
         bars.append(bar(f"{FULL_EXACT}, {size} processes: {claim}", share, 1.1, at_most=True))

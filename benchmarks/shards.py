@@ -31,14 +31,15 @@ from shards_rivals import READERS, stand_in_for
 BLOCK = 25  # steps of training
 SHAPES = {"784 bytes": (28, 28), "12 KB": (64, 64, 3)}
 WORKER = Path(__file__).with_name("shards_rivals.py")
-MOST_MEGABYTES, MOST_GROWTH = 100, 10
+MOST_MEGABYTES = 100
+MOST_GROWTH = 10
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
 def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
-    """On each rank: the seconds per step of each source's blocks; rank 0 leaves them in a file."""
+    """Time each source's blocks of steps on this rank; rank 0 writes the seconds per step to a file."""
     import torch
 
     from stepladder import World, process_group
@@ -111,7 +112,8 @@ def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
 
 def blocks(shape: tuple[int, ...], rows: int) -> Any:
     for first in range(0, rows, 4096):
-        count, rng = min(4096, rows - first), np.random.default_rng(first)
+        count = min(4096, rows - first)
+        rng = np.random.default_rng(first)
         images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
         yield {"image": images, "label": rng.integers(0, 10, count, dtype=np.uint8)}
 
@@ -181,7 +183,8 @@ def read(reader: str, folder: Path) -> dict[str, float]:
 
 
 def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[str]]:
-    sections, bars = [], []
+    sections = []
+    bars = []
     for name, shape in SHAPES.items():
         folder = work / name.replace(" ", "")
         readers = write_all(folder, shape, megabytes * 10**6 // int(np.prod(shape)))
@@ -216,7 +219,7 @@ def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[st
 
 
 def memory(work: Path, sizes: list[int]) -> tuple[str, list[str]]:
-    """Of reading alone: above the same process before the stream is opened."""
+    """Measure the memory of reading alone, above the same process before the stream is opened."""
     taken = []
     for megabytes in sizes:
         folder = work / f"memory{megabytes}"
@@ -224,7 +227,8 @@ def memory(work: Path, sizes: list[int]) -> tuple[str, list[str]]:
         taken.append(read("stepladder", folder)["megabytes"])
         shutil.rmtree(folder)
     rows = [[f"{size:,} MB", f"{used:.0f}"] for size, used in zip(sizes, taken, strict=True)]
-    limit, growth = max(taken), max(taken) - taken[0]
+    limit = max(taken)
+    growth = max(taken) - taken[0]
     return "## Memory of reading alone\n\n" + table(["data", "memory, MB"], rows), [
         f"- {'PASS' if limit <= MOST_MEGABYTES else 'FAIL'}: memory of reading: {limit:.0f} MB"
         f" (bar: <= {MOST_MEGABYTES} MB)",

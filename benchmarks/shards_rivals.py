@@ -128,7 +128,10 @@ READERS = {
 def main() -> None:
     torch.set_num_threads(1)
     memory_info = psutil.Process().memory_info
-    before, peak, rows, total = memory_info().rss, 0, 0, 0
+    before = memory_info().rss
+    peak = 0
+    rows = 0
+    total = 0
     batches = READERS[sys.argv[1]](Path(sys.argv[2]))
     start = None
     for number, (images, labels) in enumerate(batches):

@@ -30,7 +30,8 @@ from report import Report, bar, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-SAMPLES, BATCH = 4096, 32
+SAMPLES = 4096
+BATCH = 32
 STEPS_PER_EPOCH = SAMPLES // BATCH
 TRIED = "scalars written twice a second, digests of many steps at a time, an order without hashes, mean in backward"
 
@@ -52,7 +53,8 @@ def new_loader() -> DataLoader:
 def hand(num_steps: int, device: str) -> None:
     """The yardstick: slices of a permutation, nothing else."""
     model, optimizer = new_model(device)
-    inputs, targets = x.to(device), y.to(device)
+    inputs = x.to(device)
+    targets = y.to(device)
     for _ in range(num_steps // STEPS_PER_EPOCH):
         order = torch.randperm(SAMPLES, device=device)
         for i in range(0, SAMPLES, BATCH):
@@ -160,8 +162,9 @@ def seconds(variant: Callable[[int, str], None], num_steps: int, device: str) ->
 
 
 def warmed_up(names: list[str], device: str) -> tuple[list[str], list[str]]:
-    """Those that run here, after their imports and first calls, and those that are not installed."""
-    present, absent = [], []
+    """Return the ways that run here, after their imports and first calls, and those not installed."""
+    present = []
+    absent = []
     for name in names:
         try:
             VARIANTS[name](STEPS_PER_EPOCH, device)

@@ -15,7 +15,8 @@ from report import RESULTS
 
 README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- generated: python benchmarks/table.py --write -->\n", "<!-- end -->"
+BEGIN = "<!-- generated: python benchmarks/table.py --write -->\n"
+END = "<!-- end -->"
 LINE = re.compile(r"- (PASS|FAIL): (.*?)(?: \((?:of a )?bar: (.*?)\))?(;.*)?")
 PEERS = {  # whom a report's figures are beside, where their names do not say it
     "check_corpus": "other tools: check_peers.md",

@@ -20,7 +20,8 @@ from typing import Any
 
 from report import Report, table
 
-IMAGES, GLOBAL_BATCH = 60_000, 256
+IMAGES = 60_000
+GLOBAL_BATCH = 256
 STEPS_PER_EPOCH = -(-IMAGES // GLOBAL_BATCH)
 HEAD = [
     "network",
