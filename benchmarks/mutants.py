@@ -29,6 +29,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
     "order": ("core/order.py", ["core/test_order.py", "core/test_plan.py"]),
     "tree": ("train/sync/exact.py", ["train/test_exact.py"]),
+    "binary_tree": ("train/sync/binary_tree.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluation.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
     "snapshot_store": ("storage/snapshot_store.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),
+    "ledger_plan": ("storage/ledger_plan.py", LEDGER),
     "ledger_attempts": ("storage/ledger_attempts.py", LEDGER),
     "ledger_rank_reader": ("storage/ledger_rank_reader.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
@@ -108,12 +111,9 @@ class Verdict:
 # -- which mutants ---------------------------------------------------------------------------------
 
 
-def mutants_of(module: str, seed: int) -> list[Mutant]:
-    """One mutant per place of a module, in an order that depends on the seed and the module alone.
-
-    Of the changes that are possible at a place, up to eleven for an arithmetic operator, the seed
-    chooses one: a sample of changes would be one of arithmetic. Left out is what no test can see:
-    annotations, which nobody evaluates, and changes that do not compile, which nobody could commit.
+def places_of(module: str, chooser: random.Random) -> list[list[tuple[str, int]]]:
+    """The changes that are possible at each place of a module, in an order by chance. Left out are
+    annotations, which nobody evaluates, so that no test can see them.
     """
     source = path_of(module).read_text()
     ignored, nodes = annotations(source), list(ast_nodes(get_ast(source)))
@@ -127,14 +127,24 @@ def mutants_of(module: str, seed: int) -> list[Mutant]:
         for occurrence, position in enumerate(positions):
             if not any(first <= position < last for first, last in ignored):
                 places.setdefault(position, []).append((name, occurrence))
-    chooser = random.Random(f"{seed}/{module}")
     order = sorted(places)
     chooser.shuffle(order)
-    return [
-        mutant
-        for position in order
-        if (mutant := first_that_compiles(module, source, places[position], chooser))
-    ]
+    return [places[position] for position in order]
+
+
+def mutants_at(
+    module: str, places: list[list[tuple[str, int]]], chooser: random.Random
+) -> Iterator[Mutant]:
+    """One mutant per place, as far as one compiles: nobody could commit another.
+
+    Of the changes that are possible at a place, up to eleven for an arithmetic operator, the seed
+    chooses one: a sample of changes would be one of arithmetic.
+    """
+    source = path_of(module).read_text()
+    for changes in places:
+        mutant = first_that_compiles(module, source, changes, chooser)
+        if mutant:
+            yield mutant
 
 
 def first_that_compiles(
@@ -174,11 +184,15 @@ def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def sample(modules: list[str], seed: int, size: int) -> list[Mutant]:
-    """Of each module in proportion to its places."""
-    every = {module: mutants_of(module, seed) for module in modules}
-    places = sum(map(len, every.values()))
-    chosen = [every[module][: round(size * len(every[module]) / places)] for module in modules]
-    return [mutant for some in chosen for mutant in some]
+    """Of each module in proportion to its places. It depends on the seed and the modules alone."""
+    choosers = {module: random.Random(f"{seed}/{module}") for module in modules}
+    places = {module: places_of(module, choosers[module]) for module in modules}
+    total = sum(map(len, places.values()))
+    chosen = []
+    for module in modules:
+        wanted = round(size * len(places[module]) / total)
+        chosen += islice(mutants_at(module, places[module], choosers[module]), wanted)
+    return chosen
 
 
 # -- running them ----------------------------------------------------------------------------------
@@ -338,15 +352,15 @@ def still_counts(verdict: Verdict) -> bool:
 
 
 def known() -> list[dict[str, Any]]:
-    """Survivors that somebody has looked at: module, was, becomes, why, and whether it is
+    """Survivors that somebody has looked at: file, was, becomes, why, and whether it is
     equivalent.
     """
     return tomllib.loads(KNOWN.read_text())["survivor"] if KNOWN.exists() else []
 
 
 def explanation(mutant: Mutant, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-    of_mutant = (mutant.module, mutant.was, mutant.becomes)
-    return next((e for e in entries if (e["module"], e["was"], e["becomes"]) == of_mutant), None)
+    of_mutant = (MODULES[mutant.module][0], mutant.was, mutant.becomes)
+    return next((e for e in entries if (e["file"], e["was"], e["becomes"]) == of_mutant), None)
 
 
 def outcome(verdict: Verdict, entries: list[dict[str, Any]]) -> str:

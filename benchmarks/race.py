@@ -179,6 +179,16 @@ class Reference:
 
 def faults(round_: Round, references: dict[int, Reference]) -> Iterator[str]:
     """What is wrong after a round: nothing, where one run has written the directory."""
+    yield from faults_of_commands(round_)
+    for run_dir in round_.folder.glob("run*"):
+        if config := stored(run_dir, "config.json"):
+            yield from faults_of_run(run_dir, references[config["definition"]["seed"]])
+    if not stored(round_.run_dir, "result.json"):
+        yield "no result"
+
+
+def faults_of_commands(round_: Round) -> Iterator[str]:
+    """One ends with 0, the others with one line; and the directory is that of the one."""
     ended = [contender for contender in round_.contenders if contender.popen.poll() == 0]
     if len(ended) != 1:
         yield f"{len(ended)} commands have ended with 0"
@@ -190,26 +200,24 @@ def faults(round_: Round, references: dict[int, Reference]) -> Iterator[str]:
             yield f"not one line: {contender.stderr}"
         if "Traceback" in contender.stderr:
             yield contender.stderr
-    for run_dir in round_.folder.glob("run*"):
-        if not (config := stored(run_dir, "config.json")):
-            continue
-        seed = config["definition"]["seed"]
-        strange = {
-            name
-            for name, model in models(run_dir).items()
-            if references[seed].models.get(name) != model
-        }
-        if strange:
-            yield f"{run_dir.name}: {strange} are none of seed {seed}"
-        result = stored(run_dir, "result.json")
-        if run_dir == round_.run_dir and not result:
-            yield "no result"
-        if result and result["weights_sha256"] != references[seed].weights:
-            yield f"{run_dir.name}: other weights than those of seed {seed}"
-        if result and not (proof := audit(run_dir)).ok:
-            yield f"{run_dir.name}: {proof}"
     if ended and ended[0].seed != stored(round_.run_dir, "config.json")["definition"]["seed"]:
         yield "the directory is not that of the command that ended with 0"
+
+
+def faults_of_run(run_dir: Path, reference: Reference) -> Iterator[str]:
+    """Its snapshots and its result are those of an unbroken run."""
+    strange = {
+        name for name, model in models(run_dir).items() if reference.models.get(name) != model
+    }
+    if strange:
+        yield f"{run_dir.name}: {strange} are none of its seed"
+    result = stored(run_dir, "result.json")
+    if not result:
+        return
+    if result["weights_sha256"] != reference.weights:
+        yield f"{run_dir.name}: other weights than those of its seed"
+    if not (proof := audit(run_dir)).ok:
+        yield f"{run_dir.name}: {proof}"
 
 
 @contextmanager

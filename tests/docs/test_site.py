@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -73,50 +74,49 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the site, and the page that looks at all others."""
+
+    def __init__(self, *args: Any, site: Path, seen: queue.Queue[Seen]) -> None:
+        self.site, self.seen = site, seen
+        super().__init__(*args, directory=str(site))
+
+    def do_GET(self) -> None:
+        if self.path == "/-/look":
+            self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
+        elif self.path == "/-/pages":
+            self.answer(json.dumps(self.pages()).encode(), "application/json")
+        elif self.path.endswith("/search_index.json"):
+            # Each page would build the index of the whole site.
+            body = b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}'
+            self.answer(body, "application/json")
+        else:
+            super().do_GET()
+
+    def pages(self) -> list[str]:
+        folders = (path.parent.relative_to(self.site) for path in self.site.rglob("index.html"))
+        return [page.replace("/./", "/") for page in sorted(f"/{f.as_posix()}/" for f in folders)]
+
+    def do_POST(self) -> None:
+        self.seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.answer(b"", "text/plain")
+
+    def answer(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
     """The site over HTTP, with the page that looks at all others."""
-    pages = sorted(
-        f"/{path.parent.relative_to(site).as_posix()}/" for path in site.rglob("index.html")
-    )
-
-    class Handler(SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(site))
-
-        def do_GET(self) -> None:
-            if self.path == "/-/look":
-                self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
-            elif self.path == "/-/pages":
-                self.answer(
-                    json.dumps([page.replace("/./", "/") for page in pages]).encode(),
-                    "application/json",
-                )
-            elif self.path.endswith(
-                "/search_index.json"
-            ):  # each page would build the index of the whole site
-                self.answer(
-                    b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}',
-                    "application/json",
-                )
-            else:
-                super().do_GET()
-
-        def do_POST(self) -> None:
-            seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.answer(b"", "text/plain")
-
-        def answer(self, body: bytes, kind: str) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = partial(Handler, site=site, seen=seen)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -231,13 +231,18 @@ def run_command(args: list[str]) -> NoReturn:
     except click.ClickException as error:
         exit_with_error(make_readable(format_click_error(error)))
     except Exception as error:
-        if is_closed_stdout_of_click(error):
-            echo("")  # handles a closed stdout as for all our output
-            sys.exit(DONE)
-        fold_traceback(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(FAILED)
+        exit_with_traceback(error)
     sys.exit(code if isinstance(code, int) else DONE)
+
+
+def exit_with_traceback(error: Exception) -> NoReturn:
+    """Print the traceback of an error that no command expects, and end with exit code 1."""
+    if is_closed_stdout_of_click(error):
+        echo("")  # handles a closed stdout as for all our output
+        sys.exit(DONE)
+    fold_traceback(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(FAILED)
 
 
 def is_closed_stdout_of_click(error: Exception) -> bool:

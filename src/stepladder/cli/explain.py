@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -16,6 +16,7 @@ from stepladder.cli.types import AsJson
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
+from stepladder.tools.findings.finding import Finding
 
 MAX_LOG_LINE_BYTES = 1 << 16  # a log may hold anything
 MAX_LOG_GIB = 64  # a hole in a file may be of any size, and reads as zeros
@@ -44,13 +45,11 @@ def command(
         text (TEXT|FILE): A message, or a log.
         as_list: Print all known messages.
     """
-    from stepladder.tools.explain.explain import explain, find_nearest, known_errors
+    from stepladder.tools.explain.explain import explain, find_nearest
     from stepladder.tools.findings.render import as_record
 
     if as_list:
-        for error in known_errors():
-            for message in error.texts:
-                echo(f"{error.source}: {message}")
+        print_known_errors()
         return 0
     matches = list(explain(read_lines(text)))
     if not matches and text is not None and not is_file(text):
@@ -61,6 +60,21 @@ def command(
             record["line"] = record["line"] or 1  # a text without a known message is one line
         echo(json.dumps({"schema": 1, "found": records}))
         return int(not matches)
+    print_matches(matches)
+    return int(not matches)
+
+
+def print_known_errors() -> None:
+    """Print a line for each message that `explain` knows."""
+    from stepladder.tools.explain.explain import known_errors
+
+    for error in known_errors():
+        for message in error.texts:
+            echo(f"{error.source}: {message}")
+
+
+def print_matches(matches: Sequence[Finding]) -> None:
+    """Print each message that was found, its cause and what to do."""
     for match in matches:
         number = match.location.line
         text = click.unstyle(match.evidence)[:SHOWN_LINE_LENGTH]
@@ -69,7 +83,6 @@ def command(
         echo(f"  do:    {match.fix}")
     if not matches:
         echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
-    return int(not matches)
 
 
 def is_file(text: str) -> bool:

@@ -118,18 +118,17 @@ class Plan:
                 f"--microbatch {self.min_microbatch} or more",
             )
         if not self.shuffle:
-            count = self.num_samples
-            if self.chunks is not None:
-                count = len(self.chunks.edges) - 1
-            object.__setattr__(
-                self,
-                "shuffle",
-                SORT if count <= MAX_SORTED else FEISTEL,
-            )
+            object.__setattr__(self, "shuffle", self._choose_shuffle())
         if self.shuffle not in (SORT, FEISTEL):
             raise InputError(
                 f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
             )
+
+    def _choose_shuffle(self) -> str:
+        count = self.num_samples
+        if self.chunks is not None:
+            count = len(self.chunks.edges) - 1
+        return SORT if count <= MAX_SORTED else FEISTEL
 
     @property
     def num_microbatches(self) -> int:

@@ -171,22 +171,41 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
     if is_dataclass(outer):
         return _convert_dataclass(value, outer, name)
     if outer in (list, tuple, set) and isinstance(value, list):
-        kinds = _find_item_kinds(outer, inner, len(value))
-        if len(kinds) == len(value):
-            pairs = enumerate(zip(value, kinds, strict=True))
-            return outer(
-                convert(item, item_kind, f"{name}[{index}]") for index, (item, item_kind) in pairs
-            )
+        return _convert_items(value, outer, inner, name)
     if outer is dict and isinstance(value, dict):
         item_kind = inner[1] if inner else Any
         return {key: convert(item, item_kind, f"{name}.{key}") for key, item in value.items()}
     if _is_scalar(value, outer):
         return Path(value) if outer is Path else value
+    raise ValueError(describe_mismatch(value, outer, inner, name))
+
+
+def describe_mismatch(
+    value: Any,
+    outer: Any,
+    inner: tuple[Any, ...],
+    name: str,
+) -> str:
+    """Return the message about a value that is not of the type `outer[inner]`."""
     if outer is Literal:
         expected = " or ".join(map(repr, inner))
     else:
         expected = KIND_NAMES[outer]
-    raise ValueError(f"{name.removeprefix('it.')} is {value!r:.60}, and not {expected}")
+    return f"{name.removeprefix('it.')} is {value!r:.60}, and not {expected}"
+
+
+def _convert_items(
+    values: list[Any],
+    outer: Any,
+    inner: tuple[Any, ...],
+    name: str,
+) -> Any:
+    """Return a list of JSON or TOML as a list, tuple or set, each item as its own type."""
+    kinds = _find_item_kinds(outer, inner, len(values))
+    if len(kinds) != len(values):
+        raise ValueError(describe_mismatch(values, outer, inner, name))
+    items = enumerate(zip(values, kinds, strict=True))
+    return outer(convert(item, kind, f"{name}[{index}]") for index, (item, kind) in items)
 
 
 def _find_item_kinds(

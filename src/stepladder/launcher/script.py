@@ -73,10 +73,7 @@ class Script:
                 )
             return Script(name, args, "module", fresh)
         path = Path(name)
-        if path.is_dir() and not (path / "__main__.py").is_file():
-            raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
-        if path.is_char_device() or path.is_block_device():
-            raise InputError(f"script {name} is a device", "the path of a file")
+        _validate_runnable(path, name)
         if not no_python and path.exists() and not _is_executable(path):
             if not _is_packed(path):
                 read_source(path)  # raises InputError where it is not Python
@@ -155,6 +152,14 @@ class Script:
             )
         else:
             runpy.run_path(self.name, run_name="__main__")
+
+
+def _validate_runnable(path: Path, name: str) -> None:
+    """Raise InputError for a path that neither Python nor a shell can run."""
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
+    if path.is_char_device() or path.is_block_device():
+        raise InputError(f"script {name} is a device", "the path of a file")
 
 
 def exec_program(command: list[str]) -> NoReturn:

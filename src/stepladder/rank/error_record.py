@@ -86,6 +86,11 @@ def classify_error(error: BaseException) -> ErrorKind:
         return ErrorKind.OUT_OF_MEMORY if NO_MEMORY_TEXT.search(text) else ErrorKind.IMPORT
     if is_limit_error(error):
         return ErrorKind.LIMIT
+    return classify_text(error, text)
+
+
+def classify_text(error: BaseException, text: str) -> ErrorKind:
+    """Return the kind of an error whose class says nothing, by its text."""
     # torch raises RuntimeError in collectives that a script calls itself.
     may_be_collective = isinstance(error, RuntimeError)
     if may_be_collective and PEER_CLOSED.search(text):

@@ -74,9 +74,12 @@ def is_timing_line(line: dict[str, Any]) -> bool:
         return False
     if "rank" in line:
         seconds = [line.get(key) for key in TIMING_KEYS]
-        if not is_count(line["rank"]):
-            return False
-        return _is_row(seconds, len(TIMING_KEYS))
+        return is_count(line["rank"]) and _is_row(seconds, len(TIMING_KEYS))
+    return _has_valid_ranks(line)
+
+
+def _has_valid_ranks(line: dict[str, Any]) -> bool:
+    """Tell whether a line has valid seconds of some ranks, and their spread over all ranks."""
     ranks = line.get("ranks")
     if not isinstance(ranks, dict):
         return False
@@ -84,11 +87,10 @@ def is_timing_line(line: dict[str, Any]) -> bool:
         return False
     if not 0 < len(ranks) <= min(MAX_NAMED_RANKS, line["world_size"]):
         return False
-    for rank, row in ranks.items():
-        if not _is_rank(rank):
-            return False
-        if not _is_row(row, len(TIMING_KEYS)):
-            return False
+    if not all(map(_is_rank, ranks)):
+        return False
+    if not all(_is_row(row, len(TIMING_KEYS)) for row in ranks.values()):
+        return False
     if names_all_ranks(line):
         return True
     return all(_is_row(line.get(key), len(SPREAD)) for key in TIMING_KEYS)

@@ -152,6 +152,11 @@ def find_end_reason(end: StartEnd) -> EndReason:
         return _find_stop_reason(end)
     if end.ranks_code == STORAGE_FAILED:
         return EndReason.STORAGE
+    return _find_failure(end, code)
+
+
+def _find_failure(end: StartEnd, code: int) -> EndReason:
+    """Return why ranks have failed whose nodes and storage are well."""
     is_out_of_memory = end.ranks_code is None and end.state.startswith("OUT_OF_ME")
     if code in SIGKILL_CODES or is_out_of_memory:
         return EndReason.OUT_OF_MEMORY

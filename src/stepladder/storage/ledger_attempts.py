@@ -164,16 +164,11 @@ def open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader
     readers = []
     problems: dict[int, LedgerError] = {}
     for rank in range(attempt.world_size):
-        path = ledger_path(run_dir, attempt.number, rank)
-        label = make_label(attempt, rank)
-        if not path.exists():
-            problems[rank] = LedgerError(f"{label}: {path.name} is missing")
-            if path.is_symlink():  # no kill leaves a link
-                raise problems[rank]
-        elif has_no_header(path):
-            problems[rank] = LedgerError(f"{label}: unreadable header")
-        else:
+        problem = find_header_problem(run_dir, attempt, rank)
+        if problem is None:
             readers.append(RankLedgerReader(run_dir, attempt, rank))
+        else:
+            problems[rank] = problem
     if not problems:
         return readers
     changes = [change for reader in readers if (change := reader.early_change)]
@@ -184,6 +179,24 @@ def open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader
         if last is None or rank in last.ranks:
             raise problem
     return readers
+
+
+def find_header_problem(run_dir: Path, attempt: Attempt, rank: int) -> LedgerError | None:
+    """Return why a rank's ledger has no header, None if it has one.
+
+    Raises:
+        LedgerError: No kill can be the reason.
+    """
+    path = ledger_path(run_dir, attempt.number, rank)
+    label = make_label(attempt, rank)
+    if not path.exists():
+        problem = LedgerError(f"{label}: {path.name} is missing")
+        if path.is_symlink():  # no kill leaves a link
+            raise problem
+        return problem
+    if has_no_header(path):
+        return LedgerError(f"{label}: unreadable header")
+    return None
 
 
 def apply_change(

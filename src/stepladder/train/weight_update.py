@@ -41,27 +41,37 @@ class WeightUpdate:
             The learning rate of the first group of parameters, and the norm of the gradient before
             clipping, shape (). The norm is None if the job has no `clip_norm`.
         """
-        groups = self.optimizer.param_groups
         norm = None
         if self.scales_loss:
             self.state.scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
             norm = self.layout.clip(self.job.clip_norm)
-        is_warm_up = self.state.step < self.warmup_steps
-        if is_warm_up:  # the rates grow linearly to their full values
-            full_rates = [group["lr"] for group in groups]
-            for group, rate in zip(groups, full_rates, strict=True):
-                group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
-        learning_rate: float = groups[0]["lr"]
-        is_stepped = self.layout.step(self.state.scaler)
-        if is_warm_up:
-            for group, rate in zip(groups, full_rates, strict=True):
-                group["lr"] = rate
+        if self.state.step < self.warmup_steps:
+            learning_rate, is_stepped = self._step_warming_up()
+        else:
+            learning_rate = self.optimizer.param_groups[0]["lr"]
+            is_stepped = self.layout.step(self.state.scaler)
         for param in self.sync.params:
             param.grad = None
         if self.schedules:
             self._step_schedules(is_stepped)
         return learning_rate, norm
+
+    def _step_warming_up(self) -> tuple[float, bool]:
+        """Step the optimizer with rates that grow linearly to their full values.
+
+        Returns:
+            The learning rate of the first group of parameters, and whether the step was taken.
+        """
+        groups = self.optimizer.param_groups
+        full_rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, full_rates, strict=True):
+            group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
+        learning_rate: float = groups[0]["lr"]
+        is_stepped = self.layout.step(self.state.scaler)
+        for group, rate in zip(groups, full_rates, strict=True):
+            group["lr"] = rate
+        return learning_rate, is_stepped
 
     def _step_schedules(self, is_stepped: bool) -> None:
         if self.job.schedule_per == "step":

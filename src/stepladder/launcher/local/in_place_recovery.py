@@ -262,22 +262,31 @@ class InPlaceRecovery:
             case RecoveryAction.REFUSE:
                 self._refuse_waiting_ranks()
             case RecoveryAction.KILL_JOINING:
-                for member in self.joining.values():
-                    member.process.kill()
-                self.abandoned |= self.joining.keys()
-                self.joining.clear()
+                self._kill_joining_ranks()
             case RecoveryAction.REPORT_LOSS:
                 consensus.report_loss()
             case RecoveryAction.REQUEST_JOIN:
                 consensus.request_join()
             case RecoveryAction.SEND_LOSS:
-                self._loss_sent_for = consensus.group_number
-                for channel in self._channels.values():
-                    send_loss(channel)
+                self._send_loss()
             case RecoveryAction.REQUEST_REGROUP:
-                self._regroup_requested_for = consensus.group_number
-                for rank in view.training - view.waiting:
-                    self._actions.request_regroup(rank)
+                self._request_regroup(view.training - view.waiting)
+
+    def _kill_joining_ranks(self) -> None:
+        for member in self.joining.values():
+            member.process.kill()
+        self.abandoned |= self.joining.keys()
+        self.joining.clear()
+
+    def _send_loss(self) -> None:
+        self._loss_sent_for = self._consensus.group_number
+        for channel in self._channels.values():
+            send_loss(channel)
+
+    def _request_regroup(self, ranks: Set[int]) -> None:
+        self._regroup_requested_for = self._consensus.group_number
+        for rank in ranks:
+            self._actions.request_regroup(rank)
 
     def _refuse_waiting_ranks(self) -> None:
         for rank in list(self._leave_reasons):

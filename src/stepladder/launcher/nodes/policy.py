@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -110,22 +111,7 @@ def decide(view: View) -> Decision:
     if view.published_end is not None and _ends_with_launch(view, view.published_end):
         text = view.published_end.text or "the run has ended on the other nodes"
         return replace(view.published_end, text=text)
-    match view.ranks:
-        case Status.ABSENT:
-            return _end_before_start(view) if view.stop_asked else Continue()
-        case Status.RUNNING:
-            return _decide_while_running(view)
-        case Status.DONE:
-            return End(DONE)
-        case Status.STOPPED:
-            return _decide_when_stopped(view)
-        case Status.TERMINATED:
-            return End(STOPPED, "stopped by the signal itself")  # earlier snapshots remain
-        case Status.PEER_LOST:
-            return _restart_if_allowed(view)
-    if view.ranks is Status.BUG or view.stop_asked:
-        return _end_failed(view, "ended on all nodes")
-    return _restart_if_allowed(view)
+    return DECISIONS[view.ranks](view)
 
 
 def _ends_with_launch(view: View, published_end: End) -> bool:
@@ -133,6 +119,10 @@ def _ends_with_launch(view: View, published_end: End) -> bool:
     if published_end.code in (FAILED, BAD_INPUT):
         return True
     return view.ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
+
+
+def _decide_before_start(view: View) -> Decision:
+    return _end_before_start(view) if view.stop_asked else Continue()
 
 
 def _decide_while_running(view: View) -> Decision:
@@ -175,6 +165,14 @@ def _decide_when_stopped(view: View) -> Decision:
     return _restart_if_allowed(view)  # the other nodes train without these ranks
 
 
+def _decide_after_fault(view: View) -> Decision:
+    return _decide_after_bug(view) if view.stop_asked else _restart_if_allowed(view)
+
+
+def _decide_after_bug(view: View) -> End:
+    return _end_failed(view, "ended on all nodes")
+
+
 def _restart_if_allowed(view: View, text: str = "") -> Restart | End:
     if view.stop_asked:
         return _end_before_start(view)
@@ -192,6 +190,21 @@ def _end_before_start(view: View) -> End:
 def _end_failed(view: View, text: str) -> End:
     """End with exit code 1; a script's failure has been printed, so it gets no further text."""
     return End(FAILED, text if view.can_resume else "")
+
+
+# What each state of the ranks asks for, unless the launch has ended on another node.
+DECISIONS: dict[Status, Callable[[View], Decision]] = {
+    Status.ABSENT: _decide_before_start,
+    Status.RUNNING: _decide_while_running,
+    Status.DONE: lambda view: End(DONE),
+    Status.STOPPED: _decide_when_stopped,
+    # The snapshots of earlier steps remain.
+    Status.TERMINATED: lambda view: End(STOPPED, "stopped by the signal itself"),
+    Status.BAD_INPUT: lambda view: End(BAD_INPUT),
+    Status.PEER_LOST: _restart_if_allowed,
+    Status.FAULT: _decide_after_fault,
+    Status.BUG: _decide_after_bug,
+}
 
 
 def peers_end_timeout(
