@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -61,9 +62,9 @@ def test_without_a_part_there_is_nothing(folder: Path) -> None:
 def test_a_part_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     writer = PartWriter()
     writer.save(tmp_path / "gone", 0, part(0))
-    assert writer.wait_for_error() == "No such file or directory"
+    assert writer.wait_for_errno() == errno.ENOENT
     writer.save(tmp_path, 0, part(0))
-    assert writer.wait_for_error() == "" and note_path(tmp_path, 0).exists()
+    assert writer.wait_for_errno() == 0 and note_path(tmp_path, 0).exists()
 
 
 def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
@@ -80,7 +81,7 @@ def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
     monkeypatch.setattr(Path, "replace", then_the_first_rank_is_quicker)
     writer = PartWriter()
     writer.save(aside, 0, part(0))
-    assert writer.wait_for_error() == "" and note_path(tmp_path / STEP, 0).exists()
+    assert writer.wait_for_errno() == 0 and note_path(tmp_path / STEP, 0).exists()
 
 
 def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
