@@ -66,7 +66,7 @@ SET_FROM_OUTSIDE = {
 # Files that are tables of data: a row is a line, however many tokens it has.
 TABLES: dict[str, str] = {}
 # Written as strangers write: the input of tests, not code of this project.
-STRANGERS = ("tests/check_corpus/", "tests/tools/check/scripts/")
+STRANGERS = ("tests/check_corpus/", "tests/parity_corpus/", "tests/tools/check/scripts/")
 
 
 @cache

@@ -136,7 +136,7 @@ def test_pages_are_short() -> None:
         "docs/resume.md": 110,
         "docs/shard.md": 170,
         "docs/glossary.md": 180,
-        "docs/json.md": 250,
+        "docs/json.md": 265,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 350  # a line per behaviour
     for page in PAGES:
@@ -189,6 +189,7 @@ CHANGES = (
     "a logger",
     "a launcher or a cluster whose variables are read",
     "a rule of `check`",
+    "a cause of `parity`",
     "a rule of `doctor` or of `submit --lint`",
     "a sharding variant",
     "a data source",

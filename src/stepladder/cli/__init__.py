@@ -49,6 +49,7 @@ COMMAND_SECTIONS = {
     },
     "Find faults": {
         "check": "Find the silent mistakes of distributed training in any script.",
+        "parity": "Compare a script on one process and on several, step by step.",
         "doctor": "Find what is wrong with this machine, or between machines.",
         "explain": "Say what an error message means, and what to type.",
     },

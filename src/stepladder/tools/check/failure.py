@@ -13,6 +13,7 @@ from typing import Literal
 Cause = Literal["script", "check", "no training"]
 
 CHECK_PREFIX = str(Path(__file__).parent) + os.sep
+PARITY_PREFIX = str(Path(__file__).parents[1] / "parity") + os.sep
 MOST_OUTPUT_CHARACTERS = 4000  # of a failed rank, in JSON
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = (
@@ -143,7 +144,7 @@ def is_caused_by_check(
     if simulates and lacks_simulation(traceback, frames, folders):
         return True
     for frame in reversed(frames):
-        if frame.file.startswith(CHECK_PREFIX):
+        if frame.file.startswith((CHECK_PREFIX, PARITY_PREFIX)):
             if not FORWARDING_CALL.search(frame.source):
                 return True
         elif folders.contain(frame.file):
@@ -181,7 +182,7 @@ def hide_check_frames(output: str, folders: Folders) -> str:
     is_hidden = False
     for line in output.splitlines():
         if match := FRAME.match(line):
-            is_hidden = match["file"].startswith(CHECK_PREFIX)
+            is_hidden = match["file"].startswith((CHECK_PREFIX, PARITY_PREFIX))
         elif not RANK_PREFIX.sub("", line).startswith("    "):  # no source line of the frame
             is_hidden = False
         if not is_hidden:

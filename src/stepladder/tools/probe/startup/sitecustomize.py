@@ -23,6 +23,7 @@ ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.isolation.guard
 ATTACHED_AFTER_TORCH = {
     "STEPLADDER_PRETEND_GPUS": "stepladder.tools.check.simulated_devices",
     "STEPLADDER_CHECK": "stepladder.tools.check.probe.attach",
+    "STEPLADDER_PARITY": "stepladder.tools.parity.value_probe",
     "STEPLADDER_OBSERVER": "stepladder.tools.probe.attach",
 }
 

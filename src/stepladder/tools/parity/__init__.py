@@ -1,0 +1,1 @@
+"""Parity: whether a script computes the same on one process and on several."""

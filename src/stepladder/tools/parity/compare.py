@@ -1,0 +1,206 @@
+"""The first difference between two runs: samples, learning rates, losses, gradients, weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples
+from stepladder.tools.parity.tolerance import (
+    SINGLE_EPSILON,
+    Deviation,
+    TensorTriple,
+    allowed_deviation,
+)
+
+Quantity = Literal[
+    "initial weight",
+    "samples",
+    "learning rate",
+    "steps",
+    "loss",
+    "gradient",
+    "weight",
+]
+SAME_RATE = 1e-6  # relative: schedules round, too
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs that are compared, and the perturbed one, whose noise is that of rounding."""
+
+    reference: RunSteps
+    compared: RunSteps
+    perturbed: RunSteps
+
+    def step(self, number: int) -> StepTriple:
+        index = number - 1
+        return StepTriple(
+            self.reference.steps[index],
+            self.compared.steps[index],
+            self.perturbed.steps[index],
+        )
+
+    @property
+    def common_steps(self) -> int:
+        runs = (self.reference, self.compared, self.perturbed)
+        return min(len(run.steps) for run in runs)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the reference, run again, has the same weights and samples at its beginning."""
+        if self.reference.initial != self.perturbed.initial:
+            return False
+        if not self.common_steps:
+            return True
+        first = self.step(1)
+        return samples_agree(first.reference.samples, first.perturbed.samples)
+
+
+@dataclass(frozen=True)
+class StepTriple:
+    """One step of all runs."""
+
+    reference: GlobalStep
+    compared: GlobalStep
+    perturbed: GlobalStep
+
+    @property
+    def epsilon(self) -> float:
+        """The rounding unit of the coarsest values of these steps."""
+        steps = (self.reference, self.compared)
+        recorded = [step.values.epsilon for step in steps if step.values is not None]
+        return max([SINGLE_EPSILON, *recorded])
+
+    @property
+    def loss(self) -> Deviation | None:
+        """The deviation of the loss; None where one is not known."""
+        loss = self.reference.loss
+        other = self.compared.loss
+        noisy = self.perturbed.loss
+        if loss is None or other is None or noisy is None:
+            return None
+        size = abs(loss) or 1.0
+        allowed = allowed_deviation(abs(loss - noisy) / size, self.epsilon)
+        return Deviation(
+            "loss",
+            abs(loss - other) / size,
+            allowed,
+        )
+
+    @property
+    def has_other_loss(self) -> bool:
+        return self.loss is not None and self.loss.is_beyond_rounding
+
+    def gradients(self) -> list[Deviation]:
+        """Return the deviations of gradients as the optimizer gets them."""
+        return TensorTriple(
+            self.reference.grads,
+            self.compared.grads,
+            self.perturbed.grads,
+            self.epsilon,
+        ).deviations()
+
+    def weights(self) -> list[Deviation]:
+        """Return the deviations of weights after the step."""
+        return TensorTriple(
+            self.reference.weights,
+            self.compared.weights,
+            self.perturbed.weights,
+            self.epsilon,
+        ).deviations()
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first difference.
+
+    Attributes:
+        step: The number of the step.
+        quantity: What differs.
+        deviation: The first tensor that differs, where it is no matter of samples or settings.
+    """
+
+    step: int
+    quantity: Quantity
+    deviation: Deviation | None = None
+
+    @property
+    def tensor(self) -> str:
+        return self.deviation.name if self.deviation else ""
+
+
+def find_difference(runs: Runs) -> FirstDifference | None:
+    """Return the first difference beyond rounding, or None."""
+    initial = TensorTriple(
+        runs.reference.initial,
+        runs.compared.initial,
+        runs.perturbed.initial,
+        SINGLE_EPSILON,
+    )
+    beyond = first_beyond(initial.deviations())
+    if beyond is not None:
+        return FirstDifference(
+            0,
+            "initial weight",
+            beyond,
+        )
+    for number in range(1, runs.common_steps + 1):
+        difference = compare_step(number, runs.step(number))
+        if difference is not None:
+            return difference
+    if len(runs.reference.steps) != len(runs.compared.steps):
+        return FirstDifference(runs.common_steps + 1, "steps")
+    return None
+
+
+def compare_step(number: int, triple: StepTriple) -> FirstDifference | None:
+    reference = triple.reference
+    compared = triple.compared
+    if not samples_agree(reference.samples, compared.samples):
+        return FirstDifference(number, "samples")
+    if not rates_agree(reference.rates, compared.rates):
+        return FirstDifference(number, "learning rate")
+    beyond = first_beyond(triple.gradients())
+    if beyond is not None:
+        return FirstDifference(
+            number,
+            "loss" if triple.has_other_loss else "gradient",
+            beyond,
+        )
+    beyond = first_beyond(triple.weights())
+    if beyond is not None:
+        return FirstDifference(
+            number,
+            "weight",
+            beyond,
+        )
+    return None
+
+
+def first_beyond(deviations: list[Deviation]) -> Deviation | None:
+    return next((one for one in deviations if one.is_beyond_rounding), None)
+
+
+def samples_agree(first: Samples, second: Samples) -> bool:
+    """Return whether two global batches are the same, as far as they are known."""
+    if not first.count or not second.count:
+        return True
+    return first.is_same(second) or not (first.is_identified and second.is_identified)
+
+
+def rates_agree(first: list[float], second: list[float]) -> bool:
+    pairs = zip(
+        first,
+        second,
+        strict=False,
+    )
+    return all(
+        math.isclose(
+            one,
+            other,
+            rel_tol=SAME_RATE,
+        )
+        for one, other in pairs
+    )

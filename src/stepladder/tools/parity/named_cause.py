@@ -1,0 +1,32 @@
+"""A kind of cause with its evidence, and the words in which runs are described."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepladder.tools.parity.steps import RunSteps
+from stepladder.tools.probe.events import CodeLine
+
+
+@dataclass(frozen=True)
+class NamedCause:
+    """A kind of cause, which has its texts in rules.toml.
+
+    Attributes:
+        evidence: What was measured.
+        line: The line of the script that it comes from.
+    """
+
+    rule: str
+    evidence: str
+    line: CodeLine | None = None
+
+
+def loader_line(run: RunSteps) -> CodeLine | None:
+    """Return the line that made the loader of the first training pass."""
+    passes = run.recording.ranks[0].training_passes
+    return passes[0].loader_line if passes else None
+
+
+def processes(run: RunSteps) -> str:
+    return "1 process" if run.world_size == 1 else f"{run.world_size} processes"

@@ -1,0 +1,291 @@
+"""The steps of one run of the script: what each global batch was, and what it has changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isnan
+
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    Clipping,
+    Draw,
+    Fetch,
+    Forward,
+    OptimizerStep,
+    PassStart,
+    ScriptCollective,
+)
+from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.parity.events import StepValues
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
+
+Sample = tuple[str, ...]  # what identifies a sample
+Tensors = dict[str, list[float]]  # by name: the norm, and then some elements
+
+
+@dataclass
+class RankStep:
+    """One optimizer step on one rank, with what has led to it.
+
+    Attributes:
+        epoch: The number of the training pass that it is in, from 0.
+        events: The events of the rank since the step before.
+        end: The event of the step.
+        values: The values of tensors around it.
+    """
+
+    epoch: int
+    events: list[ProbeEvent]
+    end: OptimizerStep
+    values: StepValues | None = None
+
+    def add_values(self, values: StepValues) -> None:
+        self.values = values
+
+    @cached_property
+    def losses(self) -> list[float]:
+        backwards = (event for event in self.events if isinstance(event, Backward))
+        return [event.loss for event in backwards if event.loss is not None]
+
+    @cached_property
+    def backward_line(self) -> CodeLine | None:
+        lines = [event.at for event in self.events if isinstance(event, Backward)]
+        return lines[-1] if lines else self.end.at
+
+    @property
+    def clippings(self) -> list[Clipping]:
+        return [event for event in self.events if isinstance(event, Clipping)]
+
+    @property
+    def backward_count(self) -> int:
+        return sum(isinstance(event, Backward) for event in self.events)
+
+    @property
+    def draws(self) -> list[Draw]:
+        return [event for event in self.events if isinstance(event, Draw)]
+
+    @property
+    def clips_early(self) -> bool:
+        """Whether gradients are clipped before they are exchanged, or before the last backward."""
+        clipped = [n for n, event in enumerate(self.events) if isinstance(event, Clipping)]
+        later_kinds = (Backward, ScriptCollective)
+        later = [n for n, event in enumerate(self.events) if isinstance(event, later_kinds)]
+        return bool(clipped and later) and min(clipped) < max(later)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a global batch, as numbers in the data set and as hashes of their values."""
+
+    count: int = 0
+    numbers: Counter[Sample] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(
+            self.count + other.count,
+            self.numbers + other.numbers,
+            self.rows + other.rows,
+        )
+
+    def is_same(self, other: Samples) -> bool:
+        """Return whether the samples are the same, by one of the two ways to identify them."""
+        if self.count != other.count:
+            return False
+        return self.has_same_rows(other) or self.has_same_numbers(other)
+
+    def has_same_rows(self, other: Samples) -> bool:
+        return self.rows.total() == self.count and self.rows == other.rows
+
+    def has_same_numbers(self, other: Samples) -> bool:
+        return self.numbers.total() == self.count and self.numbers == other.numbers
+
+    @property
+    def is_identified(self) -> bool:
+        """Whether each sample is known, by its number or by its values."""
+        return self.count in (self.rows.total(), self.numbers.total())
+
+    @property
+    def repeated(self) -> int:
+        """The number of samples that are in it more than once."""
+        identified = self.rows if self.rows.total() == self.count else self.numbers
+        return sum(count - 1 for count in identified.values())
+
+
+@dataclass(frozen=True)
+class GlobalStep:
+    """One optimizer step on all ranks.
+
+    Attributes:
+        number: Its number among all steps of the run, from 1.
+        ranks: The step on each rank.
+        samples: The samples of its global batch.
+        sizes: The number of samples of each rank.
+    """
+
+    number: int
+    ranks: list[RankStep]
+    samples: Samples
+    sizes: list[int]
+
+    @property
+    def first(self) -> RankStep:
+        return self.ranks[0]
+
+    @property
+    def epoch(self) -> int:
+        return self.first.epoch
+
+    @property
+    def rates(self) -> list[float]:
+        return self.first.end.lr
+
+    @cached_property
+    def rank_losses(self) -> list[float]:
+        """The loss of each rank: the sum over the backward passes of the step."""
+        return [sum(step.losses) for step in self.ranks if step.losses]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the ranks' losses; None where it is not known."""
+        losses = self.rank_losses
+        if len(losses) < len(self.ranks) or any(map(isnan, losses)):
+            return None
+        return sum(losses) / len(losses)
+
+    @property
+    def values(self) -> StepValues | None:
+        return self.first.values
+
+    @property
+    def grads(self) -> Tensors:
+        return self.values.grads if self.values is not None else {}
+
+    @property
+    def weights(self) -> Tensors:
+        return self.values.weights if self.values is not None else {}
+
+    def count_calls(self) -> dict[str, int]:
+        """Return how often layers were called whose results differ by rank."""
+        values = [step.values for step in self.ranks if step.values is not None]
+        return {
+            "dropout": sum(one.dropouts for one in values),
+            "batch-norm": sum(one.norms for one in values),
+        }
+
+
+@dataclass(frozen=True)
+class RunSteps:
+    """All steps of one run.
+
+    Attributes:
+        recording: What was recorded.
+        steps: The steps, as far as all ranks have made them.
+        augments: Whether random numbers were drawn while samples were fetched.
+    """
+
+    recording: Recording
+    steps: list[GlobalStep]
+    augments: bool
+
+    @property
+    def world_size(self) -> int:
+        return len(self.recording.ranks)
+
+    @property
+    def epochs(self) -> list[list[GlobalStep]]:
+        by_epoch: dict[int, list[GlobalStep]] = {}
+        for step in self.steps:
+            by_epoch.setdefault(step.epoch, []).append(step)
+        return list(by_epoch.values())
+
+    @property
+    def initial(self) -> Tensors:
+        """The weights before the first step."""
+        initial: Tensors = {}
+        for step in self.steps:
+            if step.values is not None:
+                initial |= step.values.initial
+        return initial
+
+
+def read_steps(recording: Recording) -> RunSteps:
+    """Return the steps of a recording."""
+    logs = recording.ranks
+    steps_of_ranks = [list_rank_steps(log) for log in logs]
+    steps = []
+    for number, ranks in enumerate(zip(*steps_of_ranks, strict=False), 1):
+        samples = [
+            samples_of_step(step, log)
+            for step, log in zip(
+                ranks,
+                logs,
+                strict=True,
+            )
+        ]
+        steps.append(
+            GlobalStep(
+                number,
+                list(ranks),
+                sum(samples, Samples()),
+                [one.count for one in samples],
+            )
+        )
+    events = [event for log in logs for event in [*log.events, *log.worker_events]]
+    augments = any(isinstance(event, Fetch) and event.used for event in events)
+    return RunSteps(
+        recording,
+        steps,
+        augments,
+    )
+
+
+def list_rank_steps(log: RankLog) -> list[RankStep]:
+    epochs = {one.number: epoch for epoch, one in enumerate(log.training_passes)}
+    steps: list[RankStep] = []
+    events: list[ProbeEvent] = []
+    epoch = 0
+    for event in log.events:
+        if isinstance(event, Batch) and event.number in epochs:
+            epoch = epochs[event.number]
+        if isinstance(event, StepValues):
+            if steps:
+                steps[-1].add_values(event)
+            continue
+        events.append(event)
+        if isinstance(event, OptimizerStep):
+            steps.append(
+                RankStep(
+                    epoch,
+                    events,
+                    event,
+                )
+            )
+            events = []
+    return steps
+
+
+def samples_of_step(step: RankStep, log: RankLog) -> Samples:
+    """Return the samples of a step on one rank: of its loaders, or of its model's inputs."""
+    passes = {one.number: one.start for one in log.training_passes}
+    batches = [e for e in step.events if isinstance(e, Batch) and e.number in passes]
+    if batches:
+        total = Samples()
+        for batch in batches:
+            total += samples_of_batch(batch, passes[batch.number])
+        return total
+    forwards = [event for event in step.events if isinstance(event, Forward) and event.grad]
+    rows = Counter(row for event in forwards for row in event.rows)
+    return Samples(sum(event.size for event in forwards), rows=rows)
+
+
+def samples_of_batch(batch: Batch, start: PassStart) -> Samples:
+    numbers = [(start.fingerprint, str(index)) for index in batch.indices or []]
+    return Samples(
+        batch.size,
+        Counter(numbers),
+        Counter(batch.rows),
+    )

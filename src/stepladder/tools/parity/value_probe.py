@@ -1,0 +1,361 @@
+"""The probe of parity, in the ranks: it records values of tensors, beside check's probe.
+
+In a perturbed run it changes each activation and gradient by one unit in the last place, at random,
+as another order of sums does. In a neutral run, what may differ by rank has no effect: dropout,
+batch statistics and random augmentation.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import optimizer as optimizers
+from torch.utils.data._utils import fetch
+
+from stepladder.tools.check.probe.hooks_train import (
+    is_inner_step,
+    is_recorded_fully,
+    named_parameters_of,
+    training_tracker,
+)
+from stepladder.tools.check.probe.patching import (
+    NestingDepth,
+    default_on_error,
+    get_argument,
+    wrap,
+)
+from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.parity.events import StepValues, ValueSettings
+
+STEPS_RECORDED = 200  # later ones only now and then
+MOST_VALUES_PER_STEP = 2048
+LEAST_VALUES_PER_TENSOR = 8  # of a tensor
+MOST_VALUES_PER_TENSOR = 128
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+PERTURBATION_SEED = 1
+SEEDS_OF_NUMPY = 1 << 32
+
+
+class ValueRecorder:
+    """Records the values around each optimizer step of this process."""
+
+    def __init__(self, settings: ValueSettings) -> None:
+        self.settings = settings
+        self.calls: Counter[str] = Counter()  # of dropout and batch norm since the last step
+        self.epsilon = 0.0
+        self.grads: dict[str, list[float]] = {}
+        self.initial: dict[str, list[float]] = {}
+        self.known: set[int] = set()  # the optimizers that have stepped
+
+    def before_step(self, optimizer: Any) -> None:
+        if is_inner_step():
+            return
+        number = training_tracker.number_of(optimizer)
+        named = named_parameters_of(optimizer)
+        with_gradient = {name: p for name, p in named.items() if p.grad is not None}
+        if self.settings.perturbed:
+            for parameter in with_gradient.values():
+                perturb_in_place(parameter.grad)
+        self.initial = {}
+        if number not in self.known:
+            self.initial = samples_of(named)
+            self.known.add(number)
+        self.grads = samples_of({name: p.grad for name, p in with_gradient.items()})
+
+    def after_step(self, optimizer: Any) -> None:
+        if is_inner_step():
+            return
+        number = training_tracker.number_of(optimizer)
+        step = training_tracker.steps.get(number, 1)
+        values: dict[str, Any] = {}
+        if step <= STEPS_RECORDED or is_recorded_fully(step):
+            values["grads"] = self.grads
+            values["weights"] = samples_of(named_parameters_of(optimizer))
+        current_log().write(
+            StepValues(
+                optimizer=number,
+                step=step,
+                initial=self.initial,
+                settings=[numbers_of(group) for group in optimizer.param_groups],
+                dropouts=self.calls["dropout"],
+                norms=self.calls["norm"],
+                epsilon=self.epsilon,
+                **values,
+            )
+        )
+        self.calls.clear()
+
+    def count_call(self, layer: str) -> None:
+        """Count a call of dropout or of batch norm."""
+        if torch.is_grad_enabled():
+            self.calls[layer] += 1
+
+    def note_precision(self, tensor: torch.Tensor) -> None:
+        self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+
+
+def attach() -> None:
+    settings = ValueSettings.from_environment()
+    recorder = ValueRecorder(settings)
+    optimizers.register_optimizer_step_pre_hook(lambda one, *_: recorder.before_step(one))
+    optimizers.register_optimizer_step_post_hook(lambda one, *_: recorder.after_step(one))
+    nn.modules.module.register_module_forward_hook(make_forward_hook(recorder))
+    for name in DROPOUTS:
+        wrap(
+            functional,
+            name,
+            make_dropout(recorder),
+        )
+    wrap(
+        functional,
+        "scaled_dot_product_attention",
+        make_attention(recorder),
+    )
+    wrap(
+        functional,
+        "batch_norm",
+        make_batch_norm(recorder),
+    )
+    wrap(
+        nn.SyncBatchNorm,
+        "forward",
+        call_synchronized,
+    )
+    if settings.neutral:
+        wrap(
+            fetch._MapDatasetFetcher,
+            "fetch",
+            fetch_with_own_seeds,
+        )
+
+
+@default_on_error(dict)
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """Return the numeric settings of a group of parameters, such as its learning rate."""
+    return {name: float(v) for name, v in group.items() if isinstance(v, (bool, int, float))}
+
+
+@default_on_error(dict)
+def samples_of(tensors: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the norm of each tensor, and then elements at equal distances."""
+    count = MOST_VALUES_PER_STEP // max(1, len(tensors))
+    count = max(LEAST_VALUES_PER_TENSOR, min(MOST_VALUES_PER_TENSOR, count))
+    return {name: sample_of(tensor, count) for name, tensor in tensors.items()}
+
+
+def sample_of(tensor: Any, count: int) -> list[float]:
+    whole = tensor.detach()
+    if hasattr(whole, "full_tensor"):  # sharded: all ranks step, so all take part
+        whole = whole.full_tensor()
+    if whole.is_sparse:
+        whole = whole.to_dense()
+    flat = whole.reshape(-1)
+    norm = float(torch.linalg.vector_norm(flat.float(), dtype=torch.float64))
+    stride = max(1, flat.numel() // count)
+    values: list[float] = flat[::stride][:count].double().tolist()
+    return [norm, *values]
+
+
+generator = torch.Generator()
+generator.manual_seed(PERTURBATION_SEED)
+
+
+def random_bits(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros and ones in a tensor's shape. The script's own generators do not change."""
+    bits = torch.empty(like.shape)
+    bits.bernoulli_(0.5, generator=generator)
+    return bits.to(like.dtype)
+
+
+def perturbation_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what makes half of the elements smaller by one unit in the last place.
+
+    No value grows: a probability stays below 1.
+    """
+    whole = tensor.detach()
+    return whole * torch.finfo(tensor.dtype).eps * random_bits(whole)
+
+
+def perturb_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient - perturbation_of(gradient)
+
+
+@default_on_error(lambda: None)
+def perturb_in_place(gradient: Any) -> None:
+    if isinstance(gradient, torch.Tensor) and not gradient.is_sparse:
+        gradient.sub_(perturbation_of(gradient))
+
+
+def make_forward_hook(recorder: ValueRecorder) -> Any:
+    """Return the hook of all modules, which notes and perturbs the outputs of the innermost."""
+
+    def observe_output(
+        module: Any,
+        _: Any,
+        output: Any,
+    ) -> Any:
+        is_innermost = next(module.children(), None) is None
+        if not is_innermost or not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return None
+        if torch.compiler.is_compiling() or not output.is_floating_point():
+            return None
+        recorder.note_precision(output)
+        if not recorder.settings.perturbed:
+            return None
+        perturbed = output - perturbation_of(output)
+        perturbed.register_hook(perturb_gradient)
+        return perturbed
+
+    return observe_output
+
+
+def make_dropout(recorder: ValueRecorder) -> Any:
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        probability = get_argument(
+            args,
+            kwargs,
+            1,
+            "p",
+        )
+        training = get_argument(
+            args,
+            kwargs,
+            2,
+            "training",
+        )
+        if training is False or probability == 0:
+            return original(*args, **kwargs)
+        recorder.count_call("dropout")
+        if recorder.settings.neutral:
+            return get_argument(
+                args,
+                kwargs,
+                0,
+                "input",
+            )
+        return original(*args, **kwargs)
+
+    return around
+
+
+def make_attention(recorder: ValueRecorder) -> Any:
+    def around(original: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = list(args)
+        probability = (
+            get_argument(
+                args,
+                kwargs,
+                1,
+                "dropout_p",
+            )
+            or 0.0
+        )
+        if probability > 0:
+            recorder.count_call("dropout")
+        if probability > 0 and recorder.settings.neutral:
+            if len(arguments) > 1:
+                arguments[1] = 0.0
+            else:
+                kwargs["dropout_p"] = 0.0
+        return original(
+            query,
+            key,
+            value,
+            *arguments,
+            **kwargs,
+        )
+
+    return around
+
+
+running_synchronized = NestingDepth()
+
+
+def call_synchronized(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a SyncBatchNorm, which is the same on any number of ranks."""
+    with running_synchronized:
+        return original(*args, **kwargs)
+
+
+def make_batch_norm(recorder: ValueRecorder) -> Any:
+    def around(
+        original: Any,
+        tensor: Any,
+        mean: Any,
+        variance: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if training and not running_synchronized.depth:
+            recorder.count_call("norm")
+            if recorder.settings.neutral and mean is not None:
+                training = False
+        return original(
+            tensor,
+            mean,
+            variance,
+            weight,
+            bias,
+            training,
+            *args,
+            **kwargs,
+        )
+
+    return around
+
+
+def fetch_with_own_seeds(
+    original: Any,
+    fetcher: Any,
+    indices: Any,
+) -> Any:
+    """Fetch each sample with random numbers of its own, whichever rank fetches it."""
+    if not isinstance(indices, (list, tuple)):
+        return original(fetcher, indices)
+    with restored_random_states():
+        items = []
+        for index in indices:
+            seed_all(hash(index) % SEEDS_OF_NUMPY)
+            items.append(fetcher.dataset[index])
+    return fetcher.collate_fn(items)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+@contextmanager
+def restored_random_states() -> Iterator[None]:
+    """Restore the states of the global random generators after the block."""
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
