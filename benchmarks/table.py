@@ -20,8 +20,8 @@ END = "<!-- end -->"
 LINE = re.compile(r"- (PASS|FAIL): (.*?)(?: \((?:of a )?bar: (.*?)\))?(;.*)?")
 PEERS = {  # whom a report's figures are beside, where their names do not say it
     "check_corpus": "other tools: check_peers.md",
-    "diff": "none known",
-    "doctor": "none known",
+    "diff": "none measured; TTrace is near",
+    "doctor": "none measured; NVRx's and DLRover's node checks are near",
     "exact_overhead": "`--sync ddp`",
     "exchange": "bare DDP, and all-reduce, on gloo",
     "growth": "a loop by hand, DDP; torch.save, DCP's asynchronous save",
@@ -37,19 +37,26 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
 }
 
 
-# Sentences of the front page: {report: pattern} is what the pattern's group finds there, [report] a
-# link to it.
+# Rows of the front page's table: {report: pattern} is what the pattern's group matches there, {range:
+# figure} the lowest and highest of its rows in repeats.md, [report] a link to a report.
 FIGURES = (
-    "**{chaos_in_place: (0[.]..).* s to the next step} s** from `kill -9` of a [rank](docs/glossary.md#rank) to"
-    " the next step [chaos_in_place]; torchrun takes {launch_time: to next step [|] ([0-9.]+)} s [launch_time].",
-    "**{chaos: with the weights of the unbroken run: (.*)}** runs that were killed at random moments ended with"
-    " the bits of the unbroken run, and no sample was lost or repeated [chaos].",
-    "**{goodput: continue [|] (.*?) [|]}** of the time goes into steps that count, with a kill every five seconds;"
-    " torchft {goodput: torchft [|] (.*?) [|]}, torchrun {goodput: torchrun [|] (.*?) [|]} [goodput].",
-    "**{step_overhead: the hand-written loop: (.*?) }** the time of a hand-written loop per step, on one process"
-    " [step_overhead]; on two, bare DDP takes {exchange: sync ddp: times faster than bare DDP: (.*?) } our time"
-    " for a step of a small model [exchange]. All on two CPU cores.",
+    "from `kill -9` of a [rank](docs/glossary.md#rank) to the next step | **{chaos_in_place: (0[.]..).* s to the next"
+    " step} s** (median) | torchrun, restarting: {range: restart} s | MLP; 2 to 4 processes, 102 kills |"
+    " [chaos_in_place], [launch_time]",
+    "runs killed at random moments that end with the weights of the unbroken run, to the bit |"
+    " **{chaos: with the weights of the unbroken run: (.*)}** | | MLP; 26 kills of a rank, 12 inside of a snapshot,"
+    " 12 double | [chaos]",
+    "time that goes into steps that count, a process killed every 5 s | **{goodput: continue [|] .*? [|] (.*?) [|]} %** |"
+    " torchft: {goodput: torchft [|] .*? [|] (.*?) [|]} %; torchrun: {goodput: torchrun [|] .*? [|] (.*?) [|]} % |"
+    " MLP 64-1024-1, 3 processes, three turns; above 100: the machine's pace drifts | [goodput]",
+    "bare DDP's time for a step, to ours | **{range: exchange}x** | DDP on gloo | MLP 20-64-1, batch of 128, 2 processes of"
+    " one machine | [exchange], [repeats]",
+    "cost of `--sync exact`: its time for a step, to that of `--sync ddp` |"
+    " **{range: exact}x** with the same microbatches; {range: exact, classic}x with one pass a process,"
+    " {range: exact, small}x for a small net | `--sync ddp` | two convolutional nets for MNIST, microbatches of 16,"
+    " 2 processes | [exact_overhead], [repeats]",
 )
+HEAD = "| what | Stepladder | beside it | workload | tables |\n| --- | --- | --- | --- | --- |"
 
 
 class Row(NamedTuple):
@@ -99,20 +106,28 @@ def text() -> str:
     return "\n".join([f"{num_met} of {len(rows)} bars are met.", "", *lines, ""])
 
 
+def read_range(figure: str) -> str:
+    """Return the lowest and highest of a figure's rows in repeats.md, as `2.4 to 5.3`."""
+    rows = (RESULTS / "repeats.md").read_text(encoding="utf-8").splitlines()
+    ratios = [line.split("|")[-2].strip() for line in rows if line.startswith(f"| {figure}:")]
+    assert len(ratios) > 1, f"repeats.md has no two rows of {figure}"
+    return f"{min(ratios, key=float)} to {max(ratios, key=float)}"
+
+
 def figures() -> str:
-    """The front page's list, with the figures of the reports."""
+    """Return the front page's table, with the figures of the reports."""
 
     def read_figure(match: re.Match[str]) -> str:
+        if match[1] == "range":
+            return read_range(match[2])
         report = (RESULTS / f"{match[1]}.md").read_text(encoding="utf-8")
         figure = re.search(match[2], report)
         assert figure is not None, f"{match[1]}.md has no {match[2]}"
-        return figure[1]
+        return figure[1].strip()
 
-    lines = [re.sub(r"\{(\w+): (.*?)\}", read_figure, sentence) for sentence in FIGURES]
-    linked = [
-        re.sub(r" \[(\w+)\](?!\()", r" ([table](benchmarks/results/\1.md))", line) for line in lines
-    ]
-    return "\n".join(f"- {line}" for line in linked)
+    lines = [re.sub(r"\{(\w+): (.*?)\}", read_figure, row) for row in FIGURES]
+    linked = [re.sub(r"\[(\w+)\](?!\()", r"[\1](benchmarks/results/\1.md)", line) for line in lines]
+    return "\n".join([HEAD, *(f"| {line} |" for line in linked)])
 
 
 def page(path: Path, made: str) -> str:

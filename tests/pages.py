@@ -2,7 +2,7 @@
 
 The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!--
 run, saved as NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, or `<!-- not run
-here: reason -->`."""
+here: reason -->`. Lines of a block that begin with `#> ` show its output."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ PAGES = [
     *sorted((REPOSITORY / "lessons").glob("**/README.md")),
 ]
 EXAMPLES = REPOSITORY / "docs" / "examples"
+SHOWN = "#> "
 LESSONS = REPOSITORY / "lessons"
 MARK = re.compile(
-    r"<!-- (run|run with MNIST|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->"
+    r"<!-- (run|run with MNIST|run with the tutorial|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->"
 )
 
 
@@ -46,6 +47,12 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
+
+    @property
+    def output(self) -> str:
+        """The output that the page shows: the lines that begin with `#> `."""
+        lines = self.text.splitlines()
+        return "\n".join(line[len(SHOWN) :] for line in lines if line.startswith(SHOWN))
 
 
 def blocks(page: Path) -> list[Block]:
@@ -84,7 +91,15 @@ def run_blocks(page: Path, mark: str, folder: Path) -> None:
             run_block(block, folder)
 
 
-def run_block(block: Block, folder: Path) -> None:
+def run_block(block: Block, folder: Path, setup: str = "", exit_code: int = 0) -> str:
+    """Run one block in `folder`, and return what it printed, stdout after stderr.
+
+    Args:
+        block: A block of bash or Python.
+        folder: Where it runs.
+        setup: Shell code that runs before it, such as a function that stands for a program.
+        exit_code: The exit code that the block must have.
+    """
     command = (
         ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
     )
@@ -94,10 +109,40 @@ def run_block(block: Block, folder: Path) -> None:
         # on a busy machine, spinning threads keep others from working
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    done = run(block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
-    assert done.returncode == 0, (
+    done = run(setup + block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
+    assert done.returncode == exit_code, (
         f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     )
+    return done.stderr + done.stdout
+
+
+def missing_lines(shown: str, printed: str) -> list[str]:
+    """Return the lines of a shown output that a command did not print in this order.
+
+    A line that is indented further than the one above it may continue that line. Numbers that
+    change from run to run are equal to each other: process ids, times, steps of a kill, decimals. A
+    hash is equal to the hash at its position in order of first appearance.
+    """
+    text, position, missing = " ".join(normalize(printed).split()), 0, []
+    for line in normalize(shown).splitlines():
+        sought = " ".join(line.split())
+        place = text.find(sought, position)
+        if place < 0:
+            missing.append(line)
+        else:
+            position = place + len(sought)
+    return missing
+
+
+def normalize(text: str) -> str:
+    """Replace what differs between two runs or two machines by names."""
+    hashes = list(dict.fromkeys(re.findall(r"\b[0-9a-f]{64}\b", text)))
+    for number, digest in enumerate(hashes):
+        text = text.replace(digest, f"HASH{number}")
+    text = re.sub(r"\bpid \d+", "pid N", text)
+    text = re.sub(r"\b\d+ steps superseded", "N steps superseded", text)
+    text = re.sub(r"\bresumed after step \d+", "resumed after step N", text)
+    return re.sub(r"\b\d+\.\d+\b", "N.N", text)
 
 
 def documented_keys(heading: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -45,11 +46,16 @@ def test_it_is_up_to_date(table: ModuleType) -> None:
 def test_the_front_page_has_the_figures_of_the_reports(table: ModuleType) -> None:
     front, reports = table.FRONT.read_text(), Path(table.RESULTS)
     killed = "- PASS: killed, with the weights of the unbroken run: 50 of 50"
-    assert (
-        killed in (reports / "chaos.md").read_text()
-        and "- **50 of 50** runs that were killed" in front
-    )
-    assert "{" not in table.figures() and table.figures().count("[table](benchmarks/results/") == 6
+    assert killed in (reports / "chaos.md").read_text() and "| **50 of 50** |" in front
+    assert "{" not in table.figures()
+    linked = set(re.findall(r"\(benchmarks/results/(\w+\.md)\)", table.figures()))
+    assert len(linked) == 7 and all((reports / name).is_file() for name in linked)
+
+
+def test_a_ratio_that_was_measured_several_times_is_a_range(table: ModuleType) -> None:
+    rows = (Path(table.RESULTS) / "repeats.md").read_text().splitlines()
+    ratios = [float(row.split("|")[-2]) for row in rows if row.startswith("| exchange: ")]
+    assert f"**{min(ratios)} to {max(ratios)}x**" in table.figures() and len(ratios) > 2
 
 
 def test_a_report_s_bars_are_found_with_their_limits(table: ModuleType, tmp_path: Path) -> None:
@@ -78,9 +84,9 @@ def test_it_is_written_beside_the_other_text(
     front = tmp_path / "front"
     front.write_text(f"{table.BEGIN}old\n{table.END}")
     monkeypatch.setattr(table, "FRONT", front)
-    monkeypatch.setattr(table, "FIGURES", ("**{steps: process: (.*)x [(]}x** on one [steps].",))
+    monkeypatch.setattr(table, "FIGURES", ("one | **{steps: process: (.*)x [(]}x** | [steps]",))
     table.write()
-    assert "- **1.01x** on one ([table](benchmarks/results/steps.md))." in front.read_text()
+    assert "| one | **1.01x** | [steps](benchmarks/results/steps.md) |" in front.read_text()
     found = page.read_text()
     assert (
         found.startswith("# Before\n")

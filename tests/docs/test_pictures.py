@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pages import PAGES, REPOSITORY, blocks
+from pages import PAGES, REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "pictures"
 PICTURES = sorted(FOLDER.glob("*.svg"))
@@ -57,22 +57,12 @@ def test_a_picture_is_what_its_script_draws(name: str, script: Any) -> None:
     assert script(name)["picture"]().svg() == (FOLDER / f"{name}.svg").read_text()
 
 
-def test_the_recording_is_of_the_readme_s_commands() -> None:
-    first = next(block for block in blocks(REPOSITORY / "README.md") if block.mark == "run")
-    shown = words(FOLDER / "recording.svg")
-    assert [line[2:] for line in shown if line.startswith("$ ")] == first.text.splitlines()
-    hashes = [line for line in shown if line.startswith(' "weights_sha256"')]
-    assert len(hashes) == 2 and len(set(hashes)) == 1
-    assert any(line.startswith("ok: lost 0, repeated 0") for line in shown)
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_recording_can_be_made_again(tmp_path: Path, script: Any) -> None:
-    """The script draws nothing unless the hashes are equal, and nothing is lost or repeated."""
+def test_the_picture_of_the_kill_can_be_made_again(tmp_path: Path, script: Any) -> None:
+    """The script draws nothing unless the hashes are equal."""
     script("kill_and_resume")["main"](tmp_path)
-    for name in ("recording.svg", "kill_and_resume.svg"):
-        assert ElementTree.parse(tmp_path / name)
-    assert any(
-        line.startswith("kill -9 after step") for line in words(tmp_path / "kill_and_resume.svg")
-    )
+    labels = words(tmp_path / "kill_and_resume.svg")
+    assert any(label.startswith("kill -9 after step") for label in labels)
+    hashes = [label for label in labels if re.fullmatch(r"[0-9a-f]{12}…", label)]
+    assert len(hashes) == 2 and len(set(hashes)) == 1

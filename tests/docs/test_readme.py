@@ -1,0 +1,75 @@
+"""The front page: its commands run, and print what is shown below them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pages import EXAMPLES, REPOSITORY, Block, blocks, missing_lines, run_block
+
+README = REPOSITORY / "README.md"
+LONGEST = 110
+# The tutorial, where this machine has a clone of pytorch/examples and no network.
+CLONE = os.environ.get("PYTORCH_EXAMPLES", "")
+CURL = """curl() {
+  cp "$PYTORCH_EXAMPLES"/distributed/ddp-tutorial-series/{multigpu_torchrun,datautils}.py .
+}
+"""
+
+
+def doors(mark: str) -> list[Block]:
+    return [block for block in blocks(README) if block.mark == mark]
+
+
+def test_it_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= LONGEST
+
+
+def test_each_door_shows_its_output() -> None:
+    run = [block for block in blocks(README) if block.mark.startswith("run")]
+    assert len(run) == 3 and all(block.output for block in run)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(0, 1), (1, 0)], ids=["a script that hangs", "a run that is killed"]
+)
+def test_a_door_prints_what_is_shown(number: int, exit_code: int, tmp_path: Path) -> None:
+    block = doors("run")[number]
+    shutil.copytree(EXAMPLES, tmp_path / "docs" / "examples")
+    picture = REPOSITORY / "docs" / "pictures" / "kill_and_resume.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(picture.parent))
+        sleep = runpy.run_path(str(picture))["SLEEP"]
+    printed = run_block(block, tmp_path, sleep, exit_code)
+    assert missing_lines(block.output, printed) == [], printed
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_check_finds_in_the_tutorial_what_is_shown(tmp_path: Path) -> None:
+    [block] = doors("run with the tutorial")
+    fetch, command = [line for line in block.text.splitlines() if not line.startswith("#")]
+    setup = CURL if CLONE else ""
+    fetched = subprocess.run(
+        ["bash", "-ec", setup + fetch], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    if fetched.returncode:
+        pytest.skip(f"raw.githubusercontent.com cannot be reached: {fetched.stderr.strip()}")
+    printed = run_block(replace(block, text=f"{command}\n"), tmp_path, exit_code=1)
+    assert missing_lines(block.output, printed) == [], printed
+
+
+def test_an_output_that_differs_is_noticed() -> None:
+    printed = "one pid 7\ntwo 0.25 three\n" + "a" * 64 + "\n" + "a" * 64 + "\n"
+    same = "one pid 8\ntwo 0.5\n  three\n" + "b" * 64 + "\n" + "b" * 64 + "\n"
+    assert missing_lines(same, printed) == []
+    assert missing_lines("two 1.5\none pid 9\n", printed) == ["one pid N"]
+    assert missing_lines("b" * 64 + "\n" + "c" * 64 + "\n", printed) == ["HASH1"]
+    assert missing_lines("four\n", printed) == ["four"]
