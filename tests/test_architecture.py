@@ -26,13 +26,13 @@ ROOT = Path(stepladder.__file__).parent
 LAYERS = {
     0: ["core"],
     1: ["rank"],
-    2: ["storage", "data", "slurm"],
+    2: ["exchange", "storage", "data", "slurm"],
     3: ["train", "launcher"],
     4: ["recipes"],
     5: ["tools"],
     6: ["cli"],
 }
-MAX_PACKAGES = 10
+MAX_PACKAGES = 11
 
 # Imports that these layers forbid, each with its reason.
 EXCEPTIONS = {

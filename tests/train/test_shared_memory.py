@@ -23,6 +23,9 @@ import torch
 from processes import wait_until
 from ranks import run_ranks
 from stepladder.core.world import World
+from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
+from stepladder.exchange.wait import SLOT_WORDS
+from stepladder.exchange.work import Work
 from stepladder.rank.shared_segment import (
     HALF_BYTES,
     MAX_SLOTS,
@@ -31,9 +34,6 @@ from stepladder.rank.shared_segment import (
     map_segment,
 )
 from stepladder.train.comm import Comm
-from stepladder.train.shared_memory import SharedMemory, read_last_exchange
-from stepladder.train.shared_memory_wait import SLOT_WORDS
-from stepladder.train.shared_memory_work import Work
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.ddp import allocate_shared_zeros
 

@@ -28,7 +28,7 @@ from stepladder.launcher.allocation import start_elsewhere
 from stepladder.launcher.nodes.local_node import exit_if_threads_wait
 from stepladder.launcher.options import DEFAULT_SIGNALS, Options
 from stepladder.launcher.run import prepare_run
-from stepladder.launcher.script import Script
+from stepladder.launcher.script import EXCHANGE_VARIABLE, Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import EndWriter
 from stepladder.train.job_source import validate_not_job
@@ -79,6 +79,7 @@ class RunFlags:
         timeout: Seconds that machines wait for each other.
         end_after: Seconds without progress after which the ranks are ended, or restarted.
             [default: never]
+        exchange: How CPU ranks of one machine exchange tensors: memory that they share, or gloo.
         pretend_gpus (N): Run a script for CUDA and NCCL on N CPU ranks, without a GPU.
     """
 
@@ -111,6 +112,7 @@ class RunFlags:
     timeout: Wait = 600
     explain_after: ExplainAfter = None
     end_after: Wait | None = None
+    exchange: Literal["memory", "gloo"] = "memory"
     pretend_gpus: Annotated[Count | None, "--simulate-gpus", "--pretend-gpus"] = None
     run_path: Annotated[bool, HIDDEN] = False
 
@@ -137,6 +139,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     )
     if to_run.kind == "file":
         validate_not_job(Path(to_run.name))
+    os.environ[EXCHANGE_VARIABLE] = flags["exchange"]
     if flags["pretend_gpus"]:
         simulate_gpus(flags["pretend_gpus"])
     topology = make_topology(flags)

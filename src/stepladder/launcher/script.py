@@ -14,16 +14,20 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from zipfile import is_zipfile
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
+from stepladder.rank.torch_fixes_groups import make_groups_by
 
 FIRST_LINE_BYTES = 200
+EXCHANGE_VARIABLE = "STEPLADDER_EXCHANGE"  # how the ranks of a script exchange tensors
+MEMORY_EXCHANGE = "memory"
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class Script:
         replaced_entries = 0 if self.safe_path else 1
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
+        if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
+            make_groups_by(load_shared_memory_group)
         if self.kind == "module":
             runpy.run_module(
                 self.name,
@@ -160,6 +166,13 @@ def _validate_runnable(path: Path, name: str) -> None:
         raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
     if path.is_char_device() or path.is_block_device():
         raise InputError(f"script {name} is a device", "the path of a file")
+
+
+def load_shared_memory_group() -> Any:
+    """Return a class of process groups that exchange tensors through shared memory, and say so."""
+    from stepladder.exchange.process_group import SharedMemoryGroup
+
+    return partial(SharedMemoryGroup, announces=True)
 
 
 def exec_program(command: list[str]) -> NoReturn:

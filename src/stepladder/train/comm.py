@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
+from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.exchange.work import CombineFunction, Work
 from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
 from stepladder.rank.progress import COLLECTIVE, GROUP, REGROUP, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
@@ -32,8 +34,6 @@ from stepladder.train.peer_loss import raising_peer_lost
 from stepladder.train.pending import Pending
 from stepladder.train.phases import EXCHANGING, Phases
 from stepladder.train.serialize import deserialize, serialize
-from stepladder.train.shared_memory import SharedMemory
-from stepladder.train.shared_memory_work import CombineFunction, Work
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from stepladder.core.address import make_loopback_env, set_interface_env, wait_for_name
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
+from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
 from stepladder.rank.membership import get_control_channel
 from stepladder.rank.shared_segment import get_mapped_segment
 from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
-from stepladder.train.shared_memory import SharedMemory, read_last_exchange
 
 NO_SEGMENT = -1  # in place of the number of a group, on a rank that shares no memory
 

@@ -14,9 +14,7 @@ COLLECTIVE_FILES = (
     "torch/nn/parallel/distributed.py",
     "stepladder/train/comm.py",
     "stepladder/train/pending.py",
-    "stepladder/train/shared_memory.py",
-    "stepladder/train/shared_memory_wait.py",
-    "stepladder/train/shared_memory_work.py",
+    "stepladder/exchange/",
     "stepladder/rank/futex.py",
 )
 STORE_FILE = "stepladder/rank/torch_fixes.py"

@@ -7,41 +7,13 @@ probe.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+
+from stepladder.core.after_import import AfterImport
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
     from typing import Any
-
-
-class AfterImport:
-    """A finder of modules that calls a function with a module after its import."""
-
-    def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
-        self.callbacks = callbacks
-
-    def find_spec(
-        self,
-        name: str,
-        path: Any = None,
-        target: Any = None,
-    ) -> Any:
-        callback = self.callbacks.pop(name, None)
-        if callback is None:
-            return None
-        spec: Any = find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        original_exec = spec.loader.exec_module
-
-        def exec_and_call(module: ModuleType) -> None:
-            original_exec(module)
-            callback(module)
-
-        spec.loader.exec_module = exec_and_call
-        return spec
 
 
 def attach(refuse_outside_path: Callable[..., None]) -> None:

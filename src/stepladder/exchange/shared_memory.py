@@ -25,40 +25,28 @@ last wait was as short, and then sleeps. When the process of another rank ends, 
 from __future__ import annotations
 
 import mmap
-import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from stepladder.rank.futex import wake_all
-from stepladder.rank.shared_segment import ARENA_BYTES, ARENA_OFFSET, HALF_BYTES
-from stepladder.train.shared_memory_plan import (
-    Exchange,
-    ExchangePlanner,
-    round_up_to_cache_line,
-)
-from stepladder.train.shared_memory_wait import (
-    DIGEST_WORD,
-    EXCHANGE_WORD,
-    FUTEX_MASK,
-    FUTEX_WORD,
-    SLOT_WORDS,
-    PeerWaiter,
-)
-from stepladder.train.shared_memory_work import (
-    Chunk,
+from stepladder.exchange.plan import round_up_to_cache_line
+from stepladder.exchange.reduction import SUM, Reduction
+from stepladder.exchange.runner import ExchangeRunner
+from stepladder.exchange.wait import EXCHANGE_WORD, SLOT_WORDS
+from stepladder.exchange.work import (
+    NO_TENSOR,
     CombineFunction,
     InPlaceWork,
     MessageFormat,
     ScalarSumWork,
     Tensors,
     Work,
+    combine_nothing,
     copy_all,
 )
-
-MAX_PLANS = 64
+from stepladder.rank.shared_segment import ARENA_BYTES, ARENA_OFFSET, HALF_BYTES
 
 
 def read_last_exchange(memory: mmap.mmap) -> int:
@@ -67,7 +55,7 @@ def read_last_exchange(memory: mmap.mmap) -> int:
     return max(slots[EXCHANGE_WORD::SLOT_WORDS])
 
 
-class SharedMemory:
+class SharedMemory(ExchangeRunner):
     """The collectives of one group of ranks, with names and arguments as in torch.distributed.
 
     A method only starts its collective. The result is there after `wait` of the returned `Work`.
@@ -80,44 +68,23 @@ class SharedMemory:
         pids: list[int],
         group_id: int,
         timeout_seconds: float,
+        names: Sequence[int] = (),
     ) -> None:
-        """Join a group.
-
-        Args:
-            memory: The memory that rank/shared_segment.py has mapped; groups use it in turn.
-            rank: This rank.
-            pids: The process id of each rank.
-            group_id: The exchange number from which the group counts on. It must be larger than
-                `read_last_exchange` of every rank.
-            timeout_seconds: How long an exchange waits for a peer.
-
-        Raises:
-            RuntimeError: If the process of a rank has ended already.
-        """
-        self.rank = rank
-        self.memory = memory
-        self.slots = memoryview(memory).cast("q")
-        memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.waiter = PeerWaiter(
-            self.slots, memory_bytes.data_ptr(), rank, pids, group_id, timeout_seconds
+        """Join a group; the arguments are those of `ExchangeRunner`."""
+        super().__init__(
+            memory,
+            rank,
+            pids,
+            group_id,
+            timeout_seconds,
+            names,
         )
-        self.peers = self.waiter.peers
-        self.sleeping_words = self.waiter.sleeping_words
         self.ranks = len(pids)
         self.one_row_each = (1,) * len(pids)
-        self.fence = threading.Lock()  # acquiring it is a memory fence, see the module's docstring
-        self.exchange_count = group_id
-        self.queue: list[Work] = []
-        self.planner = ExchangePlanner(memory_bytes, rank, len(pids))
-        self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
         self.arena_used_bytes = 0
         # For the address of each vector of this rank in the arena: the vector's offset within a
         # slot, and the same vector of every rank.
         self.vectors: dict[int, tuple[int, Tensors]] = {}
-
-    def leave_group(self) -> None:
-        """Leave the group: no peer needs to wait for this rank any more."""
-        self.waiter.leave_group()
 
     def allocate_vector(
         self,
@@ -144,10 +111,18 @@ class SharedMemory:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
-        """Start adding `tensor` over the ranks, in place and in rank order."""
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction = SUM, **_: Any) -> Work:
+        """Start adding `tensor` over the ranks, in place and in rank order.
+
+        Args:
+            tensor: This rank's addend, which is replaced by the sum.
+            reduction: What to do instead of adding.
+
+        Returns:
+            The work that was started.
+        """
         offset, vectors = self.vectors.get(tensor.data_ptr(), (0, []))
-        if vectors and tensor.shape == vectors[0].shape:
+        if vectors and tensor.shape == vectors[0].shape and reduction is SUM:
             message_format = MessageFormat(
                 "all_reduce", tensor.dtype, self.one_row_each, tensor.numel(), offset
             )
@@ -165,14 +140,12 @@ class SharedMemory:
 
         def add_rows(rows: Tensors, lo: int, hi: int) -> None:
             out = flat if hi - lo == length else flat[lo:hi]
-            torch.add(rows[0], rows[1], out=out)
-            for row in rows[2:]:
-                out.add_(row)
+            reduction.reduce(rows, out)
             if is_copy:
                 tensor.copy_(flat.view(tensor.shape))
 
         message_format = MessageFormat(
-            "all_reduce",
+            f"all_reduce {reduction.name}",
             flat.dtype,
             self.one_row_each,
             length,
@@ -195,6 +168,11 @@ class SharedMemory:
             len(flat),
         )
         return self._enqueue(message_format, flat, copy_row)
+
+    def barrier(self) -> Work:
+        """Start waiting until all ranks have come here."""
+        message_format = MessageFormat("barrier", torch.uint8, self.one_row_each, 0)
+        return self._enqueue(message_format, NO_TENSOR, combine_nothing)
 
     def all_gather(
         self, gathered: Sequence[torch.Tensor], part: torch.Tensor, block: str = "", **_: Any
@@ -245,7 +223,12 @@ class SharedMemory:
         return self._enqueue(message_format, sent, copy_rows)
 
     def reduce_scatter(
-        self, result: torch.Tensor, tensor: torch.Tensor, block: str = "", **_: Any
+        self,
+        result: torch.Tensor,
+        tensor: torch.Tensor,
+        block: str = "",
+        reduction: Reduction = SUM,
+        **_: Any,
     ) -> Work:
         """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
 
@@ -253,6 +236,7 @@ class SharedMemory:
             result: A flat tensor, which gets this rank's slice of the sum.
             tensor: A flat tensor of the slices of all ranks, in rank order.
             block: The model block that is reduced; must be the same on all ranks.
+            reduction: What to do instead of adding.
 
         Returns:
             The work that was started.
@@ -266,12 +250,10 @@ class SharedMemory:
             if begin < end:
                 out = result[begin - first : end - first]
                 slices = [row[begin - lo : end - lo] for row in rows]
-                torch.add(slices[0], slices[1], out=out)
-                for addend in slices[2:]:
-                    out.add_(addend)
+                reduction.reduce(slices, out)
 
         message_format = MessageFormat(
-            "reduce_scatter", tensor.dtype, self.one_row_each, len(tensor)
+            f"reduce_scatter {reduction.name}", tensor.dtype, self.one_row_each, len(tensor)
         )
         return self._enqueue(
             message_format,
@@ -286,6 +268,7 @@ class SharedMemory:
         rows_per_rank: tuple[int, ...],
         length: int,
         combine: CombineFunction,
+        kind: str = "combine",
         **_: Any,
     ) -> Work:
         """Start combining the rows of all ranks by a function.
@@ -295,11 +278,12 @@ class SharedMemory:
             rows_per_rank: The number of rows of each rank.
             length: The length of a row.
             combine: Called with the rows of all ranks, for a range of columns at a time.
+            kind: The name of the collective.
 
         Returns:
             The work that was started.
         """
-        message_format = MessageFormat("combine", rows.dtype, rows_per_rank, length)
+        message_format = MessageFormat(kind, rows.dtype, rows_per_rank, length)
         return self._enqueue(message_format, rows, combine)
 
     def start_sum(self, values: list[float]) -> ScalarSumWork:
@@ -324,56 +308,3 @@ class SharedMemory:
         work = Work(self.exchange, message_format, tensor, combine, tag)
         self.queue.append(work)
         return work
-
-    # -- exchanges ---------------------------------------------------------------------------------
-
-    def exchange(self) -> None:
-        """Run all collectives that are queued."""
-        works = self.queue
-        self.queue = []
-        tag = 0
-        for work in works:
-            work.is_finished = True
-            tag ^= work.tag
-        formats = tuple([work.format for work in works])
-        plan = self.plans.get(formats)
-        if plan is None:
-            if len(self.plans) == MAX_PLANS:
-                self.plans.clear()
-            plan = self.plans[formats] = self.planner.plan(formats)
-        for digest, chunks in plan:
-            self._run_exchange(digest ^ tag, chunks, works)
-        for work in works:
-            work.has_result = True
-
-    def _run_exchange(
-        self,
-        digest: int,
-        chunks: list[Chunk],
-        works: list[Work],
-    ) -> None:
-        slots = self.slots
-        own_slot = SLOT_WORDS * self.rank
-        self.exchange_count = count = self.exchange_count + 1
-        half = count & 1
-        for chunk in chunks:
-            works[chunk.message].write(chunk, half)
-        slots[own_slot + DIGEST_WORD + half] = digest
-        slots[own_slot + EXCHANGE_WORD] = count
-        slots[own_slot + FUTEX_WORD] = count & FUTEX_MASK
-        self.fence.acquire()
-        self.fence.release()
-        for sleeping_word in self.sleeping_words:
-            if slots[sleeping_word]:
-                wake_all(self.waiter.futexes[self.rank])
-                break
-        for peer in self.peers:
-            slot = SLOT_WORDS * peer
-            if slots[slot + EXCHANGE_WORD] < count:
-                self.waiter.wait(peer, count)
-            if slots[slot + DIGEST_WORD + half] != digest:
-                raise RuntimeError(
-                    f"rank {peer} calls a different collective here than rank {self.rank}"
-                )
-        for chunk in chunks:
-            works[chunk.message].read(chunk, half)

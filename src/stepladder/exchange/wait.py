@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from time import perf_counter
 
 from stepladder.core.process_count import count_cores
@@ -32,6 +34,7 @@ class PeerWaiter:
         pids: list[int],
         group_id: int,
         timeout_seconds: float,
+        names: Sequence[int] = (),
     ) -> None:
         """Watch the processes of the peers, and wait for them in calls of `wait`.
 
@@ -42,6 +45,7 @@ class PeerWaiter:
             pids: The process of each rank.
             group_id: The number of the group.
             timeout_seconds: How long to wait for a peer.
+            names: The number by which messages name each rank; without it, that of this group.
 
         Raises:
             RuntimeError: A rank has ended already.
@@ -51,6 +55,7 @@ class PeerWaiter:
         self.rank = rank
         self.group_id = group_id
         self.timeout_seconds = timeout_seconds
+        self.names = names or ranks
         self.peers = [peer for peer in ranks if peer != rank]
         self.futexes = [address + 8 * (SLOT_WORDS * slot + FUTEX_WORD) for slot in ranks]
         self.sleeping_words = [SLOT_WORDS * peer + SLEEPING_WORD for peer in self.peers]
@@ -79,44 +84,94 @@ class PeerWaiter:
             self.slots[SLOT_WORDS * slot + FUTEX_WORD] = time.monotonic_ns() & FUTEX_MASK
             wake_all(futex)
 
-    def wait(self, peer: int, count: int) -> None:
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long to wait for a peer from now on."""
+        self.timeout_seconds = seconds
+
+    def wait(
+        self,
+        peer: int,
+        count: int,
+        until: float = math.inf,
+    ) -> bool:
         """Wait until a peer has published an exchange number of at least `count`.
+
+        Args:
+            peer: The peer.
+            count: The number.
+            until: The time, by `perf_counter`, at which to stop waiting.
+
+        Returns:
+            False if the time has come before the number.
 
         Raises:
             RuntimeError: A peer has ended or left the group, or did not arrive in time.
         """
+        peer_word = SLOT_WORDS * peer + EXCHANGE_WORD
+        slots = self.slots
+        began = perf_counter()
+        spin_end = began + MAX_SPIN_S
+        while self.should_spin and slots[peer_word] < count and perf_counter() < spin_end:
+            pass
+        has_arrived = self._sleep(
+            peer,
+            count,
+            until,
+            began,
+        )
+        self.should_spin = self.has_core_per_rank and perf_counter() < spin_end
+        return has_arrived
+
+    def _sleep(
+        self,
+        peer: int,
+        count: int,
+        until: float,
+        began: float,
+    ) -> bool:
+        """Do what `wait` does, without spinning; the wait began at the time `began`."""
         slots = self.slots
         peer_slot = SLOT_WORDS * peer
         own_slot = SLOT_WORDS * self.rank
-        began = perf_counter()
-        spin_end = began + MAX_SPIN_S
-        while self.should_spin and slots[peer_slot] < count and perf_counter() < spin_end:
-            pass
+        deadline = began + self.timeout_seconds
         while True:
             slots[own_slot + SLEEPING_WORD] = 1
             futex_value = slots[peer_slot + FUTEX_WORD] & FUTEX_MASK
             if slots[peer_slot] >= count:
                 break
             self._check_peers(count)
-            remaining = began + self.timeout_seconds - perf_counter()
-            if remaining <= 0:
-                raise RuntimeError(
-                    f"timed out: rank {peer} did not arrive in {self.timeout_seconds:g} s"
-                )
+            now = perf_counter()
+            if now >= deadline:
+                self._raise_timeout(count)
+            if now >= until:
+                return False
             wait_while_equal(
                 self.futexes[peer],
                 futex_value,
-                min(remaining, MAX_SLEEP_S),
+                min(deadline - now, until - now, MAX_SLEEP_S),
             )
         slots[own_slot + SLEEPING_WORD] = 0
-        self.should_spin = self.has_core_per_rank and perf_counter() < spin_end
+        return True
+
+    def _raise_timeout(self, count: int) -> None:
+        missing = [peer for peer in self.peers if self.slots[SLOT_WORDS * peer] < count]
+        names = format_ranks([self.names[peer] for peer in missing])
+        raise RuntimeError(f"timed out: {names} did not arrive in {self.timeout_seconds:g} s")
 
     def _check_peers(self, count: int) -> None:
         """Raise RuntimeError if a peer has ended or left before this exchange."""
+        if self.has_left:
+            raise RuntimeError("this rank has left the process group")
         for peer in self.peers:
             slot = SLOT_WORDS * peer
             has_left = (
                 peer in self.process_watch.ended or self.slots[slot + LEFT_WORD] == self.group_id
             )
             if has_left and self.slots[slot] < count:
-                raise RuntimeError(f"rank {peer} has gone")
+                raise RuntimeError(f"rank {self.names[peer]} has gone")
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as "rank 1" or "ranks 1, 2"."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from stepladder.rank.shared_segment import ARENA_OFFSET, HALF_BYTES, SLOT_BYTES, WORDS_PER_SLOT
-from stepladder.train.shared_memory_work import (
+from stepladder.exchange.work import (
     CACHE_LINE_BYTES,
     Chunk,
     MessageFormat,
     Tensors,
 )
+from stepladder.rank.shared_segment import ARENA_OFFSET, HALF_BYTES, SLOT_BYTES, WORDS_PER_SLOT
 
 FIRST_HALF_OFFSET = 8 * WORDS_PER_SLOT  # bytes from the beginning of a slot to its first half
 

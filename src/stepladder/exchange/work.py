@@ -139,7 +139,7 @@ def copy_all(
 NO_TENSOR = torch.empty(0)
 
 
-def _combine_nothing(*_: object) -> None:
+def combine_nothing(*_: object) -> None:
     """Do nothing: the classes below read the slots themselves."""
 
 
@@ -162,7 +162,7 @@ class InPlaceWork(Work):
             exchange,
             message_format,
             NO_TENSOR,
-            _combine_nothing,
+            combine_nothing,
         )
         self.vectors = vectors
         length = message_format.row_length
@@ -210,7 +210,7 @@ class ScalarSumWork(Work):
             exchange,
             message_format,
             NO_TENSOR,
-            _combine_nothing,
+            combine_nothing,
         )
         self.values = values
         self.memory = memory

@@ -1,0 +1,41 @@
+"""The back end "stepladder" of torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from stepladder.exchange.process_group import SharedMemoryGroup
+
+BACKEND_NAME = "stepladder"
+
+
+def make_group(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+) -> SharedMemoryGroup:
+    """Return a group that shares memory, for torch's registry of back ends. A collective.
+
+    Args:
+        store: A store of this group alone.
+        rank: This rank.
+        size: The number of ranks.
+        timeout: How long a collective waits for other ranks.
+    """
+    group = SharedMemoryGroup(store, rank, size)
+    gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group_type = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(group_type)
+    group._register_backend(torch.device("cpu"), group_type, gloo)
+    return group
+
+
+def register_backend() -> None:
+    """Make `init_process_group(backend="stepladder")` known to torch."""
+    if not hasattr(dist.Backend, BACKEND_NAME.upper()):
+        dist.Backend.register_backend(BACKEND_NAME, make_group, devices=["cpu"])

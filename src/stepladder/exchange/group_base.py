@@ -1,0 +1,178 @@
+"""A process group of torch.distributed that shares memory: how it is formed, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    distributed_c10d,
+)
+
+from stepladder.core.console import print_message
+from stepladder.exchange.group_work import CollectiveQueue, GroupWork
+from stepladder.exchange.meeting import share_memory
+from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.rank.torch_fixes_groups import record_collective
+
+C10D: Any = distributed_c10d  # torch's types of it name neither all classes nor all arguments
+FIRST_GROUP_ID = 1
+STORE_PREFIX = "stepladder"
+Tensors = list[torch.Tensor]
+
+
+def do_nothing() -> None:
+    """Do nothing: most outputs need no completion."""
+
+
+def announce(obstacle: str) -> None:
+    """Say how the ranks exchange tensors that are in the host's memory."""
+    if torch.cuda.is_available():
+        return  # most tensors are on GPUs, and are NCCL's
+    if obstacle:
+        print_message(f"the ranks exchange tensors by gloo: {obstacle}")
+    else:
+        print_message("the ranks exchange tensors in shared memory; --exchange gloo turns it off")
+
+
+class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
+    """A group of ranks that share memory if they can, and that holds a gloo group."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        announces: bool = False,
+    ) -> None:
+        """Create a group without a back end.
+
+        Args:
+            store: A store of this group alone.
+            rank: This rank.
+            size: The number of ranks.
+            announces: Whether rank 0 of all ranks says how they exchange tensors.
+        """
+        super().__init__(rank, size)  # with a store, torch does not accept a class of Python
+        self.obstacle = "there is no gloo group for tensors in the host's memory"
+        self._own_store = store
+        self._announces = announces
+        self._memory: SharedMemory | None = None
+        self._queue: CollectiveQueue | None = None
+        self._gloo: ProcessGroupGloo | None = None
+
+    def get_group_store(self) -> Store:
+        """Return the store of this group."""
+        return self._own_store
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks share memory; otherwise gloo carries everything."""
+        return self._memory is not None
+
+    def _register_backend(
+        self,
+        device: torch.device,
+        backend_type: Any,
+        backend: Any = None,
+    ) -> None:
+        """Take a back end for a device, and share memory beside a gloo group for the host."""
+        super()._register_backend(device, backend_type, backend)
+        if device.type == "cpu" and self._gloo is None and isinstance(backend, ProcessGroupGloo):
+            self._gloo = backend
+            self._share_memory(backend)
+
+    def _share_memory(self, gloo: ProcessGroupGloo) -> None:
+        store = PrefixStore(STORE_PREFIX, self._own_store)
+        meeting = share_memory(
+            store,
+            self.rank(),
+            self.size(),
+        )
+        self.obstacle = meeting.obstacle
+        is_default = not gloo.options.global_ranks_in_group
+        if self._announces and is_default and self.rank() == 0:
+            announce(meeting.obstacle)
+        if meeting.memory is None:
+            return
+        self._memory = SharedMemory(
+            meeting.memory,
+            self.rank(),
+            meeting.pids,
+            FIRST_GROUP_ID,
+            gloo.options._timeout.total_seconds(),
+            gloo.options.global_ranks_in_group,
+        )
+        self._queue = CollectiveQueue(self._memory)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._leave()
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Leave the group, also if a collective is under way."""
+        self._leave()
+        super().abort()
+
+    def _leave(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+
+    def _start(
+        self,
+        name: str,
+        enqueue: Callable[[SharedMemory], object],
+        outputs: Tensors,
+        opts: Any,
+        finish: Callable[[], None] = do_nothing,
+    ) -> GroupWork:
+        """Start a collective.
+
+        Args:
+            name: The name that a profiler shows.
+            enqueue: Puts the parts of the collective into the queue of the memory.
+            outputs: The tensors that will hold the result.
+            opts: torch's options.
+            finish: Completes the outputs.
+
+        Returns:
+            The work.
+        """
+        memory = self._memory
+        queue = self._queue
+        gloo = self._gloo
+        assert memory is not None and queue is not None and gloo is not None
+        timeout: timedelta = opts.timeout
+        if timeout.total_seconds() <= 0:
+            timeout = gloo.options._timeout
+
+        def enqueue_with_timeout() -> None:
+            memory.waiter.set_timeout(timeout.total_seconds())
+            enqueue(memory)
+
+        with record_collective(f"gloo:{name}"):
+            return queue.start(enqueue_with_timeout, GroupWork(outputs, finish), opts.asyncOp)
+
+    def _carry(
+        self,
+        method: str,
+        device: torch.device,
+        *args: object,
+    ) -> Any:
+        """Let the back end of a device start a collective that shared memory does not carry.
+
+        Args:
+            method: The name of its method.
+            device: Where the tensors are.
+            *args: The arguments of the method.
+
+        Returns:
+            The work.
+        """
+        return getattr(self._get_backend(device), method)(*args)

@@ -1,0 +1,264 @@
+"""The `Work` that a collective of a process group returns, and the queue that runs collectives."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch.distributed import Work as TorchWork
+from torch.futures import Future
+
+from stepladder.exchange.runner import ExchangeRunner
+
+# How long a collective with async_op=True may keep its caller. A thread takes over then, which
+# costs several wake-ups: most ranks arrive sooner.
+MAX_CALLER_WAIT_S = 0.005
+NO_TIMEOUT = timedelta(0)
+
+
+class GroupWork(TorchWork):
+    """A collective that was started; it may be finished already."""
+
+    def __init__(self, outputs: Any, finish: Callable[[], None]) -> None:
+        """Create the work of a collective, which is not finished.
+
+        Args:
+            outputs: The tensors that hold the result, which are the value of the future.
+            finish: Completes the outputs.
+        """
+        super().__init__()
+        self.outputs = outputs
+        self.finish = finish
+        self.error: RuntimeError | None = None
+        self.has_ended = False
+        self._lock = threading.Lock()
+        self._end_event: threading.Event | None = None
+        self._future: Future[Any] | None = None
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        """Mark the collective as finished or failed, and tell all that wait for it."""
+        if error is None:
+            self.finish()
+        with self._lock:
+            self.error = error
+            self.has_ended = True
+            if self._end_event is not None:
+                self._end_event.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: Future[Any]) -> None:
+        if self.error is None:
+            future.set_result(self.outputs)
+        else:
+            future.set_exception(self.error)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait for the result.
+
+        Returns:
+            True, as torch's own work does.
+
+        Raises:
+            RuntimeError: The collective has failed, or has not ended within the timeout.
+        """
+        if not self.has_ended:
+            with self._lock:
+                if self._end_event is None:
+                    self._end_event = threading.Event()
+                if self.has_ended:
+                    self._end_event.set()
+            seconds = timeout.total_seconds()
+            if not self._end_event.wait(seconds if seconds > 0 else None):
+                raise RuntimeError(f"timed out: the collective did not end in {seconds:g} s")
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future whose value is the list of the result's tensors."""
+        with self._lock:
+            future = self._future
+            if future is not None:
+                return future
+            future = self._future = Future()
+            has_ended = self.has_ended
+        if has_ended:
+            self._complete(future)
+        return future
+
+    def is_completed(self) -> bool:
+        """Return whether the collective has finished or failed."""
+        return self.has_ended
+
+    def is_success(self) -> bool:
+        """Return whether the collective has finished."""
+        return self.has_ended and self.error is None
+
+    def exception(self) -> RuntimeError | None:
+        """Return why the collective has failed, or None."""
+        return self.error
+
+    def result(self) -> Any:
+        """Return the tensors that hold the result."""
+        return self.outputs
+
+    def synchronize(self) -> None:
+        """Wait for the result, as `wait` does."""
+        self.wait()
+
+
+class QueuedCollective(NamedTuple):
+    """A collective that waits for its turn.
+
+    Attributes:
+        enqueue: Puts its parts into the queue of the runner.
+        work: What the caller got.
+    """
+
+    enqueue: Callable[[], object]
+    work: GroupWork
+
+
+class CollectiveQueue:
+    """Runs the collectives of one group one after the other, as all ranks do.
+
+    The caller's thread runs a collective if none is before it. When the peers do not arrive soon
+    and the caller need not wait, a thread of this queue takes over. While `_waiting` holds a
+    collective, that thread alone uses the memory; otherwise whoever has the lock.
+    """
+
+    def __init__(self, runner: ExchangeRunner) -> None:
+        """Create the queue of a group.
+
+        Args:
+            runner: Runs the exchanges.
+        """
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._arrival = threading.Condition(self._lock)
+        self._waiting: deque[QueuedCollective] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def start(
+        self,
+        enqueue: Callable[[], object],
+        work: GroupWork,
+        is_async: bool,
+    ) -> GroupWork:
+        """Start a collective, and finish it if all peers arrive soon.
+
+        Args:
+            enqueue: Puts its parts into the queue of the runner.
+            work: The collective's work.
+            is_async: Whether the caller wants to go on before the result is there.
+
+        Returns:
+            The same work; it has ended if the caller is not asynchronous.
+
+        Raises:
+            RuntimeError: The collective has failed, or an earlier one has.
+        """
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"this process was forked from process {self._pid}, and is no rank of its group"
+            )
+        with self._lock:
+            if self._error is not None:
+                raise RuntimeError(str(self._error)) from self._error
+            if self._waiting:
+                self._waiting.append(QueuedCollective(enqueue, work))
+            elif not self._run_here(enqueue, work, is_async):
+                self._waiting.append(QueuedCollective(enqueue, work))
+                self._start_thread()
+        if not is_async:
+            work.wait()
+        return work
+
+    def _run_here(
+        self,
+        enqueue: Callable[[], object],
+        work: GroupWork,
+        is_async: bool,
+    ) -> bool:
+        """Run a collective in the caller's thread; return whether it has ended."""
+        until = perf_counter() + MAX_CALLER_WAIT_S if is_async else float("inf")
+        try:
+            enqueue()
+            self._runner.begin()
+            if not self._runner.advance(until):
+                return False
+            work.end()
+        except RuntimeError as error:
+            self._error = error
+            work.end(error)
+        except BaseException:
+            self._error = RuntimeError("an earlier collective of this group was interrupted")
+            raise
+        return True
+
+    def _start_thread(self) -> None:
+        self._arrival.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_waiting, name="exchange", daemon=True)
+            self._thread.start()
+
+    def _run_waiting(self) -> None:
+        """Run what waits, until the queue is closed. The first of it has begun already."""
+        while True:
+            with self._lock:
+                while not self._waiting and not self._is_closed:
+                    self._arrival.wait()
+                if not self._waiting:
+                    return
+            self._run_waiting_in_turn()
+
+    def _run_waiting_in_turn(self) -> None:
+        """Run what waits until nothing does. The first of it has begun already."""
+        has_begun = True
+        while True:
+            collective = self._waiting[0]
+            error = self._error
+            if error is None:
+                error = self._run(collective, has_begun)
+            with self._lock:
+                self._error = self._error or error
+                self._waiting.popleft()
+                is_last = not self._waiting
+            collective.work.end(error)
+            has_begun = False
+            if is_last:
+                return
+
+    def _run(self, collective: QueuedCollective, has_begun: bool) -> RuntimeError | None:
+        """Run a collective to its end; return the error if it fails."""
+        try:
+            if not has_begun:
+                collective.enqueue()
+                self._runner.begin()
+            self._runner.advance()
+        except RuntimeError as error:
+            return error
+        except Exception as error:
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return None
+
+    def close(self) -> None:
+        """Leave the group, and end the thread."""
+        with self._lock:
+            if self._is_closed or self._pid != os.getpid():
+                return
+            self._is_closed = True
+            if self._error is None:
+                self._error = RuntimeError("the process group was destroyed")
+            self._arrival.notify()
+        self._runner.leave_group()

@@ -1,0 +1,158 @@
+"""How the ranks of a process group come to share memory: one makes it, the others open it.
+
+The memory is a file without a name, which a process of the same user and machine can open through
+/proc while its maker has it open. The kernel frees it with the last process that has mapped it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepladder.rank.shared_segment import MAX_SLOTS, can_share_memory, make_segment
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+class KeyStore(Protocol):
+    """The part of torch's store by which the ranks meet."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key."""
+
+    def get(self, key: str) -> bytes:
+        """Wait until a key has a value, and return it."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One rank that would share memory.
+
+    Attributes:
+        machine: Identifies the machine and the namespace in which its process id is valid.
+        pid: The process.
+        file: The number of the open memory file, on the rank that has made it.
+        obstacle: Why this rank cannot share memory; "" if it can.
+    """
+
+    machine: str
+    pid: int
+    file: int = -1
+    obstacle: str = ""
+
+    @staticmethod
+    def of_this_process(file: int = -1, obstacle: str = "") -> Participant:
+        """Return the participant that is this process."""
+        machine = ""
+        with suppress(OSError):
+            machine = f"{BOOT_ID.read_text(encoding='utf-8').strip()} {PID_NAMESPACE.readlink()}"
+        return Participant(
+            machine,
+            os.getpid(),
+            file,
+            obstacle,
+        )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of a group have agreed on.
+
+    Attributes:
+        memory: The memory that they share; None if they do not.
+        pids: The process of each rank.
+        obstacle: Why they share no memory; "" if they do.
+    """
+
+    memory: mmap.mmap | None
+    pids: list[int]
+    obstacle: str = ""
+
+
+def share_memory(
+    store: KeyStore,
+    rank: int,
+    ranks: int,
+) -> Meeting:
+    """Let the ranks of a group share memory, if all of them can. A collective.
+
+    Args:
+        store: A store of this group alone.
+        rank: This rank.
+        ranks: How many ranks the group has.
+
+    Returns:
+        What they have agreed on, which is the same on all ranks but for the mapping.
+    """
+    if ranks == 1:
+        return Meeting(None, [])
+    obstacle = _find_obstacle(ranks)
+    segment = None
+    if rank == 0 and not obstacle:
+        segment = make_segment(ranks)
+        if segment is None:
+            obstacle = "this machine makes no memory file so large"
+    memory: mmap.mmap | None = None
+    file = -1
+    if segment is not None:
+        file = segment.number
+        memory = mmap.mmap(file, 0)
+    elif rank > 0 and not obstacle:
+        maker = _read(store, 0)
+        try:
+            memory = _open_memory(maker)
+        except OSError as error:
+            obstacle = str(error)
+    own_entry = Participant.of_this_process(file, obstacle)
+    store.set(str(rank), json.dumps(asdict(own_entry)))
+    participants = [_read(store, peer) for peer in range(ranks)]
+    if segment is not None:
+        segment.close()
+    obstacles = [participant.obstacle for participant in participants if participant.obstacle]
+    if obstacles:
+        return Meeting(None, [], obstacles[0])
+    return Meeting(memory, [participant.pid for participant in participants])
+
+
+def _find_obstacle(ranks: int) -> str:
+    """Return why so many ranks cannot share memory here, as far as one process can see it."""
+    if ranks > MAX_SLOTS:
+        return f"more than {MAX_SLOTS} ranks share none"
+    if not can_share_memory(ranks):
+        return "it takes Linux on x86-64"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return "this system does not tell when a process ends (pidfd_open)"
+    return ""
+
+
+def _open_memory(maker: Participant) -> mmap.mmap:
+    """Return the memory that another rank has made.
+
+    Raises:
+        OSError: It cannot be mapped, with the reason in a few words.
+    """
+    if maker.obstacle:
+        raise OSError(maker.obstacle)
+    if maker.machine != Participant.of_this_process().machine:
+        raise OSError("the ranks are on several machines")
+    try:
+        file = os.open(f"/proc/{maker.pid}/fd/{maker.file}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(f"the memory of rank 0 cannot be opened ({error.strerror})") from error
+    try:
+        return mmap.mmap(file, 0)
+    finally:
+        os.close(file)
+
+
+def _read(store: KeyStore, rank: int) -> Participant:
+    fields: dict[str, Any] = json.loads(store.get(str(rank)))
+    return Participant(**fields)

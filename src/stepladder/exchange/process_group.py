@@ -1,0 +1,236 @@
+"""The collectives of a process group of torch.distributed that shares memory.
+
+Its gloo group carries what shared memory does not: tensors on other devices, sparse tensors,
+messages between two ranks, and every collective that is not defined here. The caller sees one
+group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepladder.exchange.group_base import C10D, GroupBase, Tensors
+from stepladder.exchange.reduction import Reduction
+from stepladder.exchange.routing import (
+    FlatTensors,
+    can_share,
+    find_reduction,
+    get_data,
+    get_flat,
+    have_length,
+)
+from stepladder.exchange.shared_memory import SharedMemory
+
+# What torch takes when a collective is called without options.
+ALL_REDUCE = C10D.AllreduceOptions()
+ALL_REDUCE_COALESCED = C10D.AllreduceCoalescedOptions()
+BROADCAST = C10D.BroadcastOptions()
+REDUCE = C10D.ReduceOptions()
+ALL_GATHER = C10D.AllgatherOptions()
+GATHER = C10D.GatherOptions()
+SCATTER = C10D.ScatterOptions()
+REDUCE_SCATTER = C10D.ReduceScatterOptions()
+BARRIER = C10D.BarrierOptions()
+
+
+class SharedMemoryGroup(GroupBase):
+    """A process group with the methods of torch's own, which `torch.distributed` calls.
+
+    Each method starts its collective and returns its work. Reductions are done in rank order.
+    """
+
+    def _find_reduction(self, tensors: Tensors, opts: Any) -> Reduction | None:
+        """Return the reduction that shared memory does with these tensors, None if gloo does it."""
+        if not self._can_share(tensors):
+            return None
+        return find_reduction(opts.reduceOp, tensors[0].dtype)
+
+    def _can_share(self, tensors: Tensors) -> bool:
+        return self.is_shared and can_share(tensors)
+
+    # -- the same result on all ranks --------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensors: Tensors,
+        opts: Any = ALL_REDUCE,
+    ) -> Any:
+        """Reduce each tensor over the ranks, in place."""
+        return self._all_reduce("allreduce", tensors, opts)
+
+    def allreduce_coalesced(
+        self,
+        tensors: Tensors,
+        opts: Any = ALL_REDUCE_COALESCED,
+    ) -> Any:
+        """Reduce each tensor over the ranks, in place and in one exchange."""
+        return self._all_reduce("allreduce_coalesced", tensors, opts)
+
+    def _all_reduce(
+        self,
+        method: str,
+        tensors: Tensors,
+        opts: Any,
+    ) -> Any:
+        reduction = self._find_reduction(tensors, opts)
+        if reduction is None:
+            return self._carry(method, tensors[0].device, tensors, opts)
+        kind = reduction
+
+        def enqueue(memory: SharedMemory) -> None:
+            for tensor in tensors:
+                memory.all_reduce(get_data(tensor), kind)
+
+        return self._start(
+            "all_reduce",
+            enqueue,
+            tensors,
+            opts,
+        )
+
+    def broadcast(
+        self,
+        tensors: Tensors,
+        opts: Any = BROADCAST,
+    ) -> Any:
+        """Send each tensor of one rank to all."""
+        if not self._can_share(tensors):
+            return self._carry("broadcast", tensors[0].device, tensors, opts)
+        flats = FlatTensors()
+        targets = [flats.add(tensor) for tensor in tensors]
+        root = opts.rootRank
+
+        def enqueue(memory: SharedMemory) -> None:
+            for target in targets:
+                memory.broadcast(target, root)
+
+        return self._start(
+            "broadcast",
+            enqueue,
+            tensors,
+            opts,
+            flats.write_back,
+        )
+
+    def allgather(
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = ALL_GATHER,
+    ) -> Any:
+        """Collect a tensor of each rank into a list."""
+        return self._all_gather(
+            "allgather",
+            output_tensors,
+            input_tensors,
+            opts,
+        )
+
+    def allgather_coalesced(
+        self,
+        output_lists: list[Tensors],
+        input_list: Tensors,
+        opts: Any = ALL_GATHER,
+    ) -> Any:
+        """Collect several tensors of each rank, with a list of tensors for each rank."""
+        if not self._can_share(input_list):
+            device = input_list[0].device
+            return self._carry("allgather_coalesced", device, output_lists, input_list, opts)
+        outputs = [list(tensors) for tensors in zip(*output_lists, strict=True)]
+        return self._all_gather(
+            "allgather",
+            outputs,
+            input_list,
+            opts,
+        )
+
+    def _all_gather(
+        self,
+        method: str,
+        outputs: list[Tensors],
+        parts: Tensors,
+        opts: Any,
+    ) -> Any:
+        """Collect each part of all ranks into the list of outputs with the same index."""
+        all_outputs = [output for tensors in outputs for output in tensors]
+        is_shared = self._can_share([*parts, *all_outputs]) and all(
+            have_length(tensors, part.numel()) for tensors, part in zip(outputs, parts, strict=True)
+        )
+        if not is_shared:
+            return self._carry(method, parts[0].device, outputs, parts, opts)
+        flats = FlatTensors()
+        targets = [[flats.add(output) for output in tensors] for tensors in outputs]
+        sources = [get_flat(part) for part in parts]
+
+        def enqueue(memory: SharedMemory) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                memory.all_gather(target, source)
+
+        return self._start(
+            "all_gather",
+            enqueue,
+            all_outputs,
+            opts,
+            flats.write_back,
+        )
+
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        part: torch.Tensor,
+        opts: Any = ALL_GATHER,
+    ) -> Any:
+        """Collect a tensor of each rank into one tensor."""
+        length = part.numel() * self.size()
+        if not self._can_share([output, part]) or not have_length([output], length):
+            return self._carry("_allgather_base", part.device, output, part, opts)
+        return self._all_gather_into([output], [part], opts)
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Tensors,
+        parts: Tensors,
+        opts: Any = ALL_GATHER,
+    ) -> Any:
+        """Collect several tensors of each rank, each into one tensor."""
+        if not self._can_share([*outputs, *parts]):
+            return super().all_gather_single_coalesced(outputs, parts, opts)
+        return self._all_gather_into(outputs, parts, opts)
+
+    def _all_gather_into(
+        self,
+        outputs: Tensors,
+        parts: Tensors,
+        opts: Any,
+    ) -> Any:
+        flats = FlatTensors()
+        targets = [flats.add(output).view(self.size(), -1).unbind() for output in outputs]
+        sources = [get_flat(part) for part in parts]
+
+        def enqueue(memory: SharedMemory) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                memory.all_gather(target, source)
+
+        return self._start(
+            "_all_gather_base",
+            enqueue,
+            outputs,
+            opts,
+            flats.write_back,
+        )
+
+    def barrier(self, opts: Any = BARRIER) -> Any:
+        """Wait until all ranks have come here."""
+        is_on_host = opts.device is None or opts.device.type == "cpu"
+        if not self.is_shared or not is_on_host:
+            return super().barrier(opts)
+        return self._start(
+            "barrier",
+            SharedMemory.barrier,
+            [],
+            opts,
+        )

@@ -1,0 +1,173 @@
+"""Runs exchanges: each rank writes into its slot, waits for its peers, and reads their slots."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from stepladder.exchange.plan import Exchange, ExchangePlanner
+from stepladder.exchange.wait import (
+    DIGEST_WORD,
+    EXCHANGE_WORD,
+    FUTEX_MASK,
+    FUTEX_WORD,
+    SLOT_WORDS,
+    PeerWaiter,
+)
+from stepladder.exchange.work import Chunk, MessageFormat, Work
+from stepladder.rank.futex import wake_all
+
+MAX_PLANS = 64
+
+
+class ExchangeRunner:
+    """Runs the collectives of one group of ranks that are queued, several in one exchange."""
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        pids: list[int],
+        group_id: int,
+        timeout_seconds: float,
+        names: Sequence[int] = (),
+    ) -> None:
+        """Join a group.
+
+        Args:
+            memory: The memory that the ranks share; groups use it in turn.
+            rank: This rank.
+            pids: The process id of each rank.
+            group_id: The exchange number from which the group counts on. It must be larger than
+                `read_last_exchange` of every rank.
+            timeout_seconds: How long an exchange waits for a peer.
+            names: The number by which messages name each rank; without it, that of this group.
+
+        Raises:
+            RuntimeError: If the process of a rank has ended already.
+        """
+        self.rank = rank
+        self.memory = memory
+        self.slots = memoryview(memory).cast("q")
+        memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.waiter = PeerWaiter(
+            self.slots,
+            memory_bytes.data_ptr(),
+            rank,
+            pids,
+            group_id,
+            timeout_seconds,
+            names,
+        )
+        self.names = self.waiter.names
+        self.peers = self.waiter.peers
+        self.sleeping_words = self.waiter.sleeping_words
+        self.fence = threading.Lock()  # acquiring it is a memory fence, see shared_memory.py
+        self.exchange_count = group_id
+        self.queue: list[Work] = []
+        self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
+        self.remaining: deque[Exchange] = deque()
+        self.is_published = False  # whether this rank has written its data of the first of them
+        self.planner = ExchangePlanner(memory_bytes, rank, len(pids))
+        self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
+
+    def leave_group(self) -> None:
+        """Leave the group: no peer needs to wait for this rank any more."""
+        self.waiter.leave_group()
+
+    def exchange(self) -> None:
+        """Run all collectives that are queued."""
+        self.begin()
+        self.advance()
+
+    def begin(self) -> None:
+        """Make the queued collectives the ones that run now. None may be running."""
+        works = self.queue
+        self.queue = []
+        for work in works:
+            work.is_finished = True
+        formats = tuple([work.format for work in works])
+        plan = self.plans.get(formats)
+        if plan is None:
+            if len(self.plans) == MAX_PLANS:
+                self.plans.clear()
+            plan = self.plans[formats] = self.planner.plan(formats)
+        self.batch = works
+        self.remaining = deque(plan)
+        self.is_published = False
+
+    def advance(self, until: float = math.inf) -> bool:
+        """Run the exchanges of the collectives that run now.
+
+        Args:
+            until: The time, by `perf_counter`, after which to wait for no peer. The rest runs in
+                the next call.
+
+        Returns:
+            Whether they are finished.
+
+        Raises:
+            RuntimeError: As for `Work.wait`. No further collective can run in this group.
+        """
+        works = self.batch
+        tag = 0
+        for work in works:
+            tag ^= work.tag
+        while self.remaining:
+            digest, chunks = self.remaining[0]
+            if not self.is_published:
+                self._publish(digest ^ tag, chunks)
+            if not self._has_all_peers(digest ^ tag, until):
+                return False
+            half = self.exchange_count & 1
+            for chunk in chunks:
+                works[chunk.message].read(chunk, half)
+            self.remaining.popleft()
+            self.is_published = False
+        for work in works:
+            work.has_result = True
+        return True
+
+    def _publish(self, digest: int, chunks: list[Chunk]) -> None:
+        """Write this rank's data of an exchange, and wake the peers that wait for them."""
+        slots = self.slots
+        own_slot = SLOT_WORDS * self.rank
+        self.exchange_count = count = self.exchange_count + 1
+        half = count & 1
+        for chunk in chunks:
+            self.batch[chunk.message].write(chunk, half)
+        slots[own_slot + DIGEST_WORD + half] = digest
+        slots[own_slot + EXCHANGE_WORD] = count
+        slots[own_slot + FUTEX_WORD] = count & FUTEX_MASK
+        self.is_published = True
+        self.fence.acquire()
+        self.fence.release()
+        for sleeping_word in self.sleeping_words:
+            if slots[sleeping_word]:
+                wake_all(self.waiter.futexes[self.rank])
+                break
+
+    def _has_all_peers(self, digest: int, until: float) -> bool:
+        """Return whether all peers have published the exchange that this rank has published."""
+        slots = self.slots
+        count = self.exchange_count
+        half = count & 1
+        for peer in self.peers:
+            slot = SLOT_WORDS * peer
+            has_arrived = slots[slot + EXCHANGE_WORD] >= count or self.waiter.wait(
+                peer, count, until
+            )
+            if not has_arrived:
+                return False
+            if slots[slot + DIGEST_WORD + half] != digest:
+                peer_name = self.names[peer]
+                raise RuntimeError(
+                    f"rank {peer_name} calls a different collective here"
+                    f" than rank {self.names[self.rank]}"
+                )
+        return True

@@ -1,0 +1,77 @@
+"""Changes to torch's process groups that stepladder.exchange needs, as in torch_fixes.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+from stepladder.core.after_import import AfterImport
+
+C10D_MODULE = "torch.distributed.distributed_c10d"
+NO_RECORD = nullcontext()
+
+
+def record_collective(name: str) -> AbstractContextManager[object]:
+    """Return a block that a running profiler of torch shows by a name, as it shows gloo's."""
+    from torch.autograd import profiler
+
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return NO_RECORD
+
+
+def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
+    """Make torch create the process groups of this process by a function, from now on.
+
+    torch has no setting for the class of its groups, or for the back end behind the name "gloo".
+    Where torch is not imported yet, its import stays the script's. Seen with torch 2.11 to 2.15.
+
+    Args:
+        load_function: Returns the function when a group is to be made. The function is called with
+            a store, a rank and a number of ranks, as torch's class is.
+    """
+
+    def replace_helper(c10d: Any) -> None:
+        make_backends = c10d._new_process_group_helper
+        if hasattr(make_backends, "__wrapped__"):
+            return
+
+        @wraps(make_backends)
+        def make_by_function(*args: Any, **options: Any) -> Any:
+            make_group = load_function()
+            torch_class = c10d.ProcessGroup
+            vars(c10d)["ProcessGroup"] = GroupClass(torch_class, make_group)
+            try:
+                return make_backends(*args, **options)
+            finally:
+                vars(c10d)["ProcessGroup"] = torch_class
+
+        vars(c10d)["_new_process_group_helper"] = make_by_function
+
+    if C10D_MODULE in sys.modules:
+        replace_helper(sys.modules[C10D_MODULE])
+    else:
+        sys.meta_path.insert(0, AfterImport({C10D_MODULE: replace_helper}))
+
+
+class GroupClass:
+    """Looks like torch's class of process groups, but creates them by a function."""
+
+    def __init__(self, torch_class: Any, make_group: Callable[..., Any]) -> None:
+        self._torch_class = torch_class
+        self._make_group = make_group
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make_group(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch_class, name)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._torch_class)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._torch_class)

@@ -1,0 +1,231 @@
+"""Each collective of the shared process group beside gloo's, in the same ranks; its order and its futures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stepladder.exchange
+from ranks import run_ranks
+from stepladder.exchange.process_group import SharedMemoryGroup
+from stepladder.rank.shared_segment import HALF_BYTES
+
+pytestmark = pytest.mark.ranks
+
+SIZES = (0, 1, 17, HALF_BYTES // 4 + 1000)  # the last does not fit into a half of a slot
+FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
+INTEGERS = torch.uint8, torch.int8, torch.int32, torch.int64
+OPERATIONS = [getattr(dist.ReduceOp, name) for name in ("SUM", "PRODUCT", "MIN", "MAX")]
+BITS = [getattr(dist.ReduceOp, name) for name in ("BAND", "BOR", "BXOR")]
+assert stepladder.exchange  # registers the back end
+
+
+def drawn(rank: int, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers: their sums and products are exact in any order."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randint(1, 4, torch.Size(shape), generator=generator).to(dtype)
+
+
+def reduced(group: Any, rank: int) -> list[torch.Tensor]:
+    results = []
+    for size in SIZES:
+        for operation in OPERATIONS:
+            for dtype in FLOATS + INTEGERS:
+                tensor = drawn(rank, [size], dtype)
+                dist.all_reduce(tensor, operation, group)
+                results.append(tensor)
+        for operation in BITS:
+            tensor = drawn(rank, [size], torch.int32)
+            dist.all_reduce(tensor, operation, group)
+            results.append(tensor)
+    truth = torch.tensor([rank == 0, True])
+    dist.all_reduce(truth, dist.ReduceOp.MAX, group)
+    wave = torch.complex(drawn(rank, [3]), drawn(rank, [3]))
+    dist.all_reduce(wave, group=group)
+    return [*results, truth, wave]
+
+
+def turned(group: Any, rank: int) -> list[torch.Tensor]:
+    """Tensors that do not lie in one row, and one that autograd watches."""
+    columns = drawn(rank, [4, 6]).t()  # gloo takes no account of gaps between columns
+    dist.all_reduce(columns, group=group)
+    image = drawn(rank, [2, 3, 2, 2]).to(memory_format=torch.channels_last)
+    dist.broadcast(image, 0, group)
+    rows = [torch.zeros(6, 4).t() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, drawn(rank, [6, 4]).t(), group)
+    weight = torch.nn.Parameter(drawn(rank, [3]))
+    with torch.no_grad():
+        dist.broadcast(weight, 1, group)
+    return [columns, image, *rows, weight.detach()]
+
+
+def spread(group: Any, rank: int) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    results = []
+    for length in SIZES[1:]:
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            message = drawn(rank, [length], dtype)
+            dist.broadcast(message, size - 1, group)
+            parts = [torch.zeros(length, dtype=dtype) for _ in range(size)]
+            dist.all_gather(parts, drawn(rank, [length], dtype), group)
+            whole = torch.zeros(size * length, dtype=dtype)
+            dist.all_gather_into_tensor(whole, drawn(rank, [length], dtype), group)
+            results += [message, *parts, whole]
+    return results
+
+
+def coalesced(group: Any, rank: int) -> list[torch.Tensor]:
+    tensors = [drawn(rank, [5]), drawn(rank, [2, 2])]
+    with dist._coalescing_manager(group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    outputs = [torch.zeros(dist.get_world_size(group) * 3) for _ in range(2)]
+    with dist._coalescing_manager(group):
+        for number, output in enumerate(outputs):
+            dist.all_gather_into_tensor(output, drawn(rank, [3]) + number, group)
+    return [*tensors, *outputs]
+
+
+def objects(group: Any, rank: int) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, {"rank": rank}, group)
+    words = ["a word" if rank == 0 else None]
+    dist.broadcast_object_list(words, 0, group)
+    return [gathered, words]
+
+
+def through_gloo(group: Any, rank: int) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    token = torch.tensor([float(rank)])
+    if rank == 0:
+        dist.send(token, 1, group)
+    elif rank == 1:
+        dist.recv(token, 0, group)
+    scattered = torch.zeros(2)
+    dist.scatter(scattered, [drawn(9, [2])] * size if rank == 0 else None, 0, group)
+    sparse = torch.eye(3).to_sparse() * (rank + 1)
+    dist.all_reduce(sparse, group=group)
+    return [token, scattered, sparse.to_dense()]
+
+
+def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[Any, Any]:
+    shared = dist.new_group(backend="stepladder")
+    gloo = dist.new_group(backend="gloo")
+    assert isinstance(shared, SharedMemoryGroup)
+    assert shared.is_shared, shared.obstacle
+    results = [collective(group, dist.get_rank()) for group in (shared, gloo)]
+    dist.barrier(shared)
+    dist.destroy_process_group(shared)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("collective", [reduced, turned, spread, coalesced, objects, through_gloo])
+def test_each_collective_leaves_what_gloo_leaves(
+    collective: Callable[[Any, int], list[Any]], world_size: int
+) -> None:
+    for ours, theirs in run_ranks(beside_gloo, world_size, collective):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def sums_of_random_numbers(_: Any) -> tuple[bool, bool]:
+    """Whether a sum is the one in rank order, and whether it is gloo's."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    shared, gloo = dist.new_group(backend="stepladder"), dist.new_group(backend="gloo")
+    addends = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    in_rank_order = addends[0].clone()
+    for addend in addends[1:]:
+        in_rank_order += addend
+    ours, theirs = addends[rank].clone(), addends[rank].clone()
+    dist.all_reduce(ours, group=shared)
+    dist.all_reduce(theirs, group=gloo)
+    return torch.equal(ours, in_rank_order), torch.equal(ours, theirs)
+
+
+def test_sums_are_added_in_rank_order_which_is_gloos_for_two_ranks() -> None:
+    assert run_ranks(sums_of_random_numbers, 2) == [(True, True)] * 2
+    assert [in_order for in_order, _ in run_ranks(sums_of_random_numbers, 3)] == [True] * 3
+
+
+def futures(_: Any) -> list[Any]:
+    """All are started before one of them is waited for, in the other order on the second rank."""
+    group = dist.new_group(backend="stepladder")
+    rank = dist.get_rank()
+    tensors = [torch.full((3,), float(rank + number)) for number in range(20)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    assert all(work is not None for work in works)
+    doubled = works[7].get_future().then(lambda future: future.value()[0] * 2)
+    for work in reversed(works) if rank else works:
+        assert work.wait() and work.is_completed()
+    return [torch.stack(tensors).sum().item(), doubled.wait().tolist()]
+
+
+def test_collectives_are_started_and_waited_for_later() -> None:
+    expected = [sum(3.0 * (2 * number + 1) for number in range(20)), [30.0] * 3]
+    assert run_ranks(futures, 2) == [expected] * 2
+
+
+def crossed(_: Any) -> float:
+    """A rank that starts a collective and sends, beside one that first receives."""
+    group = dist.new_group(backend="stepladder")
+    token, total = torch.tensor([5.0]), torch.ones(2)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(total, group=group, async_op=True)
+        dist.send(token, 1, group)
+        work.wait()
+    else:
+        token.zero_()
+        dist.recv(token, 0, group)
+        dist.all_reduce(total, group=group)
+    return (token + total.sum()).item()
+
+
+def test_an_asynchronous_collective_does_not_keep_its_caller() -> None:
+    assert run_ranks(crossed, 2) == [9.0] * 2
+
+
+def late(_: Any) -> str:
+    group = dist.new_group(backend="stepladder", timeout=timedelta(seconds=0.3))
+    message = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(2), group=group)
+        message = str(caught.value)
+        with pytest.raises(RuntimeError, match="did not arrive"):  # the group is of no more use
+            dist.barrier(group)
+    dist.barrier()
+    return message
+
+
+def test_a_timeout_names_the_ranks_that_are_missing() -> None:
+    assert run_ranks(late, 3)[0] == "timed out: ranks 1, 2 did not arrive in 0.3 s"
+
+
+def pairs(_: Any) -> list[float]:
+    """Groups of two of three ranks, whose messages have the numbers of all ranks."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(list(ranks), backend="stepladder") for ranks in ((0, 2), (1, 2))]
+    results = []
+    for group, ranks in zip(groups, ((0, 2), (1, 2)), strict=True):
+        if rank in ranks:
+            tensor = torch.tensor([float(rank)])
+            dist.all_reduce(tensor, group=group)
+            results.append(tensor.item())
+    if rank == 0:
+        dist.destroy_process_group(groups[0])
+    dist.barrier()
+    if rank == 2:
+        with pytest.raises(RuntimeError, match="rank 0 has gone"):
+            dist.all_reduce(torch.ones(1), group=groups[0])
+    return results
+
+
+def test_groups_of_some_ranks_name_ranks_as_all_do() -> None:
+    assert run_ranks(pairs, 3) == [[2.0], [3.0], [2.0, 3.0]]

@@ -1,0 +1,121 @@
+"""Unmodified scripts under `run`: they get shared memory, gloo's results, and news of a lost rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import run
+
+pytestmark = pytest.mark.ranks
+
+IN_MEMORY = "the ranks exchange tensors in shared memory"
+TRAIN = """\
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+ARGUMENTS
+torch.manual_seed(3)
+torch.set_num_threads(1)
+inner = torch.nn.Sequential(
+    torch.nn.Linear(8, 600), torch.nn.BatchNorm1d(600), torch.nn.ReLU(), torch.nn.Linear(600, 1)
+)
+model = DistributedDataParallel(inner, OPTIONS)
+optimizer = torch.optim.Adam(model.parameters())
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(8):
+    inputs = torch.randn(6, 8, generator=generator)
+    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    if step % 3:
+        optimizer.step()
+        optimizer.zero_grad()
+total = sum(parameter.double().abs().sum() for parameter in model.parameters())
+print(type(dist.group.WORLD).__name__, dist.get_backend(), repr(total.item()))
+dist.destroy_process_group()
+"""
+
+
+def trained(
+    folder: Path,
+    *flags: object,
+    arguments: str = 'dist.init_process_group("gloo")',
+    options: str = "",
+) -> tuple[list[str], str]:
+    """The last words of each rank, without its number, and what the command said."""
+    script = folder / "train.py"
+    script.write_text(TRAIN.replace("ARGUMENTS", arguments).replace("OPTIONS", options))
+    ended = run("run", *flags, script, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()), ended.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "static_graph=True", "find_unused_parameters=True", "gradient_as_bucket_view=True"],
+)
+def test_ddp_gives_the_bits_of_gloo_on_two_ranks(tmp_path: Path, options: str) -> None:
+    ours, said = trained(tmp_path, "--nproc", 2, options=options)
+    theirs, of_gloo = trained(tmp_path, "--nproc", 2, "--exchange", "gloo", options=options)
+    assert IN_MEMORY in said and IN_MEMORY not in of_gloo
+    assert ours == [line.replace("ProcessGroup", "SharedMemoryGroup") for line in theirs]
+    assert ours[0].startswith("SharedMemoryGroup gloo") and len(set(ours)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["dist.init_process_group()", 'dist.init_process_group("cpu:gloo,cuda:gloo")']
+)
+def test_whatever_names_gloo_shares_memory(tmp_path: Path, arguments: str) -> None:
+    said, _ = trained(tmp_path, "--nproc", 3, "--start-method", "spawn", arguments=arguments)
+    assert all(line.startswith("SharedMemoryGroup") for line in said) and len(set(said)) == 1
+
+
+def test_more_ranks_than_read_each_other_use_gloo_and_say_so(tmp_path: Path) -> None:
+    script = tmp_path / "nine.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "one = torch.ones(1)\n"
+        "dist.all_reduce(one)\n"
+        "print(one.item())\n"
+    )
+    ended = run("run", "--nproc", 9, script, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("9.0") == 9
+    assert "exchange tensors by gloo: more than 8 ranks share none" in ended.stderr
+
+
+KILLED = """\
+import os, signal, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.barrier()
+if rank == 1:
+    print(f"at {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(4))
+except RuntimeError as error:
+    print(f"rank {rank} at {time.time()}: {error}", flush=True)
+"""
+
+
+def test_a_killed_rank_is_named_in_the_exception_of_all_others(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    ended = run("run", "--nproc", 3, script, cwd=tmp_path)
+    assert ended.returncode != 0
+    for rank in (0, 2):
+        [line] = [line for line in ended.stdout.splitlines() if f"rank {rank} at" in line]
+        assert line.endswith("rank 1 has gone")
+
+
+def test_torchrun_has_it_by_its_own_name(tmp_path: Path) -> None:
+    script = tmp_path / "named.py"
+    text = TRAIN.replace("ARGUMENTS", 'dist.init_process_group("stepladder")')
+    script.write_text("import stepladder.exchange\n" + text.replace("OPTIONS", ""))
+    torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone"
+    ended = run("--nproc-per-node", 2, script, cwd=tmp_path, command=torchrun)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("SharedMemoryGroup") == ended.stdout.count("stepladder") == 2
