@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import run
+from processes import JOBS, run
 
 pytestmark = pytest.mark.ranks
 
@@ -109,6 +109,16 @@ def test_a_killed_rank_is_named_in_the_exception_of_all_others(tmp_path: Path) -
     for rank in (0, 2):
         [line] = [line for line in ended.stdout.splitlines() if f"rank {rank} at" in line]
         assert line.endswith("rank 1 has gone")
+
+
+@pytest.mark.parametrize("kind", ["alone", "shapes"])
+def test_ranks_that_call_different_collectives_are_told_so(kind: str, tmp_path: Path) -> None:
+    """gloo aborts the process in one case, and mixes up numbers in the other."""
+    ended = run(
+        *("run", "--nproc", 2, JOBS / "hangs_script.py"), cwd=tmp_path, env={"HANG": f"{kind} 3"}
+    )
+    assert ended.returncode == 1
+    assert "calls a different collective here than rank" in ended.stderr
 
 
 def test_torchrun_has_it_by_its_own_name(tmp_path: Path) -> None:

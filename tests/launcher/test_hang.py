@@ -255,8 +255,11 @@ IN_A_SCRIPT = {
 def test_a_script_that_knows_nothing_of_us_is_explained_too(kind: str, tmp_path: Path) -> None:
     """Two of them gloo ends by itself, with an abort that names no line."""
     script, env = JOBS / "hangs_script.py", {"HANG": f"{kind} 3"}
+    exchange = "gloo" if kind in ("alone", "shapes") else "memory"
     with started(
-        "run", "--nproc", 2, "--explain-after", 4, script, cwd=tmp_path, env=env
+        *("run", "--nproc", 2, "--explain-after", 4, "--exchange", exchange, script),
+        cwd=tmp_path,
+        env=env,
     ) as running:
         wait_until(
             lambda: re.search(IN_A_SCRIPT[kind], running.err.read_text()), running.err.read_text

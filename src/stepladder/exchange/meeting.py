@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepladder.rank.open_file import OpenFile
 from stepladder.rank.shared_segment import MAX_SLOTS, can_share_memory, make_segment
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -92,32 +93,56 @@ def share_memory(
     """
     if ranks == 1:
         return Meeting(None, [])
-    obstacle = _find_obstacle(ranks)
-    segment = None
-    if rank == 0 and not obstacle:
-        segment = make_segment(ranks)
-        if segment is None:
-            obstacle = "this machine makes no memory file so large"
-    memory: mmap.mmap | None = None
-    file = -1
-    if segment is not None:
-        file = segment.number
-        memory = mmap.mmap(file, 0)
-    elif rank > 0 and not obstacle:
-        maker = _read(store, 0)
-        try:
-            memory = _open_memory(maker)
-        except OSError as error:
-            obstacle = str(error)
-    own_entry = Participant.of_this_process(file, obstacle)
+    offer = _make_offer(store, rank, ranks)
+    own_entry = Participant.of_this_process(offer.file, offer.obstacle)
     store.set(str(rank), json.dumps(asdict(own_entry)))
     participants = [_read(store, peer) for peer in range(ranks)]
-    if segment is not None:
-        segment.close()
+    if offer.segment is not None:
+        offer.segment.close()
     obstacles = [participant.obstacle for participant in participants if participant.obstacle]
     if obstacles:
         return Meeting(None, [], obstacles[0])
-    return Meeting(memory, [participant.pid for participant in participants])
+    return Meeting(offer.memory, [participant.pid for participant in participants])
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank has before it knows about the others.
+
+    Attributes:
+        obstacle: Why it cannot share memory; "" if it can.
+        memory: The memory, mapped.
+        segment: The open file of the memory, on the rank that has made it.
+    """
+
+    obstacle: str = ""
+    memory: mmap.mmap | None = None
+    segment: OpenFile | None = None
+
+    @property
+    def file(self) -> int:
+        """The number of the open file, -1 if there is none."""
+        return -1 if self.segment is None else self.segment.number
+
+
+def _make_offer(
+    store: KeyStore,
+    rank: int,
+    ranks: int,
+) -> Offer:
+    """Make the memory on rank 0, open it on the others."""
+    obstacle = _find_obstacle(ranks)
+    if obstacle:
+        return Offer(obstacle)
+    if rank == 0:
+        segment = make_segment(ranks)
+        if segment is None:
+            return Offer("this machine makes no memory file so large")
+        return Offer("", mmap.mmap(segment.number, 0), segment)
+    try:
+        return Offer("", _open_memory(_read(store, 0)))
+    except OSError as error:
+        return Offer(str(error))
 
 
 def _find_obstacle(ranks: int) -> str:
