@@ -79,6 +79,47 @@ def spread(group: Any, rank: int) -> list[torch.Tensor]:
     return results
 
 
+def scattered(group: Any, rank: int) -> list[torch.Tensor]:
+    """What is on one rank before or after, and what each rank has a part of."""
+    size = dist.get_world_size(group)
+    results = []
+    for length in SIZES[1:]:
+        summed = drawn(rank, [length])
+        dist.reduce(summed, size - 1, dist.ReduceOp.MAX, group)
+        results += [summed] if rank == size - 1 else []
+        parts = [torch.zeros(length) for _ in range(size)] if rank == 1 else None
+        dist.gather(drawn(rank, [length]), parts, 1, group)
+        results += parts or []
+        own = torch.zeros(length)
+        dist.scatter(
+            own, [drawn(n, [length]) for n in range(size)] if rank == 0 else None, 0, group
+        )
+        slices = drawn(rank, [size * length])
+        piece = torch.zeros(length)
+        dist.reduce_scatter_tensor(piece, slices, group=group)
+        listed = torch.zeros(length)
+        dist.reduce_scatter(listed, list(slices.chunk(size)), dist.ReduceOp.PRODUCT, group)
+        results += [own, piece, listed]
+    return results
+
+
+def transposed(group: Any, rank: int) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    results = []
+    for length in SIZES[1:]:
+        received = torch.zeros(size * length)
+        dist.all_to_all_single(received, drawn(rank, [size * length]), group=group)
+        results.append(received)
+    sent = [(rank + 2 * peer) % 4 for peer in range(size)]
+    expected = [(peer + 2 * rank) % 4 for peer in range(size)]
+    uneven = torch.zeros(sum(expected), 3)
+    dist.all_to_all_single(uneven, drawn(rank, [sum(sent), 3]), expected, sent, group)
+    half_even = torch.zeros(2 * size)  # torch takes no list of lengths for equal ones
+    lengths = [2] * size if rank else None
+    dist.all_to_all_single(half_even, drawn(rank, [2 * size]), lengths, lengths, group)
+    return [*results, uneven, half_even]
+
+
 def coalesced(group: Any, rank: int) -> list[torch.Tensor]:
     tensors = [drawn(rank, [5]), drawn(rank, [2, 2])]
     with dist._coalescing_manager(group):
@@ -100,17 +141,14 @@ def objects(group: Any, rank: int) -> list[Any]:
 
 
 def through_gloo(group: Any, rank: int) -> list[torch.Tensor]:
-    size = dist.get_world_size(group)
     token = torch.tensor([float(rank)])
     if rank == 0:
         dist.send(token, 1, group)
     elif rank == 1:
         dist.recv(token, 0, group)
-    scattered = torch.zeros(2)
-    dist.scatter(scattered, [drawn(9, [2])] * size if rank == 0 else None, 0, group)
     sparse = torch.eye(3).to_sparse() * (rank + 1)
     dist.all_reduce(sparse, group=group)
-    return [token, scattered, sparse.to_dense()]
+    return [token, sparse.to_dense()]
 
 
 def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[Any, Any]:
@@ -125,7 +163,9 @@ def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[An
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("collective", [reduced, turned, spread, coalesced, objects, through_gloo])
+@pytest.mark.parametrize(
+    "collective", [reduced, turned, spread, scattered, transposed, coalesced, objects, through_gloo]
+)
 def test_each_collective_leaves_what_gloo_leaves(
     collective: Callable[[Any, int], list[Any]], world_size: int
 ) -> None:
@@ -133,6 +173,24 @@ def test_each_collective_leaves_what_gloo_leaves(
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def lists_transposed(_: Any) -> list[list[float]]:
+    """gloo has no all-to-all of lists."""
+    group = dist.new_group(backend="stepladder")
+    rank, size = dist.get_rank(), dist.get_world_size(group)
+    outputs = [torch.zeros(peer + rank) for peer in range(size)]
+    parts = [torch.full((peer + rank,), 10.0 * rank + peer) for peer in range(size)]
+    dist.all_to_all(outputs, parts, group)
+    with pytest.raises(RuntimeError, match="sends 1 numbers to rank 0, which expects 2"):
+        wrong = [2 if rank == 0 else 1] * size
+        dist.all_to_all_single(torch.zeros(sum(wrong)), torch.zeros(size), wrong, None, group)
+    return [output.tolist() for output in outputs]
+
+
+def test_lists_of_any_lengths_are_transposed() -> None:
+    expected = [[[10.0 * peer + rank] * (peer + rank) for peer in range(3)] for rank in range(3)]
+    assert run_ranks(lists_transposed, 3) == expected
 
 
 def sums_of_random_numbers(_: Any) -> tuple[bool, bool]:

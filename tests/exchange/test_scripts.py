@@ -86,6 +86,18 @@ def test_more_ranks_than_read_each_other_use_gloo_and_say_so(tmp_path: Path) -> 
     assert "exchange tensors by gloo: more than 8 ranks share none" in ended.stderr
 
 
+def test_what_torch_builds_on_collectives_gives_the_bits_of_gloo(tmp_path: Path) -> None:
+    """Hooks of DDP, no_sync, ZeroRedundancyOptimizer, Join, FSDP2 with checkpoints, DTensor."""
+    printed = []
+    for exchange in ("memory", "gloo"):
+        flags = "--nproc", 2, "--exchange", exchange
+        ended = run("run", *flags, JOBS / "many_ways.py", cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert (IN_MEMORY in ended.stderr) == (exchange == "memory")
+        printed.append(sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()))
+    assert printed[0] == printed[1] and len(printed[0]) == 14
+
+
 KILLED = """\
 import os, signal, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -15,8 +15,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from stepladder.core.console import print_message
-from stepladder.exchange.group_work import CollectiveQueue, GroupWork
+from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage
 from stepladder.exchange.meeting import share_memory
+from stepladder.exchange.reduction import Reduction
+from stepladder.exchange.routing import can_share, find_reduction
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.rank.torch_fixes_groups import record_collective
 
@@ -127,7 +129,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
     def _start(
         self,
         name: str,
-        enqueue: Callable[[SharedMemory], object],
+        enqueue: Callable[[SharedMemory], Stage | None],
         outputs: Tensors,
         opts: Any,
         finish: Callable[[], None] = do_nothing,
@@ -136,7 +138,8 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
 
         Args:
             name: The name that a profiler shows.
-            enqueue: Puts the parts of the collective into the queue of the memory.
+            enqueue: Puts the parts of the collective into the queue of the memory, and returns its
+                next stage, if there is one.
             outputs: The tensors that will hold the result.
             opts: torch's options.
             finish: Completes the outputs.
@@ -152,9 +155,9 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         if timeout.total_seconds() <= 0:
             timeout = gloo.options._timeout
 
-        def enqueue_with_timeout() -> None:
+        def enqueue_with_timeout() -> Stage | None:
             memory.waiter.set_timeout(timeout.total_seconds())
-            enqueue(memory)
+            return enqueue(memory)
 
         with record_collective(f"gloo:{name}"):
             return queue.start(enqueue_with_timeout, GroupWork(outputs, finish), opts.asyncOp)
@@ -176,3 +179,12 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             The work.
         """
         return getattr(self._get_backend(device), method)(*args)
+
+    def _find_reduction(self, tensors: Tensors, opts: Any) -> Reduction | None:
+        """Return the reduction that shared memory does with these tensors, None if gloo does it."""
+        if not self._can_share(tensors):
+            return None
+        return find_reduction(opts.reduceOp, tensors[0].dtype)
+
+    def _can_share(self, tensors: Tensors) -> bool:
+        return self.is_shared and can_share(tensors)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
@@ -18,6 +19,7 @@ from stepladder.exchange.runner import ExchangeRunner
 # How long a collective with async_op=True may keep its caller. A thread takes over then, which
 # costs several wake-ups: most ranks arrive sooner.
 MAX_CALLER_WAIT_S = 0.005
+Stage = Callable[[], Any]
 NO_TIMEOUT = timedelta(0)
 
 
@@ -114,16 +116,39 @@ class GroupWork(TorchWork):
         self.wait()
 
 
-class QueuedCollective(NamedTuple):
-    """A collective that waits for its turn.
+class QueuedCollective:
+    """A collective with one stage or several, each of which needs the result of the one before."""
 
-    Attributes:
-        enqueue: Puts its parts into the queue of the runner.
-        work: What the caller got.
-    """
+    def __init__(
+        self,
+        runner: ExchangeRunner,
+        enqueue: Stage,
+        work: GroupWork,
+    ) -> None:
+        """Create a collective that has not begun.
 
-    enqueue: Callable[[], object]
-    work: GroupWork
+        Args:
+            runner: Runs the exchanges.
+            enqueue: Its first stage: puts its parts into the queue of the runner, and returns the
+                next stage, or None if there is none.
+            work: What the caller got.
+        """
+        self.work = work
+        self._runner = runner
+        self._next_stage: Stage | None = enqueue
+        self._is_running = False
+
+    def advance(self, until: float = math.inf) -> bool:
+        """Run the collective; return whether it has ended, as `ExchangeRunner.advance` does."""
+        while self._is_running or self._next_stage is not None:
+            if not self._is_running and self._next_stage is not None:
+                self._next_stage = self._next_stage()
+                self._runner.begin()
+                self._is_running = True
+            if not self._runner.advance(until):
+                return False
+            self._is_running = False
+        return True
 
 
 class CollectiveQueue:
@@ -151,14 +176,14 @@ class CollectiveQueue:
 
     def start(
         self,
-        enqueue: Callable[[], object],
+        enqueue: Stage,
         work: GroupWork,
         is_async: bool,
     ) -> GroupWork:
         """Start a collective, and finish it if all peers arrive soon.
 
         Args:
-            enqueue: Puts its parts into the queue of the runner.
+            enqueue: Its first stage, as of `QueuedCollective`.
             work: The collective's work.
             is_async: Whether the caller wants to go on before the result is there.
 
@@ -175,32 +200,26 @@ class CollectiveQueue:
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error)) from self._error
+            collective = QueuedCollective(self._runner, enqueue, work)
             if self._waiting:
-                self._waiting.append(QueuedCollective(enqueue, work))
-            elif not self._run_here(enqueue, work, is_async):
-                self._waiting.append(QueuedCollective(enqueue, work))
+                self._waiting.append(collective)
+            elif not self._run_here(collective, is_async):
+                self._waiting.append(collective)
                 self._start_thread()
         if not is_async:
             work.wait()
         return work
 
-    def _run_here(
-        self,
-        enqueue: Callable[[], object],
-        work: GroupWork,
-        is_async: bool,
-    ) -> bool:
+    def _run_here(self, collective: QueuedCollective, is_async: bool) -> bool:
         """Run a collective in the caller's thread; return whether it has ended."""
-        until = perf_counter() + MAX_CALLER_WAIT_S if is_async else float("inf")
+        until = perf_counter() + MAX_CALLER_WAIT_S if is_async else math.inf
         try:
-            enqueue()
-            self._runner.begin()
-            if not self._runner.advance(until):
+            if not collective.advance(until):
                 return False
-            work.end()
+            collective.work.end()
         except RuntimeError as error:
             self._error = error
-            work.end(error)
+            collective.work.end(error)
         except BaseException:
             self._error = RuntimeError("an earlier collective of this group was interrupted")
             raise
@@ -213,7 +232,7 @@ class CollectiveQueue:
             self._thread.start()
 
     def _run_waiting(self) -> None:
-        """Run what waits, until the queue is closed. The first of it has begun already."""
+        """Run what waits, until the queue is closed."""
         while True:
             with self._lock:
                 while not self._waiting and not self._is_closed:
@@ -223,29 +242,24 @@ class CollectiveQueue:
             self._run_waiting_in_turn()
 
     def _run_waiting_in_turn(self) -> None:
-        """Run what waits until nothing does. The first of it has begun already."""
-        has_begun = True
+        """Run what waits until nothing does."""
         while True:
             collective = self._waiting[0]
             error = self._error
             if error is None:
-                error = self._run(collective, has_begun)
+                error = self._run(collective)
             with self._lock:
                 self._error = self._error or error
                 self._waiting.popleft()
                 is_last = not self._waiting
             collective.work.end(error)
-            has_begun = False
             if is_last:
                 return
 
-    def _run(self, collective: QueuedCollective, has_begun: bool) -> RuntimeError | None:
+    def _run(self, collective: QueuedCollective) -> RuntimeError | None:
         """Run a collective to its end; return the error if it fails."""
         try:
-            if not has_begun:
-                collective.enqueue()
-                self._runner.begin()
-            self._runner.advance()
+            collective.advance()
         except RuntimeError as error:
             return error
         except Exception as error:

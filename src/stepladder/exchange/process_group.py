@@ -11,46 +11,29 @@ from typing import Any
 
 import torch
 
-from stepladder.exchange.group_base import C10D, GroupBase, Tensors
-from stepladder.exchange.reduction import Reduction
+from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.routing import (
     FlatTensors,
-    can_share,
-    find_reduction,
     get_data,
     get_flat,
     have_length,
 )
 from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.exchange.transposing import TransposingGroup
 
 # What torch takes when a collective is called without options.
 ALL_REDUCE = C10D.AllreduceOptions()
 ALL_REDUCE_COALESCED = C10D.AllreduceCoalescedOptions()
 BROADCAST = C10D.BroadcastOptions()
-REDUCE = C10D.ReduceOptions()
 ALL_GATHER = C10D.AllgatherOptions()
-GATHER = C10D.GatherOptions()
-SCATTER = C10D.ScatterOptions()
-REDUCE_SCATTER = C10D.ReduceScatterOptions()
 BARRIER = C10D.BarrierOptions()
 
 
-class SharedMemoryGroup(GroupBase):
+class SharedMemoryGroup(TransposingGroup):
     """A process group with the methods of torch's own, which `torch.distributed` calls.
 
     Each method starts its collective and returns its work. Reductions are done in rank order.
     """
-
-    def _find_reduction(self, tensors: Tensors, opts: Any) -> Reduction | None:
-        """Return the reduction that shared memory does with these tensors, None if gloo does it."""
-        if not self._can_share(tensors):
-            return None
-        return find_reduction(opts.reduceOp, tensors[0].dtype)
-
-    def _can_share(self, tensors: Tensors) -> bool:
-        return self.is_shared and can_share(tensors)
-
-    # -- the same result on all ranks --------------------------------------------------------------
 
     def allreduce(
         self,
@@ -228,9 +211,13 @@ class SharedMemoryGroup(GroupBase):
         is_on_host = opts.device is None or opts.device.type == "cpu"
         if not self.is_shared or not is_on_host:
             return super().barrier(opts)
+
+        def enqueue(memory: SharedMemory) -> None:
+            memory.barrier()
+
         return self._start(
             "barrier",
-            SharedMemory.barrier,
+            enqueue,
             [],
             opts,
         )

@@ -228,6 +228,7 @@ class SharedMemory(ExchangeRunner):
         tensor: torch.Tensor,
         block: str = "",
         reduction: Reduction = SUM,
+        first: int | None = None,
         **_: Any,
     ) -> Work:
         """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
@@ -237,12 +238,14 @@ class SharedMemory(ExchangeRunner):
             tensor: A flat tensor of the slices of all ranks, in rank order.
             block: The model block that is reduced; must be the same on all ranks.
             reduction: What to do instead of adding.
+            first: Where this rank's slice begins, if the slices have several lengths.
 
         Returns:
             The work that was started.
         """
         size = len(result)
-        first = size * self.rank
+        if first is None:
+            first = size * self.rank
 
         def add_slices(rows: Tensors, lo: int, hi: int) -> None:
             begin = max(lo, first)

@@ -1,0 +1,149 @@
+"""All-to-all: each rank has a part for every rank, and the parts may have any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from stepladder.exchange.group_base import C10D, Tensors
+from stepladder.exchange.routing import FlatTensors, get_flat
+from stepladder.exchange.scattering import ScatteringGroup
+from stepladder.exchange.shared_memory import SharedMemory
+
+ALL_TO_ALL = C10D.AllToAllOptions()  # what torch takes when it is called without options
+
+
+class TransposingGroup(ScatteringGroup):
+    """A group with all-to-all. The first of its two stages tells all ranks the lengths."""
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = ALL_TO_ALL,
+    ) -> Any:
+        """Send each rank its slice of a tensor."""
+        sent = count_elements(whole, input_splits, self.size())
+        received = count_elements(output, output_splits, self.size())
+        if not self._can_share([output, whole]) or sent is None or received is None:
+            splits = output_splits, input_splits
+            return self._carry("alltoall_base", whole.device, output, whole, *splits, opts)
+        flats = FlatTensors()
+        targets = list(flats.add(output).split(received))
+        send = SendLengths(self.rank(), get_flat(whole), sent, targets)
+        return self._start(
+            "all_to_all",
+            send,
+            [output],
+            opts,
+            flats.write_back,
+        )
+
+    alltoall_base = all_to_all_single  # its name before torch 2.13
+
+    def alltoall(
+        self,
+        outputs: Tensors,
+        parts: Tensors,
+        opts: Any = ALL_TO_ALL,
+    ) -> Any:
+        """Send each rank its tensor of a list."""
+        if not self._can_share([*outputs, *parts]):
+            return self._carry("alltoall", parts[0].device, outputs, parts, opts)
+        flats = FlatTensors()
+        targets = [flats.add(output) for output in outputs]
+        source = torch.cat([get_flat(part) for part in parts])
+        sent = [part.numel() for part in parts]
+        send = SendLengths(self.rank(), source, sent, targets)
+        return self._start(
+            "all_to_all",
+            send,
+            outputs,
+            opts,
+            flats.write_back,
+        )
+
+
+def count_elements(
+    tensor: torch.Tensor,
+    splits: Sequence[int],
+    ranks: int,
+) -> list[int] | None:
+    """Return how many elements of a tensor are each rank's; None if the splits do not fit."""
+    rows = tensor.size(0) if tensor.ndim else 0
+    if splits:
+        if sum(splits) != rows or len(splits) != ranks:
+            return None
+        row_length = tensor.numel() // max(rows, 1)
+        return [split * row_length for split in splits]
+    if rows % ranks or not tensor.ndim:
+        return None
+    return [tensor.numel() // ranks] * ranks
+
+
+class SendLengths:
+    """The first stage of an all-to-all: all ranks learn how much each sends and expects."""
+
+    def __init__(
+        self,
+        rank: int,
+        source: torch.Tensor,
+        sent: list[int],
+        targets: Tensors,
+    ) -> None:
+        """Create the stage.
+
+        Args:
+            rank: This rank.
+            source: The parts for all ranks, in one row.
+            sent: The length of each of these parts.
+            targets: Where the part of each rank goes.
+        """
+        self.rank = rank
+        self.source = source
+        self.sent = sent
+        self.targets = targets
+        received = [len(target) for target in targets]
+        self._own_lengths = torch.tensor([*sent, *received])
+        self._lengths = [torch.empty_like(self._own_lengths) for _ in sent]
+
+    def __call__(self, memory: SharedMemory) -> Any:
+        """Enqueue the stage; return the one that sends the parts."""
+        memory.all_gather(self._lengths, self._own_lengths)
+        return partial(self._send_parts, memory)
+
+    def _send_parts(self, memory: SharedMemory) -> None:
+        ranks = len(self.sent)
+        lengths = torch.stack(self._lengths)
+        sent = lengths[:, :ranks]
+        expected = lengths[:, ranks:].t()
+        if not torch.equal(sent, expected):
+            source, target = (sent != expected).nonzero()[0].tolist()
+            raise RuntimeError(
+                f"rank {memory.names[source]} sends {sent[source, target]} numbers to rank"
+                f" {memory.names[target]}, which expects {expected[source, target]}"
+            )
+        longest = int(sent.max())
+        rows = self.source
+        if len(rows) != ranks * longest:
+            padded = rows.new_zeros(ranks, longest)
+            for row, part in zip(padded, rows.split(self.sent), strict=True):
+                row[: len(part)] = part
+            rows = padded.view(-1)
+        memory.combine(rows, (ranks,) * ranks, longest, self._copy_rows, "all_to_all")
+
+    def _copy_rows(
+        self,
+        rows: Tensors,
+        lo: int,
+        hi: int,
+    ) -> None:
+        for row, target in zip(rows[self.rank :: len(self.targets)], self.targets, strict=True):
+            end = min(hi, len(target))
+            if lo < end:
+                target[lo:end].copy_(row[: end - lo])
