@@ -37,6 +37,7 @@ SET_FROM_OUTSIDE = {
     "comm.members": "the group's members, known once ranks have agreed",
     "self.comm.phases.observer": "a tool that measures a job's phases",
     "config.data_dir": "a job's own Config",
+    "ctx.group": "the context of an autograd function",
     "ctx.ignore_unknown_options": "click's context",
     "cudnn.allow_tf32": "a switch of torch",
     "cudnn.benchmark": "a switch of torch",

@@ -21,7 +21,7 @@ FOLDERS_TO_PACKAGE_ROOT = 4
 # The module whose `attach` is called, by the environment variable that asks for it.
 ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.isolation.guard"}
 ATTACHED_AFTER_TORCH = {
-    "STEPLADDER_PRETEND_GPUS": "stepladder.tools.check.simulated_devices",
+    "STEPLADDER_PRETEND_GPUS": "stepladder.tools.check.simulated_gpu.patches",
     "STEPLADDER_CHECK": "stepladder.tools.check.probe.attach",
     "STEPLADDER_PARITY": "stepladder.tools.parity.value_probe",
     "STEPLADDER_OBSERVER": "stepladder.tools.probe.attach",

@@ -1,0 +1,1 @@
+"""Simulated GPUs: a script for CUDA and NCCL runs on CPU ranks."""

@@ -1,0 +1,91 @@
+"""SyncBatchNorm on CPU ranks: torch has it for GPUs alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group, and of its gradient likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        original_all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        total = gradients[0].contiguous().clone()
+        original_all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: Any) -> Any:
+    return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+
+
+def synchronize_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `SyncBatchNorm.forward` that exchanges its statistics between CPU ranks."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: torch.Tensor) -> Any:
+        group = None
+        if self.training and dist.is_initialized():
+            group = self.process_group or dist.group.WORLD
+        if group is None or dist.get_world_size(group) == 1:
+            return super(torch.nn.SyncBatchNorm, self).forward(input)
+        return normalize(self, input, group)
+
+    return forward
+
+
+def normalize(layer: Any, samples: torch.Tensor, group: Any) -> Any:
+    """Return samples that are normalized by the mean and variance over all ranks."""
+    layer._check_input_dim(samples)
+    has_few_digits = samples.dtype in (torch.float16, torch.bfloat16)
+    values = samples.float() if has_few_digits else samples
+    rows = values.transpose(1, -1).flatten(0, -2)  # (values of a channel, channels)
+    own_count = rows.new_tensor([rows.size(0)])
+    count = sum_over_ranks(own_count, group)
+    mean = sum_over_ranks(rows.sum(0), group) / count
+    centered = rows - mean
+    variance = sum_over_ranks(centered.square().sum(0), group) / count
+    if layer.track_running_stats:
+        update_running_statistics(
+            layer,
+            mean.detach(),
+            variance.detach(),
+            float(count),
+        )
+    normalized = centered * torch.rsqrt(variance + layer.eps)
+    if layer.weight is not None:
+        normalized = normalized * layer.weight
+    if layer.bias is not None:
+        normalized = normalized + layer.bias
+    result = normalized.view_as(values.transpose(1, -1)).transpose(1, -1)
+    return result.to(samples.dtype).contiguous()
+
+
+def update_running_statistics(
+    layer: Any,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: float,
+) -> None:
+    layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum
+    if momentum is None:  # the mean over all batches
+        momentum = 1 / float(layer.num_batches_tracked)
+    unbiased = variance * (count / max(count - 1, 1))
+    for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        running.lerp_(value.to(running.dtype), momentum)

@@ -1,0 +1,341 @@
+"""All that the simulation replaces in torch, in the whole process. No other file changes torch.
+
+Threads of autograd and of a DataLoader have it, and so has each process that is forked. A new
+interpreter attaches it again, at its start: the variable STEPLADDER_PRETEND_GPUS asks for it, with
+the number of GPUs of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import DeviceContext, _device_constructors
+
+from stepladder.core.after_import import AfterImport
+from stepladder.tools.check.probe_settings import (
+    PROBE_SETTINGS,
+    SIMULATED_GPUS,
+    SIMULATED_GPUS_AVAILABLE,
+)
+from stepladder.tools.check.simulated_gpu import (
+    batch_norm,
+    collectives,
+    cuda,
+    devices,
+    mixed_precision,
+    refusal,
+)
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_quantized",
+    "empty_strided",
+    "eye",
+    "from_file",
+    "full",
+    "full_like",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+FACTORIES_OF_FFT = ("fftfreq", "rfftfreq")
+FACTORIES_OF_NESTED = ("nested_tensor", "as_nested_tensor")
+FACTORIES_OF_TENSORS = (
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
+AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_available")
+FUNCTIONS_OF_ONE_DEVICE = (
+    "broadcast",
+    "broadcast_coalesced",
+    "reduce_add",
+    "reduce_add_coalesced",
+    "scatter",
+    "gather",
+)
+CUDA_VERSION = "12.8"
+CUDNN_VERSION = 91900
+SAYS_WHAT_THERE_IS = ("is_available", "device_count", "current_accelerator")
+# torch's own code that is to see the simulated accelerator; all other has none.
+SEES_ACCELERATOR = ("torch.utils.data.",)
+
+
+codes_of_patches: list[CodeType] = []
+
+
+def attach() -> None:
+    """Simulate GPUs in this process. Called once, after torch has been imported."""
+    gpus = int(os.environ[SIMULATED_GPUS])
+    is_available = os.environ.get(SIMULATED_GPUS_AVAILABLE, "1") == "1"
+    functions = cuda.simulated_functions(gpus, is_available)
+    patch_factories()
+    patch_tensors()
+    patch_devices()
+    patch_cuda(functions)
+    if is_available and torch.version.cuda is None:
+        setattr(torch.version, "cuda", CUDA_VERSION)  # noqa: B010
+    patch_accelerator(functions)
+    patch_mixed_precision()
+    if dist.is_available():
+        patch_distributed()
+    sys.meta_path.insert(0, AfterImport(LOADED_LATER))
+    if PROBE_SETTINGS not in os.environ:
+        devices.counter.print_at_exit()
+
+
+def leave_uncompiled(eval_frame: ModuleType) -> None:
+    """Keep torch.compile from compiling patches that are called between compiled parts."""
+    for code in codes_of_patches:
+        eval_frame.skip_code(code)
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Replace what an owner has under a name, if it has something there."""
+    if not hasattr(owner, name):
+        return
+    if isinstance(value, FunctionType):
+        codes_of_patches.append(value.__code__)
+    setattr(owner, name, value)
+
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Replace a function by what a wrapper makes of it, if the owner has it in this version."""
+    original = getattr(owner, name, None)
+    if original is not None:
+        replace(owner, name, wrapper(original))
+
+
+def replace_all(owner: Any, functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        replace(owner, name, function)
+
+
+def patch_factories() -> None:
+    _device_constructors()  # it remembers torch's own factories, which device contexts look for
+    for name in FACTORIES:
+        wrap(torch, name, make_factory(name))
+    for name in FACTORIES_OF_FFT:
+        wrap(torch.fft, name, devices.make_on_cpu)
+    for name in FACTORIES_OF_NESTED:
+        wrap(torch.nested, name, devices.make_on_cpu)
+    for name in FACTORIES_OF_TENSORS:
+        wrap(torch.Tensor, name, devices.make_on_cpu)
+
+
+def make_factory(name: str) -> Wrapper:
+    """Return a wrapper of a factory, which pickle and TorchScript know as torch's own."""
+
+    def wrap_factory(original: Callable[..., Any]) -> Callable[..., Any]:
+        factory: Any = devices.make_on_cpu(original)
+        vars(factory).update(__wrapped__=original)
+        setattr(factory, "__module__", "torch")  # noqa: B010
+        setattr(factory, "__qualname__", name)  # noqa: B010
+        operator = torch.jit._builtins._find_builtin(original)
+        if operator is not None:
+            torch.jit._builtins._register_builtin(factory, operator)
+        return factory  # type: ignore[no-any-return]
+
+    return wrap_factory
+
+
+def patch_tensors() -> None:
+    tensor = torch.Tensor
+    wrap(tensor, "to", devices.move_to_cpu)
+    wrap(tensor, "type", devices.name_cpu_type)
+    replace(tensor, "cuda", devices.stay_on_cpu)
+    replace(tensor, "pin_memory", devices.pin_memory)
+    replace(tensor, "is_pinned", devices.is_pinned)
+    replace(tensor, "record_stream", devices.record_stream)
+    replace(torch.UntypedStorage, "cuda", devices.stay_on_cpu)
+    replace(torch.TypedStorage, "cuda", devices.stay_on_cpu)
+    wrap(torch.nn.Module, "to", devices.move_to_cpu)
+    wrap(torch, "set_default_tensor_type", devices.name_cpu_type)
+    for owner in (torch, torch.serialization):
+        wrap(owner, "load", devices.load_to_cpu)
+
+
+def patch_devices() -> None:
+    replace(torch, "device", as_torch(devices.SimulatedDevice, "device"))
+    replace(torch, "Generator", as_torch(devices.SimulatedGenerator, "Generator"))
+    wrap(DeviceContext, "__init__", devices.move_to_cpu)
+    # A build for CUDA would answer CUDA, also without a driver.
+    replace(torch._C, "_get_accelerator", lambda check=None: devices.CPU_DEVICE)
+
+
+def as_torch(stand_in: type, name: str) -> type:
+    """Return a class under the name by which pickle finds it."""
+    setattr(stand_in, "__module__", "torch")  # noqa: B010
+    setattr(stand_in, "__qualname__", name)  # noqa: B010
+    return stand_in
+
+
+def patch_cuda(functions: dict[str, Any]) -> None:
+    simulated = functions | cuda.refused_functions(functions) | {"cudart": cuda.cudart}
+    for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
+        replace_all(owner, simulated)
+    replace(torch.cuda, "_lazy_init", refusal.refuse_device_in_cpp)
+    replace_all(torch.cuda.nvtx, cuda.nvtx_functions())
+    replace_all(torch.cuda.nccl, cuda.nccl_functions())
+    replace_all(torch.cuda.profiler, cuda.profiler_functions())
+    for name in FUNCTIONS_OF_ONE_DEVICE:
+        refuse = partial(refusal.refuse_function, f"torch.cuda.comm.{name}")
+        wrap(torch.nn.parallel.comm, name, refuse)
+    for name in torch.cuda.__all__:
+        if name.endswith("Tensor"):
+            replace(torch.cuda, name, getattr(torch, name, None))
+    replace(torch, "Stream", functions["Stream"])
+    replace(torch, "Event", functions["Event"])
+    replace(torch.backends.cuda, "is_built", lambda: True)
+    replace(torch.backends.cudnn, "is_available", lambda: True)
+    replace(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
+    wrap(torch.autograd.profiler.profile, "__init__", profile_cpu)
+    # DataParallel then has one device.
+    replace(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", no_device)
+
+
+def no_device() -> None:
+    """Stand in for a function that looks for devices, and find none."""
+
+
+def profile_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a constructor of a profile that has no figures of GPUs."""
+    return collectives.replace_arguments(
+        original,
+        use_cpu=True,
+        use_cuda=False,
+        use_device=None,
+    )
+
+
+def patch_accelerator(cuda_functions: dict[str, Any]) -> None:
+    """Replace torch.accelerator. Most of torch's own code must see that there is none.
+
+    It would use devices that are not simulated.
+    """
+    for name, function in cuda.accelerator_functions(cuda_functions).items():
+        if name in SAYS_WHAT_THERE_IS:
+            wrap(torch.accelerator, name, unless_called_by_torch(function))
+        else:
+            replace(torch.accelerator, name, cuda.forward_to(function))
+
+
+def unless_called_by_torch(function: Callable[..., Any]) -> Wrapper:
+    """Return a wrapper that calls the original for torch's own code, and the other for scripts."""
+
+    def wrap_by_caller(original: Callable[..., Any]) -> Callable[..., Any]:
+        def choose_by_caller(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("torch.") and not caller.startswith(SEES_ACCELERATOR):
+                return original(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return choose_by_caller
+
+    return wrap_by_caller
+
+
+def patch_mixed_precision() -> None:
+    wrap(torch.amp.autocast, "__init__", mixed_precision.autocast_on_cpu)
+    wrap(torch.amp.GradScaler, "__init__", mixed_precision.scale_by_one)
+    for name in AUTOCAST_QUERIES:
+        wrap(torch, name, mixed_precision.ask_for_cpu)
+    wrap(torch.amp, "is_autocast_available", mixed_precision.ask_for_cpu)
+    replace(torch, "get_autocast_gpu_dtype", torch.get_autocast_dtype)
+    for name in ("custom_fwd", "custom_bwd"):
+        wrap(torch.amp, name, devices.with_cpu_type)
+    for name in ("set_autocast_enabled", "set_autocast_dtype"):
+        wrap(torch, name, devices.with_cpu_type)
+
+
+def patch_distributed() -> None:
+    for name in ("init_process_group", "new_group"):
+        wrap_collective(name, collectives.with_gloo)
+    for name in collectives.COMPARED_BY_SHAPE:
+        wrap_collective(name, collectives.compare_by_count)
+    wrap_collective("all_gather", collectives.gather_unequal)
+    wrap_collective("all_to_all", collectives.exchange_lists)
+    wrap_collective("all_reduce", collectives.reduce_to_mean)
+    wrap_collective("barrier", collectives.without_device_ids)
+    wrap_collective("split_group", lambda _: collectives.split_group)
+    replace(dist, "is_nccl_available", lambda: True)
+    for owner in (dist, c10d):
+        if not hasattr(owner, "ProcessGroupNCCL"):
+            setattr(owner, "ProcessGroupNCCL", collectives.ProcessGroupNCCL)  # noqa: B010
+    for owner in (dist, dist.device_mesh):
+        wrap(owner, "init_device_mesh", devices.with_cpu_type)
+    wrap(dist.device_mesh.DeviceMesh, "__init__", devices.with_cpu_type)
+    wrap(torch.nn.SyncBatchNorm, "forward", batch_norm.synchronize_on_cpu)
+    replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
+    wrap(DistributedDataParallel, "__init__", without_devices("device_ids", "output_device"))
+
+
+def wrap_collective(name: str, wrapper: Wrapper) -> None:
+    """Wrap a function of torch.distributed, under both names by which it is known."""
+    wrap(c10d, name, wrapper)
+    replace(dist, name, getattr(c10d, name, None))
+
+
+def without_devices(*names: str) -> Wrapper:
+    """Return a wrapper of a constructor, whose arguments of these names are None."""
+    replacements = dict.fromkeys(names)
+    return lambda original: collectives.replace_arguments(original, **replacements)
+
+
+def patch_fsdp(module: ModuleType) -> None:
+    def use_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        return collectives.replace_arguments(original, device_id=devices.CPU_DEVICE)
+
+    wrap(module.FullyShardedDataParallel, "__init__", use_cpu)
+
+
+LOADED_LATER: dict[str, Callable[[Any], None]] = {
+    "torch._dynamo.eval_frame": leave_uncompiled,
+    "torch.distributed.fsdp.fully_sharded_data_parallel": patch_fsdp,
+}
