@@ -47,7 +47,7 @@ def scripts(only: list[str]) -> list[dict[str, Any]]:
 def checked(script: dict[str, Any]) -> dict[str, Any]:
     """What the check says of one script, and the seconds that it takes."""
     flags = ["--resume"] if script.get("resume") else []
-    flags += ["--nproc", str(script.get("nproc", 2)), "--timeout", "200", "--json"]
+    flags += ["--nproc", str(script.get("nproc", 2)), "--timeout", "200", "--json", "--notes"]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(CORPUS / script["file"], folder)

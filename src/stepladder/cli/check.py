@@ -31,6 +31,7 @@ def command(
     static: bool = False,
     timeout: Wait = 600,
     patience: Wait = 25,
+    notes: bool = False,
     sarif: Path | None = None,
     writes: tuple[Path, ...] = (),
     as_json: AsJson = False,
@@ -51,6 +52,7 @@ def command(
         static: Read the source only, and run nothing.
         timeout: Seconds for one run of SCRIPT.
         patience: Seconds without progress that count as a hang.
+        notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
         sarif (FILE): Write the findings to FILE too, for code hosts.
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
@@ -62,7 +64,7 @@ def command(
     request = Request(
         script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience
     )
-    request = replace(request, writable_folders=writable_folders(writes))
+    request = replace(request, writable_folders=writable_folders(writes), shows_notes=notes)
     report = check(request, (lambda _: None) if as_json else show_finding)
     if sarif:
         write_output(sarif, sarif_of_report(report, version("stepladder")), "--sarif")

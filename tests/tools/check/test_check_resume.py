@@ -49,6 +49,21 @@ def test_an_epoch_that_is_trained_again_or_skipped_is_named() -> None:
     assert rules([set_epoch(2), *train_pass(1, FIRST)]) == ["resume-epoch"]
 
 
+def test_a_constant_that_set_epoch_was_told_is_the_number_of_no_epoch() -> None:
+    """The order of the samples says which epoch it is, or else the number of epochs does."""
+    end = {"k": "exit"}
+    unbroken = [
+        set_epoch(0), *train_pass(1, FIRST), SAVE, set_epoch(0), *train_pass(2, SECOND, 3), end
+    ]  # fmt: skip
+    ended = [set_epoch(0), *train_pass(1, FIRST), SAVE, set_epoch(0)]
+    assert rules([set_epoch(0), *train_pass(1, FIRST), end], unbroken, ended) == ["resume-epoch"]
+    assert rules([set_epoch(0), *train_pass(1, SECOND, 3), end], unbroken, ended) == []
+    alike = [set_epoch(0), *train_pass(1, FIRST), SAVE, set_epoch(0), *train_pass(2, FIRST, 3), end]
+    twice = [set_epoch(0), *train_pass(1, FIRST), set_epoch(0), *train_pass(2, FIRST, 3), end]
+    assert rules(twice, alike, ended) == ["resume-epoch"]
+    assert rules([set_epoch(0), *train_pass(1, FIRST, 3), end], alike, ended) == []
+
+
 def test_samples_that_are_trained_again_in_the_same_epoch_are_named() -> None:
     half = train_pass(1, FIRST)[:-1]  # ended in its midst
     assert rules([set_epoch(0), *train_pass(1, FIRST)], ended=[set_epoch(0), *half, SAVE]) == [

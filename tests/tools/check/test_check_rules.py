@@ -292,6 +292,69 @@ CASES: dict[str, tuple[str, Events, Events]] = {
 }
 
 
+def with_graph(events: Events) -> Events:
+    return [e | {"grad": True} if e["k"] == "forward" else e for e in events]
+
+
+TRAINED = epochs(ZERO, [[2, 0], [4, 6]], loader=2)
+OTHERS = epochs(ONE, [[1, 3], [5, 7]], loader=2)
+PADDED = eval_pass(3, [[0, 2], [4]])
+
+
+def test_an_evaluation_with_gradients_is_one_for_all_rules() -> None:
+    """Without `no_grad` the samples count twice, too, and dropout is as active."""
+    padded = [[*TRAINED, *with_graph(PADDED)], [*OTHERS, *with_graph(eval_pass(3, [[1, 3], [0]]))]]
+    assert rules_of(*padded) == ["eval-keeps-graph", "padded-evaluation"]
+    dropout = [e | {"live": 1} if e["k"] == "forward" else e for e in with_graph(PADDED)]
+    assert rules_of([*TRAINED, *dropout], OTHERS) == ["eval-keeps-graph", "no-eval-mode"]
+    printed = [{"k": "print", "numbers": 1}]
+    shares = [[*TRAINED, *with_graph(PADDED), *printed], [*OTHERS, *with_graph(eval_pass(3, ONE))]]
+    assert "one-rank-metric" in rules_of(*shares)
+
+
+def test_a_pass_over_training_data_before_a_backward_pass_is_no_evaluation() -> None:
+    calls = with_graph(PADDED)
+    of_training_data = [e | {"loader": 2} if e["k"] == "pass" else e for e in calls]
+    assert rules_of([*TRAINED, *of_training_data], OTHERS) == []
+    assert rules_of([*TRAINED, *calls, backward(0.1), *step(5)], OTHERS) == []
+
+
+AVERAGES = {
+    "added": "def f():\n    for x, y in loader:\n        total += criterion(model(x), y).item()\n"
+    "    return total / len(loader)\n",
+    "divided in place": "def f():\n    for x, y in loader:\n        loss += criterion(model(x), y).item()\n"
+    "    loss /= max(1, len(loader))\n",
+    "listed": "def f():\n    losses = [\n        criterion(model(x), y)\n        for x, y in loader\n    ]\n"
+    "    return torch.stack(losses).mean()\n",
+    "at once": "def f():\n    return sum(mse(model(x), y).item() for x, y in loader) / len(loader)\n",
+}
+WEIGHTED = {
+    "by size": "def f():\n    losses = [criterion(model(x), y) * len(x) for x, y in loader]\n"
+    "    return torch.stack(losses).sum() / n\n",
+    "sums": "def f():\n    losses = [criterion(model(x), y, reduction='sum') for x, y in loader]\n"
+    "    return torch.stack(losses).mean()\n",
+    "by samples": "def f():\n    for x, y in loader:\n        total += criterion(model(x), y).item() * len(x)\n"
+    "    return total / len(loader.dataset)\n",
+}
+
+
+def evaluated_unevenly(text: str) -> list[str]:
+    """Return the rules of an evaluation in this source, whose last batch is smaller."""
+    line = next(n for n, line in enumerate(text.splitlines(), 1) if " in loader" in line)
+    events = [e | {"at": ["train.py", line, "f"]} for e in eval_pass(1, [[0, 2], [4]])]
+    return rules_of(events, text=text)
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_an_average_of_means_of_uneven_batches_is_named_however_it_is_written(name: str) -> None:
+    assert evaluated_unevenly(AVERAGES[name]) == ["mean-of-means"]
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_an_average_over_samples_is_not_named(name: str) -> None:
+    assert evaluated_unevenly(WEIGHTED[name]) == []
+
+
 NUMBERS = "row = {film: number for number, film in enumerate(films)}\n"
 COUNTED = """for x, y in loader:
     right += (model(x) == y).sum()

@@ -123,7 +123,7 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     script = tmp_path / "from" / "tutorial.py"
     script.parent.mkdir()
     script.write_text(text.replace(SAVE, save).replace(MAIN, SLOW + MAIN))
-    code, report = check(script, tmp_path, "--resume", args=("4", "1"))
+    code, report = check(script, tmp_path, "--resume", "--notes", args=("4", "1"))
     lines = text.splitlines()
     lines_by_rule = {finding["rule"]: lines[finding["line"] - 1] for finding in report["findings"]}
     assert code == 1
@@ -137,6 +137,89 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
         "many-writers", "in-place-snapshot", "incomplete-snapshot", "resume-epoch", "learns-nothing", "cuda-only",
         "unscaled-batch",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_seven_faults_of_the_classic_trainer_are_named_in_one_run(tmp_path: Path) -> None:
+    code, report = check(SCRIPTS / "classic.py", tmp_path, "--resume", args=("4",))
+    severities = {finding["rule"]: finding["severity"] for finding in report["findings"]}
+    assert code == 1
+    assert severities == {
+        "learns-nothing": "error",
+        "resume-epoch": "error",
+        "incomplete-snapshot": "warning",
+        "in-place-snapshot": "note",
+        "many-writers": "error",
+        "set-epoch": "error",
+        "padded-evaluation": "warning",
+        "mean-of-means": "warning",
+        "eval-keeps-graph": "note",
+    }
+    assert report["findings"][0]["severity"] == "error"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_classic_trainer_without_a_fault_has_no_finding(tmp_path: Path) -> None:
+    code, report = check(SCRIPTS / "classic_clean.py", tmp_path, "--resume", args=("4",))
+    assert (code, report["findings"], report["not_checked"]) == (0, [], None)
+
+
+LOST_MOMENTS = """
+import os
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+first = 0
+if os.path.exists("s.pt"):
+    state = torch.load("s.pt")
+    model.load_state_dict(state["model"])
+    first = state["step"]
+x = torch.randn(40, 8, 4)
+for step in range(first, 40):
+    optimizer.zero_grad()
+    model(x[step]).square().mean().backward()
+    optimizer.step()
+    if step % 10 == 9:
+        torch.save({"model": model.state_dict(), "step": step + 1}, "s.tmp")
+        os.replace("s.tmp", "s.pt")
+"""
+
+
+@pytest.mark.slow
+def test_an_incomplete_snapshot_whose_damage_a_resume_has_measured_is_an_error(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "from" / "train.py"
+    script.parent.mkdir()
+    script.write_text(LOST_MOMENTS)
+    code, report = check(script, tmp_path, "--resume")
+    findings = {finding["rule"]: finding for finding in report["findings"]}
+    assert (code, set(findings)) == (1, {"incomplete-snapshot", "resume-differs"})
+    incomplete = findings["incomplete-snapshot"]
+    assert incomplete["severity"] == "error"
+    assert (
+        "missing: the optimizer (it has state: momentum or moments); then after step 11"
+        in (incomplete["evidence"])
+    )
+
+
+FIXED_BATCH = """
+sampler = DistributedSampler(data, shuffle=False)
+loader = DataLoader(data, batch_size=32, sampler=sampler)
+optimizer = SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_note_that_many_sound_scripts_get_is_shown_on_request(tmp_path: Path) -> None:
+    script = tmp_path / "from" / "train.py"
+    script.parent.mkdir()
+    script.write_text(FIXED_BATCH)
+    assert rules(check(script, tmp_path, "--static")[1]) == set()
+    code, report = check(script, tmp_path, "--static", "--notes")
+    assert (code, rules(report)) == (0, {"unscaled-batch"})
 
 
 # One of each kind of mistake and of script, and three clean ones; the whole corpus is `make
@@ -163,9 +246,8 @@ TWELVE = (
 def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
     scripts = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]
     script = next(entry for entry in scripts if entry["file"] == f"{name}.py")
-    _, report = check(
-        CORPUS / script["file"], tmp_path, *(["--resume"] if script.get("resume") else [])
-    )
+    flags = ["--notes", *(["--resume"] if script.get("resume") else [])]
+    _, report = check(CORPUS / script["file"], tmp_path, *flags)
     planted = set(script["rules"])
     assert planted <= rules(report) <= planted | set(script.get("also", []))
 
@@ -202,7 +284,7 @@ def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) 
 def test_the_silent_bugs_of_the_exercises_are_found(
     exercise: str, rule: str, tmp_path: Path
 ) -> None:
-    _, report = check(EXERCISES / exercise / "exercise.py", tmp_path)
+    _, report = check(EXERCISES / exercise / "exercise.py", tmp_path, "--notes")
     assert rule in rules(report)
 
 

@@ -23,8 +23,9 @@ from stepladder.tools.check.rules.all_rules import (
     apply_rules,
     apply_source_rules,
     drop_consequences,
+    drop_suppressed,
 )
-from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
@@ -43,6 +44,7 @@ SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
 EXPLAINS_A_HANG = ("uneven-steps", "collective-order")
+DAMAGE_OF_A_SNAPSHOT = ("resume-lr", "resume-differs")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Request:
         simulate_gpus: Whether GPUs are simulated from the first run on, and not only if the script
             fails without.
         writable_folders: Folders that the script may write for real.
+        shows_notes: Whether notes are shown that many sound scripts get.
     """
 
     script: Path
@@ -66,6 +69,7 @@ class Request:
     patience: float = 25.0
     simulate_gpus: bool = False
     writable_folders: tuple[Path, ...] = ()
+    shows_notes: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,9 @@ class Check:
     def add_findings(self, findings: list[Finding]) -> None:
         """Add the findings that are new, and pass them on."""
         for finding in findings:
-            if finding.key not in self.findings and not self.has_static_finding(finding.rule):
+            is_known = finding.key in self.findings or self.has_static_finding(finding.rule)
+            is_hidden = CHECK_TEXTS.texts[finding.rule].on_request and not self.request.shows_notes
+            if not is_known and not is_hidden:
                 self.findings[finding.key] = finding
                 self.on_finding(finding)
 
@@ -174,6 +180,8 @@ class Check:
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder)
             resume_findings, note = compare_resumed_run(evidence, launch)
+            resume_findings = drop_suppressed(resume_findings, self.source)
+            findings = add_measured_damage(findings, resume_findings)
             findings = drop_consequences([*findings, *resume_findings])
             if note:
                 self.notes.append(note)
@@ -253,6 +261,26 @@ def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path) -> RankLaunch:
     launch.sandbox.move_to(copy, keep_changes=True)
     roots = (str(scratch_folder), *launch.settings.roots[1:])
     return replace(launch, settings=replace(launch.settings, copy=str(copy), roots=roots))
+
+
+def add_measured_damage(findings: list[Finding], measured: list[Finding]) -> list[Finding]:
+    """Return findings in which an incomplete snapshot is an error if a resume has shown its damage.
+
+    Args:
+        findings: What was found in the unbroken run.
+        measured: What the comparison with a resumed run has found.
+    """
+    damage = [finding for finding in measured if finding.rule in DAMAGE_OF_A_SNAPSHOT]
+    if not damage:
+        return findings
+    return [
+        replace(
+            finding, severity="error", evidence=f"{finding.evidence}; then {damage[0].evidence}"
+        )
+        if finding.rule == "incomplete-snapshot"
+        else finding
+        for finding in findings
+    ]
 
 
 def summarize_run(run: ScriptRun) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stepladder.tools.check.events import (
+    AutogradCall,
     Backward,
     Batch,
     EnoughPasses,
@@ -84,10 +85,20 @@ class LoaderPass:
         return any(isinstance(event, (OptimizerStep, Backward)) for event in self.events)
 
     @property
-    def is_evaluation(self) -> bool:
+    def keeps_no_graph(self) -> bool:
         """Whether a model was called without a gradient, and nothing was trained."""
         calls = (event for event in self.events if isinstance(event, Forward))
         return not self.is_training and any(not event.grad for event in calls)
+
+    @property
+    def takes_gradients(self) -> bool:
+        return any(isinstance(event, (Backward, AutogradCall)) for event in self.events)
+
+    @property
+    def evaluated_calls(self) -> list[Forward]:
+        """The calls of models in an evaluation: those without a graph, or all if each has one."""
+        calls = [event for event in self.events if isinstance(event, Forward)]
+        return [event for event in calls if not event.grad] or calls
 
     @property
     def is_complete(self) -> bool:
@@ -150,7 +161,22 @@ class RankLog:
 
     @cached_property
     def evaluation_passes(self) -> list[LoaderPass]:
-        return [one_pass for one_pass in self.passes if one_pass.is_evaluation]
+        """The passes in which a model is evaluated, also those without `no_grad`."""
+        return [p for p in self.passes if p.keeps_no_graph or self.evaluates_with_graph(p)]
+
+    def evaluates_with_graph(self, one_pass: LoaderPass) -> bool:
+        """Return whether a pass calls a model, and its loader is not one that is trained on."""
+        trained_loaders = {other.start.loader for other in self.training_passes}
+        is_training_data = not trained_loaders or one_pass.start.loader in trained_loaders
+        if is_training_data or one_pass.takes_gradients or one_pass.calls_no_model:
+            return False
+        return one_pass.is_complete and not self.is_followed_by_backward(one_pass)
+
+    def is_followed_by_backward(self, one_pass: LoaderPass) -> bool:
+        """Return whether a backward pass comes before the next pass over a loader."""
+        following = self.events[one_pass.index_after :]
+        first = next((e for e in following if isinstance(e, (Backward, PassStart))), None)
+        return isinstance(first, Backward)
 
     @cached_property
     def has_ended(self) -> bool:

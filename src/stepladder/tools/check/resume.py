@@ -150,14 +150,18 @@ def compare(
 
 
 def compare_epochs(run: ResumedRun) -> Finding | None:
-    """Compare epochs by the calls of set_epoch, else by the samples that the first pass reads."""
+    """Compare epochs by the calls of set_epoch, else by the samples that the first pass reads.
+
+    A constant that set_epoch was told in each epoch is the number of none.
+    """
     passes = run.halted.training_passes
     complete = [one_pass for one_pass in passes if one_pass.is_complete]
     is_mid_epoch = bool(passes) and not passes[-1].is_complete and passes[-1].steps > 0
     unbroken_epochs = epochs_of(run.unbroken)
     halted_epochs = epochs_of(run.halted)
     resumed_epochs = epochs_of(run.resumed)
-    if not (unbroken_epochs and halted_epochs and resumed_epochs):
+    are_distinct = len(set(unbroken_epochs)) == len(unbroken_epochs)
+    if not (are_distinct and unbroken_epochs and halted_epochs and resumed_epochs):
         if is_mid_epoch or not complete or not run.resumed.training_passes:
             return None
         return compare_orders(run, len(complete))

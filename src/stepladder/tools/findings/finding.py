@@ -65,6 +65,7 @@ class RuleText:
         example: Code with the mistake.
         early: Whether findings are certain while a script still runs.
         explained_by: The rules whose findings are the cause of this rule's, which are then dropped.
+        on_request: Whether findings are shown only if notes of this kind are asked for.
     """
 
     id: str
@@ -77,6 +78,7 @@ class RuleText:
     family: str = ""
     early: bool = False
     explained_by: tuple[str, ...] = ()
+    on_request: bool = False
 
     def __post_init__(self) -> None:
         has_text = self.evidence or (self.what and self.example)

@@ -59,7 +59,7 @@ def no_eval_mode(evidence: RunEvidence) -> Findings:
         return
     log = evidence.run.ranks[0]
     for one_pass in log.evaluation_passes:
-        calls = [event for event in evaluated_calls(one_pass) if event.live]
+        calls = [event for event in one_pass.evaluated_calls if event.live]
         if calls and one_pass.is_complete:
             yield evidence.finding(
                 "no-eval-mode",
@@ -70,24 +70,11 @@ def no_eval_mode(evidence: RunEvidence) -> Findings:
             return
 
 
-def evaluated_calls(one_pass: LoaderPass) -> list[Forward]:
-    """Return the calls of models in a pass that keep no graph."""
-    return [e for e in one_pass.events if isinstance(e, Forward) and not e.grad]
-
-
 @run_rule("eval-keeps-graph")
 def eval_keeps_graph(evidence: RunEvidence) -> Findings:
     """Find evaluations that build graphs without a backward pass, which costs memory and time."""
     log = evidence.run.ranks[0]
-    trained_loaders = {one_pass.start.loader for one_pass in log.training_passes}
-    if not trained_loaders:
-        return
-    for one_pass in log.passes:
-        if one_pass.is_training or not one_pass.is_complete:
-            continue
-        is_training_data = one_pass.start.loader in trained_loaders
-        if is_training_data or is_followed_by_backward(log, one_pass):
-            continue
+    for one_pass in filter(log.evaluates_with_graph, log.passes):
         calls = [e for e in one_pass.events if isinstance(e, Forward) and e.grad]
         if len(calls) >= 2:
             yield evidence.finding(
@@ -97,13 +84,6 @@ def eval_keeps_graph(evidence: RunEvidence) -> Findings:
                 f"build a graph",
             )
             return
-
-
-def is_followed_by_backward(log: RankLog, one_pass: LoaderPass) -> bool:
-    """Return whether a backward pass comes before the next pass over a loader."""
-    following = log.events[one_pass.index_after :]
-    first = next((e for e in following if isinstance(e, (Backward, PassStart))), None)
-    return isinstance(first, Backward)
 
 
 @run_rule("padded-evaluation")

@@ -14,9 +14,9 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
+from stepladder.tools.check.rules.batch_means import averages_of_batch_means
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.source_patterns import (
-    averages_of_batch_means,
     local_quotients,
     reduced_quotients,
 )
@@ -35,8 +35,8 @@ def mean_of_means(evidence: RunEvidence) -> Findings:
             continue
         loop = evidence.location(passes[0].line)
         for file in evidence.source.files:
-            for loop_line, line in averages_of_batch_means(file):
-                if (file.name, loop_line) == (loop.file, loop.line):
+            for lines, line in averages_of_batch_means(file):
+                if file.name == loop.file and loop.line in lines:
                     yield evidence.finding(
                         "mean-of-means",
                         CodeLine(file.name, line),
@@ -81,13 +81,15 @@ def paired_collectives(
 
 def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
     """Return how many rows models evaluated between the last training and a collective."""
+    calls = [call.n for one_pass in log.evaluation_passes for call in one_pass.evaluated_calls]
+    evaluated = set(calls)
     rows = 0
     for event in log.select(Forward, Backward, ScriptCollective):
         if event.n >= collective.n:
             break
         if not isinstance(event, Forward):
             rows = 0
-        elif not event.grad:
+        elif not event.grad or event.n in evaluated:
             rows += event.size
     return rows
 

@@ -8,24 +8,12 @@ from typing import TypeGuard
 
 from stepladder.tools.check.script_source import (
     SourceFile,
-    constant_value,
     dotted_name,
     find_nodes,
     last_name,
 )
 
 DETACHES = (".item()", ".detach()", "float(", ".data", ".tolist()", ".cpu().numpy()")
-LOSS_NAMES = (
-    "loss",
-    "criterion",
-    "cross_entropy",
-    "mse",
-    "nll",
-    "bce",
-    "l1",
-    "mean()",
-    "acc",
-)
 REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
 COLLECTING_METHODS = ("append", "extend", "add")
 SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
@@ -92,119 +80,16 @@ def is_detached(node: ast.AST) -> bool:
     return any(word in text for word in DETACHES)
 
 
-def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[int, int]]:
-    """Yield loops that add up a mean per batch, and divide the sum by the number of batches.
-
-    Each is the line of the loop, and the line of the division or of the call of `mean`.
-    """
-    for loop in find_nodes(file.tree, ast.For):
-        sums = list(unweighted_sums(loop))
-        if not sums:
-            continue
-        for node in ast.walk(file.enclosing_function(loop)):
-            line = getattr(node, "lineno", 0)
-            if line <= loop.lineno:
-                continue
-            if divides_by_batches(node, loop, sums) or is_mean_of(node, sums):
-                yield loop.lineno, line
-
-
 def is_division(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-
-
-def dividend_of(division: ast.BinOp) -> str:
-    return ast.unparse(division.left).removesuffix(".item()")
-
-
-def divides_by_batches(
-    node: ast.AST,
-    loop: ast.For,
-    sums: list[str],
-) -> bool:
-    """Return whether a node divides one of these sums by the number of batches of the loop."""
-    if not is_division(node):
-        return False
-    dividend = dividend_of(node)
-    divisor = ast.unparse(node.right)
-    for values in sums:
-        if dividend == f"sum({values})":
-            return divisor == f"len({values})"
-    if dividend not in sums:
-        return False
-    count = divisor.replace("max(1, ", "")
-    count = count.replace("float(", "")
-    loader = ast.unparse(iterated_object(loop))
-    if count.startswith(f"len({loader}"):
-        return True
-    return count.rstrip(")") in counters(loop)
-
-
-def is_mean_of(node: ast.AST, sums: list[str]) -> bool:
-    """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
-    if not isinstance(node, ast.Call):
-        return False
-    if last_name(node.func) not in ("mean", "fmean"):
-        return False
-    arguments = [ast.unparse(argument) for argument in node.args]
-    function = ast.unparse(node.func)
-    return any(name in arguments or f"({name})" in function for name in sums)
-
-
-def iterated_object(loop: ast.For) -> ast.expr:
-    """Return what a loop iterates over, without enumerate, tqdm and the like."""
-    iterated = loop.iter
-    while isinstance(iterated, ast.Call) and iterated.args:
-        iterated = iterated.args[0]
-    return iterated
-
-
-def counters(loop: ast.For) -> Iterator[str]:
-    """Yield the names that grow by one in a loop."""
-    for node in find_nodes(loop, ast.AugAssign):
-        if constant_value(node.value) == 1:
-            yield ast.unparse(node.target)
-
-
-def unweighted_sums(loop: ast.For) -> Iterator[str]:
-    """Yield the names that the mean of each batch is added or appended to, without its size."""
-    for node in ast.walk(loop):
-        if is_addition(node) and is_mean(node.value, loop):
-            yield ast.unparse(node.target)
-        elif isinstance(node, ast.Call) and is_mean_appended(node, loop):
-            yield ast.unparse(node.func).removesuffix(".append")
-
-
-def is_mean_appended(call: ast.Call, loop: ast.For) -> bool:
-    """Return whether a call is `values.append(mean)`."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
-        return False
-    return len(call.args) == 1 and is_mean(call.args[0], loop)
 
 
 def is_addition(node: ast.AST) -> TypeGuard[ast.AugAssign]:
     return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
 
 
-def is_mean(value: ast.expr, loop: ast.For) -> bool:
-    """Return whether a value is the mean of a loss over a batch."""
-    text = ast.unparse(value)
-    if "sum" in text or has_product(value):
-        return False
-    name = text.split(".")[0]
-    name = name.removeprefix("float(").rstrip(")")
-    texts = [text]
-    for statement in assignments(loop, name):
-        texts.append(ast.unparse(statement.value))
-    joined = " ".join(texts).lower()
-    is_divided = ".mean()" in joined or "/" in joined
-    is_sum = "reduction='sum'" in joined or (".sum()" in joined and not is_divided)
-    return not is_sum and any(loss in joined for loss in LOSS_NAMES)
-
-
-def has_product(node: ast.AST) -> bool:
-    operations = find_nodes(node, ast.BinOp)
-    return any(isinstance(operation.op, ast.Mult) for operation in operations)
+def dividend_of(division: ast.BinOp) -> str:
+    return ast.unparse(division.left).removesuffix(".item()")
 
 
 def assignments(node: ast.AST, name: str) -> Iterator[ast.Assign]:

@@ -1,0 +1,215 @@
+"""Patterns in the source: means of batches that are added up or collected, and then divided."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepladder.tools.check.rules.source_patterns import (
+    assignments,
+    is_addition,
+    is_division,
+    row_counts,
+)
+from stepladder.tools.check.script_source import (
+    SourceFile,
+    constant_value,
+    find_nodes,
+    last_name,
+)
+
+LOSS_NAMES = (
+    "loss",
+    "criterion",
+    "cross_entropy",
+    "mse",
+    "nll",
+    "bce",
+    "l1",
+    "mean()",
+    "acc",
+)
+Comprehension = ast.ListComp | ast.GeneratorExp
+
+
+@dataclass(frozen=True)
+class BatchMeans:
+    """A loop or a comprehension that adds up or collects a mean of each batch.
+
+    Attributes:
+        lines: Its lines, up to the object that it iterates over.
+        values: The sums and the lists, as they are written.
+        loader: What is iterated over.
+        divisors: What stands for the number of batches.
+        counts: What stands for the number of samples.
+        scope: The function that it is in.
+    """
+
+    lines: range
+    values: tuple[str, ...]
+    loader: str
+    divisors: tuple[str, ...]
+    counts: tuple[str, ...]
+    scope: ast.AST
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """A division in the source, as an expression or as `total /= count`."""
+
+    dividend: str
+    divisor: str
+    line: int
+
+
+def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[range, int]]:
+    """Yield the loops that add up a mean per batch, and divide the sum by the number of batches.
+
+    Each is the lines of the loop, and the line of the division or of the call of `mean`.
+    """
+    for means in all_batch_means(file):
+        for node in ast.walk(means.scope):
+            line = getattr(node, "lineno", 0)
+            if line < means.lines.start:
+                continue
+            quotient = quotient_of(node)
+            is_average = quotient is not None and divides_by_batches(quotient, means)
+            if is_average or is_mean_of(node, means.values):
+                yield means.lines, line
+
+
+def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.For):
+            values = tuple(unweighted_sums(node))
+            counts = tuple(row_counts(node))
+            iterated = node.iter
+            last_line = node.iter.end_lineno or node.lineno
+        elif isinstance(node, ast.ListComp | ast.GeneratorExp) and is_mean(node.elt, node):
+            values = tuple(names_of_collected(file, node))
+            counts = ()
+            iterated = node.generators[0].iter
+            last_line = node.end_lineno or node.lineno
+        else:
+            continue
+        if values:
+            loader = ast.unparse(iterated_object(iterated))
+            lines = range(node.lineno, last_line + 1)
+            divisors = (f"len({loader})", *counters(node))
+            scope = file.enclosing_function(node)
+            yield BatchMeans(lines, values, loader, divisors, counts, scope)
+
+
+def names_of_collected(file: SourceFile, collected: Comprehension) -> Iterator[str]:
+    """Yield how the means of a comprehension are written: as itself, and as a name."""
+    yield ast.unparse(collected)
+    parent = file.parents.get(collected)
+    if isinstance(parent, ast.Assign):
+        yield ast.unparse(parent.targets[0])
+
+
+def quotient_of(node: ast.AST) -> Quotient | None:
+    """Return the division that a node is, or None."""
+    if is_division(node):
+        dividend = node.left
+        divisor = node.right
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        dividend = node.target
+        divisor = node.value
+    else:
+        return None
+    return Quotient(
+        ast.unparse(dividend).removesuffix(".item()"),
+        bare_count(divisor),
+        node.lineno,
+    )
+
+
+def bare_count(divisor: ast.expr) -> str:
+    """Return how a number is written, without `max(1, ...)` and `float(...)` around it."""
+    while isinstance(divisor, ast.Call) and last_name(divisor.func) in ("max", "float", "int"):
+        arguments = [part for part in divisor.args if not isinstance(part, ast.Constant)]
+        if len(arguments) != 1:
+            break
+        divisor = arguments[0]
+    return ast.unparse(divisor)
+
+
+def divides_by_batches(quotient: Quotient, means: BatchMeans) -> bool:
+    """Return whether a sum of batch means is divided by the number of batches."""
+    for values in means.values:
+        if quotient.dividend in (f"sum({values})", f"sum({values}).item()"):
+            return quotient.divisor in (f"len({values})", *means.divisors)
+    return quotient.dividend in means.values and quotient.divisor in means.divisors
+
+
+def divides_by_samples(quotient: Quotient, means: BatchMeans) -> bool:
+    """Return whether a sum of batch means is divided by a number of samples."""
+    sums = [text for values in means.values for text in (values, f"sum({values})")]
+    if quotient.dividend not in sums:
+        return False
+    samples = (f"len({means.loader}.dataset)", f"len({means.loader}.sampler)", *means.counts)
+    return quotient.divisor in samples
+
+
+def is_mean_of(node: ast.AST, values: tuple[str, ...]) -> bool:
+    """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
+    if not isinstance(node, ast.Call):
+        return False
+    if last_name(node.func) not in ("mean", "fmean"):
+        return False
+    arguments = [ast.unparse(argument) for argument in node.args]
+    function = ast.unparse(node.func)
+    return any(name in arguments or f"({name})" in function for name in values)
+
+
+def iterated_object(iterated: ast.expr) -> ast.expr:
+    """Return what is iterated over, without enumerate, tqdm and the like."""
+    while isinstance(iterated, ast.Call) and iterated.args:
+        iterated = iterated.args[0]
+    return iterated
+
+
+def counters(loop: ast.AST) -> Iterator[str]:
+    """Yield the names that grow by one in a loop."""
+    for node in find_nodes(loop, ast.AugAssign):
+        if constant_value(node.value) == 1:
+            yield ast.unparse(node.target)
+
+
+def unweighted_sums(loop: ast.For) -> Iterator[str]:
+    """Yield the names that the mean of each batch is added or appended to, without its size."""
+    for node in ast.walk(loop):
+        if is_addition(node) and is_mean(node.value, loop):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Call) and is_mean_appended(node, loop):
+            yield ast.unparse(node.func).removesuffix(".append")
+
+
+def is_mean_appended(call: ast.Call, loop: ast.For) -> bool:
+    """Return whether a call is `values.append(mean)`."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
+        return False
+    return len(call.args) == 1 and is_mean(call.args[0], loop)
+
+
+def is_mean(value: ast.expr, loop: ast.AST) -> bool:
+    """Return whether a value is the mean of a loss over a batch."""
+    text = ast.unparse(value)
+    if "sum" in text or has_product(value):
+        return False
+    name = text.split(".")[0]
+    name = name.removeprefix("float(").rstrip(")")
+    texts = [text]
+    for statement in assignments(loop, name):
+        texts.append(ast.unparse(statement.value))
+    joined = " ".join(texts).lower()
+    is_divided = ".mean()" in joined or "/" in joined
+    is_sum = "reduction='sum'" in joined or (".sum()" in joined and not is_divided)
+    return not is_sum and any(loss in joined for loss in LOSS_NAMES)
+
+
+def has_product(node: ast.AST) -> bool:
+    operations = find_nodes(node, ast.BinOp)
+    return any(isinstance(operation.op, ast.Mult) for operation in operations)
