@@ -20,6 +20,7 @@ from check_recordings import evidence_of, forward, rules_of, step
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.probe_log import ProbeLog
 from stepladder.tools.check.probe_settings import ProbeSettings
+from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.training import learns_nothing
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -252,7 +253,8 @@ def test_only_a_frozen_parameter_is_left_out() -> None:
 
 
 def test_an_optimizer_of_frozen_parameters_is_named_as_that_and_by_no_guess() -> None:
-    (finding,) = learns_nothing(evidence_of(steps_with(["w", "head"], {})))
+    (finding,) = apply_rules(evidence_of(steps_with(["w", "head"], {})))
+    assert finding.rule == "frozen-optimizer"
     assert "all 2 parameters of the optimizer have requires_grad=False" in finding.evidence
     assert "class" not in finding.fix
     (guess,) = learns_nothing(evidence_of(steps_with(["w"], {})))

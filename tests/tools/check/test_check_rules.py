@@ -79,7 +79,51 @@ def other_grads(events: Events) -> Events:
     return [e | {"grads": {"w": "h"}} if e["k"] == "prestep" else e for e in events]
 
 
+def unsynced(rank: str, last: bool = False) -> Events:
+    """Two steps of two backward passes each, of which only the first averages gradients."""
+    return [
+        e
+        for n in (1, 2)
+        for e in [
+            forward(sync=False),
+            backward(n, scale=0.5),
+            forward(sync=last),
+            backward(n + 2, scale=0.5),
+            *step(n, grads=rank, before={"w": "w" if last else f"{rank}{n}"}),
+        ]
+    ]
+
+
 CASES: dict[str, tuple[str, Events, Events]] = {
+    "the last one alone": ("sync-skipped", unsynced("a"), unsynced("b")),
+    "other types": (
+        "moved-after-wrapping",
+        [{"k": "placed", "before": "cpu in float32", "after": "cpu in bfloat16"}, *steps(step(1))],
+        steps(step(1)),
+    ),
+    "a wrapper in a wrapper": (
+        "moved-after-wrapping",
+        [{"k": "ddp", "parameters": {}, "nested": "DistributedDataParallel"}, *steps(step(1))],
+        steps(step(1)),
+    ),
+    "splits of their own": (
+        "leaked-split",
+        [*train_pass(1, [[0, 1], [2, 3]]), *eval_pass(2, [[4, 5], [6]]), COLL],
+        [*train_pass(1, [[4, 5], [6, 7]]), *eval_pass(2, [[0, 2], [3]]), COLL],
+    ),
+    "no number": (
+        "not-finite",
+        [
+            *steps(step(1)),
+            {"k": "notfinite", "what": "the loss", "value": "nan", "origin": "from a layer"},
+        ],
+        steps(step(1)),
+    ),
+    "all frozen": (
+        "frozen-optimizer",
+        steps(*(step(n, norm=0.0, frozen_names=["w"]) for n in (1, 2, 3))),
+        steps(step(1)),
+    ),
     "the same order twice": ("set-epoch", epochs(ZERO, ZERO), epochs(ONE, ONE)),
     "a constant epoch": ("set-epoch", [TOLD | {"value": 0}, *epochs(ZERO, ZERO)], epochs(ONE, ONE)),
     "all read all": ("same-samples", train_pass(1, [*ZERO, *ONE]), train_pass(1, [*ONE, *ZERO])),
@@ -338,6 +382,66 @@ WEIGHTED = {
 }
 
 
+BY_SAMPLES = {
+    "by the data set": "def f():\n    for x, y in loader:\n        total += F.cross_entropy(model(x), y).item()\n"
+    "    return total / len(loader.dataset)\n",
+    "by a count": "criterion = nn.MSELoss()\ndef f():\n    for x, y in loader:\n        loss = criterion(model(x), y)\n"
+    "        total += loss.item()\n        n += len(x)\n    total /= n\n",
+}
+RIGHT_BY_SAMPLES = {
+    "sums": "def f():\n    for x, y in loader:\n        total += F.nll_loss(model(x), y, reduction='sum').item()\n"
+    "    total /= len(loader.dataset)\n",
+    "an object of sums": "criterion = nn.MSELoss(reduction='sum')\ndef f():\n    for x, y in loader:\n"
+    "        total += criterion(model(x), y).item()\n    return total / len(loader.dataset)\n",
+    "a function of the script's own": "c = nn.MSELoss()\ndef loss_sum(x, y):\n    return c(x, y) * len(x)\n"
+    "def f():\n    for x, y in loader:\n        total += loss_sum(model(x), y).item()\n"
+    "    return total / len(loader.dataset)\n",
+    "right answers": "def f():\n    for x, y in loader:\n        total += (model(x) == y).sum().item()\n"
+    "    return total / len(loader.dataset)\n",
+}
+DIVIDED_BACKWARD = "loss = F.mse_loss(model(x), y) / dist.get_world_size()\nloss.backward()\n"
+REDUCED_TWICE = {
+    "before and after": "def f(x):\n    x = x / world_size\n    dist.all_reduce(x)\n    return x / world_size\n",
+    "by the collective": "def f(x):\n    y = 0\n    dist.all_reduce(x, op=dist.ReduceOp.AVG)\n    x /= world_size\n",
+    "in place": "def f(p):\n    y = 0\n    dist.all_reduce(p.grad, dist.ReduceOp.AVG)\n    p.grad.div_(world_size)\n",
+}
+REDUCED_ONCE = {
+    "after": "def f(x):\n    y = 0\n    dist.all_reduce(x)\n    return x / world_size\n",
+    "before": "def f(x):\n    x = x / world_size\n    dist.all_reduce(x)\n    return x\n",
+    "something else": "def f(x, n):\n    y = 0\n    dist.all_reduce(x, dist.ReduceOp.AVG)\n    n = n / world_size\n",
+}
+
+
+@pytest.mark.parametrize("name", [*BY_SAMPLES, *RIGHT_BY_SAMPLES])
+def test_a_sum_of_means_by_samples_is_named_and_a_sum_of_sums_is_not(name: str) -> None:
+    text = (BY_SAMPLES | RIGHT_BY_SAMPLES)[name]
+    expected = ["mean-divided-twice"] if name in BY_SAMPLES else []
+    assert evaluated_unevenly(text) == expected
+
+
+@pytest.mark.parametrize("name", [*REDUCED_TWICE, *REDUCED_ONCE])
+def test_a_value_that_is_averaged_twice_around_a_collective_is_named(name: str) -> None:
+    text = (REDUCED_TWICE | REDUCED_ONCE)[name]
+    calls = [[COLL | {"at": ["train.py", 3, "f"]}]] * 2
+    expected = ["mean-divided-twice"] if name in REDUCED_TWICE else []
+    assert rules_of(*calls, text=text) == expected
+
+
+def test_a_loss_by_the_number_of_ranks_is_named_where_a_wrapper_averages() -> None:
+    def trained(scale: float, wrapper: str) -> list[str]:
+        events = [
+            e
+            for n in (1, 2)
+            for e in [forward(wrapped=wrapper), backward(n, scale=scale), *step(n), COLL]
+        ]
+        events = [e | {"shape": [10, 10], "count": 100} if e["k"] == "coll" else e for e in events]
+        return rules_of(events, events, text=DIVIDED_BACKWARD)
+
+    assert trained(0.5, "DistributedDataParallel") == ["mean-divided-twice"]
+    assert trained(1.0, "DistributedDataParallel") == []
+    assert trained(0.5, "") == []
+
+
 def evaluated_unevenly(text: str) -> list[str]:
     """Return the rules of an evaluation in this source, whose last batch is smaller."""
     line = next(n for n, line in enumerate(text.splitlines(), 1) if " in loader" in line)
@@ -377,6 +481,24 @@ def test_each_mistake_is_found_by_its_rule_alone(name: str) -> None:
 
 
 SOUND: dict[str, tuple[Events, Events]] = {
+    "the last one averages": (unsynced("a", last=True), unsynced("a", last=True)),
+    "averaged by hand after no_sync": (unsynced("a"), unsynced("a")),
+    "moved when all is trained": (
+        [*steps(step(1)), {"k": "placed", "before": "cuda in float32", "after": "cpu in float32"}],
+        steps(step(1)),
+    ),
+    "one split for all": (
+        [*train_pass(1, [[0, 1], [2]], base_length=9), *eval_pass(2, [[6]]), COLL],
+        [*train_pass(1, [[3, 4], [5]], base_length=9), *eval_pass(2, [[7]]), COLL],
+    ),
+    "what is trained is evaluated too": (
+        [*train_pass(1, ZERO), *eval_pass(2, [[0, 1], [2, 3]]), COLL],
+        [*train_pass(1, ONE), *eval_pass(2, [[4, 5], [6, 7]]), COLL],
+    ),
+    "one of two optimizers is frozen now and then": (
+        steps(*(step(n, frozen_names=["w"] if n == 2 else []) for n in (1, 2, 3))),
+        steps(step(1)),
+    ),
     "another order in each epoch": (
         [TOLD | {"value": 1}, *epochs(ZERO, [[2, 0], [4, 6]])],
         epochs(ONE, [[1, 3], [7, 5]]),
@@ -503,6 +625,7 @@ def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not()
 def test_every_rule_has_a_text_of_its_own() -> None:
     assert {rule for rule, *_ in CASES.values()} | set(STATIC) | {
         "local-count",
+        "mean-divided-twice",
         "resume-samples",
         "resume-lr",
         "resume-differs",

@@ -252,6 +252,30 @@ def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) 
     assert planted <= rules(report) <= planted | set(script.get("also", []))
 
 
+def corpus() -> list[dict]:  # type: ignore[type-arg]
+    scripts: list[dict] = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]  # type: ignore[type-arg]
+    return scripts
+
+
+@pytest.mark.corpus
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [entry["file"] for entry in corpus() if "twin" in entry])
+def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -> None:
+    script = next(entry for entry in corpus() if entry["file"] == name)
+    faulty, fixed = script["twin"]
+    text = (CORPUS / name).read_text()
+    assert text.count(faulty) == 1
+    twin = tmp_path / "from" / name
+    twin.parent.mkdir()
+    twin.write_text(text.replace(faulty, fixed))
+    _, report = check(CORPUS / name, tmp_path, "--notes")
+    planted = set(script["rules"])
+    assert planted <= rules(report) <= planted | set(script.get("also", []))
+    code, report = check(twin, tmp_path, "--notes")
+    assert (code, report["findings"], report["not_checked"]) == (0, [], None)
+
+
 @pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks

@@ -226,6 +226,22 @@ class WrapperBuilt(ProbeEvent, kind="ddp"):
 
     parameters: dict[str, list[Any]]  # the id and the hash of each parameter that is trained
     buffers: bool = True  # whether buffers are broadcast
+    nested: str = ""  # the class of a wrapper that the model is or holds already
+
+
+class ModelMoved(ProbeEvent, kind="placed"):
+    """A wrapped model has changed its device or its type."""
+
+    before: str
+    after: str
+
+
+class NotFinite(ProbeEvent, kind="notfinite"):
+    """The first loss or gradient of a process that is nan or infinite."""
+
+    what: str  # the loss, or the gradient of a parameter
+    value: str  # nan, inf or -inf
+    origin: str  # where it comes from, in words
 
 
 class StateDictLoad(ProbeEvent, kind="loadsd"):

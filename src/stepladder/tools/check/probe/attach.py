@@ -16,6 +16,7 @@ from stepladder.tools.check.probe import (
     hooks_random,
     hooks_snapshot,
     hooks_train,
+    hooks_wrapper,
 )
 from stepladder.tools.check.probe.probe_log import current_log
 
@@ -30,6 +31,7 @@ def attach() -> None:
     hooks_random.attach()
     hooks_snapshot.attach()
     hooks_train.attach()
+    hooks_wrapper.attach()
     atexit.register(record_exit)
 
 

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepladder.tools.check.events import EvalMode, Forward, StateDictLoad, WrapperBuilt, ZeroGrad
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.hooks_wrapper import wrapped_models
+from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
     NestingDepth,
     default_on_error,
@@ -74,7 +76,11 @@ def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     # What the probe computes of the inputs would become a part of the trace.
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if called_models.depth or is_traced:
-        return original(module, *args, **kwargs)
+        result = original(module, *args, **kwargs)
+        if not is_traced and not torch.compiler.is_compiling():
+            layer_outputs.add(module, result)
+        return result
+    layer_outputs.begin(module, [args, kwargs])
     with called_models:
         if not called_models.is_registered(module):
             called_models.register(module)
@@ -148,13 +154,17 @@ def count_layers_with_modes(module: Any) -> dict[str, Any]:
 
 
 def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    inner = (type(part).__name__ for part in module.modules() if kind_of_wrapper(part))
+    nested = next(inner, "")
     result = original(wrapper, module, *args, **kwargs)
     called_models.register(wrapper)
+    wrapped_models.add_wrapped(wrapper)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     current_log().write_with_line(
         WrapperBuilt(
             parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
             buffers=bool(wrapper.broadcast_buffers),
+            nested=nested,
         )
     )
     return result

@@ -21,6 +21,7 @@ from stepladder.tools.check.events import (
     BeforeStep,
     Clipping,
     Halt,
+    NotFinite,
     OptimizerStep,
     Returned,
     ScheduleStep,
@@ -29,6 +30,11 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
+from stepladder.tools.check.probe.layer_outputs import (
+    is_not_finite,
+    layer_outputs,
+    name_of_value,
+)
 from stepladder.tools.check.probe.loss_graph import activation_of, scale_of
 from stepladder.tools.check.probe.patching import NestingDepth, default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
@@ -166,17 +172,38 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     loss = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
     training_tracker.begin_backward()
     wait_if_halted()
+    value = ""
     fields: dict[str, Any] = {
         "alive": training_tracker.add_graph(loss),
         "scale": scale_of(loss),
     }
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
+        value = name_of_value(fields["loss"])
         fields["twice"] = activation_of(loss)
     current_log().write_with_line(Backward(**fields))
+    if value:
+        record_not_finite("the loss", value, layer_outputs.find_origin(value))
+    layer_outputs.forget()
     result = original(tensors, *args, **kwargs)
     current_log().write(Returned())
     return result
+
+
+def record_not_finite(what: str, value: str, origin: str) -> None:
+    """Record the first value of this process that is not finite."""
+    if not layer_outputs.is_reported:
+        layer_outputs.mark_reported()
+        current_log().write_with_line(NotFinite(what=what, value=value, origin=origin))
+
+
+def record_infinite_gradient(parameters: dict[str, Any], norm: float) -> None:
+    """Record a gradient that is not finite although the loss was."""
+    value = name_of_value(norm)
+    for name, parameter in parameters.items() if value else ():
+        if is_not_finite(parameter.grad):
+            record_not_finite(f"the gradient of {name}", value, "the loss itself is finite")
+            return
 
 
 def wait_if_halted() -> None:
@@ -230,13 +257,15 @@ def record_before_step(optimizer: Any) -> None:
     named = named_parameters_of(optimizer)
     parameters = parameters_of(optimizer)
     with_gradient = {name: p for name, p in named.items() if p.grad is not None}
+    norm = gradient_norm(parameters)
+    record_infinite_gradient(with_gradient, norm)
     log.write_with_line(
         BeforeStep(
             optimizer=number,
             step=step,
             clean=training_tracker.is_clean(number),
             grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
-            norm=gradient_norm(parameters),
+            norm=norm,
             before=weight_digests(named),
             ids={name: id(p) for name, p in named.items()},
             frozen_names=[name for name, p in named.items() if not p.requires_grad],

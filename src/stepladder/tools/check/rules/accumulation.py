@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from stepladder.tools.check.events import Backward, BeforeStep, Forward, OptimizerStep, ZeroGrad
+from stepladder.tools.check.events import (
+    Backward,
+    BeforeStep,
+    Forward,
+    JoinContext,
+    OptimizerStep,
+    ZeroGrad,
+)
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.rules.model import is_wrapped
+from stepladder.tools.check.rules.model import (
+    StepKey,
+    diverged_steps,
+    is_averaged_later,
+    is_sharded,
+    is_wrapped,
+    steps_of,
+)
 from stepladder.tools.probe.events import ProbeEvent
 
 OF_A_MODULE = -1  # in place of an optimizer's number, where a module's zero_grad was called
@@ -142,6 +156,63 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
             backwards[0].at,
             f"{count} backward passes per step, and each of them averages all gradients over the "
             f"ranks: {count - 1} of {count} for nothing ({len(costly)} steps seen)",
+        )
+
+
+@dataclass(frozen=True)
+class SteppedWindow:
+    """The backward passes of one optimizer step of a wrapped model, and their last forward pass."""
+
+    step: BeforeStep
+    backwards: tuple[Backward, ...]
+    last_forward: Forward
+
+
+def stepped_windows(log: RankLog) -> dict[StepKey, SteppedWindow]:
+    """Return the windows of the steps of which all was recorded, by optimizer and step."""
+    windows: dict[StepKey, SteppedWindow] = {}
+    steps = {step.n: key for key, step in steps_of(log, BeforeStep).items()}
+    backwards: list[Backward] = []
+    forward: Forward | None = None
+    for event in log.select(Forward, Backward, BeforeStep, OptimizerStep):
+        if isinstance(event, Backward):
+            backwards.append(event)
+        elif isinstance(event, Forward) and event.grad and event.wrapped:
+            forward = event
+        elif isinstance(event, BeforeStep) and backwards and forward and event.n in steps:
+            windows[steps[event.n]] = SteppedWindow(event, tuple(backwards), forward)
+        elif isinstance(event, OptimizerStep):
+            backwards = []
+            forward = None
+    return windows
+
+
+@run_rule("sync-skipped")
+def sync_skipped(evidence: RunEvidence) -> Findings:
+    """Find steps whose last backward pass averages nothing, so that gradients differ by rank."""
+    if not evidence.has_several_ranks or evidence.run.select(JoinContext):
+        return
+    logs = evidence.run.ranks[:2]
+    before = [steps_of(log, BeforeStep) for log in logs]
+    diverged = diverged_steps(before)
+    if is_sharded(logs) or (diverged and is_averaged_later(before, diverged[0])):
+        return
+    first, second = (stepped_windows(log) for log in logs)
+    common = sorted(first.keys() & second.keys(), key=lambda key: (key[1], key[0]))
+    skipped = [
+        first[key]
+        for key in common
+        if not first[key].last_forward.sync and first[key].step.grads != second[key].step.grads
+    ]
+    if skipped:
+        window = skipped[0]
+        count = len(window.backwards)
+        which = f"the last of {count} backward passes" if count > 1 else "the backward pass"
+        yield evidence.finding(
+            "sync-skipped",
+            window.backwards[-1].at,
+            f"{which} before step {window.step.step} ran under no_sync, so the gradients of this "
+            f"step are those of one rank; so it is in {len(skipped)} of {len(common)} steps",
         )
 
 

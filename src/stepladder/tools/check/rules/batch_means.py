@@ -44,6 +44,7 @@ class BatchMeans:
         divisors: What stands for the number of batches.
         counts: What stands for the number of samples.
         scope: The function that it is in.
+        node: The loop or the comprehension.
     """
 
     lines: range
@@ -52,6 +53,7 @@ class BatchMeans:
     divisors: tuple[str, ...]
     counts: tuple[str, ...]
     scope: ast.AST
+    node: ast.AST
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[range, int]]:
     """
     for means in all_batch_means(file):
         for node in ast.walk(means.scope):
-            line = getattr(node, "lineno", 0)
+            line = getattr(
+                node,
+                "lineno",
+                0,
+            )
             if line < means.lines.start:
                 continue
             quotient = quotient_of(node)
@@ -98,10 +104,21 @@ def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
             lines = range(node.lineno, last_line + 1)
             divisors = (f"len({loader})", *counters(node))
             scope = file.enclosing_function(node)
-            yield BatchMeans(lines, values, loader, divisors, counts, scope)
+            yield BatchMeans(
+                lines,
+                values,
+                loader,
+                divisors,
+                counts,
+                scope,
+                node,
+            )
 
 
-def names_of_collected(file: SourceFile, collected: Comprehension) -> Iterator[str]:
+def names_of_collected(
+    file: SourceFile,
+    collected: Comprehension,
+) -> Iterator[str]:
     """Yield how the means of a comprehension are written: as itself, and as a name."""
     yield ast.unparse(collected)
     parent = file.parents.get(collected)
@@ -117,6 +134,9 @@ def quotient_of(node: ast.AST) -> Quotient | None:
     elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
         dividend = node.target
         divisor = node.value
+    elif isinstance(node, ast.Call) and is_division_method(node):
+        dividend = node.func.value  # type: ignore[attr-defined]
+        divisor = node.args[0]
     else:
         return None
     return Quotient(
@@ -124,6 +144,12 @@ def quotient_of(node: ast.AST) -> Quotient | None:
         bare_count(divisor),
         node.lineno,
     )
+
+
+def is_division_method(call: ast.Call) -> bool:
+    """Return whether a call is `total.div_(count)`."""
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr in ("div", "div_")
+    return is_method and len(call.args) == 1
 
 
 def bare_count(divisor: ast.expr) -> str:
@@ -136,7 +162,10 @@ def bare_count(divisor: ast.expr) -> str:
     return ast.unparse(divisor)
 
 
-def divides_by_batches(quotient: Quotient, means: BatchMeans) -> bool:
+def divides_by_batches(
+    quotient: Quotient,
+    means: BatchMeans,
+) -> bool:
     """Return whether a sum of batch means is divided by the number of batches."""
     for values in means.values:
         if quotient.dividend in (f"sum({values})", f"sum({values}).item()"):
@@ -144,7 +173,10 @@ def divides_by_batches(quotient: Quotient, means: BatchMeans) -> bool:
     return quotient.dividend in means.values and quotient.divisor in means.divisors
 
 
-def divides_by_samples(quotient: Quotient, means: BatchMeans) -> bool:
+def divides_by_samples(
+    quotient: Quotient,
+    means: BatchMeans,
+) -> bool:
     """Return whether a sum of batch means is divided by a number of samples."""
     sums = [text for values in means.values for text in (values, f"sum({values})")]
     if quotient.dividend not in sums:
@@ -153,7 +185,10 @@ def divides_by_samples(quotient: Quotient, means: BatchMeans) -> bool:
     return quotient.divisor in samples
 
 
-def is_mean_of(node: ast.AST, values: tuple[str, ...]) -> bool:
+def is_mean_of(
+    node: ast.AST,
+    values: tuple[str, ...],
+) -> bool:
     """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
     if not isinstance(node, ast.Call):
         return False
@@ -187,14 +222,20 @@ def unweighted_sums(loop: ast.For) -> Iterator[str]:
             yield ast.unparse(node.func).removesuffix(".append")
 
 
-def is_mean_appended(call: ast.Call, loop: ast.For) -> bool:
+def is_mean_appended(
+    call: ast.Call,
+    loop: ast.For,
+) -> bool:
     """Return whether a call is `values.append(mean)`."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
         return False
     return len(call.args) == 1 and is_mean(call.args[0], loop)
 
 
-def is_mean(value: ast.expr, loop: ast.AST) -> bool:
+def is_mean(
+    value: ast.expr,
+    loop: ast.AST,
+) -> bool:
     """Return whether a value is the mean of a loss over a batch."""
     text = ast.unparse(value)
     if "sum" in text or has_product(value):

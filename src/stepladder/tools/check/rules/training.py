@@ -15,7 +15,6 @@ from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
-from stepladder.tools.findings.finding import Finding
 from stepladder.tools.probe.events import CodeLine
 
 SYNCHRONIZES_BATCH_NORM = (
@@ -105,7 +104,21 @@ def optimizer_params(evidence: RunEvidence) -> Findings:
             return
 
 
-@run_rule("learns-nothing", "learns-nothing.frozen")
+@run_rule("frozen-optimizer")
+def frozen_optimizer(evidence: RunEvidence) -> Findings:
+    """Find optimizers of which no parameter requires a gradient in any step."""
+    before_steps = evidence.run.ranks[0].select(BeforeStep)
+    for steps in group_events(before_steps, "optimizer").values():
+        if len(steps) >= 3 and all(map(is_frozen, steps)):
+            yield evidence.finding(
+                "frozen-optimizer",
+                steps[0].at,
+                f"all {len(steps[-1].before)} parameters of the optimizer have requires_grad=False "
+                f"in all of {len(steps)} steps",
+            )
+
+
+@run_rule("learns-nothing")
 def learns_nothing(evidence: RunEvidence) -> Findings:
     """Find trainings in which gradients are 0, or the loss or the weights never change."""
     log = evidence.run.ranks[0]
@@ -114,9 +127,7 @@ def learns_nothing(evidence: RunEvidence) -> Findings:
     after_steps = [event for event in log.select(OptimizerStep) if event.has_weights]
     has_constant_loss = len({event.loss for event in with_loss}) == 1
     has_one_optimizer = len({event.optimizer for event in after_steps}) == 1
-    if len(before_steps) >= 3 and all(map(is_frozen, before_steps)):
-        yield all_frozen(evidence, before_steps)
-    elif len(before_steps) >= 3 and all(event.norm == 0 for event in before_steps):
+    if len(before_steps) >= 3 and all(event.norm == 0 for event in before_steps):
         text = f"the gradient is exactly 0 in all of {len(before_steps)} steps"
         if has_constant_loss:
             text += f"; the loss is {with_loss[0].loss:.4g} in all of them"
@@ -141,16 +152,6 @@ def is_frozen(step: BeforeStep) -> bool:
     """Return whether no parameter of a step requires a gradient."""
     names = set(step.before)
     return bool(names) and names <= frozen_parameters([step])
-
-
-def all_frozen(evidence: RunEvidence, steps: list[BeforeStep]) -> Finding:
-    count = len(steps[-1].before)
-    return evidence.finding(
-        "learns-nothing.frozen",
-        steps[0].at,
-        f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} "
-        f"steps",
-    )
 
 
 def has_constant_weights(steps: list[OptimizerStep]) -> bool:

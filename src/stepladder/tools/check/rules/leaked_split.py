@@ -1,0 +1,76 @@
+"""The rule for splits that differ by rank: what one rank trains on, another one evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from stepladder.tools.check.recording import LoaderPass
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+
+LEAST_LEAKED_SAMPLES = 2
+LEAST_LEAKED_SHARE = 0.05
+LEAST_DISTINCT_SHARE = 0.9  # of rows: data with equal rows cannot be told apart
+
+Samples = set[Hashable]
+
+
+@run_rule("leaked-split")
+def leaked_split(evidence: RunEvidence) -> Findings:
+    """Find samples that one rank evaluates and another trains on, where each rank separates them.
+
+    A rank that evaluates what it trains on itself does so on purpose.
+    """
+    trained_passes = [log.training_passes for log in evidence.run.ranks]
+    if not evidence.has_several_ranks or not all(trained_passes):
+        return
+    for passes in evidence.evaluation_passes():
+        if not all(one_pass.is_complete for one_pass in passes):
+            continue
+        evaluated = [samples_of([one_pass], passes[0]) for one_pass in passes]
+        trained = [samples_of(of_rank, passes[0]) for of_rank in trained_passes]
+        if not all(evaluated) or not all(trained):
+            continue
+        if any(
+            mine & own
+            for mine, own in zip(
+                evaluated,
+                trained,
+                strict=True,
+            )
+        ):
+            continue
+        for rank, mine in enumerate(evaluated):
+            other_ranks = [own for peer, own in enumerate(trained) if peer != rank]
+            leaked = mine & set().union(*other_ranks)
+            if len(leaked) >= max(LEAST_LEAKED_SAMPLES, LEAST_LEAKED_SHARE * len(mine)):
+                yield evidence.finding(
+                    "leaked-split",
+                    passes[0].loader_line,
+                    f"{len(leaked)} of the {len(mine)} samples that rank {rank} evaluates are "
+                    f"trained on another rank",
+                )
+                return
+
+
+def samples_of(
+    passes: Sequence[LoaderPass],
+    like: LoaderPass,
+) -> Samples:
+    """Return the samples of passes; an empty set where they cannot be told apart.
+
+    Args:
+        passes: The passes.
+        like: A pass whose data set says how samples are named: by index, if all have it, or by row.
+    """
+    uses_indices = like.indices is not None
+    samples: Samples = set()
+    count = 0
+    for one_pass in passes:
+        if uses_indices and one_pass.start.fingerprint != like.start.fingerprint:
+            return set()
+        read: Sequence[Hashable] | None = one_pass.indices if uses_indices else one_pass.rows
+        if read is None:
+            return set()
+        samples.update(read)
+        count = max(count, len(read))
+    return samples if len(samples) >= LEAST_DISTINCT_SHARE * count else set()
