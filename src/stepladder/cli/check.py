@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shlex
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import click
 
 from stepladder.cli.findings import show_finding
-from stepladder.cli.flags import make_command
+from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.types import AsJson, Count, Wait, Words
-from stepladder.core.console import echo
+from stepladder.core.console import echo, print_message
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.tools.check.check import Report, Request, check
+from stepladder.tools.check.fixes import make_patch
 from stepladder.tools.check.formats import json_of_report, sarif_of_report
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import count_severities
 from stepladder.train.job_source import validate_not_job
 
 
-@make_command(context_settings={"allow_interspersed_args": False})
+@dataclass(frozen=True)
+class CheckFlags:
+    """The flags of `stepladder check`.
+
+    Attributes:
+        nproc: Ranks. Half of them simulate a second node.
+        epochs: Training passes to watch.  [default: 2, and more within 20 s]
+        steps: Optimizer steps per epoch; the epoch ends after them.  [default: all]
+        resume: End SCRIPT after its first snapshot, start it again, and compare.
+        resume_args (ARGS): Do --resume, with more arguments for the start that resumes.
+        gpus: Simulate GPUs from the first start on: torch.cuda.is_available() is True.
+        root (DIR): Copy this folder, which holds the working folder.  [default: the working folder,
+            or the Git repository if the script needs more]
+        static: Read the source only, and run nothing.
+        timeout: Seconds for one run of SCRIPT.
+        patience: Seconds without progress that count as a hang.
+        notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
+        fix (FILE): Write the fixes that are mechanical to FILE, as a patch. SCRIPT stays as it is.
+        sarif (FILE): Write the findings to FILE too, for code hosts.
+        writes (DIR): Let SCRIPT write this folder for real. Repeatable.
+    """
+
+    nproc: Count = 2
+    epochs: Count | None = None
+    steps: Count | None = None
+    resume: bool = False
+    resume_args: str = ""
+    gpus: bool = False
+    root: Path | None = None
+    static: bool = False
+    timeout: Wait = 600
+    patience: Wait = 25
+    notes: bool = False
+    fix: Path | None = None
+    sarif: Path | None = None
+    writes: tuple[Path, ...] = ()
+    as_json: AsJson = False
+
+
+@make_command(
+    click.Command,
+    *make_field_options(CheckFlags),
+    context_settings={"allow_interspersed_args": False},
+)
 def command(
     script: Path,
     args: Words = (),
-    *,
-    nproc: Count = 2,
-    epochs: Count | None = None,
-    steps: Count | None = None,
-    resume: bool = False,
-    static: bool = False,
-    timeout: Wait = 600,
-    patience: Wait = 25,
-    notes: bool = False,
-    sarif: Path | None = None,
-    writes: tuple[Path, ...] = (),
-    as_json: AsJson = False,
+    **values: Any,
 ) -> int:
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes.
 
@@ -43,33 +80,67 @@ def command(
     code 1 on an error or a warning; else 3 if SCRIPT failed by itself, if this check cannot run it,
     or if it did not train; else 0. A comment suppresses a finding: # stepladder: ignore[rule]
     reason
-
-    Args:
-        nproc: Ranks. Half of them simulate a second node.
-        epochs: Training passes to watch.  [default: 2, and more within 20 s]
-        steps: Optimizer steps per epoch; the epoch ends after them.  [default: all]
-        resume: End SCRIPT after its first snapshot, start it again, and compare.
-        static: Read the source only, and run nothing.
-        timeout: Seconds for one run of SCRIPT.
-        patience: Seconds without progress that count as a hang.
-        notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
-        sarif (FILE): Write the findings to FILE too, for code hosts.
-        writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
+    flags = CheckFlags(**values)
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
     validate_not_job(script)
-    if sarif:
-        validate_writable(sarif, "--sarif")
-    request = Request(
-        script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience
-    )
-    request = replace(request, writable_folders=writable_folders(writes), shows_notes=notes)
-    report = check(request, (lambda _: None) if as_json else show_finding)
-    if sarif:
-        write_output(sarif, sarif_of_report(report, version("stepladder")), "--sarif")
-    show_report(report, as_json)
+    for file, flag in ((flags.sarif, "--sarif"), (flags.fix, "--fix")):
+        if file:
+            validate_writable(file, flag)
+    request = make_request(script, args, flags)
+    report = check(request, (lambda _: None) if flags.as_json else show_finding)
+    if flags.sarif:
+        write_output(flags.sarif, sarif_of_report(report, version("stepladder")), "--sarif")
+    show_report(report, flags.as_json)
+    if flags.fix:
+        write_patch(report, flags.fix)
     return report.exit_code
+
+
+def make_request(
+    script: Path,
+    args: tuple[str, ...],
+    flags: CheckFlags,
+) -> Request:
+    return Request(
+        script,
+        args,
+        flags.nproc,
+        flags.steps or 0,
+        flags.epochs or 0,
+        resume=flags.resume or bool(flags.resume_args),
+        static=flags.static,
+        timeout=flags.timeout,
+        patience=flags.patience,
+        simulate_gpus=flags.gpus,
+        writable_folders=writable_folders(flags.writes),
+        root=flags.root.resolve() if flags.root else None,
+        resume_args=split_arguments(flags.resume_args),
+        shows_notes=flags.notes,
+    )
+
+
+def write_patch(report: Report, file: Path) -> None:
+    """Write the patch of --fix, and say on standard error what it mends."""
+    patch = make_patch(report.findings, report.folder)
+    write_output(file, patch.text, "--fix")
+    count = f"{len(patch.fixed)} of {len(report.findings)} findings have a fix in {file}"
+    print_message(f"{count}: patch -p1 < {file}" if patch.fixed else count)
+
+
+def split_arguments(text: str) -> tuple[str, ...]:
+    """Return the arguments of --resume-args, split as a shell does.
+
+    Raises:
+        InputError: A quote is not closed.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise InputError(
+            f"--resume-args {text}: {error}", "--resume-args '--resume s.pt'"
+        ) from None
 
 
 def show_report(report: Report, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
@@ -15,6 +16,13 @@ from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
+from stepladder.tools.check.launch_style import (
+    LaunchStyle,
+    find_styles,
+    finds_what_is_missing,
+    is_for_fabric_run,
+    local_rank_option,
+)
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
@@ -55,6 +63,8 @@ class Request:
         simulate_gpus: Whether GPUs are simulated from the first run on, and not only if the script
             fails without.
         writable_folders: Folders that the script may write for real.
+        root: The folder that is copied, in place of the working folder.
+        resume_args: More arguments for the start that resumes.
         shows_notes: Whether notes are shown that many sound scripts get.
     """
 
@@ -69,6 +79,8 @@ class Request:
     patience: float = 25.0
     simulate_gpus: bool = False
     writable_folders: tuple[Path, ...] = ()
+    root: Path | None = None
+    resume_args: tuple[str, ...] = ()
     shows_notes: bool = False
 
 
@@ -82,6 +94,7 @@ class Report:
         run_summary: What has run, in one line.
         notes: Remarks on how the script was run.
         isolation: What the script tried to change outside of its copy.
+        folder: The folder to which the files of findings are relative.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -89,6 +102,7 @@ class Report:
     run_summary: str = ""
     notes: list[str] = field(default_factory=list)
     isolation: Isolation | None = None
+    folder: Path = Path()
 
     @property
     def exit_code(self) -> int:
@@ -115,11 +129,10 @@ class Check:
     ) -> None:
         self.request = request
         self.on_finding = on_finding
-        self.folder = Path.cwd()
-        script = request.script.absolute()
-        if not script.is_relative_to(self.folder):
-            self.folder = script.parent
-        self.source: ScriptSource = read_source(script, self.folder)
+        self.script = request.script.absolute()
+        self.styles = find_styles(self.script, Path.cwd(), request.root)
+        self.style = self.styles[0]
+        self.source: ScriptSource = read_source(self.script, self.style.root)
         self.findings: dict[tuple[str, str, int], Finding] = {}
         self.notes: list[str] = []
 
@@ -127,16 +140,53 @@ class Check:
         self.add_findings(apply_source_rules(self.source, self.request.static))
         report = Report(notes=self.notes)
         if not self.request.static:
-            with (
-                exit_on_signals(),
-                tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder,
-            ):
-                report = self.check_in_scratch(Path(folder).resolve())
-        return replace(report, findings=sort_by_severity(list(self.findings.values())))
+            with exit_on_signals():
+                report = self.try_styles()
+        findings = sort_by_severity(list(self.findings.values()))
+        return replace(report, findings=findings, folder=self.style.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is copied."""
+        return self.style.root
+
+    def try_styles(self) -> Report:
+        """Check the script, and in another way if that finds a module or a file that was missing.
+
+        Where no way helps, the report is that of the first one.
+        """
+        first_report = self.check_in_temporary_folder()
+        for style in self.styles[1:]:
+            if not finds_what_is_missing(style, first_report.not_checked):
+                continue
+            tried = self.style
+            self.begin(style)
+            try:
+                report = self.check_in_temporary_folder()
+            except InputError as error:
+                first_report.notes.append(f"not started as {style}: {error.problem}")
+            else:
+                if not finds_what_is_missing(style, report.not_checked):
+                    why = f"because a module or a file was not found as {tried}"
+                    report.notes.append(f"started as {style}, {why}")
+                    return report
+            self.begin(tried)
+        return first_report
+
+    def check_in_temporary_folder(self) -> Report:
+        with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
+            return self.check_in_scratch(Path(folder).resolve())
+
+    def begin(self, style: LaunchStyle) -> None:
+        """Forget the notes of an earlier way to start the script, and take this one."""
+        self.notes = []
+        if style.root != self.style.root:
+            self.source = read_source(self.script, style.root)
+        self.style = style
 
     def add_findings(self, findings: list[Finding]) -> None:
         """Add the findings that are new, and pass them on."""
-        for finding in findings:
+        for finding in map(self.style.with_shown_path, sort_by_severity(findings)):
             is_known = finding.key in self.findings or self.has_static_finding(finding.rule)
             is_hidden = CHECK_TEXTS.texts[finding.rule].on_request and not self.request.shows_notes
             if not is_known and not is_hidden:
@@ -179,7 +229,11 @@ class Check:
         not_checked = self.reason_not_checked(run, findings)
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder)
-            resume_findings, note = compare_resumed_run(evidence, launch)
+            resume_findings, note = compare_resumed_run(
+                evidence,
+                launch,
+                self.request.resume_args,
+            )
             resume_findings = drop_suppressed(resume_findings, self.source)
             findings = add_measured_damage(findings, resume_findings)
             findings = drop_consequences([*findings, *resume_findings])
@@ -213,12 +267,21 @@ class Check:
         spawns = self.source.contains(*SPAWNS_RANKS) and not self.source.contains("RANK")
         # Lightning refuses nodes that it has not counted itself.
         nodes = 1 if self.source.contains("lightning") else 2
+        local_rank = local_rank_option(self.source, request.args)
+        if local_rank:
+            self.notes.append(f"started as torch.distributed.launch does it, with {local_rank}")
+        simulates_fabric = is_for_fabric_run(self.source)
+        if simulates_fabric:
+            self.notes.append("started as fabric run does it")
         return RankLaunch(
-            str(request.script.absolute().relative_to(self.folder)),
+            self.style.words,
             request.args,
             request.nproc,
             settings,
             sandbox,
+            folder=self.style.subfolder,
+            local_rank_option=local_rank,
+            simulates_fabric=simulates_fabric,
             simulates_gpus=request.simulate_gpus or self.source.contains(*USES_GPUS),
             gpus_available=request.simulate_gpus,
             is_alone=is_single_process or spawns,

@@ -89,18 +89,27 @@ class RankLaunch:
     """How the script is started.
 
     Attributes:
+        words: What comes after `python`: the script, or `-m` and a module.
+        args: The script's own arguments.
+        folder: The working folder, within the copy.
+        local_rank_option: The option by which the script wants its local rank, as
+            torch.distributed.launch passes it; empty where it wants none.
+        simulates_fabric: Whether the variables of `fabric run` are set.
         simulates_gpus: Whether CUDA is simulated.
         gpus_available: The answer of `torch.cuda.is_available()`.
         is_alone: Whether one process is started, which may make its ranks itself.
         nodes: The number of nodes that the ranks simulate.
     """
 
-    script: str
+    words: tuple[str, ...]
     args: tuple[str, ...]
     nproc: int
     settings: ProbeSettings
     sandbox: Sandbox
     simulates_gpus: bool
+    folder: str = "."
+    local_rank_option: str = ""
+    simulates_fabric: bool = False
     gpus_available: bool = False
     is_alone: bool = False
     nodes: int = 2
@@ -129,7 +138,30 @@ class RankLaunch:
             for name in RANK_VARIABLES_OF_TORCHRUN:
                 env.pop(name, None)
             return env
+        if self.simulates_fabric:
+            env |= self.fabric_variables()
         return env | self.torchrun_variables(rank, port)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.nproc // self.nodes)
+
+    def fabric_variables(self) -> dict[str, str]:
+        """Return the variables that `fabric run` sets."""
+        return {
+            "LT_CLI_USED": "1",
+            "LT_ACCELERATOR": "cpu",
+            "LT_STRATEGY": "ddp",
+            "LT_DEVICES": str(self.ranks_per_node),
+            "LT_NUM_NODES": str(self.nproc // self.ranks_per_node),
+        }
+
+    def command(self, rank: int) -> list[str]:
+        """Return the command of one rank."""
+        options: list[str] = []
+        if self.local_rank_option and not self.is_alone:
+            options.append(f"{self.local_rank_option}={rank % self.ranks_per_node}")
+        return [sys.executable, "-u", *self.words, *options, *self.args]
 
     def torchrun_variables(
         self,
@@ -137,7 +169,7 @@ class RankLaunch:
         port: int,
     ) -> dict[str, str]:
         """Return the variables that torchrun sets for one rank."""
-        ranks_per_node = max(1, self.nproc // self.nodes)
+        ranks_per_node = self.ranks_per_node
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.nproc),
@@ -193,10 +225,10 @@ def start_rank(
     port: int,
 ) -> subprocess.Popen[bytes]:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
-    command = [sys.executable, "-u", launch.script, *launch.args]
+    folder = Path(launch.settings.copy) / launch.folder
     with output.open("wb") as file:
         return subprocess.Popen(
-            launch.sandbox.command(command),
+            launch.sandbox.command(launch.command(rank), folder),
             env=launch.variables(rank, port),
             stdin=subprocess.DEVNULL,
             cwd=launch.settings.copy,

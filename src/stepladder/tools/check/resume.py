@@ -66,12 +66,17 @@ class ResumedRun:
     save_line: CodeLine | None
 
 
-def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list[Finding], str]:
+def compare_resumed_run(
+    evidence: RunEvidence,
+    launch: RankLaunch,
+    resume_args: tuple[str, ...] = (),
+) -> tuple[list[Finding], str]:
     """Halt and resume the script, and return what differs, and a note where nothing is comparable.
 
     Args:
         evidence: The unbroken run.
         launch: How the script is started, in a fresh copy.
+        resume_args: More arguments for the start that resumes.
     """
     if not evidence.run.select(Save):
         return [], NO_SNAPSHOT
@@ -79,7 +84,7 @@ def compare_resumed_run(evidence: RunEvidence, launch: RankLaunch) -> tuple[list
     halted = run_ranks(replace(launch, settings=halting_settings), "halted")
     if not halted.halted:
         return [], NO_TRAINING_AFTER_SNAPSHOT
-    resumed = run_ranks(launch, "resumed")
+    resumed = run_ranks(replace(launch, args=(*launch.args, *resume_args)), "resumed")
     original = evidence.run.original
     resumed_recording = read_recording(
         resumed.folder,
@@ -223,7 +228,7 @@ def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
     return run.evidence.finding(
         "resume-epoch",
         run.save_line,
-        f"{epochs} epochs before the stop and {resumed} after it, and {unbroken} without a stop: "
+        f"epochs before the stop: {epochs}, after it: {resumed}, without a stop: {unbroken}; so "
         f"{abs(difference)} is {effect}",
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -51,6 +51,10 @@ class Finding:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.rule, self.location.file, self.location.line
+
+    def moved_to(self, file: str) -> Finding:
+        """Return the finding with another name of its file."""
+        return replace(self, location=replace(self.location, file=file))
 
 
 @dataclass(frozen=True)
