@@ -287,3 +287,23 @@ def pairs(_: Any) -> list[float]:
 
 def test_groups_of_some_ranks_name_ranks_as_all_do() -> None:
     assert run_ranks(pairs, 3) == [[2.0], [3.0], [2.0, 3.0]]
+
+
+def gone_in_turn(_: Any) -> str:
+    """A rank leaves; a second one fails for it, and leaves; then a third one comes."""
+    group = dist.new_group(backend="stepladder")
+    dist.barrier(group)
+    message = ""
+    for leaving in (1, 0, 2):
+        if dist.get_rank() == leaving:
+            if leaving != 1:
+                with pytest.raises(RuntimeError) as caught:
+                    dist.barrier(group)
+                message = str(caught.value)
+            dist.destroy_process_group(group)
+        dist.barrier()
+    return message
+
+
+def test_who_comes_late_hears_of_the_rank_that_was_lost_first() -> None:
+    assert run_ranks(gone_in_turn, 3) == ["rank 1 has gone", "", "rank 1 has gone"]

@@ -23,6 +23,11 @@ Stage = Callable[[], Any]
 NO_TIMEOUT = timedelta(0)
 
 
+def copy_error(error: RuntimeError) -> RuntimeError:
+    """Return an error to keep: the frames of the traceback of one that was raised hold memory."""
+    return RuntimeError(str(error))
+
+
 class GroupWork(TorchWork):
     """A collective that was started; it may be finished already."""
 
@@ -80,7 +85,7 @@ class GroupWork(TorchWork):
             if not self._end_event.wait(seconds if seconds > 0 else None):
                 raise RuntimeError(f"timed out: the collective did not end in {seconds:g} s")
         if self.error is not None:
-            raise RuntimeError(str(self.error)) from self.error
+            raise RuntimeError(str(self.error))
         return True
 
     def get_future(self) -> Future[Any]:
@@ -199,7 +204,7 @@ class CollectiveQueue:
             )
         with self._lock:
             if self._error is not None:
-                raise RuntimeError(str(self._error)) from self._error
+                raise RuntimeError(str(self._error))
             collective = QueuedCollective(self._runner, enqueue, work)
             if self._waiting:
                 self._waiting.append(collective)
@@ -218,8 +223,8 @@ class CollectiveQueue:
                 return False
             collective.work.end()
         except RuntimeError as error:
-            self._error = error
-            collective.work.end(error)
+            self._error = copy_error(error)
+            collective.work.end(self._error)
         except BaseException:
             self._error = RuntimeError("an earlier collective of this group was interrupted")
             raise
@@ -261,7 +266,7 @@ class CollectiveQueue:
         try:
             collective.advance()
         except RuntimeError as error:
-            return error
+            return copy_error(error)
         except Exception as error:
             return RuntimeError(f"{type(error).__name__}: {error}")
         return None
@@ -274,5 +279,7 @@ class CollectiveQueue:
             self._is_closed = True
             if self._error is None:
                 self._error = RuntimeError("the process group was destroyed")
+            if not self._waiting:
+                self._runner.drop_batch()
             self._arrival.notify()
         self._runner.leave_group()

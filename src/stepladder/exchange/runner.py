@@ -131,7 +131,12 @@ class ExchangeRunner:
             self.is_published = False
         for work in works:
             work.has_result = True
+        self.drop_batch()
         return True
+
+    def drop_batch(self) -> None:
+        """Forget the collectives that ran last, which hold this object, and so its memory."""
+        self.batch = []
 
     def _publish(self, digest: int, chunks: list[Chunk]) -> None:
         """Write this rank's data of an exchange, and wake the peers that wait for them."""

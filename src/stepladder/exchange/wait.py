@@ -16,9 +16,10 @@ from stepladder.rank.shared_segment import SLOT_BYTES
 MAX_SPIN_S = 0.001
 MAX_SLEEP_S = 0.1
 
-# The 8-byte words at the beginning of a slot. The futex word is the low half of its word. There are
-# two digests, one for each half of the slot.
-EXCHANGE_WORD, FUTEX_WORD, LEFT_WORD, SLEEPING_WORD, DIGEST_WORD = range(5)
+# The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
+# that has lost a peer writes into the lost word that peer's number plus one. There are two digests,
+# one for each half of the slot.
+EXCHANGE_WORD, FUTEX_WORD, LEFT_WORD, SLEEPING_WORD, LOST_WORD, DIGEST_WORD = range(6)
 SLOT_WORDS = SLOT_BYTES // 8
 FUTEX_MASK = 2**32 - 1
 
@@ -62,6 +63,7 @@ class PeerWaiter:
         self.has_core_per_rank = len(pids) <= count_cores()
         self.should_spin = self.has_core_per_rank
         self.has_left = False
+        slots[SLOT_WORDS * rank + LOST_WORD] = 0
         try:
             self.process_watch = ProcessWatch(
                 {peer: pids[peer] for peer in self.peers},
@@ -168,7 +170,14 @@ class PeerWaiter:
                 peer in self.process_watch.ended or self.slots[slot + LEFT_WORD] == self.group_id
             )
             if has_left and self.slots[slot] < count:
-                raise RuntimeError(f"rank {self.names[peer]} has gone")
+                lost = self._find_lost(peer)
+                self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
+                raise RuntimeError(f"rank {self.names[lost]} has gone")
+
+    def _find_lost(self, peer: int) -> int:
+        """Return the rank whose loss was the reason why a peer has gone; often the peer itself."""
+        reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
+        return peer if reason in (-1, self.rank) else reason
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

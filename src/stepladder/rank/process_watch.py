@@ -28,7 +28,6 @@ class ProcessWatch:
         on_end: Callable[[], None],
     ) -> None:
         self.ended: set[int] = set()
-        self._on_end = on_end
         self._names: dict[int, int] = {}  # by pidfd
         try:
             for name, pid in pids.items():
@@ -39,6 +38,7 @@ class ProcessWatch:
         self._stop_event = os.eventfd(0)
         threading.Thread(
             target=self._watch,
+            args=[on_end],  # the thread alone holds it, and so its caller, until `stop`
             name="process-watch",
             daemon=True,
         ).start()
@@ -47,7 +47,7 @@ class ProcessWatch:
         """End the thread, which then closes its files. To be called once."""
         os.eventfd_write(self._stop_event, 1)
 
-    def _watch(self) -> None:
+    def _watch(self, on_end: Callable[[], None]) -> None:
         poll = select.poll()
         for file in [*self._names, self._stop_event]:
             poll.register(file, select.POLLIN)
@@ -58,7 +58,7 @@ class ProcessWatch:
             for file in ready:
                 self.ended.add(self._names[file])
                 poll.unregister(file)
-            self._on_end()
+            on_end()
         _close_all([*self._names, self._stop_event])
 
 
