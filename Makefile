@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv demo test test-skipped test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus images clean
+.PHONY: help venv demo test test-skipped test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus torch-tests images clean
 .NOTPARALLEL:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make corpus     stepladder check on 100 small scripts with a planted mistake or none: half an hour"
+	@echo "make torch-tests  torch's own tests of torch.distributed, on gloo and on shared memory: twenty minutes"
 	@echo "make images     build the container image, train in it, and edit a checkout in it: root, buildah, mmdebstrap"
 	@echo "make clean      remove .venv and caches; runs and data stay"
 
@@ -122,6 +123,9 @@ mutants: $(INSTALLED)
 corpus: $(INSTALLED)
 	$(BIN)/python -m pytest -m corpus -n 2
 	$(BIN)/python benchmarks/check_corpus.py --write
+
+torch-tests: $(INSTALLED)
+	$(BIN)/python benchmarks/torch_tests.py --write
 
 images: $(INSTALLED)
 	$(BIN)/python -m pytest docker

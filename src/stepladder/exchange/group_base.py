@@ -130,6 +130,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         self,
         name: str,
         enqueue: Callable[[SharedMemory], Stage | None],
+        inputs: Tensors,
         outputs: Tensors,
         opts: Any,
         finish: Callable[[], None] = do_nothing,
@@ -140,6 +141,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             name: The name that a profiler shows.
             enqueue: Puts the parts of the collective into the queue of the memory, and returns its
                 next stage, if there is one.
+            inputs: The tensors that a profiler shows with it.
             outputs: The tensors that will hold the result.
             opts: torch's options.
             finish: Completes the outputs.
@@ -159,7 +161,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             memory.waiter.set_timeout(timeout.total_seconds())
             return enqueue(memory)
 
-        with record_collective(f"gloo:{name}"):
+        with record_collective(f"gloo:{name}", inputs):
             return queue.start(enqueue_with_timeout, GroupWork(outputs, finish), opts.asyncOp)
 
     def _carry(

@@ -83,7 +83,9 @@ class GroupWork(TorchWork):
                     self._end_event.set()
             seconds = timeout.total_seconds()
             if not self._end_event.wait(seconds if seconds > 0 else None):
-                raise RuntimeError(f"timed out: the collective did not end in {seconds:g} s")
+                raise RuntimeError(
+                    f"the timeout of {seconds:g} s is over: the collective did not end"
+                )
         if self.error is not None:
             raise RuntimeError(str(self.error))
         return True

@@ -70,6 +70,7 @@ class SharedMemoryGroup(TransposingGroup):
             "all_reduce",
             enqueue,
             tensors,
+            tensors,
             opts,
         )
 
@@ -92,6 +93,7 @@ class SharedMemoryGroup(TransposingGroup):
         return self._start(
             "broadcast",
             enqueue,
+            tensors,
             tensors,
             opts,
             flats.write_back,
@@ -154,6 +156,7 @@ class SharedMemoryGroup(TransposingGroup):
         return self._start(
             "all_gather",
             enqueue,
+            parts,
             all_outputs,
             opts,
             flats.write_back,
@@ -201,6 +204,7 @@ class SharedMemoryGroup(TransposingGroup):
         return self._start(
             "_all_gather_base",
             enqueue,
+            parts,
             outputs,
             opts,
             flats.write_back,
@@ -218,6 +222,7 @@ class SharedMemoryGroup(TransposingGroup):
         return self._start(
             "barrier",
             enqueue,
+            [],
             [],
             opts,
         )

@@ -48,6 +48,7 @@ class ScatteringGroup(GroupBase):
             "reduce",
             enqueue,
             tensors,
+            tensors,
             opts,
             flats.write_back,
         )
@@ -79,6 +80,7 @@ class ScatteringGroup(GroupBase):
         return self._start(
             "gather",
             enqueue,
+            input_tensors,
             outputs,
             opts,
             flats.write_back,
@@ -114,6 +116,7 @@ class ScatteringGroup(GroupBase):
         return self._start(
             "scatter",
             enqueue,
+            parts,
             output_tensors,
             opts,
             flats.write_back,
@@ -196,6 +199,7 @@ class ScatteringGroup(GroupBase):
         return self._start(
             "_reduce_scatter_base",
             enqueue,
+            sources,
             outputs,
             opts,
             flats.write_back,

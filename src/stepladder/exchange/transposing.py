@@ -39,6 +39,7 @@ class TransposingGroup(ScatteringGroup):
         return self._start(
             "all_to_all",
             send,
+            [whole],
             [output],
             opts,
             flats.write_back,
@@ -63,6 +64,7 @@ class TransposingGroup(ScatteringGroup):
         return self._start(
             "all_to_all",
             send,
+            parts,
             outputs,
             opts,
             flats.write_back,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
@@ -14,12 +15,40 @@ C10D_MODULE = "torch.distributed.distributed_c10d"
 NO_RECORD = nullcontext()
 
 
-def record_collective(name: str) -> AbstractContextManager[object]:
-    """Return a block that a running profiler of torch shows by a name, as it shows gloo's."""
+class CollectiveRecord:
+    """A block that a running profiler of torch shows as it shows a collective of gloo.
+
+    The profiler takes an event for asynchronous, as gloo's are, if another thread ends it. That
+    costs a thread for each collective while a profiler runs, and nothing else.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Any]) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.record: Any = None
+
+    def __enter__(self) -> None:
+        self.record = _get_autograd()._record_function_with_args_enter(self.name, *self.tensors)
+
+    def __exit__(self, *error: object) -> None:
+        leave = _get_autograd()._record_function_with_args_exit
+        thread = threading.Thread(target=leave, args=(self.record,), name="stepladder-record")
+        thread.start()
+        thread.join()
+
+
+def _get_autograd() -> Any:
+    from torch import autograd
+
+    return autograd
+
+
+def record_collective(name: str, tensors: Sequence[Any]) -> AbstractContextManager[object]:
+    """Return a block that a running profiler of torch shows as a collective with these inputs."""
     from torch.autograd import profiler
 
     if profiler._is_profiler_enabled:
-        return profiler.record_function(name)
+        return CollectiveRecord(name, tensors)
     return NO_RECORD
 
 
