@@ -28,6 +28,24 @@ LANGUAGES = {
     ".yml": "yaml",
     ".json": "json",
 }
+# Pages that are a part of another page now: the old name, and the page and heading.
+MOVED = {
+    "containers": "slurm/#build-an-image",
+    "first-job": "cluster/#6-one-gpu",
+    "own-logger": "loggers/#a-logger-of-your-own",
+    "see": "speed/",
+    "sites": "slurm/#what-differs-from-site-to-site",
+    "surroundings": "failures/#machines-with-limits",
+}
+REDIRECT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={0}">
+<title>This page has moved</title>
+<h1>This page has moved</h1>
+<article><a href="{0}">{0}</a></article>
+</html>
+"""
 NOT_SHOWN = ("__pycache__", ".egg-info", ".pyc", ".ruff_cache")
 
 
@@ -47,7 +65,7 @@ def markdown_files() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The menu."""
+    """Add the lessons, the exercises, the benchmarks and the changes to the menu of mkdocs.yml."""
     lessons = [
         {f"{lesson['number']}. {lesson['title']}": f"lessons/{lesson['folder']}/README.md"}
         for lesson in listed("ladder.toml", "lesson")
@@ -56,18 +74,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {exercise["title"]: f"lessons/exercises/{exercise['name']}/README.md"}
         for exercise in listed("exercises.toml", "exercise")
     ]
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    guides = [name for path in markdown_files() if (name := place(path)).startswith("docs/")]
-    guides.remove("docs/learn.md")
-    config.nav = [
-        "README.md",
-        {"Lessons": [{"Overview": "lessons/README.md"}, *lessons]},
-        {"Exercises": [{"How it works": "docs/learn.md"}, *exercises]},
-        {
-            "Documentation": sorted(
-                guides, key=lambda name: readme.rfind(f"]({name})") % len(readme)
-            )
-        },
+    assert config.nav is not None
+    overview = [{"Overview": "lessons/README.md"}, {"How it works": "docs/learn.md"}]
+    config.nav += [
+        {"Learn": [*overview, {"Lessons": lessons}, {"Exercises": exercises}]},
         {"Benchmarks": "benchmarks/README.md"},
         {"Changes": "CHANGELOG.md"},
     ]
@@ -95,9 +105,38 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             shown[place(path)] = File.generated(config, place(path), abs_src_path=str(path))
             for target in targets(path.read_text(encoding="utf-8"), path.parent):
                 show(target, shown, config)
-    for file in shown.values():
+    summary = File.generated(config, "llms.txt", content=llms_text(config))
+    for file in (*shown.values(), *redirects(config), summary):
         files.append(file)
     return files
+
+
+def llms_text(config: MkDocsConfig) -> str:
+    """Return the menu as the text file that language models look for: llmstxt.org."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    assert config.nav is not None
+    for group in config.nav:
+        [(title, pages)] = group.items()
+        if isinstance(pages, list):
+            lines += ["", f"## {title}", ""]
+            entries = [entry for page in pages for entry in page.items()]
+            lines += [
+                f"- [{name}]({address(path)})" for name, path in entries if isinstance(path, str)
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def address(path: str) -> str:
+    """Return where on the site the page of a Markdown file is."""
+    return path.removesuffix("README.md") if path.endswith("README.md") else f"{path[:-3]}/"
+
+
+def redirects(config: MkDocsConfig) -> list[File]:
+    """Return a page at each old address that leads to the new one."""
+    return [
+        File.generated(config, f"docs/{old}/index.html", content=REDIRECT.format(f"../{new}"))
+        for old, new in MOVED.items()
+    ]
 
 
 def targets(text: str, folder: Path) -> list[Path]:

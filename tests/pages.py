@@ -1,8 +1,8 @@
 """The fenced blocks of a Markdown page, and running those that are marked for it.
 
 The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!--
-run, saved as NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, or `<!-- not run
-here: reason -->`. Lines of a block that begin with `#> ` show its output."""
+run, saved as NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, `<!-- copied from
+FILE -->`, or `<!-- not run here: reason -->`. Lines of a block that begin with `#> ` show its output."""
 
 from __future__ import annotations
 
@@ -29,9 +29,18 @@ PAGES = [
 ]
 EXAMPLES = REPOSITORY / "docs" / "examples"
 SHOWN = "#> "
+# Pages on which the indented lines below a block are compared with what it prints.
+COMPARED = {
+    "accumulation.md",
+    "early-stopping.md",
+    "fine-tuning.md",
+    "precision.md",
+    "sweep.md",
+}
 LESSONS = REPOSITORY / "lessons"
 MARK = re.compile(
-    r"<!-- (run|run with MNIST|run with the tutorial|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->"
+    r"<!-- (run|run with MNIST|run with the tutorial|run on the lab|run, saved as [\w.]+"
+    r"|copied from [\w./-]+|not run here: .{10,}) -->"
 )
 
 
@@ -88,11 +97,23 @@ def run_blocks(page: Path, mark: str, folder: Path) -> None:
         if block.mark.startswith("run, saved as ") and mark == "run":
             (folder / block.mark.split()[-1]).write_text(block.text)
         elif block.mark == mark:
-            run_block(block, folder)
+            printed = run_block(block, folder)
+            if page.name in COMPARED:
+                missing = missing_lines("\n".join(shown_below(block)), printed)
+                assert missing == [], f"{block} shows {missing}, and printed:\n{printed}"
+
+
+def shown_below(block: Block) -> list[str]:
+    """Return the indented lines that follow a block: the output that the page shows."""
+    below = block.page.read_text().splitlines()[block.line + block.text.count("\n") + 1 :]
+    end = next(
+        (at for at, line in enumerate(below) if line and not line.startswith("    ")), len(below)
+    )
+    return [line for line in below[:end] if line]
 
 
 def run_block(block: Block, folder: Path, setup: str = "", exit_code: int = 0) -> str:
-    """Run one block in `folder`, and return what it printed, stdout after stderr.
+    """Run one block in `folder`, and return what it printed; a shell's stderr is in its stdout.
 
     Args:
         block: A block of bash or Python.
@@ -109,7 +130,10 @@ def run_block(block: Block, folder: Path, setup: str = "", exit_code: int = 0) -
         # on a busy machine, spinning threads keep others from working
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    done = run(setup + block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
+    in_order = "exec 2>&1\n" if block.language == "bash" else ""
+    done = run(
+        in_order + setup + block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS
+    )
     assert done.returncode == exit_code, (
         f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     )

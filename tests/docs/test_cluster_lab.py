@@ -1,6 +1,4 @@
-"""docs/cluster.md and first-job.md, typed as they stand on a real Slurm: each output shown is one
-that comes.
-"""
+"""docs/cluster.md, typed as it stands on a real Slurm: each output shown is one that comes."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from labs import TestLab, lab_up
-from pages import REPOSITORY, Block, blocks
+from pages import REPOSITORY, Block, blocks, shown_below
 
-PAGES = [REPOSITORY / "docs" / name for name in ("cluster.md", "first-job.md")]
+PAGE = REPOSITORY / "docs" / "cluster.md"
 ON_THE_PAGE = ("/scratch/ada/ladder", "ada")  # the folder and the user
 NUMBER = re.compile(r"[\d.,:]*\d")
 QUEUED = re.compile(r" (R|PD) # # \S+$")  # of squeue: state, time, nodes, where or why not
@@ -23,16 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def typed() -> list[Block]:
-    return [block for page in PAGES for block in blocks(page) if block.mark == "run on the lab"]
-
-
-def shown_below(block: Block) -> list[str]:
-    """The indented lines that follow the block."""
-    below = block.page.read_text().splitlines()[block.line + block.text.count("\n") + 1 :]
-    end = next(
-        (at for at, line in enumerate(below) if line and not line.startswith("    ")), len(below)
-    )
-    return [line for line in below[:end] if line]
+    return [block for block in blocks(PAGE) if block.mark == "run on the lab"]
 
 
 def shape(line: str) -> str:
@@ -49,7 +38,7 @@ def answer(lab: TestLab, block: Block, folder: Path) -> set[str]:
     return {shape(line) for line in words.splitlines()}
 
 
-def test_what_the_pages_show_is_what_slurm_and_the_jobs_print(
+def test_what_the_page_shows_is_what_slurm_and_the_jobs_print(
     mnist_dir: Path, tmp_path: Path
 ) -> None:
     """In order: later blocks name the jobs of earlier ones by number, so the lab is a fresh one."""

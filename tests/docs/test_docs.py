@@ -95,6 +95,49 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_that_is_copied_from_a_file_is_there(page: Path) -> None:
+    for block in blocks(page):
+        if block.mark.startswith("copied from "):
+            file = REPOSITORY / block.mark.removeprefix("copied from ")
+            assert block.text in file.read_text(), f"{block} is not in {file.name}"
+
+
+SEARCHES = (
+    "fault tolerance",
+    "reproducibility",
+    "bitwise",
+    "silent data corruption",
+    "gradient accumulation",
+    "learning-rate schedule",
+    "fine-tuning",
+    "hyperparameter",
+    "sweep",
+    "job array",
+    "FAQ",
+    "quickstart",
+    "mixed precision",
+    "early stopping",
+    "tensor parallel",
+    "Kubernetes",
+    "reinforcement learning",
+)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_finds_a_page_of_the_menu(search: str) -> None:
+    menu = re.findall(r"(docs/[\w/-]+\.md)", (REPOSITORY / "mkdocs.yml").read_text())
+    term = search.lower().replace("-", " ")
+    texts = [(REPOSITORY / page).read_text().lower().replace("-", " ") for page in menu]
+    assert any(term in text for text in texts)
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    assert f"\nversion: {stepladder.__version__}\n" in citation
+    assert (REPOSITORY / "LICENSE").read_text().startswith("MIT") and "\nlicense: MIT\n" in citation
+
+
 def test_a_run_directory_holds_one_run_on_all_pages() -> None:
     """Else the next page's command, typed where the last one's was, is refused or finds its run
     finished.
@@ -133,6 +176,10 @@ def test_pages_are_short() -> None:
         "docs/resume.md": 110,
         "docs/shard.md": 170,
         "docs/glossary.md": 180,
+        # Each is several pages in one, so that a reader need not follow links in the middle of a job.
+        "docs/cluster.md": 240,
+        "docs/slurm.md": 240,
+        "docs/speed.md": 210,
         "docs/json.md": 265,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 350  # a line per behaviour
@@ -159,6 +206,13 @@ def test_blocks_run_with_mnist(page: Path, tmp_path: Path, mnist_dir: Path) -> N
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mnist").symlink_to(mnist_dir)
     run_blocks(page, "run with MNIST", tmp_path)
+
+
+def test_the_menu_has_every_page_of_docs_but_those_that_are_no_task() -> None:
+    menu = (REPOSITORY / "mkdocs.yml").read_text()
+    shown = set(re.findall(r"docs/([\w-]+)\.md", menu))
+    pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
+    assert pages - shown == {"language-model", "learn", "lineage", "log", "recommender"}
 
 
 def test_make_and_ci_have_the_readme_s_targets() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import queue
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -189,6 +191,22 @@ def test_every_link_leads_somewhere(seen: Seen, site: Path) -> None:
     assert not broken
 
 
+def test_old_addresses_lead_to_a_page_and_a_heading(seen: Seen, site: Path) -> None:
+    moved = runpy.run_path(str(REPOSITORY / "docs" / "site.py"))["MOVED"]
+    for old, new in moved.items():
+        page, _, heading = new.partition("#")
+        assert f"url=../{new}" in (site / "docs" / old / "index.html").read_text()
+        assert f"/docs/{page}" in seen and (
+            not heading or heading in seen[f"/docs/{page}"]["names"]
+        )
+
+
+def test_the_site_has_a_summary_for_language_models(seen: Seen, site: Path) -> None:
+    links = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert len(links) > 40
+    assert not [link for link in links if f"/{link}" not in seen]
+
+
 def test_nothing_comes_from_elsewhere(seen: Seen) -> None:
     here = origin(seen)
     foreign = {
@@ -207,7 +225,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(seen: Seen) -> None
 def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
     """So that a successful build says something."""
     (tmp_path / "copy").mkdir()
-    files = ("mkdocs.yml", "README.md", "CHANGELOG.md", "LICENSE")
+    files = ("mkdocs.yml", "README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff")
     for name in (*files, "docs", "lessons", "benchmarks", "src", "tests"):
         path = REPOSITORY / name
         if path.is_dir():

@@ -252,6 +252,7 @@ def snapshots():
     for location in ("cuda:0", torch.device("cuda"), {"cuda:0": "cuda:1"}, lambda storage, _: storage):
         assert torch.load(path, map_location=location)["weights"].sum() == 3
         assert torch.load(path, location, weights_only=False)["device"].index == 1
+    assert torch.load is torch.serialization.load
 
 
 def recomputed_activations():
