@@ -228,7 +228,19 @@ def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> N
     log = ProbeLog(settings)
     os.close(log.file)
     assert log.is_user_file("/me/train/model.py")
+    assert not log.is_user_file("model.py")
     assert not log.is_user_file("/me/train-libraries/model.py")
+
+
+def test_a_file_that_runpy_knows_by_a_relative_name_is_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(tmp_path)
+    log = ProbeLog(ProbeSettings(folder, (folder,), folder, folder))
+    os.close(log.file)
+    assert log.is_user_file("model.py") and not log.is_user_file("<string>")
+    assert log.absolute_name("../model.py") == str(tmp_path.parent / "model.py")
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ import pytest
 from check_recordings import (
     backward,
     eval_pass,
+    evidence_of,
     forward,
     rules_of,
     source,
     step,
     train_pass,
 )
-from stepladder.tools.check.rules.all_rules import apply_source_rules
+from stepladder.tools.check.rules.all_rules import apply_rules, apply_source_rules
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 
 Events = list[dict[str, Any]]
@@ -380,6 +381,44 @@ WEIGHTED = {
     "by samples": "def f():\n    for x, y in loader:\n        total += criterion(model(x), y).item() * len(x)\n"
     "    return total / len(loader.dataset)\n",
 }
+
+
+ON_ONE_RANK = """def train():
+    for x, y in loader:
+        step(x, y)
+    if rank == 0:
+        dist.all_reduce(total)
+"""
+
+
+def test_a_collective_of_one_rank_is_no_uneven_loop() -> None:
+    """The rank that waits there has left the loop, and the batches are as many on all ranks."""
+    at = {"at": ["train.py", 2, "train"]}
+    passes = [train_pass(1, [[0, 2], [4, 6]])[:-1], train_pass(1, [[1, 3], [5, 7], [8, 9]])[:-1]]
+    zero, one = ([event | at for event in events] for events in passes)
+    waits = COLL | {"way": "train:5", "at": ["train.py", 5, "train"]}
+    evidence = evidence_of([*zero, waits], one, text=ON_ONE_RANK, has_stalled=True)
+    (finding,) = apply_rules(evidence)
+    assert finding.rule == "collective-order"
+    assert "under `if rank == 0`" in finding.evidence
+    everywhere = ON_ONE_RANK.replace("rank == 0", "local_rank != -1")
+    assert rules_of([*zero, waits], one, text=everywhere, has_stalled=True) == ["uneven-steps"]
+
+
+SAYS = """def say(text):
+    if rank == 0:
+        print(f"[{rank}]", text)
+say(f"accuracy {right / count}")
+"""
+
+
+def test_the_line_that_shows_a_metric_is_the_one_that_has_it() -> None:
+    said = {"k": "print", "at": ["train.py", 3, "say"], "caller": ["train.py", 4, ""]}
+    (finding,) = apply_rules(evidence_of([*eval_pass(1, ZERO), said], eval_pass(1, ONE), text=SAYS))
+    assert (finding.rule, finding.location.line) == ("one-rank-metric", 4)
+    own = SAYS.replace(", text)", ", right / count)")
+    (finding,) = apply_rules(evidence_of([*eval_pass(1, ZERO), said], eval_pass(1, ONE), text=own))
+    assert finding.location.line == 3
 
 
 BY_SAMPLES = {

@@ -190,6 +190,8 @@ class FileMove(ProbeEvent, kind="moved"):
 class Print(ProbeEvent, kind="print"):
     """The user's code has printed something."""
 
+    caller: CodeLine | None = None  # the line that called the function that prints
+
 
 class Numbering(ProbeEvent, kind="numbered"):
     """The user's code numbers the values of a list."""

@@ -75,7 +75,7 @@ def move_event(source: Any, target: Any, **_: Any) -> FileMove:
 
 def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("file") is None and current_log().is_called_by_user():
-        current_log().write_with_line(Print())
+        current_log().write_with_line(Print(caller=current_log().user_caller()))
     return original(*args, **kwargs)
 
 

@@ -40,6 +40,7 @@ class ProbeLog:
         self.world_size = world_size
         self.pid = os.getpid()
         self.count = 0
+        self.start_folder = os.getcwd()  # noqa: PTH109  # pathlib is slow to import
         self.file = self.open()
         self.write_start()
 
@@ -87,9 +88,19 @@ class ProbeLog:
     def user_line(self) -> CodeLine | None:
         """Return the line of the innermost frame of the user's code."""
         frame = self.user_frame()
-        if frame is None:
-            return None
-        return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return self.line_of(frame) if frame else None
+
+    def line_of(self, frame: FrameType) -> CodeLine:
+        code = frame.f_code
+        return CodeLine(self.absolute_name(code.co_filename), frame.f_lineno, code.co_name)
+
+    def user_caller(self) -> CodeLine | None:
+        """Return the line of the user's code that called the innermost function of it."""
+        frame = self.user_frame()
+        frame = frame.f_back if frame else None
+        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        return self.line_of(frame) if frame else None
 
     def user_stack(self) -> str:
         """Return the functions and lines of the user's code, from the innermost one outwards."""
@@ -118,7 +129,14 @@ class ProbeLog:
             caller = caller.f_back
         return self.is_user_file(caller.f_code.co_filename)
 
+    def absolute_name(self, name: str) -> str:
+        """Return the path of a file that runpy, for example, knows by a relative one."""
+        if name.startswith((os.sep, "<")):
+            return name
+        return os.path.normpath(os.path.join(self.start_folder, name))  # noqa: PTH118  # pathlib is slow to import
+
     def is_user_file(self, name: str) -> bool:
+        name = self.absolute_name(name)
         if not name.startswith(self.roots):
             return False
         return "site-packages" not in name and not name.startswith(CHECK_FOLDER)

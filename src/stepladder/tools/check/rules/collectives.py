@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from itertools import zip_longest
 
 from stepladder.tools.check.events import (
@@ -16,6 +17,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.script_source import find_nodes
 
 HAS_A_CPU_PATH = (
     "is_available",
@@ -26,6 +28,7 @@ HAS_A_CPU_PATH = (
     "is_nccl_available",
     "accelerator",
 )
+CHOOSES_ONE_RANK = re.compile(r"rank(\(\))? == 0|not \w*rank\b|is_main|is_master")
 
 
 @run_rule("uneven-steps")
@@ -108,11 +111,13 @@ def unanswered_collective(
         return
     if list(uneven_end(evidence)):  # which has its own finding
         return
+    test = test_of_rank(evidence, event)
+    where = f", under `if {test}`" if test else ""
     yield evidence.finding(
         "collective-order",
         event.at,
-        f"rank {rank} waits in {event.op} (its collective {number}), and rank {peer} has not "
-        f"come: {describe_last_event(evidence, peer_log)}",
+        f"rank {rank} waits in {event.op} (its collective {number}{where}), and rank {peer} has "
+        f"not come: {describe_last_event(evidence, peer_log)}",
         rank,
     )
 
@@ -146,6 +151,8 @@ def uneven_end(evidence: RunEvidence) -> Findings:
     # That rank is done with the pass, and does something else before the next one.
     if passes[0] != passes[1] and last_pass.end is not None:
         return
+    if is_at_collective_of_one_rank(evidence, logs[fewer]):
+        return
     if logs[fewer].has_ended or has_left_loop(evidence, logs[fewer], last_pass):
         steps = len(logs[fewer].select(OptimizerStep))
         yield evidence.finding(
@@ -155,6 +162,26 @@ def uneven_end(evidence: RunEvidence) -> Findings:
             f"step {backwards[1 - fewer]}",
             fewer,
         )
+
+
+def is_at_collective_of_one_rank(evidence: RunEvidence, log: RankLog) -> bool:
+    """Return whether the last collective of a rank is one that only some ranks call."""
+    collectives = log.select(ScriptCollective)
+    return bool(collectives) and bool(test_of_rank(evidence, collectives[-1]))
+
+
+def test_of_rank(evidence: RunEvidence, event: ScriptCollective) -> str:
+    """Return the `if` of the source that lets only some ranks come to a collective, if any."""
+    calls = {frame for frame in event.way.split(" < ") if frame}
+    for file in evidence.source.files:
+        for node in find_nodes(file.tree, ast.If):
+            test = ast.unparse(node.test)
+            function = getattr(file.enclosing_function(node), "name", "<module>")
+            lines = range(node.body[0].lineno, (node.body[-1].end_lineno or node.lineno) + 1)
+            is_around = any(f"{function}:{line}" in calls for line in lines)
+            if is_around and CHOOSES_ONE_RANK.search(test.lower()):
+                return test
+    return ""
 
 
 def has_left_loop(

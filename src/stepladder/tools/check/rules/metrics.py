@@ -18,6 +18,7 @@ from stepladder.tools.check.rules.batch_means import averages_of_batch_means
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.source_patterns import (
     local_quotients,
+    prints_its_arguments,
     reduced_quotients,
 )
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -163,7 +164,7 @@ def one_rank_metric(evidence: RunEvidence) -> Findings:
             counts = [sum(batch.size for batch in p.batches) for p in passes]
             yield evidence.finding(
                 "one-rank-metric",
-                first_print.at,
+                line_that_shows(evidence, first_print),
                 f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
                 f"and it prints",
                 0,
@@ -197,6 +198,17 @@ def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
     """Return whether a collective other than a barrier is in the pass, or follows it."""
     events = [*one_pass.events, *events_until_training(log, one_pass)]
     return any(isinstance(event, ScriptCollective) and event.op != "barrier" for event in events)
+
+
+def line_that_shows(evidence: RunEvidence, shown: Print) -> CodeLine | None:
+    """Return the line that prints, or that calls a function which only prints what it is given."""
+    if shown.at is None or shown.caller is None:
+        return shown.at
+    location = evidence.location(shown.at)
+    file = evidence.source.file(location.file)
+    if file is not None and prints_its_arguments(file, location.line):
+        return shown.caller
+    return shown.at
 
 
 def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:

@@ -20,7 +20,10 @@ SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 
-def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
+def line_that_keeps_loss(
+    file: SourceFile,
+    line: int,
+) -> int | None:
     """Return the line that stores a loss with its graph; None where there is none.
 
     Args:
@@ -34,16 +37,26 @@ def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
     loss = ast.unparse(backward.func.value)
     for node in ast.walk(file.enclosing_function(backward)):
         if keeps_loss(node, loss):
-            return getattr(node, "lineno", None)
+            return getattr(
+                node,
+                "lineno",
+                None,
+            )
     return None
 
 
-def is_on_line(node: ast.expr, line: int) -> bool:
+def is_on_line(
+    node: ast.expr,
+    line: int,
+) -> bool:
     last_line = node.end_lineno or node.lineno
     return node.lineno <= line <= last_line
 
 
-def keeps_loss(node: ast.AST, loss: str) -> bool:
+def keeps_loss(
+    node: ast.AST,
+    loss: str,
+) -> bool:
     """Return whether a loss is added to a sum, or appended to a list, without being detached."""
     if isinstance(node, ast.AugAssign):
         return has_name(node.value, loss) and not is_detached(node.value)
@@ -56,7 +69,10 @@ def keeps_loss(node: ast.AST, loss: str) -> bool:
     return False
 
 
-def is_running_sum(node: ast.Assign, loss: str) -> bool:
+def is_running_sum(
+    node: ast.Assign,
+    loss: str,
+) -> bool:
     """Return whether a statement is `total = total + loss`."""
     if not isinstance(node.value, ast.BinOp):
         return False
@@ -66,7 +82,10 @@ def is_running_sum(node: ast.Assign, loss: str) -> bool:
     return has_name(node.value, loss) and has_name(node.value, total)
 
 
-def has_name(node: ast.AST, name: str) -> bool:
+def has_name(
+    node: ast.AST,
+    name: str,
+) -> bool:
     """Return whether a name, such as `loss` or `self.loss`, is in an expression."""
     for part in ast.walk(node):
         is_name = isinstance(part, (ast.Name, ast.Attribute))
@@ -92,7 +111,10 @@ def dividend_of(division: ast.BinOp) -> str:
     return ast.unparse(division.left).removesuffix(".item()")
 
 
-def assignments(node: ast.AST, name: str) -> Iterator[ast.Assign]:
+def assignments(
+    node: ast.AST,
+    name: str,
+) -> Iterator[ast.Assign]:
     """Yield the statements within a node that assign to a name."""
     for statement in find_nodes(node, ast.Assign):
         targets = [ast.unparse(target) for target in statement.targets]
@@ -115,8 +137,19 @@ def reduced_quotients(file: SourceFile) -> Iterator[tuple[int, str]]:
         for statement in assignments(function, name):
             if statement.lineno >= call.lineno:
                 continue
-            if is_quotient(statement.value, function, file.tree):
-                yield call.lineno, getattr(function, "name", "")
+            if is_quotient(
+                statement.value,
+                function,
+                file.tree,
+            ):
+                yield (
+                    call.lineno,
+                    getattr(
+                        function,
+                        "name",
+                        "",
+                    ),
+                )
 
 
 def local_quotients(file: SourceFile) -> Iterator[tuple[int, int, str]]:
@@ -126,7 +159,11 @@ def local_quotients(file: SourceFile) -> Iterator[tuple[int, int, str]]:
     """
     reductions = [call for call in file.calls("all_reduce") if call.args]
     reduced = [ast.unparse(call.args[0]) for call in reductions]
-    for call, total in zip(reductions, reduced, strict=True):
+    for call, total in zip(
+        reductions,
+        reduced,
+        strict=True,
+    ):
         if not total or any(word in ast.unparse(call) for word in REDUCES_NO_SUM):
             continue
         function = file.enclosing_function(call)
@@ -162,7 +199,27 @@ def row_counts(loop: ast.For) -> Iterator[str]:
                 yield ast.unparse(node.target)
 
 
-def returns_quotient(call: ast.Call, module: ast.Module) -> bool:
+def prints_its_arguments(
+    file: SourceFile,
+    line: int,
+) -> bool:
+    """Return whether a line prints nothing but arguments of its function, and perhaps a rank."""
+    for call in find_nodes(file.tree, ast.Call):
+        function = file.enclosing_function(call)
+        if not is_on_line(call, line) or not isinstance(function, ast.FunctionDef):
+            continue
+        arguments = {node.arg for node in find_nodes(function.args, ast.arg)}
+        nodes = [node for value in call.args for node in find_nodes(value, ast.Name)]
+        names = {node.id for node in nodes if "rank" not in node.id}
+        if names and names <= arguments:
+            return True
+    return False
+
+
+def returns_quotient(
+    call: ast.Call,
+    module: ast.Module,
+) -> bool:
     """Return whether a call is of a function of the same file that always returns a quotient."""
     name = last_name(call.func)
     returned: list[ast.expr | None] = []
