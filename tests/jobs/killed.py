@@ -138,8 +138,9 @@ def build(config):
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     if AVERAGED:
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
-    optimizer.register_step_post_hook(lambda *_: kill("stepped"))
+    if {"optimizer", "stepped"} & {where for _, where, _ in PLANTED}:  # hooks end the flat vector
+        optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
+        optimizer.register_step_post_hook(lambda *_: kill("stepped"))
     data = Data()
     wrong = (
         data.x[int(os.environ["WRONG"])] if "WRONG" in os.environ else torch.full((8,), torch.nan)

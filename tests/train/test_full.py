@@ -108,30 +108,6 @@ def curve(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.ranks
-def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_the_unbroken_one(
-    tmp_path: Path,
-) -> None:
-    complete = fit(alone(), tmp_path / "whole", {})
-    parts = tmp_path / "parts"
-    run_ranks(fit, 3, parts, {"steps": 2, "shard": "full"})
-    sliced = parts / "snapshots" / "step_00000002"
-    assert len(list(sliced.glob("part-*"))) == 3
-    run_ranks(fit, 2, parts, {"steps": 3, "shard": "optimizer"})
-    run_ranks(fit, 2, parts, {"steps": 5, "shard": "full"})  # from a snapshot that is whole
-    last = fit(alone(), parts, {})
-    assert curve(parts) == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
-    assert last["metrics"]["nats"] == pytest.approx(complete["metrics"]["nats"], rel=1e-5)
-
-    state, whole_state = (
-        read_newest_snapshot(path).state()["optimizer"]["state"]
-        for path in (parts, tmp_path / "whole")
-    )
-    for number, values in whole_state.items():
-        for name, value in values.items():
-            torch.testing.assert_close(state[number][name], value, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["ddp", "exact"])
 def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_curve_of_the_unbroken_run(

@@ -1,6 +1,6 @@
 """The contract of every layout: the curve of one process, a snapshot from which any other layout
-continues on another number of processes, and no more memory than its part. The loss of a rank is
-in test_survive.py.
+continues on another number of processes, no more memory than its part, and the run of one process
+also where a rank is lost. Where in a step it may be lost is in test_survive.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from processes import JOBS, run
+from processes import train as train_alone
 from ranks import run_ranks
 from stepladder import Job, Settings, World
 from stepladder.core.settings import LAYOUTS
@@ -31,6 +33,7 @@ from stepladder.train.session import Session
 from stepladder.train.trainer import TrainingLoop
 
 STEPS = 6  # of the whole run: two epochs
+NEAR = {"rtol": 1e-3, "atol": 1e-6}  # of an optimizer's state, where gradients are added otherwise
 
 
 class Case(NamedTuple):
@@ -139,17 +142,62 @@ def test_three_processes_then_two_of_another_layout_then_one_have_the_run_of_one
     run_ranks(train, 2, parts, case, 5)
     last = train(alone(), parts, case._replace(shard="none", copies=1))
     assert audit(parts).ok
+    states = [read_newest_snapshot(path).state() for path in (parts, whole)]
     if case.sync != "exact":
         assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+        torch.testing.assert_close(*(state["optimizer"]["state"] for state in states), **NEAR)
         return
     assert last["hash"] == complete["hash"]
     assert losses(parts) == losses(whole)
-    states = [read_newest_snapshot(path).state() for path in (parts, whole)]
     for name, value in states[1]["average"].items():
         assert torch.equal(states[0]["average"][name], value), name
+    assert states[0]["optimizer"]["param_groups"] == states[1]["optimizer"]["param_groups"]
     for number, values in states[1]["optimizer"]["state"].items():
         for name, value in values.items():
             assert torch.equal(states[0]["optimizer"]["state"][number][name], value), name
+
+
+LOSS = "--microbatch", 4, "--global-batch", 32, "--epochs", 3, "--steps", 12, "--snapshot-every", 4
+
+
+@pytest.fixture(scope="module")
+def run_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run-of-one")
+    train_alone(JOBS / "killed.py", "--sync", "exact", *LOSS, cwd=folder)
+    return folder / "runs/killed"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.fused], ids=lambda case: case.name
+)
+def test_a_run_that_has_lost_a_rank_ends_as_the_run_of_one(
+    case: Case, tmp_path: Path, run_of_one: Path
+) -> None:
+    flags = "--shard", case.shard, "--shard-copies", case.copies, "--sync", case.sync
+    kill = {"KILL": "0:backward:7", "KILLED": str(tmp_path)}
+    job = JOBS / "killed.py"
+    done = run("train", job, *LOSS, *flags, "--nproc", 3, cwd=tmp_path, env=kill)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed-0").exists()
+    survives = LAYOUTS[case.shard, case.copies].survives_loss
+    assert ("in-place recovery" in done.stderr) is survives, done.stderr
+    assert ("restarting all ranks from the last snapshot" in done.stderr) is not survives
+    assert (
+        "if a process is lost, all restart from the last snapshot" in done.stderr
+    ) is not survives
+    run_dir = tmp_path / "runs/killed"
+    report = audit(run_dir)
+    assert (report.ok, report.attempts) == (True, 1 if survives else 2)
+    if case.sync == "exact":
+        assert losses(run_dir) == losses(run_of_one)
+        assert weights_hash(run_dir) == weights_hash(run_of_one)
+    else:
+        assert losses(run_dir) == pytest.approx(losses(run_of_one), rel=1e-4)
+
+
+def weights_hash(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
 
 
 DONE = Position(7, False)
