@@ -100,6 +100,31 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process_and_reads_each_sample
         assert sorted(read) == list(range(samples))
 
 
+def evaluate_in_equal_passes(comm: Comm) -> list[tuple[dict[str, float], int]]:
+    """Per size the metrics, and how often this rank's model was called."""
+    results = []
+    for samples, batch_size in SIZES:
+        model, calls = model_of(), []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        source = open_source(data_of(samples), comm.device, seed=0)
+        result = evaluate(model, source, mixed, comm, batch_size, equal_passes=True)
+        results.append((result, len(calls)))
+    return results
+
+
+@pytest.mark.ranks
+def test_where_a_pass_gathers_weights_all_ranks_make_as_many(
+    alone: list[tuple[dict[str, float], list[int]]],
+) -> None:
+    by_rank = run_ranks(evaluate_in_equal_passes, 3)
+    for number, (samples, batch_size) in enumerate(SIZES):
+        batches = -(-samples // batch_size)
+        for rank in range(3):
+            result, calls = by_rank[rank][number]
+            assert calls == -(-batches // 3)
+            assert result["mean_number"] == alone[number][0]["mean_number"]
+
+
 @pytest.mark.parametrize(
     "number", range(len(SIZES)), ids=[f"{n} in batches of {b}" for n, b in SIZES]
 )

@@ -32,7 +32,9 @@ class PlannedSteps:
 def compute_planned_steps(
     plan: Plan, first: int, end: int, world_size: int, round_robin: bool = False
 ) -> PlannedSteps:
-    """Return what the ranks should train in some steps; an epoch's order is made only once.
+    """Return what the ranks should train in consecutive steps.
+
+    All steps are computed at once, because the order of an epoch is costly to make.
 
     Args:
         plan: The run's plan.
@@ -55,7 +57,8 @@ def compute_planned_steps(
         )
         for size in set(sizes)
     }
-    counts = np.array([[len(of_rank) for of_rank in positions[size]] for size in sizes])
+    counts = np.array([[len(samples) for samples in positions[size]] for size in sizes])
+    # In the order of the steps. Without turns this is also the order of the ranks within a step.
     indices = np.concatenate(list(iterate_indices(plan, first, end)))
     if round_robin:
         starts = np.cumsum([0, *sizes[:-1]])
@@ -93,7 +96,7 @@ def iterate_indices(
     while first < end:
         epoch = plan.epoch_of_step(first)
         epoch_end = min(end, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
-        if plan.stream is None:
+        if plan.stream is None:  # the order of data in memory is made for a whole epoch
             lo, _ = plan.batch(first)
             _, hi = plan.batch(epoch_end - 1)
             yield plan.indices_at(epoch, lo, hi)

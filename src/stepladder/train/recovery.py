@@ -51,7 +51,7 @@ class MembershipChange(Exception):
 class Position(NamedTuple):
     """How far one rank has come.
 
-    Args:
+    Attributes:
         step: Optimizer steps done, -1 for a rank that has no state yet.
         has_pending_actions: Whether the actions at the end of that step are still to be done.
     """
@@ -96,7 +96,7 @@ def decide(positions: list[Position], rank: int) -> RecoveryDecision:
 class JournalEntry(NamedTuple):
     """The state that the end of a step may change, saved before it is changed.
 
-    Args:
+    Attributes:
         votes: What the ranks agreed to do at the end of the step.
         rows: The recorded steps that were not yet written.
         records: Losses and metrics, from `TrainState.records`.
@@ -110,7 +110,7 @@ class JournalEntry(NamedTuple):
 class StateMessage(NamedTuple):
     """The training state of one rank, as it is sent to the ranks that are behind.
 
-    Args:
+    Attributes:
         weights: The model's state dict. With --shard-copies, only the tensors that are not in the
             slices of the optimizer.
         state: The result of `TrainState.state_dict`.
@@ -226,7 +226,7 @@ class StepJournal(LoopListener):
         )
         self.state.load_records(message.state, message.step, message.evaluated_step)
         rows: list[Row] = []
-        for step, epoch, loss, count, rate, norm in message.rows:
+        for step, epoch, loss, count, rate, norm in message.rows:  # the loss as a number
             rows.append((step, epoch, torch.tensor(loss).double(), count, rate, norm))
         self.recorder.replace_rows(rows)
         if message.pending_actions is not None:
@@ -240,11 +240,15 @@ class SessionRecovery:
         attempt: The run and its ranks.
         journal: Makes the ranks' states equal.
         snapshot_saver: Saves the state.
-        number: The number of the attempt.
+        attempt_number: The number of the attempt.
     """
 
     def __init__(
-        self, attempt: RunAttempt, journal: StepJournal, snapshot_saver: SnapshotSaver, number: int
+        self,
+        attempt: RunAttempt,
+        journal: StepJournal,
+        snapshot_saver: SnapshotSaver,
+        attempt_number: int,
     ) -> None:
         self.attempt = attempt
         self.comm = attempt.comm
@@ -252,7 +256,7 @@ class SessionRecovery:
         self.state = journal.state
         self.recorder = journal.recorder
         self.snapshot_saver = snapshot_saver
-        self.number = number
+        self.attempt_number = attempt_number
 
     def run(self, reason: Exception, run_dir: RunDir | None) -> RunDir | None:
         """Form the next group, and bring every rank to the same state.
@@ -280,6 +284,8 @@ class SessionRecovery:
                     if run_dir is None and self.comm.world.is_first:
                         run_dir = self._take_over_run_dir()
                     self._continue_files(run_dir, last_written_step)
+                    if self.state.layout.finish_recovery():
+                        self.state.finish_step()
                 except StateLost:
                     raise
                 except PeerLost:  # another rank was lost meanwhile
@@ -300,13 +306,11 @@ class SessionRecovery:
             run_dir.truncate_recent_metrics(last_written_step, steps_per_epoch)
             self.recorder.open_files()
         self.comm.gather_bytes(b".")  # no rank continues before the first one has opened the files
-        if self.state.layout.finish_recovery():
-            self.state.finish_step()
 
     def _take_over_run_dir(self) -> RunDir:
         """Open the run directory and continue the output, in place of a lost first rank."""
         restore_launcher_output()
-        run_dir = self.attempt.open_run_dir(number=self.number)
+        run_dir = self.attempt.open_run_dir(number=self.attempt_number)
         self.snapshot_saver.open(self.attempt.open_snapshots(run_dir))
         self.attempt.exit_stack.callback(self.snapshot_saver.close)
         snapshots = self.attempt.spec.settings.run_dir / SNAPSHOTS_FOLDER

@@ -11,7 +11,7 @@ import pytest
 from courses import EXERCISE, write_course
 from processes import started, wait_until
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab.lab import Lab, lab_folder
+from stepladder.slurm.lab.lab import Lab, get_lab_folder
 from stepladder.slurm.lab.layout import Layout
 from stepladder.tools.learn.check import (
     check_exercise,
@@ -155,7 +155,7 @@ def test_what_a_lesson_needs(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     hint = "Slurm: stepladder lab up --nodes 2"
     assert [find_missing_requirement(item) for item in course] == [None, None, hint, None]
-    folder = lab_folder()
+    folder = get_lab_folder()
     folder.mkdir(parents=True)
     Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).save()
     assert find_missing_requirement(course.lessons[1]) is None

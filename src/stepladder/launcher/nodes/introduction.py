@@ -76,7 +76,7 @@ def join_running_start(
         it has broken or ended, or if this node took part in it.
 
     Raises:
-        Forged: A value was not written by this launch.
+        ForgedError: A value was not written by this launch.
     """
     launch_board = SignedBoard(shared_store, LAUNCH_SCOPE, secret)
     if not launch_board.has(CURRENT_START_KEY):

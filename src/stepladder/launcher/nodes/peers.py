@@ -96,7 +96,7 @@ class Peers:
             This node's info, with the number of the start and what the nodes agreed on.
 
         Raises:
-            Forged: A value was not written by this launch.
+            ForgedError: A value was not written by this launch.
             DistError: A node does not introduce itself.
         """
         infos = self._exchange_infos(json.dumps(asdict(own)))

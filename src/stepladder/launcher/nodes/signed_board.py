@@ -3,7 +3,7 @@
 The store has no password: everybody on the network may read, write and delete there. A signature
 covers the key and the value, and each key names the start and the group that it is for. So nobody
 without the secret can speak for a node: neither with a new value, nor with a copy of a signed value
-under another key. No value is a bare counter.
+under another key. The store's own counters are not used, because a number has no signature.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SignedBoard:
             The key's value now.
 
         Raises:
-            Forged: It was not signed for this key.
+            ForgedError: It was not signed for this key.
         """
         self.store.compare_set(
             self._full_key(key),
@@ -73,7 +73,7 @@ class SignedBoard:
         """Return a value, and wait until there is one.
 
         Raises:
-            Forged: It was not signed for this key.
+            ForgedError: It was not signed for this key.
         """
         return self._verify(key, self.store.get(self._full_key(key)))
 
@@ -81,7 +81,7 @@ class SignedBoard:
         """Return several values in one round trip, and wait until there are all of them.
 
         Raises:
-            Forged: One was not signed for its key.
+            ForgedError: One was not signed for its key.
         """
         values = self.store.multi_get([self._full_key(key) for key in keys])
         return [self._verify(key, value) for key, value in zip(keys, values, strict=True)]
@@ -90,7 +90,7 @@ class SignedBoard:
         """Return whether all of these keys have a value.
 
         Raises:
-            Forged: One was not signed for its key.
+            ForgedError: One was not signed for its key.
         """
         if not self.store.check([self._full_key(key) for key in keys]):
             return False

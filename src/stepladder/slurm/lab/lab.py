@@ -36,7 +36,7 @@ LAB_START_TIMEOUT_S = 180.0  # for a busy machine; a daemon that ends is noticed
 LAB_UP_HINT = "stepladder lab up --nodes 2"
 
 
-def lab_folder() -> Path:
+def get_lab_folder() -> Path:
     """Return the folder of this user's lab."""
     return get_state_folder() / "lab"
 
@@ -62,7 +62,7 @@ class Lab:
         Raises:
             InputError: If the record is damaged, or another user's.
         """
-        file = lab_folder() / LAB_RECORD_FILE
+        file = get_lab_folder() / LAB_RECORD_FILE
         hint = f"rm -r {file.parent}, after its daemons: pgrep -af {file.parent}"
         try:
             validate_ownership(file)
@@ -89,7 +89,7 @@ class Lab:
         """
         lab = Lab.load()
         if lab is None:
-            file = lab_folder() / LAB_RECORD_FILE
+            file = get_lab_folder() / LAB_RECORD_FILE
             raise InputError(f"no lab is up: there is no {file}", LAB_UP_HINT)
         return lab
 

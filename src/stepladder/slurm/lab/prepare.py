@@ -13,7 +13,7 @@ import psutil
 
 from stepladder.core.address import find_free_ports
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.slurm.lab.lab import LAB_RECORD_FILE, Lab, lab_folder
+from stepladder.slurm.lab.lab import LAB_RECORD_FILE, Lab, get_lab_folder
 from stepladder.slurm.lab.layout import MAX_NODES, Layout
 from stepladder.slurm.lab.machine import make_search_path
 
@@ -55,7 +55,7 @@ def prepare_lab(nodes: int, cpus: int, gpus: int, plain: bool) -> Lab:
     message = f"user {os.geteuid()} has no name, and Slurm asks for one"
     with as_input_error(message, "a line for it in /etc/passwd", (KeyError, OSError)):
         user = getpass.getuser()
-    folder = lab_folder()
+    folder = get_lab_folder()
     validate_folder(folder)
     remove_stale_lab(folder)
     layout = Layout(

@@ -29,21 +29,21 @@ MOST_COPIED_BYTES = 4 << 30
 def copy_folder(
     source: Path,
     target: Path,
-    writes: Sequence[Path] = (),
+    writable_folders: Sequence[Path] = (),
 ) -> None:
     """Copy a working folder. Links to folders stay links, because data may be there.
 
     Args:
         source: The working folder.
         target: The path of the copy.
-        writes: Folders that the script may write for real. They are empty in the copy.
+        writable_folders: Folders that the script may write for real. They are empty in the copy.
 
     Raises:
         InputError: The folder is too large, or cannot be read.
     """
     with as_input_error(f"{source} cannot be copied", "cd to the script's own folder"):
-        validate_size(source, writes)
-        for folder, links, files in walk(source, writes):
+        validate_size(source, writable_folders)
+        for folder, links, files in walk(source, writable_folders):
             folder_copy = target / folder.relative_to(source)
             folder_copy.mkdir(parents=True, exist_ok=True)
             for link in links:
@@ -52,11 +52,11 @@ def copy_folder(
                 shutil.copy2(file, folder_copy / file.name)
 
 
-def validate_size(source: Path, writes: Sequence[Path]) -> None:
+def validate_size(source: Path, writable_folders: Sequence[Path]) -> None:
     """Raise InputError where a folder is too large to be copied."""
     count = 0
     size = 0
-    for _, _, files in walk(source, writes):
+    for _, _, files in walk(source, writable_folders):
         count += len(files)
         size += sum(file.stat().st_size for file in files)
         if count > MOST_COPIED_FILES or size > MOST_COPIED_BYTES:
@@ -73,7 +73,7 @@ def is_excluded(folder: Path) -> bool:
 
 
 def walk(
-    source: Path, writes: Sequence[Path] = ()
+    source: Path, writable_folders: Sequence[Path] = ()
 ) -> Iterator[tuple[Path, list[Path], list[Path]]]:
     """Yield each folder, its links to folders, and its files.
 
@@ -82,7 +82,7 @@ def walk(
     check_scratch = get_scratch_folder()  # the temporary directory may be below the working folder
     for name, folder_names, file_names in os.walk(source):
         folder = Path(name)
-        if folder in writes and folder != source:
+        if folder in writable_folders and folder != source:
             folder_names.clear()
             file_names.clear()
         children = [folder / child for child in folder_names]

@@ -246,7 +246,7 @@ class ScriptRuns:
         return ScriptRun(launch, outcome, recording)
 
     def with_fresh_copy(
-        self, launch: RankLaunch, name: str, writes: Sequence[str] = ()
+        self, launch: RankLaunch, name: str, written_paths: Sequence[str] = ()
     ) -> RankLaunch:
         """Return a launch in a copy without the files that an earlier start has written.
 
@@ -255,13 +255,13 @@ class ScriptRuns:
         Args:
             launch: How the script is started.
             name: The name of this start.
-            writes: Paths outside the copy that the script was seen to write.
+            written_paths: Paths outside the copy that the script was seen to write.
         """
         copy = Path(launch.settings.copy)
         if self.used_copy is not None:
             shutil.rmtree(self.used_copy, ignore_errors=True)
             copy = copy.parent / f"copy-{name}"
-            launch.sandbox.move_to(copy, writes)
+            launch.sandbox.move_to(copy, written_paths)
         self.used_copy = copy
         return replace(launch, settings=replace(launch.settings, copy=str(copy)))
 

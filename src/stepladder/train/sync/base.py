@@ -52,7 +52,7 @@ class Sync:
     ) -> None:
         self.comm = comm
         self.params = [param for param in model.parameters() if param.requires_grad]
-        self.remaining = 0  # microbatches of this rank that are to come in this step
+        self.microbatches_left = 0  # microbatches of this rank that are to come in this step
         self.extra: torch.Tensor | None = None
         if extra_size:
             self.extra = torch.zeros(extra_size, device=comm.device)
@@ -65,7 +65,7 @@ class Sync:
             count: How many microbatches this rank computes.
             total: How many microbatches all ranks compute.
         """
-        self.remaining = count
+        self.microbatches_left = count
         if self.extra is not None:
             self.extra.zero_()
 
@@ -83,7 +83,7 @@ class Sync:
             extra: Values to add over all microbatches in the same way as the gradient, such as the
                 loss and the statistics of batch norm; shape (extra_size,), or () for one value.
         """
-        self.remaining -= 1
+        self.microbatches_left -= 1
         run_backward(loss)
         if self.extra is not None and extra is not None:
             self.extra += extra
@@ -107,7 +107,7 @@ class Sync:
         has_gradient = self._has_gradient()
         # This comes before the vote, so that all ranks call their collectives in the same order: a
         # rank without samples has started none during backward.
-        self._start_remaining()
+        self._start_missing_exchanges()
         is_on_cpu = self.comm.device.type == "cpu"
         loss_value = float(loss) if is_on_cpu and loss is not None else 0.0
         call_order = self._call_order()
@@ -144,7 +144,7 @@ class Sync:
     def _validate_call_order(self, sums: list[float]) -> None:
         """Raise InputError, on all ranks, if the sums of `_call_order` show different calls."""
 
-    def _start_remaining(self) -> None:
+    def _start_missing_exchanges(self) -> None:
         """Start what backward has not started, in the same order on all ranks."""
 
     def _wait_for_sums(self) -> None:

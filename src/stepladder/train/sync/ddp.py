@@ -54,7 +54,7 @@ class Bucket:
         self.filled = [False] * len(params)
         self.pending: Pending | None = None
 
-    def fill_remaining(self) -> None:
+    def fill_missing(self) -> None:
         """Copy the gradients that have not been copied yet, in one call if these are all."""
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params) and not any(self.filled):
@@ -140,7 +140,7 @@ class BucketedSync(Sync):
             bucket.filled = [False] * len(bucket.params)
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.remaining == 0:  # the last microbatch: this gradient is complete
+        if self.microbatches_left == 0:  # the last microbatch: this gradient is complete
             bucket, index = self.bucket_and_index[param]  # type: ignore[index]
             bucket.fill(index)
             self._start_full_buckets()
@@ -161,9 +161,9 @@ class BucketedSync(Sync):
         }
         return [param in copied or param.grad is not None for param in self.params]
 
-    def _start_remaining(self) -> None:
+    def _start_missing_exchanges(self) -> None:
         for bucket in self.buckets:
-            bucket.fill_remaining()
+            bucket.fill_missing()
         self._start_full_buckets()
 
     def _wait_for_sums(self) -> None:

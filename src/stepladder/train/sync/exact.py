@@ -111,7 +111,7 @@ class TreeBucket:
         self.params[index].grad = None
         self.missing.discard(index)
 
-    def fill_remaining(self) -> list[torch.nn.Parameter]:
+    def fill_missing(self) -> list[torch.nn.Parameter]:
         """Copy the missing gradients in one call, and zeros for parameters that have none.
 
         Returns:
@@ -300,10 +300,10 @@ class ExactSync(Sync):
             self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, count)
         for bucket in self.buckets:
-            self.used.update(map(id, bucket.fill_remaining()))
+            self.used.update(map(id, bucket.fill_missing()))
         self._push_full_leaves()
         self.microbatch += 1
-        if self.remaining:
+        if self.microbatches_left:
             self.next_bucket = 0
             self._open_leaves()
 
@@ -332,20 +332,22 @@ class ExactSync(Sync):
             param.grad = None
         # `backward` counts down to 1. At 0 the hooks would take this for the last microbatch, and
         # would start the exchange.
-        self.remaining = 2
+        self.microbatches_left = 2
         self._open_leaves()
         self.buckets[-1].leaf_extra.copy_(extra)
         super().backward(loss, 0.0)
-        self.remaining = 0
+        self.microbatches_left = 0
         for bucket in self.buckets:
-            bucket.fill_remaining()
+            bucket.fill_missing()
             observer(bucket)
             bucket.free_leaves.append(bucket.leaf)
         for param, grad in zip(self.params, step_grads, strict=True):
             param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.remaining:  # not the last microbatch: `backward` copies all gradients at once
+        if (
+            self.microbatches_left
+        ):  # not the last microbatch: `backward` copies all gradients at once
             return
         bucket, index = self.bucket_and_index[param]  # type: ignore[index]
         self.used.add(id(param))
@@ -358,7 +360,7 @@ class ExactSync(Sync):
             bucket = self.buckets[self.next_bucket]
             bucket.push(self.microbatch)
             self.next_bucket += 1
-            if self.remaining == 0:
+            if self.microbatches_left == 0:
                 bucket.start_exchange(self.total)
 
     def _has_gradient(self) -> list[bool]:
@@ -374,7 +376,7 @@ class ExactSync(Sync):
         result = super().finish(count, votes, loss)
         return result._replace(extra=self.buckets[-1].extra_sum)
 
-    def _start_remaining(self) -> None:
+    def _start_missing_exchanges(self) -> None:
         for bucket in self.buckets[self.next_bucket :]:
             bucket.start_exchange(self.total)
 

@@ -208,7 +208,7 @@ class FullyShardedExactSync(FullyShardedSync):
             tree.validate_reached()
         if extra is not None:
             self.extras.append(extra.reshape(-1).float())
-        if self.remaining:  # else fully_shard would add to it
+        if self.microbatches_left:  # else fully_shard would add to it
             for param in self.params:
                 param.grad = None
 

@@ -32,7 +32,7 @@ WORKING_FOLDER = -1  # what audit events report when a call names no folder by a
 def attach() -> None:
     current_log()  # it opens its file before files outside are refused
     sys.addaudithook(audit)
-    library_guard.attach(refuse_outside_path)
+    library_guard.attach(guard_path)
     if mechanism() == "audit":
         guard_calls_without_event()
 
@@ -49,19 +49,19 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     elif event in program_guard.EVENT_HANDLERS and mechanism() == "audit":
         program_guard.EVENT_HANDLERS[event](
             refuse_program,
-            refuse_outside_path,
+            guard_path,
             *args,
         )
 
 
-def refuse_open(path: Any, mode: Any, flags: Any) -> None:
+def guard_open(path: Any, mode: Any, flags: Any) -> None:
     writes_by_mode = isinstance(mode, str) and not set(mode).isdisjoint("wax+")
     writes_by_flags = bool((flags or 0) & WRITING_FLAGS)
     if (writes_by_mode or writes_by_flags) and not isinstance(path, int):
-        refuse_outside_path(path)
+        guard_path(path)
 
 
-def refuse_outside_path(
+def guard_path(
     path: Any,
     folder: int = WORKING_FOLDER,
     follow: bool = True,
@@ -85,14 +85,14 @@ def refuse_outside_path(
         refuse(real)
 
 
-def refuse_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
+def guard_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
     """Raise OSError where a call would create a file outside.
 
     If a file of this name exists, the call itself reports the error.
     """
     real = real_path(path, folder, follow=False)
     if real is not None and not os.path.lexists(real):
-        refuse_outside_path(real, follow=False)
+        guard_path(real, follow=False)
 
 
 def real_path(path: Any, folder: int, follow: bool) -> str | None:
@@ -158,13 +158,13 @@ def refuse_program(name: str) -> NoReturn:
     raise OSError(errno.EROFS, f"{text}  (HINT: a kernel with Landlock or user namespaces)")
 
 
-def refuse_rename(
+def guard_rename(
     source: Any,
     target: Any,
     source_folder: int = WORKING_FOLDER,
     target_folder: int = WORKING_FOLDER,
 ) -> None:
-    refuse_outside_path(
+    guard_path(
         source,
         source_folder,
         follow=False,
@@ -172,47 +172,47 @@ def refuse_rename(
     )
     source_exists = os.path.lexists(real_path(source, source_folder, follow=False) or "")
     if source_exists or mechanism() == "namespace":
-        refuse_outside_path(target, target_folder, follow=False)
+        guard_path(target, target_folder, follow=False)
 
 
-def refuse_link(
+def guard_link(
     source: Any,
     target: Any,
     source_folder: int = WORKING_FOLDER,
     target_folder: int = WORKING_FOLDER,
 ) -> None:
     """Raise OSError for a hard link to a file outside: writing to the link changes the file."""
-    refuse_outside_path(source, source_folder, must_exist=True)
-    refuse_new_path(target, target_folder)
+    guard_path(source, source_folder, must_exist=True)
+    guard_new_path(target, target_folder)
 
 
-def refuse_removal(path: Any, folder: int = WORKING_FOLDER) -> None:
-    refuse_outside_path(path, folder, follow=False, must_exist=True)
+def guard_removal(path: Any, folder: int = WORKING_FOLDER) -> None:
+    guard_path(path, folder, follow=False, must_exist=True)
 
 
-def refuse_change(path: Any, *_: Any) -> None:
-    refuse_outside_path(path, must_exist=True)
+def guard_change(path: Any, *_: Any) -> None:
+    guard_path(path, must_exist=True)
 
 
-def refuse_change_in_folder(path: Any, *values: Any) -> None:
+def guard_change_in_folder(path: Any, *values: Any) -> None:
     folder = values[-1]
-    refuse_outside_path(path, folder, must_exist=True)
+    guard_path(path, folder, must_exist=True)
 
 
 EVENT_HANDLERS: dict[str, Callable[..., None]] = {
-    "open": refuse_open,
-    "os.remove": refuse_removal,
-    "os.rmdir": refuse_removal,
-    "os.rename": refuse_rename,
-    "os.link": refuse_link,
-    "os.mkdir": lambda path, mode, folder=WORKING_FOLDER: refuse_new_path(path, folder),
-    "os.symlink": lambda source, target, folder=WORKING_FOLDER: refuse_new_path(target, folder),
-    "os.truncate": refuse_change,
-    "os.chmod": refuse_change_in_folder,
-    "os.chown": refuse_change_in_folder,
-    "os.utime": refuse_change_in_folder,
-    "os.setxattr": refuse_change,
-    "os.removexattr": refuse_change,
+    "open": guard_open,
+    "os.remove": guard_removal,
+    "os.rmdir": guard_removal,
+    "os.rename": guard_rename,
+    "os.link": guard_link,
+    "os.mkdir": lambda path, mode, folder=WORKING_FOLDER: guard_new_path(path, folder),
+    "os.symlink": lambda source, target, folder=WORKING_FOLDER: guard_new_path(target, folder),
+    "os.truncate": guard_change,
+    "os.chmod": guard_change_in_folder,
+    "os.chown": guard_change_in_folder,
+    "os.utime": guard_change_in_folder,
+    "os.setxattr": guard_change,
+    "os.removexattr": guard_change,
 }
 
 
@@ -234,7 +234,7 @@ def guard_calls_without_event() -> None:
         dir_fd: int | None = None,
     ) -> int:
         if dir_fd is not None and flags & WRITING_FLAGS:
-            refuse_outside_path(path, dir_fd)
+            guard_path(path, dir_fd)
             path = real_path(path, dir_fd, follow=False)
             dir_fd = None
         return original_open(path, flags, mode, dir_fd=dir_fd)
@@ -245,13 +245,13 @@ def guard_calls_without_event() -> None:
         *,
         dir_fd: int | None = None,
     ) -> None:
-        refuse_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
+        guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mkfifo(path, mode, dir_fd=dir_fd)
 
     def guarded_mknod(
         path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None
     ) -> None:
-        refuse_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
+        guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mknod(path, mode, device, dir_fd=dir_fd)
 
     os.open = guarded_open

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def attach(refuse_outside_path: Callable[..., None]) -> None:
-    """Have `refuse_outside_path` called with the path before a library writes it."""
+def attach(guard_path: Callable[..., None]) -> None:
+    """Have `guard_path` called with the path before a library writes it."""
 
     def guard_safetensors(module: Any) -> None:
         wrap(
             module,
             "serialize_file",
             1,
-            lambda path, *_: refuse_outside_path(path),
+            lambda path, *_: guard_path(path),
         )
 
     def guard_h5py(module: Any) -> None:
         def check_mode(path: Any, mode: str = "r", *_: Any) -> None:
             if mode != "r":
-                refuse_outside_path(path)
+                guard_path(path)
 
         wrap(module, "make_fid", 0, check_mode)
 

@@ -33,7 +33,7 @@ class NamespacePlan:
         overlays: The folders on which overlays are mounted, parents first.
         excluded: Folders of the original that the copy lacks, such as a virtual environment.
             They are mounted in it.
-        writes: Folders that may be written for real.
+        writable_folders: Folders that may be written for real.
         by_remount: See `kernel.set_readonly_everywhere`.
     """
 
@@ -43,7 +43,7 @@ class NamespacePlan:
     original: str
     overlays: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)
+    writable_folders: list[str] = field(default_factory=list)
     by_remount: bool = False
 
     def to_json(self) -> str:
@@ -114,7 +114,7 @@ class NamespaceBuilder:
         sources = [
             *plan.overlays,
             *plan.excluded,
-            *plan.writes,
+            *plan.writable_folders,
             *self.covered_mounts,
             SHARED_MEMORY,
         ]
@@ -143,7 +143,7 @@ class NamespaceBuilder:
             self.mount_excluded(folder, opened[folder], has_overlays)
         if is_strictly_below(plan.scratch, [plan.original]):
             bind_in_place(scratch, plan.scratch)
-        for folder in plan.writes:
+        for folder in plan.writable_folders:
             self.mount_writable(opened[folder], folder)
             if is_strictly_below(folder, [plan.original]):
                 path_in_copy = plan.copy + folder.removeprefix(plan.original)

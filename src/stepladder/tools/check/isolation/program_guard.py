@@ -78,7 +78,7 @@ def starts_with_guard(python_path: str) -> bool:
 
 def check_popen(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     program: Any,
     args: Any,
     folder: Any,
@@ -95,7 +95,7 @@ def check_popen(
 
 def check_exec(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     program: Any,
     args: Any = (),
     env: Any = None,
@@ -105,7 +105,7 @@ def check_exec(
 
 def check_shell_command(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     command: Any,
 ) -> None:
     check_program(refuse, command)
@@ -113,7 +113,7 @@ def check_shell_command(
 
 def check_spawn(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     mode: Any,
     program: Any,
     args: Any = (),
@@ -124,7 +124,7 @@ def check_spawn(
 
 def check_terminal(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     args: Any,
 ) -> None:
     check_program(refuse, args if isinstance(args, str) else args[0])
@@ -132,7 +132,7 @@ def check_terminal(
 
 def check_c_function(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     library: Any,
     name: Any,
 ) -> None:
@@ -142,7 +142,7 @@ def check_c_function(
 
 def check_database(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     path: Any,
 ) -> None:
     """Refuse a database outside, unless it is opened to be read: SQLite opens its files itself."""
@@ -155,12 +155,12 @@ def check_database(
             return
         if name.startswith("//"):
             name = "/" + name.lstrip("/")
-    refuse_outside_path(name)
+    guard_path(name)
 
 
 def check_socket(
     refuse: Refuse,
-    refuse_outside_path: Refuse,
+    guard_path: Refuse,
     sock: Any,
     address: Any,
 ) -> None:
@@ -169,7 +169,7 @@ def check_socket(
         b"",
         b"\0",
     ):
-        refuse_outside_path(address)
+        guard_path(address)
 
 
 EVENT_HANDLERS: dict[str, Callable[..., None]] = {

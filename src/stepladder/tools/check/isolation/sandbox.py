@@ -70,16 +70,16 @@ class SandboxFolders:
         copy: The copy in which the script runs.
         original: The working folder, which is copied.
         args: The arguments of the script, which may name folders.
-        writes: Folders that may be written for real.
-        also: Paths that an earlier start wrote outside of the copy: they need overlays too.
+        writable_folders: Folders that may be written for real.
+        written_paths: Paths outside of the copy that an earlier start wrote. They need overlays.
     """
 
     scratch: Path
     copy: Path
     original: Path
     args: tuple[str, ...] = ()
-    writes: tuple[Path, ...] = ()
-    also: tuple[str, ...] = ()
+    writable_folders: tuple[Path, ...] = ()
+    written_paths: tuple[str, ...] = ()
 
 
 class Sandbox:
@@ -107,7 +107,7 @@ class Sandbox:
         copy_folder(
             folders.original,
             folders.copy,
-            folders.writes,
+            folders.writable_folders,
         )
         forced = os.environ.get(MECHANISM_VARIABLE, "")
         namespace = open_namespace(folders) if forced in ("", "namespace") else None
@@ -120,21 +120,21 @@ class Sandbox:
                 f"{MECHANISM_VARIABLE}=namespace: this kernel allows no mount namespace",
                 f"unset {MECHANISM_VARIABLE}",
             )
-        link_writes(folders)
+        link_writable_folders(folders)
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
         self.mechanism = "landlock" if has_landlock else "audit"
 
     def move_to(
         self,
         copy: Path,
-        also: Iterable[str] = (),
+        written_paths: Iterable[str] = (),
         keep_changes: bool = False,
     ) -> None:
         """Start again in a fresh copy, without anything that was written outside.
 
         Args:
             copy: The path of the new copy.
-            also: Further paths outside of the copy that the script writes.
+            written_paths: Further paths outside of the copy that the script writes.
             keep_changes: Whether the changes made so far are reported as well.
         """
         if keep_changes:
@@ -143,7 +143,7 @@ class Sandbox:
         self.folders = replace(
             self.folders,
             copy=copy,
-            also=(*self.folders.also, *also),
+            written_paths=(*self.folders.written_paths, *written_paths),
         )
         self.open()
 
@@ -157,7 +157,7 @@ class Sandbox:
     @property
     def writable(self) -> tuple[str, ...]:
         """The folders that the ranks may write for real."""
-        real = (self.folders.scratch, *self.folders.writes)
+        real = (self.folders.scratch, *self.folders.writable_folders)
         return tuple(str(folder.resolve()) for folder in real)
 
     def command(
@@ -280,7 +280,7 @@ def make_plan(folders: SandboxFolders) -> NamespacePlan:
         links += [str(link.resolve()) for link in folder_links]
         files += folder_files
     paths = [
-        *folders.also,
+        *folders.written_paths,
         *links,
         *find_paths_in_files(files),
         *guess_written_paths(folders.original, folders.args, mounts),
@@ -292,13 +292,13 @@ def make_plan(folders: SandboxFolders) -> NamespacePlan:
         original=str(folders.original),
         overlays=choose_folders(paths, OverlayRules(os.geteuid(), mounts)),
         excluded=list(excluded_folders(folders.original)),
-        writes=[str(folder.resolve()) for folder in folders.writes],
+        writable_folders=[str(folder.resolve()) for folder in folders.writable_folders],
     )
 
 
-def link_writes(folders: SandboxFolders) -> None:
+def link_writable_folders(folders: SandboxFolders) -> None:
     """Replace the folders of the copy that are written for real by links to them."""
-    for folder in folders.writes:
+    for folder in folders.writable_folders:
         if folder.is_relative_to(folders.original) and folder != folders.original:
             path_in_copy = folders.copy / folder.relative_to(folders.original)
             if path_in_copy.is_dir():  # not if it is inside another folder, which is now a link

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stepladder.tools.check.events import Load, Save
-from stepladder.tools.check.isolation.guard import refuse_outside_path
+from stepladder.tools.check.isolation.guard import guard_path
 from stepladder.tools.check.probe.hooks_files import absolute_path
 from stepladder.tools.check.probe.hooks_train import training_tracker
 from stepladder.tools.check.probe.patching import default_on_error, wrap
@@ -65,7 +65,7 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     path, file = redirect_to_copy(file)
     if not path:  # collectives of objects save into memory
         return original(value, file, *args, **kwargs)
-    refuse_outside_path(path)  # torch writes it in C++, which no audit hook sees
+    guard_path(path)  # torch writes it in C++, which no audit hook sees
     log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     log.write_with_line(Save(path=path, existed=existed, **parts_of(value)))
@@ -77,7 +77,7 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
 
 def guard_jit_save(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(file, (str, os.PathLike)):
-        refuse_outside_path(file)
+        guard_path(file)
     return original(module, file, *args, **kwargs)
 
 
