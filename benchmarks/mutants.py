@@ -69,7 +69,10 @@ MODULES = {  # source, and its tests, the quickest first
         "storage/run_dir.py",
         ["storage/test_run_dir.py", "storage/test_run_dir_access.py", "storage/test_lock.py"],
     ),
-    "metrics_file": ("storage/metrics_file.py", ["storage/test_run_dir.py"]),
+    "metrics_file": (
+        "storage/metrics_file.py",
+        ["storage/test_metrics_file.py", "storage/test_run_dir.py"],
+    ),
     "run_dir_access": ("storage/run_dir_access.py", ["storage/test_run_dir_access.py"]),
     "run_files": ("storage/run_files.py", ["storage/test_run_dir.py"]),
     "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
