@@ -100,6 +100,8 @@ def of_bare(nproc: int, way: str) -> float:
         "run",
         "--nproc",
         str(nproc),
+        "--exchange",
+        "gloo",
         __file__,
         "--bare",
         way,

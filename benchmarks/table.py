@@ -20,6 +20,7 @@ END = "<!-- end -->"
 LINE = re.compile(r"- (PASS|FAIL): (.*?)(?: \((?:of a )?bar: (.*?)\))?(;.*)?")
 PEERS = {  # whom a report's figures are beside, where their names do not say it
     "check_corpus": "other tools: check_peers.md",
+    "ddp_exchange": "the same script on gloo",
     "diff": "none measured; TTrace is near",
     "doctor": "none measured; NVRx's and DLRover's node checks are near",
     "exact_overhead": "`--sync ddp`",
