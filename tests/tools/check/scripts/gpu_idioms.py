@@ -255,6 +255,15 @@ def snapshots():
     assert torch.load is torch.serialization.load
 
 
+def functions_with_two_names():
+    import torch.distributed as dist
+
+    assert torch.load is torch.serialization.load and torch.save is torch.serialization.save
+    c10d = dist.distributed_c10d
+    assert all(getattr(dist, name) is getattr(c10d, name) for name in ("all_gather", "barrier"))
+    assert dist.init_device_mesh is dist.device_mesh.init_device_mesh
+
+
 def recomputed_activations():
     from torch.utils.checkpoint import checkpoint
 

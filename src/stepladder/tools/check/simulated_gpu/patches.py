@@ -152,6 +152,12 @@ def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
         replace(owner, name, wrapper(original))
 
 
+def wrap_both(owner: Any, second_owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Wrap a function that two modules know. It stays one function: the probe looks for it."""
+    wrap(owner, name, wrapper)
+    replace(second_owner, name, getattr(owner, name, None))
+
+
 def replace_all(owner: Any, functions: dict[str, Any]) -> None:
     for name, function in functions.items():
         replace(owner, name, function)
@@ -197,9 +203,7 @@ def patch_tensors() -> None:
     replace(torch.TypedStorage, "cuda", devices.stay_on_cpu)
     wrap(torch.nn.Module, "to", devices.move_to_cpu)
     wrap(torch, "set_default_tensor_type", devices.name_cpu_type)
-    load = devices.load_to_cpu(torch.load)
-    for owner in (torch, torch.serialization):
-        replace(owner, "load", load)  # one function: check's probe follows it by its identity
+    wrap_both(torch.serialization, torch, "load", devices.load_to_cpu)
 
 
 def patch_devices() -> None:
@@ -297,30 +301,23 @@ def patch_mixed_precision() -> None:
 
 def patch_distributed() -> None:
     for name in ("init_process_group", "new_group"):
-        wrap_collective(name, collectives.with_gloo)
+        wrap_both(c10d, dist, name, collectives.with_gloo)
     for name in collectives.COMPARED_BY_SHAPE:
-        wrap_collective(name, collectives.compare_by_count)
-    wrap_collective("all_gather", collectives.gather_unequal)
-    wrap_collective("all_to_all", collectives.exchange_lists)
-    wrap_collective("all_reduce", collectives.reduce_to_mean)
-    wrap_collective("barrier", collectives.without_device_ids)
-    wrap_collective("split_group", lambda _: collectives.split_group)
+        wrap_both(c10d, dist, name, collectives.compare_by_count)
+    wrap_both(c10d, dist, "all_gather", collectives.gather_unequal)
+    wrap_both(c10d, dist, "all_to_all", collectives.exchange_lists)
+    wrap_both(c10d, dist, "all_reduce", collectives.reduce_to_mean)
+    wrap_both(c10d, dist, "barrier", collectives.without_device_ids)
+    wrap_both(c10d, dist, "split_group", lambda _: collectives.split_group)
     replace(dist, "is_nccl_available", lambda: True)
     for owner in (dist, c10d):
         if not hasattr(owner, "ProcessGroupNCCL"):
             setattr(owner, "ProcessGroupNCCL", collectives.ProcessGroupNCCL)  # noqa: B010
-    for owner in (dist, dist.device_mesh):
-        wrap(owner, "init_device_mesh", devices.with_cpu_type)
+    wrap_both(dist.device_mesh, dist, "init_device_mesh", devices.with_cpu_type)
     wrap(dist.device_mesh.DeviceMesh, "__init__", devices.with_cpu_type)
     wrap(torch.nn.SyncBatchNorm, "forward", batch_norm.synchronize_on_cpu)
     replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
     wrap(DistributedDataParallel, "__init__", without_devices("device_ids", "output_device"))
-
-
-def wrap_collective(name: str, wrapper: Wrapper) -> None:
-    """Wrap a function of torch.distributed, under both names by which it is known."""
-    wrap(c10d, name, wrapper)
-    replace(dist, name, getattr(c10d, name, None))
 
 
 def without_devices(*names: str) -> Wrapper:
