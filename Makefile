@@ -123,6 +123,7 @@ mutants: $(INSTALLED)
 corpus: $(INSTALLED)
 	$(BIN)/python -m pytest -m corpus -n 2
 	$(BIN)/python benchmarks/check_corpus.py --write
+	$(BIN)/python benchmarks/parity_corpus.py --write
 
 torch-tests: $(INSTALLED)
 	$(BIN)/python benchmarks/torch_tests.py --write

@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 
 from pages import REPOSITORY
+from stepladder.tools.parity.compare import FirstDifference
+from stepladder.tools.parity.formats import summary_lines
+from stepladder.tools.parity.parity import PARITY_TEXTS, ParityReport
+from stepladder.tools.parity.tolerance import Deviation
 
 CORPUS = REPOSITORY / "tests" / "parity_corpus"
+FORKS = REPOSITORY / "tests" / "parity_forks.py"
 PAIRS = tomllib.loads((CORPUS / "corpus.toml").read_text())["pair"]
 
 
@@ -42,18 +47,18 @@ def compare(pair: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any]]:
     return ran.returncode, json.loads(ran.stdout)
 
 
-def marks(pair: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    return [] if pair.get("fast") else [pytest.mark.slow, pytest.mark.corpus]
+def compare_forked(pair: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any]]:
+    write_script(pair, folder)
+    sizes = json.dumps(pair.get("at", [[1, ""], [2, ""]]))
+    command = [sys.executable, str(FORKS), str(folder / pair["file"]), sizes]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout.splitlines()[-1])
+    return report.pop("exit_code"), report
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=marks(pair), id=pair["name"]) for pair in PAIRS]
-)
-def test_the_first_difference_is_named_and_a_clean_script_is_the_same(
-    pair: dict[str, Any], tmp_path: Path
-) -> None:
-    code, report = compare(pair, tmp_path)
+def expect(pair: dict[str, Any], code: int, report: dict[str, Any]) -> None:
+    """The cause, the step and the tensor are those of the pair, and what is legal is named."""
     causes = {one["cause"] for one in report["findings"] if one["severity"] == "error"}
     legal = {one["cause"] for one in report["findings"] if one["severity"] == "note"}
     expected = {pair["cause"]} if "cause" in pair else set()
@@ -62,7 +67,92 @@ def test_the_first_difference_is_named_and_a_clean_script_is_the_same(
     assert code == len(expected)
     for key in ("step", "tensor"):
         assert report[key] == pair.get(key, report[key])
+
+
+def by_name(pairs: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(pair, id=pair["name"]) for pair in pairs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("fast")]))
+def test_the_first_difference_is_named_and_a_clean_script_is_the_same(
+    pair: dict[str, Any], tmp_path: Path
+) -> None:
+    expect(pair, *compare(pair, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [pair["file"]]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("spawns")]))
+def test_a_script_that_spawns_its_processes_is_compared(
+    pair: dict[str, Any], tmp_path: Path
+) -> None:
+    expect(pair, *compare(pair, tmp_path))
+
+
+OTHERS = [pair for pair in PAIRS if not pair.get("fast") and not pair.get("spawns")]
+
+
+@pytest.mark.corpus
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("pair", by_name(OTHERS))
+def test_every_pair_of_the_corpus_is_judged_rightly(pair: dict[str, Any], tmp_path: Path) -> None:
+    expect(pair, *compare_forked(pair, tmp_path))
+
+
+def test_the_corpus_has_twenty_of_each_in_four_shapes() -> None:
+    faults = [pair for pair in PAIRS if "cause" in pair]
+    assert len(faults) >= 20 and len(PAIRS) - len(faults) >= 20
+    assert len({pair["file"] for pair in faults}) >= 4
+    assert len({pair["cause"] for pair in faults}) >= 10
+
+
+CLOUD = {"file": "blobs_mlp.py", "at": [[1, "--batch 32"], [2, "--batch 16"]]}
+SEEDED = "    torch.manual_seed(0)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ([[SEEDED, "    torch.seed()\n"]], "seed the script"),
+        ([["model(x), y", "model(x + torch.randn_like(x)), y"]], "draws other random numbers"),
+    ],
+)
+def test_what_cannot_be_judged_is_said(
+    edits: list[list[str]], message: str, tmp_path: Path
+) -> None:
+    code, report = compare_forked({**CLOUD, "edits": edits}, tmp_path)
+    assert code == 3
+    assert message in report["not_judged"]["line"]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "tensor", "text"),
+    [
+        ("loss", "0.weight", "the loss and the gradient of 0.weight differ in step 3"),
+        ("weight", "0.weight", "the weight of 0.weight differs in step 3"),
+        ("initial weight", "0.weight", "0.weight differs before the first step"),
+        ("samples", "", "the samples differ in step 3"),
+        ("learning rate", "", "the learning rate differs in step 3"),
+        ("steps", "", "one of them has no step 3"),
+    ],
+)
+def test_the_verdict_is_one_sentence(quantity: Any, tensor: str, text: str) -> None:
+    deviation = Deviation(tensor, 1.0, 0.0, 0.0) if tensor else None
+    difference = FirstDifference(3, quantity, deviation)
+    report = ParityReport(difference=difference, steps=9, sizes=("1 process", "2 processes"))
+    assert summary_lines(report) == [f"not the same on 1 process and 2 processes: {text}"]
+
+
+def test_the_verdict_names_what_is_legal() -> None:
+    legal = [PARITY_TEXTS.finding("dropout"), PARITY_TEXTS.finding("batch-norm")]
+    report = ParityReport(legal, steps=9, sizes=("2 processes", "4 processes"))
+    line = "the same on 2 processes and 4 processes, apart from dropout and batch-norm: 9 steps compared"
+    assert (summary_lines(report), report.exit_code) == ([line], 0)
 
 
 @pytest.mark.parametrize(

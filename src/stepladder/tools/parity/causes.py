@@ -80,7 +80,8 @@ def describe_samples(runs: Runs, triple: StepTriple) -> str:
     if repeated > 0:
         return f"{counts}; {repeated} of these are repeated"
     if reference.samples.count != compared.samples.count:
-        return counts
+        again = epoch_samples(runs.compared, compared).repeated
+        return f"{counts}; {again} of its epoch are repeated" if again else counts
     return f"{counts}: {count_others(triple)} of them are others"
 
 

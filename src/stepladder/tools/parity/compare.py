@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples
 from stepladder.tools.parity.tolerance import (
     SINGLE_EPSILON,
     Deviation,
+    NoiseHistory,
     TensorTriple,
-    allowed_deviation,
 )
 
 Quantity = Literal[
@@ -82,11 +82,12 @@ class StepTriple:
         if loss is None or other is None or noisy is None:
             return None
         size = abs(loss) or 1.0
-        allowed = allowed_deviation(abs(loss - noisy) / size, self.epsilon)
+        noise = abs(loss - noisy) / size
         return Deviation(
             "loss",
             abs(loss - other) / size,
-            allowed,
+            noise,
+            self.epsilon,
         )
 
     @property
@@ -146,8 +147,9 @@ def find_difference(runs: Runs) -> FirstDifference | None:
             "initial weight",
             beyond,
         )
+    histories = Histories()
     for number in range(1, runs.common_steps + 1):
-        difference = compare_step(number, runs.step(number))
+        difference = compare_step(number, runs.step(number), histories)
         if difference is not None:
             return difference
     if len(runs.reference.steps) != len(runs.compared.steps):
@@ -155,21 +157,34 @@ def find_difference(runs: Runs) -> FirstDifference | None:
     return None
 
 
-def compare_step(number: int, triple: StepTriple) -> FirstDifference | None:
+@dataclass(frozen=True)
+class Histories:
+    """What rounding has changed up to a step."""
+
+    gradients: NoiseHistory = field(default_factory=NoiseHistory)
+    weights: NoiseHistory = field(default_factory=NoiseHistory)
+
+
+def compare_step(
+    number: int,
+    triple: StepTriple,
+    histories: Histories,
+) -> FirstDifference | None:
     reference = triple.reference
     compared = triple.compared
-    if not samples_agree(reference.samples, compared.samples):
+    is_data = samples_agree(reference.samples, triple.perturbed.samples)
+    if is_data and not samples_agree(reference.samples, compared.samples):
         return FirstDifference(number, "samples")
     if not rates_agree(reference.rates, compared.rates):
         return FirstDifference(number, "learning rate")
-    beyond = first_beyond(triple.gradients())
+    beyond = first_beyond(histories.gradients.raise_noise(triple.gradients()))
     if beyond is not None:
         return FirstDifference(
             number,
             "loss" if triple.has_other_loss else "gradient",
             beyond,
         )
-    beyond = first_beyond(triple.weights())
+    beyond = first_beyond(histories.weights.raise_noise(triple.weights()))
     if beyond is not None:
         return FirstDifference(
             number,

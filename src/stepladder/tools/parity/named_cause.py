@@ -23,9 +23,12 @@ class NamedCause:
 
 
 def loader_line(run: RunSteps) -> CodeLine | None:
-    """Return the line that made the loader of the first training pass."""
+    """Return the line that made the loader; of a script without one, the first call of a model."""
     passes = run.recording.ranks[0].training_passes
-    return passes[0].loader_line if passes else None
+    if passes:
+        return passes[0].loader_line
+    calls = run.steps[0].first.inputs
+    return calls[0].at if calls else None
 
 
 def processes(run: RunSteps) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.check import Check, Request
+from stepladder.tools.check.check import KNOWS_OTHER_RANKS, Check, Request
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
@@ -30,8 +30,11 @@ NOT_SEEDED = (
     "two runs with the same arguments begin with other weights or other samples: seed the script "
     "(torch.manual_seed before the model, a seeded generator or sampler for the order)"
 )
+LATE_HINT = "--timeout, or --steps 20"
 NO_STEPS = "no optimizer step was seen: nothing can be compared"
-NO_GRADIENTS = "no gradient of an optimizer step could be read: nothing can be compared"
+NO_GRADIENTS = (
+    "no parameter has a readable gradient under the same name in both runs: nothing can be compared"
+)
 
 
 @dataclass(frozen=True)
@@ -128,20 +131,29 @@ class Parity:
         )
         with closing(Sandbox(folders)) as sandbox:
             try:
-                report = self.compare(self.check.make_launch(scratch_folder, sandbox))
+                report = self.compare(self.make_launch(scratch_folder, sandbox))
             except NotJudged as error:
                 report = ParityReport(not_judged=error.reason)
             isolation = summarize(sandbox)
         return replace(
             report,
             not_judged=blame_refusal(report.not_judged, isolation),
-            notes=self.runs.notes,
+            notes=[*self.check.notes, *self.runs.notes],
             isolation=isolation,
         )
 
-    def compare(self, launch: RankLaunch) -> ParityReport:
-        if launch.is_alone and self.check.notes:
+    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
+        """Return how the script is started first.
+
+        Raises:
+            NotJudged: It is no script for several processes.
+        """
+        if not self.check.source.contains(*KNOWS_OTHER_RANKS):
             raise NotJudged(NotChecked("script", NO_OTHER_RANKS))
+        return self.check.make_launch(scratch_folder, sandbox)
+
+    def compare(self, launch: RankLaunch) -> ParityReport:
+        """Run the script on both sizes, and again without what is legal if they differ."""
         compared = self.run_first(launch)
         runs = self.run_others(compared, neutral=False)
         report = self.judge(runs)
@@ -236,6 +248,9 @@ class Parity:
         outcome = run.outcome
         if outcome.failed and run.failure is not None:
             raise NotJudged(run.failure)
+        if outcome.late:
+            line = f"the script was ended after {self.request.check.timeout:g} s: {LATE_HINT}"
+            raise NotJudged(NotChecked("script", line, run.last_output))
         if outcome.has_stalled:
             line = f"the script stood still on {size.nproc} processes, and was ended"
             raise NotJudged(
@@ -255,7 +270,7 @@ class Parity:
             )
         ranks = len(run.recording.ranks)
         if ranks != size.nproc:
-            line = f"the script has trained on {ranks} processes, not on {size.nproc}"
+            line = f"asked for {size.nproc} processes, the script has trained one model on {ranks}"
             raise NotJudged(
                 NotChecked(
                     "script",
@@ -271,7 +286,7 @@ class Parity:
             raise NotJudged(NotChecked("script", NOT_SEEDED))
         if not runs.common_steps:
             raise NotJudged(NotChecked("no training", NO_STEPS))
-        if not any(step.values and step.values.grads for step in runs.reference.steps):
+        if not have_common_gradients(runs):
             raise NotJudged(NotChecked("check", NO_GRADIENTS))
         sizes = (processes(runs.reference), processes(runs.compared))
         report = ParityReport(steps=runs.common_steps, sizes=sizes)
@@ -320,7 +335,7 @@ def legal_causes(runs: Runs, difference: FirstDifference | None) -> list[NamedCa
                     steps[0].first.backward_line,
                 )
             )
-    if runs.compared.augments:
+    if runs.reference.augments or runs.compared.augments:
         evidence = "random numbers are drawn while samples are fetched"
         causes.append(
             NamedCause(
@@ -330,6 +345,18 @@ def legal_causes(runs: Runs, difference: FirstDifference | None) -> list[NamedCa
             )
         )
     return causes
+
+
+def have_common_gradients(runs: Runs) -> bool:
+    """Return whether both runs have gradients of the same parameters, by their names."""
+    return any(
+        reference.grads.keys() & compared.grads.keys()
+        for reference, compared in zip(
+            runs.reference.steps,
+            runs.compared.steps,
+            strict=False,
+        )
+    )
 
 
 def compare_sizes(request: ParityRequest) -> ParityReport:

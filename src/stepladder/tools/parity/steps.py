@@ -67,13 +67,41 @@ class RankStep:
     def draws(self) -> list[Draw]:
         return [event for event in self.events if isinstance(event, Draw)]
 
+    @cached_property
+    def inputs(self) -> list[Forward]:
+        """The calls of models on data: the first after each backward pass, or after a step.
+
+        The inputs of other calls may be the outputs of these.
+        """
+        calls: list[Forward] = []
+        is_first = True
+        for event in self.events:
+            if isinstance(event, Forward) and event.grad:
+                if is_first:
+                    calls.append(event)
+                is_first = False
+            elif isinstance(event, Backward):
+                is_first = True
+        return calls
+
+    @property
+    def input_rows(self) -> Counter[str]:
+        return Counter(row for call in self.inputs for row in call.rows)
+
     @property
     def clips_early(self) -> bool:
         """Whether gradients are clipped before they are exchanged, or before the last backward."""
-        clipped = [n for n, event in enumerate(self.events) if isinstance(event, Clipping)]
-        later_kinds = (Backward, ScriptCollective)
-        later = [n for n, event in enumerate(self.events) if isinstance(event, later_kinds)]
-        return bool(clipped and later) and min(clipped) < max(later)
+        clipped: set[int] = set()
+        for event in self.events:
+            if isinstance(event, Clipping):
+                clipped.update(event.ptrs)
+            elif clipped and isinstance(event, Backward):
+                return True
+            elif clipped and isinstance(event, ScriptCollective):
+                is_large = bool(event.count) and not event.value
+                if is_large or event.ptr in clipped:
+                    return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -157,6 +185,11 @@ class GlobalStep:
         return sum(losses) / len(losses)
 
     @property
+    def input_rows(self) -> Counter[str]:
+        """The hashes of all that models were called on."""
+        return sum((step.input_rows for step in self.ranks), Counter())
+
+    @property
     def values(self) -> StepValues | None:
         return self.first.values
 
@@ -201,6 +234,12 @@ class RunSteps:
         for step in self.steps:
             by_epoch.setdefault(step.epoch, []).append(step)
         return list(by_epoch.values())
+
+    def find_loop_draw(self, step: GlobalStep) -> Draw | None:
+        """Return a draw of random numbers in a step that other steps draw too."""
+        others = [one.first.draws for one in self.steps if one is not step]
+        lines = {draw.at for draws in others for draw in draws}
+        return next((draw for draw in step.first.draws if draw.at in lines), None)
 
     @property
     def initial(self) -> Tensors:
@@ -277,9 +316,7 @@ def samples_of_step(step: RankStep, log: RankLog) -> Samples:
         for batch in batches:
             total += samples_of_batch(batch, passes[batch.number])
         return total
-    forwards = [event for event in step.events if isinstance(event, Forward) and event.grad]
-    rows = Counter(row for event in forwards for row in event.rows)
-    return Samples(sum(event.size for event in forwards), rows=rows)
+    return Samples(sum(call.size for call in step.inputs), rows=step.input_rows)
 
 
 def samples_of_batch(batch: Batch, start: PassStart) -> Samples:

@@ -241,15 +241,12 @@ def explain_sizes(evidence: TensorEvidence) -> NamedCause | None:
 
 
 def explain_draws(evidence: TensorEvidence) -> NamedCause | None:
-    draws = evidence.compared.first.draws
-    if not draws:
+    """Name random numbers of the loop, if models were called on other inputs."""
+    draw = evidence.runs.compared.find_loop_draw(evidence.compared)
+    if draw is None or evidence.compared.input_rows == evidence.reference.input_rows:
         return None
-    text = f"{draws[0].fn} is called in the loop"
-    return evidence.cause(
-        "random-input",
-        text,
-        draws[0].at,
-    )
+    text = f"{draw.fn} is called in the loop over batches"
+    return evidence.cause("random-input", text, draw.at)
 
 
 def explain_loss(evidence: TensorEvidence) -> NamedCause | None:

@@ -8,16 +8,22 @@ same tensor.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from stepladder.tools.parity.steps import Tensors
 
-# Another order of sums rounds many times, a perturbation once for each value.
+# Another order of sums rounds many times, a perturbation once for each value. In half precision
+# sums are made in single precision, and so rounded once.
 ROUNDING_FACTOR = 30.0
-# A difference that is smaller is rounding, in units in the last place of the coarsest value.
-LEAST_UNITS = 16.0
+ROUNDING_FACTOR_OF_HALF = 8.0
+# A difference that is smaller is rounding: in units in the last place of single precision, in which
+# sums are made, and of the coarsest value.
+LEAST_UNITS_OF_SUMS = 64.0
+LEAST_UNITS = 2.0
 SINGLE_EPSILON = 2.0**-23
+NOTHING = [0.0]  # a tensor whose norm is 0
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,45 @@ class Deviation:
 
     Attributes:
         relative: The difference.
-        allowed: The difference that rounding may make.
+        noise: The difference that the perturbation makes.
+        epsilon: The rounding unit of the coarsest value.
     """
 
     name: str
     relative: float
-    allowed: float
+    noise: float
+    epsilon: float
+
+    @property
+    def allowed(self) -> float:
+        """The difference that rounding may make."""
+        least = LEAST_UNITS_OF_SUMS * SINGLE_EPSILON + LEAST_UNITS * self.epsilon
+        is_half = self.epsilon > SINGLE_EPSILON
+        factor = ROUNDING_FACTOR_OF_HALF if is_half else ROUNDING_FACTOR
+        return factor * self.noise + least
 
     @property
     def is_beyond_rounding(self) -> bool:
         return not self.relative <= self.allowed  # a NaN is
+
+
+class NoiseHistory:
+    """The largest noise of each tensor so far.
+
+    Rounding grows from step to step. At one step the noise may happen to be small.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[str, float] = {}
+
+    def raise_noise(self, deviations: list[Deviation]) -> list[Deviation]:
+        """Return deviations whose noise is the largest that their tensors have had."""
+        raised = []
+        for one in deviations:
+            noise = max(one.noise, self.largest.get(one.name, 0.0))
+            self.largest[one.name] = noise
+            raised.append(replace(one, noise=noise))
+        return raised
 
 
 @dataclass(frozen=True)
@@ -51,42 +86,39 @@ class TensorTriple:
     epsilon: float
 
     def deviations(self) -> list[Deviation]:
-        """Return the deviation of each tensor that all runs have."""
-        names = [
-            name for name in self.reference if name in self.compared and name in self.perturbed
-        ]
+        """Return the deviation of each tensor; one that a run does not have is zero there."""
+        names = [*self.reference, *(self.compared.keys() - self.reference.keys())]
         noises = [self.relative(name, self.perturbed) for name in names]
         typical = sum(noises) / max(1, len(noises))
         deviations = []
-        for name, noise in zip(
-            names,
-            noises,
-            strict=True,
-        ):
-            allowed = allowed_deviation(max(noise, typical), self.epsilon)
-            deviations.append(
-                Deviation(
-                    name,
-                    self.relative(name, self.compared),
-                    allowed,
-                )
+        for name, noise in zip(names, noises, strict=True):
+            relative = self.relative(name, self.compared)
+            one = Deviation(
+                name,
+                relative,
+                max(noise, typical),
+                self.epsilon,
             )
+            deviations.append(one)
         return deviations
 
-    def relative(
-        self,
-        name: str,
-        tensors: Tensors,
-    ) -> float:
+    def relative(self, name: str, tensors: Tensors) -> float:
         """Return how far a tensor is from the reference: its elements, or its norm if that is more.
 
         The size of a tensor that is nothing but rounding is that of the other tensors.
         """
-        norm, *values = self.reference[name]
-        other_norm, *other_values = tensors[name]
-        size = max(distance(values, []), self.scale * math.sqrt(len(values))) or 1.0
+        norm, *values = self.reference.get(name, NOTHING)
+        other_norm, *other_values = tensors.get(name, NOTHING)
+        size = max(distance(values, []), self.scale * math.sqrt(len(values)))
+        if not size or not math.isfinite(size):
+            size = 1.0
         of_elements = distance(values, other_values) / size
-        return max(of_elements, abs(norm - other_norm) / max(norm, size))
+        of_norm = abs(gap(norm, other_norm))
+        if math.isfinite(norm):
+            of_norm /= max(norm, size)
+        if math.isnan(of_elements) or math.isnan(of_norm):
+            return math.inf
+        return max(of_elements, of_norm)
 
     @cached_property
     def scale(self) -> float:
@@ -95,17 +127,13 @@ class TensorTriple:
         return distance(elements, []) / math.sqrt(max(1, len(elements)))
 
 
-def allowed_deviation(noise: float, epsilon: float) -> float:
-    """Return the relative deviation that rounding may make, where a perturbation makes `noise`."""
-    return ROUNDING_FACTOR * noise + LEAST_UNITS * max(epsilon, SINGLE_EPSILON)
-
-
 def distance(first: list[float], second: list[float]) -> float:
     """Return the norm of the difference; a missing element is 0."""
-    padding = [0.0] * (len(first) - len(second))
-    pairs = zip(
-        first,
-        [*second, *padding],
-        strict=False,
-    )
-    return math.sqrt(sum((one - other) ** 2 for one, other in pairs))
+    pairs = zip_longest(first, second, fillvalue=0.0)
+    return math.sqrt(sum(gap(one, other) ** 2 for one, other in pairs))
+
+
+def gap(one: float, other: float) -> float:
+    """Return the difference of two values; none of two infinities or of two that are no numbers."""
+    is_same = one == other or (math.isnan(one) and math.isnan(other))
+    return 0.0 if is_same else one - other

@@ -47,6 +47,7 @@ DROPOUTS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PERTURBATION_SEED = 1
 SEEDS_OF_NUMPY = 1 << 32
 
@@ -115,33 +116,24 @@ def attach() -> None:
     optimizers.register_optimizer_step_pre_hook(lambda one, *_: recorder.before_step(one))
     optimizers.register_optimizer_step_post_hook(lambda one, *_: recorder.after_step(one))
     nn.modules.module.register_module_forward_hook(make_forward_hook(recorder))
-    for name in DROPOUTS:
-        wrap(
-            functional,
-            name,
-            make_dropout(recorder),
-        )
-    wrap(
-        functional,
-        "scaled_dot_product_attention",
-        make_attention(recorder),
-    )
-    wrap(
-        functional,
-        "batch_norm",
-        make_batch_norm(recorder),
-    )
-    wrap(
-        nn.SyncBatchNorm,
-        "forward",
-        call_synchronized,
-    )
+    attach_to_layers(recorder)
     if settings.neutral:
-        wrap(
-            fetch._MapDatasetFetcher,
-            "fetch",
-            fetch_with_own_seeds,
-        )
+        wrap(fetch._MapDatasetFetcher, "fetch", fetch_with_own_seeds)
+
+
+def attach_to_layers(recorder: ValueRecorder) -> None:
+    """Wrap the functions whose results differ by rank."""
+    around_dropout = make_dropout(recorder)
+    for name in DROPOUTS:
+        wrap(functional, name, around_dropout)
+    around_recurrent = make_recurrent(recorder)
+    for name in RECURRENT:
+        wrap(torch._VF, name, around_recurrent)
+    around_attention = make_attention(recorder)
+    around_batch_norm = make_batch_norm(recorder)
+    wrap(functional, "scaled_dot_product_attention", around_attention)
+    wrap(functional, "batch_norm", around_batch_norm)
+    wrap(nn.SyncBatchNorm, "forward", call_synchronized)
 
 
 @default_on_error(dict)
@@ -212,7 +204,8 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
         is_innermost = next(module.children(), None) is None
         if not is_innermost or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return None
-        if torch.compiler.is_compiling() or not output.is_floating_point():
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or not output.is_floating_point():
             return None
         recorder.note_precision(output)
         if not recorder.settings.perturbed:
@@ -279,6 +272,22 @@ def make_attention(recorder: ValueRecorder) -> Any:
             *arguments,
             **kwargs,
         )
+
+    return around
+
+
+def make_recurrent(recorder: ValueRecorder) -> Any:
+    """Return the wrapper of recurrent layers, of whose arguments dropout is the only float."""
+
+    def around(original: Any, *args: Any) -> Any:
+        arguments = list(args)
+        index = next((n for n, value in enumerate(args) if isinstance(value, float)), -1)
+        training = index >= 0 and args[index] > 0 and args[index + 1]
+        if training:
+            recorder.count_call("dropout")
+        if training and recorder.settings.neutral:
+            arguments[index] = 0.0
+        return original(*arguments)
 
     return around
 
