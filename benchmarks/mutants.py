@@ -60,7 +60,7 @@ MODULES = {  # source, and its tests, the quickest first
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
     "snapshot_store": ("storage/snapshot_store.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),
-    "ledger_plan": ("storage/ledger_plan.py", LEDGER),
+    "ledger_plan": ("storage/ledger_plan.py", ["storage/test_ledger_plan.py", *LEDGER]),
     "ledger_attempts": ("storage/ledger_attempts.py", LEDGER),
     "ledger_rank_reader": ("storage/ledger_rank_reader.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
