@@ -170,6 +170,41 @@ def test_a_script_that_wants_its_local_rank_as_an_option_gets_it(tmp_path: Path)
     )
 
 
+BY_SPAWN = """
+import socket
+import torch
+import torch.distributed as dist
+
+def work(rank, port):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port,), 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_that_makes_its_ranks_is_started_alone_and_told_so(tmp_path: Path) -> None:
+    write_files(tmp_path, train=BY_SPAWN)
+    code, report = checked(tmp_path, "train.py")
+    assert (code, report["findings"]) == (0, [])
+    assert report["notes"] == ["the script makes its ranks itself: it was started as one process"]
+    assert report["ran"].startswith("2 ranks")
+
+
 RESUMES_BY_OPTION = """
 import argparse
 import torch

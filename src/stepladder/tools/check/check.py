@@ -48,6 +48,7 @@ KNOWS_OTHER_RANKS = (
     "torch.multiprocessing",
     "dist.",
 )
+MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one process"
 SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
@@ -224,6 +225,8 @@ class Check:
         runs = ScriptRuns(self.source, self.add_early_findings)
         run = runs.run(self.make_launch(scratch_folder, sandbox))
         self.notes += runs.notes
+        if run.launch.is_alone and len(run.recording.ranks) > 1:
+            self.notes.append(MAKES_ITS_RANKS)
         evidence = RunEvidence(run.recording, self.source)
         findings = apply_rules(evidence)
         not_checked = self.reason_not_checked(run, findings)
