@@ -193,11 +193,11 @@ def test_lists_of_any_lengths_are_transposed() -> None:
     assert run_ranks(lists_transposed, 3) == expected
 
 
-def sums_of_random_numbers(_: Any) -> tuple[bool, bool]:
+def sums_of_random_numbers(_: Any, length: int) -> tuple[bool, bool]:
     """Whether a sum is the one in rank order, and whether it is gloo's."""
     size, rank = dist.get_world_size(), dist.get_rank()
     shared, gloo = dist.new_group(backend="stepladder"), dist.new_group(backend="gloo")
-    addends = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    addends = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     in_rank_order = addends[0].clone()
     for addend in addends[1:]:
         in_rank_order += addend
@@ -207,9 +207,10 @@ def sums_of_random_numbers(_: Any) -> tuple[bool, bool]:
     return torch.equal(ours, in_rank_order), torch.equal(ours, theirs)
 
 
-def test_sums_are_added_in_rank_order_which_is_gloos_for_two_ranks() -> None:
-    assert run_ranks(sums_of_random_numbers, 2) == [(True, True)] * 2
-    assert [in_order for in_order, _ in run_ranks(sums_of_random_numbers, 3)] == [True] * 3
+@pytest.mark.parametrize("length", [5000, SIZES[-1] + 1])
+def test_sums_are_added_in_rank_order_which_is_gloos_for_two_ranks(length: int) -> None:
+    assert run_ranks(sums_of_random_numbers, 2, length) == [(True, True)] * 2
+    assert [in_order for in_order, _ in run_ranks(sums_of_random_numbers, 3, length)] == [True] * 3
 
 
 def futures(_: Any) -> list[Any]:

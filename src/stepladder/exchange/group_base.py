@@ -17,6 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from stepladder.core.console import print_message
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage
 from stepladder.exchange.meeting import share_memory
+from stepladder.exchange.plan import make_large_halves
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import can_share, find_reduction
 from stepladder.exchange.shared_memory import SharedMemory
@@ -24,6 +25,7 @@ from stepladder.rank.torch_fixes_groups import record_collective
 
 C10D: Any = distributed_c10d  # torch's types of it name neither all classes nor all arguments
 FIRST_GROUP_ID = 1
+LARGE_HALF_BYTES = 1 << 22
 STORE_PREFIX = "stepladder"
 Tensors = list[torch.Tensor]
 
@@ -109,6 +111,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             FIRST_GROUP_ID,
             gloo.options._timeout.total_seconds(),
             gloo.options.global_ranks_in_group,
+            make_large_halves(LARGE_HALF_BYTES),
         )
         self._queue = CollectiveQueue(self._memory)
 

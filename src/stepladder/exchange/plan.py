@@ -18,6 +18,29 @@ from stepladder.rank.shared_segment import ARENA_OFFSET, HALF_BYTES, SLOT_BYTES,
 FIRST_HALF_OFFSET = 8 * WORDS_PER_SLOT  # bytes from the beginning of a slot to its first half
 
 
+class Halves(NamedTuple):
+    """Where the two halves of each slot lie that hold the data of exchanges in turn.
+
+    Attributes:
+        offset: Bytes from the beginning of a slot to its first half.
+        size: Bytes of a half.
+    """
+
+    offset: int
+    size: int
+
+
+SMALL_HALVES = Halves(FIRST_HALF_OFFSET, HALF_BYTES)  # of a size that stays in a core's cache
+
+
+def make_large_halves(size: int) -> Halves:
+    """Return halves of a size at the end of each slot: fewer exchanges, if ranks seldom get a core.
+
+    They take the place of the end of the arena.
+    """
+    return Halves(SLOT_BYTES - 2 * size, size)
+
+
 class Exchange(NamedTuple):
     """One exchange: the chunks that the ranks write and read, and a digest of all messages."""
 
@@ -33,6 +56,7 @@ class ExchangePlanner:
         memory: torch.Tensor,
         rank: int,
         ranks: int,
+        large_halves: Halves = SMALL_HALVES,
     ) -> None:
         """Create the planner of a rank.
 
@@ -40,10 +64,12 @@ class ExchangePlanner:
             memory: The shared memory of all ranks, as bytes.
             rank: This rank.
             ranks: How many ranks have a slot.
+            large_halves: The halves for messages that do not fit into the small ones.
         """
         self.memory = memory
         self.rank = rank
         self.ranks = ranks
+        self.large_halves = large_halves
 
     def plan(self, formats: tuple[MessageFormat, ...]) -> list[Exchange]:
         """Return the exchanges that messages of these formats need, in order."""
@@ -52,15 +78,16 @@ class ExchangePlanner:
             if message_format.arena_offset:
                 exchanges[0].append(Chunk(index, 0, 0, True, 0, (), (), ()))
         has_in_place = bool(exchanges[0])
+        halves = self._choose_halves(formats)
         used_bytes = 0  # of a half, by the last exchange
         for index, message_format in enumerate(formats):
             if message_format.arena_offset:
                 continue
-            column_bytes = max(message_format.rows_per_rank) * message_format.dtype.itemsize
+            column_bytes = count_column_bytes(message_format)
             lo = 0
             while lo < message_format.row_length:
                 remaining = message_format.row_length - lo
-                width = min(remaining, (HALF_BYTES - used_bytes) // column_bytes)
+                width = min(remaining, (halves.size - used_bytes) // column_bytes)
                 if width < remaining and used_bytes:
                     exchanges.append([])
                     used_bytes = 0
@@ -70,7 +97,7 @@ class ExchangePlanner:
                     message_format,
                     lo,
                     lo + width,
-                    used_bytes,
+                    halves._replace(offset=halves.offset + used_bytes),
                 )
                 exchanges[-1].append(chunk)
                 lo += width
@@ -80,22 +107,31 @@ class ExchangePlanner:
         digest = zlib.crc32(repr(formats).encode())
         return [Exchange(digest, chunks) for chunks in exchanges]
 
+    def _choose_halves(self, formats: tuple[MessageFormat, ...]) -> Halves:
+        """Return the small halves if all messages fit into one exchange, else the large ones."""
+        needed_bytes = sum(
+            round_up_to_cache_line(message.row_length * count_column_bytes(message))
+            for message in formats
+            if not message.arena_offset
+        )
+        return SMALL_HALVES if needed_bytes <= HALF_BYTES else self.large_halves
+
     def _make_chunk(
         self,
         index: int,
         message_format: MessageFormat,
         lo: int,
         hi: int,
-        begin: int,
+        halves: Halves,
     ) -> Chunk:
-        """Return the chunk of columns [lo, hi) that begins at byte `begin` of each half."""
+        """Return the chunk of columns [lo, hi) that begins where the halves do."""
         width = hi - lo
         lengths = [count * width for count in message_format.rows_per_rank]
         offsets = []
         own_views = []
         row_views = []
         for half in range(2):
-            first = FIRST_HALF_OFFSET + HALF_BYTES * half + begin
+            first = halves.offset + halves.size * half
             half_offsets = [SLOT_BYTES * rank + first for rank in range(self.ranks)]
             views = self.make_views(
                 half_offsets,
@@ -137,6 +173,11 @@ class ExchangePlanner:
             self.memory[offset : offset + length * dtype.itemsize].view(dtype)
             for offset, length in zip(offsets, lengths, strict=True)
         ]
+
+
+def count_column_bytes(message_format: MessageFormat) -> int:
+    """Return the bytes that one column of a message takes in a slot."""
+    return max(message_format.rows_per_rank) * message_format.dtype.itemsize
 
 
 def round_up_to_cache_line(size: int) -> int:

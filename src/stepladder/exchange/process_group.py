@@ -7,19 +7,23 @@ group.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from stepladder.exchange.group_base import C10D, Tensors
+from stepladder.exchange.group_work import Stage
+from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import (
     FlatTensors,
-    get_data,
     get_flat,
     have_length,
 )
+from stepladder.exchange.scattering import reduce_slices
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.transposing import TransposingGroup
+from stepladder.rank.shared_segment import HALF_BYTES
 
 # What torch takes when a collective is called without options.
 ALL_REDUCE = C10D.AllreduceOptions()
@@ -27,6 +31,38 @@ ALL_REDUCE_COALESCED = C10D.AllreduceCoalescedOptions()
 BROADCAST = C10D.BroadcastOptions()
 ALL_GATHER = C10D.AllgatherOptions()
 BARRIER = C10D.BarrierOptions()
+MIN_SLICING_RANKS = 3  # with two, each would add half, and copy the other half
+
+
+class ReduceToAll:
+    """The first stage of an all-reduce; the second is there for large tensors on many ranks.
+
+    Each rank then reduces a slice for all. Otherwise each reduces everything for itself.
+    """
+
+    def __init__(self, flats: Tensors, reduction: Reduction) -> None:
+        self._flats = flats
+        self._reduction = reduction
+        self._sliced: list[Tensors] = []  # by tensor, the slices of all ranks
+
+    def __call__(self, memory: SharedMemory) -> Stage | None:
+        """Enqueue the stage; return the next one, if there is one."""
+        for flat in self._flats:
+            length = len(flat) // memory.ranks
+            is_small = flat.nbytes <= HALF_BYTES
+            if is_small or memory.ranks < MIN_SLICING_RANKS:
+                memory.all_reduce(flat, self._reduction)
+                continue
+            end = length * memory.ranks
+            slices = list(flat[:end].split(length))
+            reduce_slices(memory, slices[memory.rank], flat[:end], self._reduction)
+            memory.all_reduce(flat[end:], self._reduction)
+            self._sliced.append(slices)
+        return partial(self._gather, memory) if self._sliced else None
+
+    def _gather(self, memory: SharedMemory) -> None:
+        for slices in self._sliced:
+            memory.all_gather(slices, slices[memory.rank])
 
 
 class SharedMemoryGroup(TransposingGroup):
@@ -60,18 +96,15 @@ class SharedMemoryGroup(TransposingGroup):
         reduction = self._find_reduction(tensors, opts)
         if reduction is None:
             return self._carry(method, tensors[0].device, tensors, opts)
-        kind = reduction
-
-        def enqueue(memory: SharedMemory) -> None:
-            for tensor in tensors:
-                memory.all_reduce(get_data(tensor), kind)
-
+        flats = FlatTensors()
+        reduce = ReduceToAll([flats.add(tensor) for tensor in tensors], reduction)
         return self._start(
             "all_reduce",
-            enqueue,
+            reduce,
             tensors,
             tensors,
             opts,
+            flats.write_back,
         )
 
     def broadcast(

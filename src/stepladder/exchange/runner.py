@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stepladder.exchange.plan import Exchange, ExchangePlanner
+from stepladder.exchange.plan import SMALL_HALVES, Exchange, ExchangePlanner, Halves
 from stepladder.exchange.wait import (
     DIGEST_WORD,
     EXCHANGE_WORD,
@@ -36,6 +36,7 @@ class ExchangeRunner:
         group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
+        large_halves: Halves = SMALL_HALVES,
     ) -> None:
         """Join a group.
 
@@ -47,6 +48,7 @@ class ExchangeRunner:
                 `read_last_exchange` of every rank.
             timeout_seconds: How long an exchange waits for a peer.
             names: The number by which messages name each rank; without it, that of this group.
+            large_halves: The halves for messages that do not fit into one exchange.
 
         Raises:
             RuntimeError: If the process of a rank has ended already.
@@ -73,7 +75,12 @@ class ExchangeRunner:
         self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
         self.remaining: deque[Exchange] = deque()
         self.is_published = False  # whether this rank has written its data of the first of them
-        self.planner = ExchangePlanner(memory_bytes, rank, len(pids))
+        self.planner = ExchangePlanner(
+            memory_bytes,
+            rank,
+            len(pids),
+            large_halves,
+        )
         self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
 
     def leave_group(self) -> None:

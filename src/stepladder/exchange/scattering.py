@@ -150,8 +150,7 @@ class ScatteringGroup(GroupBase):
         reduction = self._find_reduction([output, whole], opts)
         if reduction is None or whole.numel() != length:
             return self._carry("_reduce_scatter_base", output.device, output, whole, opts)
-        first = output.numel() * self.rank()
-        return self._reduce_scatter([output], [get_flat(whole)], first, reduction, opts)
+        return self._reduce_scatter([output], [get_flat(whole)], None, reduction, opts)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
@@ -194,7 +193,10 @@ class ScatteringGroup(GroupBase):
 
         def enqueue(memory: SharedMemory) -> None:
             for target, source in zip(targets, sources, strict=True):
-                memory.reduce_scatter(target, source, reduction=reduction, first=first)
+                if first is None:
+                    reduce_slices(memory, target, source, reduction)
+                else:
+                    memory.reduce_scatter(target, source, reduction=reduction, first=first)
 
         return self._start(
             "_reduce_scatter_base",
@@ -204,3 +206,26 @@ class ScatteringGroup(GroupBase):
             opts,
             flats.write_back,
         )
+
+
+def reduce_slices(
+    memory: SharedMemory,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    reduction: Reduction,
+) -> None:
+    """Enqueue a reduction of which each rank gets a slice; all ranks compute at the same time.
+
+    Args:
+        memory: The memory of the group.
+        target: Where this rank's slice of the result goes; it may be that slice of the source.
+        source: What is reduced: a slice for each rank, all of one length.
+        reduction: The reduction.
+    """
+    ranks = memory.ranks
+
+    def reduce_rows(rows: Tensors, lo: int, hi: int) -> None:
+        reduction.reduce(rows[memory.rank :: ranks], target[lo:hi])
+
+    kind = f"reduce_scatter {reduction.name}"
+    memory.combine(source, (ranks,) * ranks, len(target), reduce_rows, kind)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from stepladder.exchange.plan import round_up_to_cache_line
+from stepladder.exchange.plan import SMALL_HALVES, Halves, round_up_to_cache_line
 from stepladder.exchange.reduction import SUM, Reduction
 from stepladder.exchange.runner import ExchangeRunner
 from stepladder.exchange.wait import EXCHANGE_WORD, SLOT_WORDS
@@ -69,6 +69,7 @@ class SharedMemory(ExchangeRunner):
         group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
+        large_halves: Halves = SMALL_HALVES,
     ) -> None:
         """Join a group; the arguments are those of `ExchangeRunner`."""
         super().__init__(
@@ -78,6 +79,7 @@ class SharedMemory(ExchangeRunner):
             group_id,
             timeout_seconds,
             names,
+            large_halves,
         )
         self.ranks = len(pids)
         self.one_row_each = (1,) * len(pids)
