@@ -55,7 +55,7 @@ class ReduceToAll:
                 continue
             end = length * memory.ranks
             slices = list(flat[:end].split(length))
-            reduce_slices(memory, slices[memory.rank], flat[:end], self._reduction)
+            reduce_slices(memory, slices[memory.rank], slices, self._reduction)
             memory.all_reduce(flat[end:], self._reduction)
             self._sliced.append(slices)
         return partial(self._gather, memory) if self._sliced else None

@@ -10,7 +10,7 @@ from stepladder.exchange.group_base import C10D, GroupBase, Tensors
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import FlatTensors, get_flat, have_length
 from stepladder.exchange.shared_memory import SharedMemory
-from stepladder.exchange.work import copy_all
+from stepladder.exchange.work import MessageFormat, copy_all
 
 # What torch takes when a collective is called without options.
 REDUCE = C10D.ReduceOptions()
@@ -100,18 +100,17 @@ class ScatteringGroup(GroupBase):
             return self._carry("scatter", output.device, output_tensors, input_tensors, opts)
         flats = FlatTensors()
         target = flats.add(output)
-        source = target[:0]
-        if parts:
-            source = torch.cat([get_flat(part) for part in parts])
+        sources = [get_flat(part) for part in parts]
         rank = self.rank()
         rows_per_rank = [0] * self.size()
         rows_per_rank[opts.rootRank] = self.size()
+        message_format = MessageFormat("scatter", target.dtype, tuple(rows_per_rank), len(target))
 
         def copy_row(rows: Tensors, lo: int, hi: int) -> None:
             target[lo:hi].copy_(rows[rank])
 
         def enqueue(memory: SharedMemory) -> None:
-            memory.combine(source, tuple(rows_per_rank), len(target), copy_row, "scatter")
+            memory.combine_rows(sources, message_format, copy_row)
 
         return self._start(
             "scatter",
@@ -135,9 +134,7 @@ class ScatteringGroup(GroupBase):
         if reduction is None or parts[self.rank()].numel() != output.numel():
             device = output.device
             return self._carry("reduce_scatter", device, output_tensors, input_tensors, opts)
-        source = torch.cat([get_flat(part) for part in parts])
-        first = sum(part.numel() for part in parts[: self.rank()])
-        return self._reduce_scatter([output], [source], first, reduction, opts)
+        return self._reduce_scatter([output], [[get_flat(part) for part in parts]], reduction, opts)
 
     def reduce_scatter_single(
         self,
@@ -150,7 +147,7 @@ class ScatteringGroup(GroupBase):
         reduction = self._find_reduction([output, whole], opts)
         if reduction is None or whole.numel() != length:
             return self._carry("_reduce_scatter_base", output.device, output, whole, opts)
-        return self._reduce_scatter([output], [get_flat(whole)], None, reduction, opts)
+        return self._reduce_scatter([output], [self._cut(whole)], reduction, opts)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
@@ -164,24 +161,25 @@ class ScatteringGroup(GroupBase):
         reduction = self._find_reduction([*outputs, *wholes], opts)
         if reduction is None:
             return super().reduce_scatter_single_coalesced(outputs, wholes, opts)
-        return self._reduce_scatter(
-            outputs, [get_flat(whole) for whole in wholes], None, reduction, opts
-        )
+        sources = [self._cut(whole) for whole in wholes]
+        return self._reduce_scatter(outputs, sources, reduction, opts)
+
+    def _cut(self, whole: torch.Tensor) -> Tensors:
+        """Return the slices of all ranks."""
+        return list(get_flat(whole).view(self.size(), -1).unbind())
 
     def _reduce_scatter(
         self,
         outputs: Tensors,
-        sources: Tensors,
-        first: int | None,
+        sources: list[Tensors],
         reduction: Reduction,
         opts: Any,
     ) -> Any:
-        """Reduce flat tensors, of which this rank gets the elements from `first` on.
+        """Reduce flat tensors, of each of which this rank gets one slice.
 
         Args:
             outputs: Where the slices of the results go.
-            sources: What is reduced.
-            first: The first element; None for slices of one length on all ranks.
+            sources: What is reduced: the slices of all ranks.
             reduction: The reduction.
             opts: torch's options.
 
@@ -192,11 +190,8 @@ class ScatteringGroup(GroupBase):
         targets = [flats.add(output) for output in outputs]
 
         def enqueue(memory: SharedMemory) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                if first is None:
-                    reduce_slices(memory, target, source, reduction)
-                else:
-                    memory.reduce_scatter(target, source, reduction=reduction, first=first)
+            for target, slices in zip(targets, sources, strict=True):
+                reduce_slices(memory, target, slices, reduction)
 
         return self._start(
             "_reduce_scatter_base",
@@ -211,7 +206,7 @@ class ScatteringGroup(GroupBase):
 def reduce_slices(
     memory: SharedMemory,
     target: torch.Tensor,
-    source: torch.Tensor,
+    slices: Tensors,
     reduction: Reduction,
 ) -> None:
     """Enqueue a reduction of which each rank gets a slice; all ranks compute at the same time.
@@ -219,13 +214,21 @@ def reduce_slices(
     Args:
         memory: The memory of the group.
         target: Where this rank's slice of the result goes; it may be that slice of the source.
-        source: What is reduced: a slice for each rank, all of one length.
+        slices: What is reduced: a slice for each rank, also of several lengths.
         reduction: The reduction.
     """
     ranks = memory.ranks
 
     def reduce_rows(rows: Tensors, lo: int, hi: int) -> None:
-        reduction.reduce(rows[memory.rank :: ranks], target[lo:hi])
+        end = min(hi, len(target))
+        if lo < end:
+            columns = [row[: end - lo] for row in rows[memory.rank :: ranks]]
+            reduction.reduce(columns, target[lo:end])
 
-    kind = f"reduce_scatter {reduction.name}"
-    memory.combine(source, (ranks,) * ranks, len(target), reduce_rows, kind)
+    message_format = MessageFormat(
+        f"reduce_scatter {reduction.name}",
+        target.dtype,
+        (ranks,) * ranks,
+        max(map(len, slices)),
+    )
+    memory.combine_rows(slices, message_format, reduce_rows)

@@ -40,6 +40,7 @@ from stepladder.exchange.work import (
     CombineFunction,
     InPlaceWork,
     MessageFormat,
+    RowsWork,
     ScalarSumWork,
     Tensors,
     Work,
@@ -229,8 +230,6 @@ class SharedMemory(ExchangeRunner):
         result: torch.Tensor,
         tensor: torch.Tensor,
         block: str = "",
-        reduction: Reduction = SUM,
-        first: int | None = None,
         **_: Any,
     ) -> Work:
         """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
@@ -239,15 +238,12 @@ class SharedMemory(ExchangeRunner):
             result: A flat tensor, which gets this rank's slice of the sum.
             tensor: A flat tensor of the slices of all ranks, in rank order.
             block: The model block that is reduced; must be the same on all ranks.
-            reduction: What to do instead of adding.
-            first: Where this rank's slice begins, if the slices have several lengths.
 
         Returns:
             The work that was started.
         """
         size = len(result)
-        if first is None:
-            first = size * self.rank
+        first = size * self.rank
 
         def add_slices(rows: Tensors, lo: int, hi: int) -> None:
             begin = max(lo, first)
@@ -255,10 +251,10 @@ class SharedMemory(ExchangeRunner):
             if begin < end:
                 out = result[begin - first : end - first]
                 slices = [row[begin - lo : end - lo] for row in rows]
-                reduction.reduce(slices, out)
+                SUM.reduce(slices, out)
 
         message_format = MessageFormat(
-            f"reduce_scatter {reduction.name}", tensor.dtype, self.one_row_each, len(tensor)
+            "reduce_scatter", tensor.dtype, self.one_row_each, len(tensor)
         )
         return self._enqueue(
             message_format,
@@ -290,6 +286,31 @@ class SharedMemory(ExchangeRunner):
         """
         message_format = MessageFormat(kind, rows.dtype, rows_per_rank, length)
         return self._enqueue(message_format, rows, combine)
+
+    def combine_rows(
+        self,
+        rows: Tensors,
+        message_format: MessageFormat,
+        combine: CombineFunction,
+    ) -> Work:
+        """Start combining the rows of all ranks by a function; the rows need not lie in one row.
+
+        Args:
+            rows: This rank's rows, as flat tensors. Some may be shorter than the format says.
+            message_format: The format, in which the type is that of the rows.
+            combine: As for `combine`.
+
+        Returns:
+            The work that was started.
+        """
+        work = RowsWork(
+            self.exchange,
+            message_format,
+            rows,
+            combine,
+        )
+        self.queue.append(work)
+        return work
 
     def start_sum(self, values: list[float]) -> ScalarSumWork:
         """Start adding a few float64 numbers over the ranks; they must fit into one slot."""

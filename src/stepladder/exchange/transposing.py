@@ -12,6 +12,7 @@ from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.routing import FlatTensors, get_flat
 from stepladder.exchange.scattering import ScatteringGroup
 from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.exchange.work import MessageFormat
 
 ALL_TO_ALL = C10D.AllToAllOptions()  # what torch takes when it is called without options
 
@@ -35,7 +36,8 @@ class TransposingGroup(ScatteringGroup):
             return self._carry("alltoall_base", whole.device, output, whole, *splits, opts)
         flats = FlatTensors()
         targets = list(flats.add(output).split(received))
-        send = SendLengths(self.rank(), get_flat(whole), sent, targets)
+        parts = list(get_flat(whole).split(sent))
+        send = SendLengths(self.rank(), parts, targets)
         return self._start(
             "all_to_all",
             send,
@@ -58,9 +60,7 @@ class TransposingGroup(ScatteringGroup):
             return self._carry("alltoall", parts[0].device, outputs, parts, opts)
         flats = FlatTensors()
         targets = [flats.add(output) for output in outputs]
-        source = torch.cat([get_flat(part) for part in parts])
-        sent = [part.numel() for part in parts]
-        send = SendLengths(self.rank(), source, sent, targets)
+        send = SendLengths(self.rank(), [get_flat(part) for part in parts], targets)
         return self._start(
             "all_to_all",
             send,
@@ -94,25 +94,21 @@ class SendLengths:
     def __init__(
         self,
         rank: int,
-        source: torch.Tensor,
-        sent: list[int],
+        parts: Tensors,
         targets: Tensors,
     ) -> None:
         """Create the stage.
 
         Args:
             rank: This rank.
-            source: The parts for all ranks, in one row.
-            sent: The length of each of these parts.
+            parts: The part for each rank.
             targets: Where the part of each rank goes.
         """
         self.rank = rank
-        self.source = source
-        self.sent = sent
+        self.parts = parts
         self.targets = targets
-        received = [len(target) for target in targets]
-        self._own_lengths = torch.tensor([*sent, *received])
-        self._lengths = [torch.empty_like(self._own_lengths) for _ in sent]
+        self._own_lengths = torch.tensor([len(part) for part in (*parts, *targets)])
+        self._lengths = [torch.empty_like(self._own_lengths) for _ in parts]
 
     def __call__(self, memory: SharedMemory) -> Any:
         """Enqueue the stage; return the one that sends the parts."""
@@ -120,7 +116,7 @@ class SendLengths:
         return partial(self._send_parts, memory)
 
     def _send_parts(self, memory: SharedMemory) -> None:
-        ranks = len(self.sent)
+        ranks = memory.ranks
         lengths = torch.stack(self._lengths)
         sent = lengths[:, :ranks]
         expected = lengths[:, ranks:].t()
@@ -130,14 +126,16 @@ class SendLengths:
                 f"rank {memory.names[source]} sends {sent[source, target]} numbers to rank"
                 f" {memory.names[target]}, which expects {expected[source, target]}"
             )
-        longest = int(sent.max())
-        rows = self.source
-        if len(rows) != ranks * longest:
-            padded = rows.new_zeros(ranks, longest)
-            for row, part in zip(padded, rows.split(self.sent), strict=True):
-                row[: len(part)] = part
-            rows = padded.view(-1)
-        memory.combine(rows, (ranks,) * ranks, longest, self._copy_rows, "all_to_all")
+        parts = list(self.parts)
+        self.targets[self.rank].copy_(parts.pop(self.rank))  # without a way through memory
+        sent.fill_diagonal_(0)
+        message_format = MessageFormat(
+            "all_to_all",
+            parts[0].dtype,
+            (ranks - 1,) * ranks,
+            int(sent.max()),
+        )
+        memory.combine_rows(parts, message_format, self._copy_rows)
 
     def _copy_rows(
         self,
@@ -145,7 +143,10 @@ class SendLengths:
         lo: int,
         hi: int,
     ) -> None:
-        for row, target in zip(rows[self.rank :: len(self.targets)], self.targets, strict=True):
+        peers = len(self.parts) - 1
+        for peer, target in enumerate(self.targets):
             end = min(hi, len(target))
-            if lo < end:
+            if peer != self.rank and lo < end:
+                # A rank has no row for itself.
+                row = rows[peer * peers + self.rank - (self.rank > peer)]
                 target[lo:end].copy_(row[: end - lo])

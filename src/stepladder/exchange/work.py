@@ -17,6 +17,8 @@ CACHE_LINE_BYTES = 64  # a message begins at a multiple of it
 SLICE_ALIGNMENT = 64  # elements; the slices of an in-place all-reduce begin at multiples of it
 REDUCE_CHUNK_BYTES = 1 << 18  # this much of two ranks' vectors fits into a processor's cache
 
+NO_TENSOR = torch.empty(0)
+
 Tensors = list[torch.Tensor]
 CombineFunction = Callable[[Tensors, int, int], None]
 
@@ -127,6 +129,40 @@ class Work:
             raise RuntimeError("the collective has failed before")
 
 
+class RowsWork(Work):
+    """A collective to which a rank contributes rows that are tensors of their own.
+
+    A row may be shorter than the format says; what follows it is undefined.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(
+        self,
+        exchange: Callable[[], None],
+        message_format: MessageFormat,
+        rows: Tensors,
+        combine: CombineFunction,
+    ) -> None:
+        """Create the work of a collective; `rows` are this rank's rows, each of them flat."""
+        super().__init__(
+            exchange,
+            message_format,
+            NO_TENSOR,
+            combine,
+        )
+        self.rows = rows
+
+    def write(self, chunk: Chunk, half: int) -> None:
+        """Copy this rank's columns into its slot."""
+        width = chunk.hi - chunk.lo
+        slot = chunk.own_views[half]
+        for index, row in enumerate(self.rows):
+            columns = row[chunk.lo : chunk.hi]
+            begin = index * width
+            slot[begin : begin + len(columns)].copy_(columns)
+
+
 def copy_all(
     sources: Tensors,
     targets: Iterable[torch.Tensor],
@@ -134,9 +170,6 @@ def copy_all(
     """Copy each source into its target."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-NO_TENSOR = torch.empty(0)
 
 
 def combine_nothing(*_: object) -> None:
