@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,3 +312,51 @@ def gone_in_turn(_: Any) -> str:
 
 def test_who_comes_late_hears_of_the_rank_that_was_lost_first() -> None:
     assert run_ranks(gone_in_turn, 3) == ["rank 1 has gone", "", "rank 1 has gone"]
+
+
+def left_over(_: Any) -> int:
+    """Mappings that are there after groups, and were not before; threads would be waited for."""
+
+    def count_mappings() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:stepladder")
+
+    threads, mappings = {*threading.enumerate()}, count_mappings()
+    for _round in range(3):
+        group = dist.new_group(backend="stepladder")
+        works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        for thread in {*threading.enumerate()} - threads:
+            thread.join()
+        del group, works
+    return count_mappings() - mappings
+
+
+def test_nothing_is_left_of_a_group_that_was_destroyed() -> None:
+    assert run_ranks(left_over, 2) == [0, 0]
+
+
+def forked(_: Any) -> str:
+    """What a child that is no rank gets when it calls a collective."""
+    group = dist.new_group(backend="stepladder")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+    return os.read(reader, 1000).decode()
+
+
+def test_a_child_that_a_rank_forks_cannot_disturb_the_group() -> None:
+    for message in run_ranks(forked, 2):
+        assert "was forked from process" in message

@@ -15,6 +15,7 @@ from stepladder.rank.shared_segment import SLOT_BYTES
 # To sleep and be woken costs both ranks more than 150 us on a virtual machine.
 MAX_SPIN_S = 0.001
 MAX_SLEEP_S = 0.1
+MAX_SKIPPED_SPINS = 64  # on a busy machine; then quiet is noticed within some milliseconds
 
 # The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
 # that has lost a peer writes into the lost word that peer's number plus one. There are two digests,
@@ -61,7 +62,8 @@ class PeerWaiter:
         self.futexes = [address + 8 * (SLOT_WORDS * slot + FUTEX_WORD) for slot in ranks]
         self.sleeping_words = [SLOT_WORDS * peer + SLEEPING_WORD for peer in self.peers]
         self.has_core_per_rank = len(pids) <= count_cores()
-        self.should_spin = self.has_core_per_rank
+        self.skipped_spins = 0  # how many of the next waits sleep at once
+        self.next_skipped_spins = 1
         self.has_left = False
         slots[SLOT_WORDS * rank + LOST_WORD] = 0
         try:
@@ -110,19 +112,36 @@ class PeerWaiter:
             RuntimeError: A peer has ended or left the group, or did not arrive in time.
         """
         peer_word = SLOT_WORDS * peer + EXCHANGE_WORD
-        slots = self.slots
         began = perf_counter()
-        spin_end = began + MAX_SPIN_S
-        while self.should_spin and slots[peer_word] < count and perf_counter() < spin_end:
-            pass
-        has_arrived = self._sleep(
+        if self.has_core_per_rank and not self.skipped_spins:
+            self._spin(peer_word, count, began + MAX_SPIN_S)
+        elif self.skipped_spins:
+            self.skipped_spins -= 1
+        return self._sleep(
             peer,
             count,
             until,
             began,
         )
-        self.should_spin = self.has_core_per_rank and perf_counter() < spin_end
-        return has_arrived
+
+    def _spin(
+        self,
+        peer_word: int,
+        count: int,
+        until: float,
+    ) -> None:
+        """Compute until a peer has published a number, or until a time.
+
+        Who spins in vain takes a core from the peer that it waits for, if the machine is busy.
+        Therefore the next waits sleep at once: one, two, four ... of them, until a spin succeeds.
+        """
+        slots = self.slots
+        while slots[peer_word] < count:
+            if perf_counter() >= until:
+                self.skipped_spins = self.next_skipped_spins
+                self.next_skipped_spins = min(2 * self.next_skipped_spins, MAX_SKIPPED_SPINS)
+                return
+        self.next_skipped_spins = 1
 
     def _sleep(
         self,
