@@ -196,7 +196,7 @@ class ScatteringGroup(GroupBase):
         return self._start(
             "_reduce_scatter_base",
             enqueue,
-            sources,
+            [piece for slices in sources for piece in slices],
             outputs,
             opts,
             flats.write_back,
