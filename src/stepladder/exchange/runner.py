@@ -57,15 +57,8 @@ class ExchangeRunner:
         self.memory = memory
         self.slots = memoryview(memory).cast("q")
         memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.waiter = PeerWaiter(
-            self.slots,
-            memory_bytes.data_ptr(),
-            rank,
-            pids,
-            group_id,
-            timeout_seconds,
-            names,
-        )
+        address = memory_bytes.data_ptr()
+        self.waiter = PeerWaiter(self.slots, address, rank, pids, group_id, timeout_seconds, names)
         self.names = self.waiter.names
         self.peers = self.waiter.peers
         self.sleeping_words = self.waiter.sleeping_words
@@ -75,12 +68,7 @@ class ExchangeRunner:
         self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
         self.remaining: deque[Exchange] = deque()
         self.is_published = False  # whether this rank has written its data of the first of them
-        self.planner = ExchangePlanner(
-            memory_bytes,
-            rank,
-            len(pids),
-            large_halves,
-        )
+        self.planner = ExchangePlanner(memory_bytes, rank, len(pids), large_halves)
         self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
 
     def leave_group(self) -> None:
