@@ -15,6 +15,7 @@ PASSING = f'  File "{failure.CHECK_PREFIX}probe/hooks_model.py", line 9, in call
 WRAPPED = f'  File "{failure.CHECK_PREFIX}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
 PROBE = f'  File "{failure.CHECK_PREFIX}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
 SIMULATED = f'  File "{failure.CHECK_PREFIX}simulated_cuda.py", line 9, in __getattr__\n    raise NotSimulated(name)\n'
+ASSERTION = '  File "/t/copy/train.py", line 8, in main\n    assert {}\n'
 RAISE = '  File "/t/copy/train.py", line 9, in main\n    raise RuntimeError("No CUDA GPUs are available")\n'
 
 
@@ -35,6 +36,7 @@ OF_THE_SCRIPT = {
         RAISE, error="RuntimeError: No CUDA GPUs are available"
     ),
     "after a fault of the probe that it has caught, and left": traceback(PROBE) + traceback(SCRIPT),
+    "its own assertion": traceback(ASSERTION.format("len(batch) == 4"), error="AssertionError"),
 }
 OF_THE_CHECK = {
     "in the probe": traceback(SCRIPT, WRAPPED, PROBE),
@@ -46,6 +48,15 @@ OF_THE_CHECK = {
     ),
     "by torch, which finds no GPU": traceback(
         SCRIPT, error="RuntimeError: Found no NVIDIA driver on your system."
+    ),
+    "its assertion that a tensor is on a GPU": traceback(
+        ASSERTION.format("weight.is_cuda"), error="AssertionError"
+    ),
+    "its assertion that a tensor is on its device": traceback(
+        ASSERTION.format("weight.device == device"), error="AssertionError"
+    ),
+    "in an optimizer that needs a GPU for its graph": traceback(
+        SCRIPT, TORCH, error="AssertionError: If capturable=True, params must be on cuda."
     ),
     "the cause of what the script raises then": (
         f"{traceback(PROBE)}\nThe above exception was the direct cause of the following exception:\n\n"
@@ -71,6 +82,21 @@ def test_a_fault_of_the_probe_or_of_simulated_cuda_accuses_nobody(output: str, p
     assert reason.cause == "check"
     assert reason.line.startswith("this check cannot run it: ")
     assert "Error: " in reason.line
+
+
+def test_what_is_not_simulated_is_named_without_our_modules() -> None:
+    error = "stepladder.tools.check.simulated_gpu.refusal.NotSimulated: torch.cuda.graph is not simulated"
+    reason = classify_failure(traceback(SCRIPT, SIMULATED, error=error), FOLDERS, simulates=True)
+    assert (
+        reason.line == "this check cannot run it: NotSimulated: torch.cuda.graph is not simulated"
+    )
+
+
+def test_an_assertion_without_a_message_is_shown_as_it_is_written() -> None:
+    output = traceback(ASSERTION.format("weight.is_cuda"), error="AssertionError")
+    reason = classify_failure(output, FOLDERS, simulates=True)
+    assert reason.line == "this check cannot run it: AssertionError: assert weight.is_cuda"
+    assert classify_failure(output, FOLDERS, simulates=False).cause == "script"
 
 
 def test_without_simulation_a_missing_gpu_is_the_scripts_fault() -> None:

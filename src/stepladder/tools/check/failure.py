@@ -23,6 +23,7 @@ CHAINED = (
 FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, in ')
 # torch puts it before each line where there is a process group.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+OWN_MODULE = re.compile(r"^stepladder\.[\w.]*\.(?=\w+:)")  # before the name of an exception
 # Lines of wrappers that only call the wrapped function.
 FORWARDING_CALL = re.compile(r"\boriginal\w*\(|around\(original|super\(\)\.__init__\(")
 # The code of torch.cuda itself is reached only through something that is not simulated.
@@ -34,7 +35,10 @@ MISSING_GPU = re.compile(
     r"|pinned memory allocator|on a CUDA device but|no accelerator device"
     r"|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'|0 active drivers"
     r"|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
+    r"|If capturable=|CUDA_HOME"
 )
+# A script that insists on where a tensor is: with simulated GPUs it says that it is on the CPU.
+INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def lacks_simulation(
     if frames:
         innermost = frames[-1]
         is_raised_by_user = folders.contain(innermost.file) and innermost.source.startswith("raise")
-        if TORCH_CUDA.search(innermost.file):
+        if TORCH_CUDA.search(innermost.file) or INSISTS_ON_DEVICE.search(innermost.source):
             return True
     return not is_raised_by_user and bool(MISSING_GPU.search(exception_line(traceback)))
 
@@ -173,7 +177,11 @@ def exception_line(traceback: str) -> str:
     frame_numbers = [number for number, line in enumerate(lines) if FRAME.match(line)]
     after_frames = lines[frame_numbers[-1] + 1 :] if frame_numbers else lines
     exceptions = (line for line in after_frames if line and not line[0].isspace())
-    return next(exceptions, "").removeprefix("stepladder.tools.check.").strip()
+    exception = OWN_MODULE.sub("", next(exceptions, "")).strip()
+    if exception == "AssertionError":  # without a message: the line says what was expected
+        sources = [frame.source for frame in frames_of(traceback)]
+        return ": ".join([exception, *sources[-1:]])
+    return exception
 
 
 def hide_check_frames(output: str, folders: Folders) -> str:
