@@ -177,3 +177,13 @@ def test_a_script_that_knows_no_other_processes_is_not_judged(tmp_path: Path) ->
     ran = run_parity(tmp_path, "plain.py")
     assert ran.returncode == 3
     assert "knows no other processes" in ran.stdout
+
+
+@pytest.mark.ranks
+def test_a_script_that_fails_shows_its_own_traceback(tmp_path: Path) -> None:
+    fails = ["loss.backward()", "raise ValueError('no such cloud')"]
+    code, report = compare({**CLOUD, "edits": [fails]}, tmp_path)
+    assert (code, report["findings"], report["same"]) == (3, [], False)
+    assert report["not_judged"]["cause"] == "script"
+    assert "ValueError: no such cloud" in report["not_judged"]["output"]
+    assert "tools/parity" not in report["not_judged"]["output"]
