@@ -205,12 +205,12 @@ def measure(starts: int, sizes: list[int], is_short: bool) -> list[str]:
     sections = []
     for nproc in sizes:
         for neighbour in (ALONE, BUSY) if nproc == 2 else (ALONE,):
-            count = starts if nproc == 2 else -(-starts // 3)
+            count = starts if nproc == 2 else -(-starts // 5)
             times = measure_steps(nproc, count, neighbour, is_short)
             rows += [step_row(f"{nproc}, {neighbour}, {case}", times[case]) for case in times]
             bars += step_bars(neighbour, times) if nproc == 2 else []
     for nproc in sizes:
-        calls = measure_calls(nproc, 3 if nproc == 2 and not is_short else 1, is_short)
+        calls = measure_calls(nproc, 2 if nproc == 2 and not is_short else 1, is_short)
         idle = calls.pop("idle")
         bars += call_bars(nproc, calls, idle)
         sections.append(
@@ -224,7 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--starts", type=int, default=10, help="with two processes; a third with more"
+        "--starts", type=int, default=10, help="with two processes; a fifth with more"
     )
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--short", action="store_true", help="one start, few steps, up to 1 MB")

@@ -126,7 +126,7 @@ def gpt_step(is_sharded: bool) -> Step:
 def measure_steps(is_short: bool) -> dict[str, float]:
     """Return microseconds a step for each model, after a warm-up of a fifth of the steps."""
     cases = {
-        "MLP 20-64-1": (mlp_step, 1000),
+        "MLP 20-64-1": (mlp_step, 800),
         "small conv net": (conv_step, 100),
         "character GPT": (lambda: gpt_step(False), 40),
         "character GPT, FSDP2": (lambda: gpt_step(True), 30),
