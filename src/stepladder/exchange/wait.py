@@ -177,9 +177,7 @@ class PeerWaiter:
     def _raise_timeout(self, count: int) -> None:
         missing = [peer for peer in self.peers if self.slots[SLOT_WORDS * peer] < count]
         names = format_ranks([self.names[peer] for peer in missing])
-        raise RuntimeError(
-            f"the timeout of {self.timeout_seconds:g} s is over: {names} did not arrive"
-        )
+        raise RuntimeError(f"timed out: {names} did not arrive in {self.timeout_seconds:g} s")
 
     def _check_peers(self, count: int) -> None:
         """Raise RuntimeError if a peer has ended or left before this exchange."""
