@@ -139,7 +139,6 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     )
     if to_run.kind == "file":
         validate_not_job(Path(to_run.name))
-    os.environ[EXCHANGE_VARIABLE] = flags["exchange"]
     if flags["pretend_gpus"]:
         simulate_gpus(flags["pretend_gpus"])
     topology = make_topology(flags)
@@ -155,6 +154,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     )
     if code is not None:
         return code
+    os.environ[EXCHANGE_VARIABLE] = flags["exchange"]
     if topology.note:
         print_message(topology.note)
     if flags["run_dir"] is None:
