@@ -96,7 +96,11 @@ class Handler(SimpleHTTPRequestHandler):
             super().do_GET()
 
     def pages(self) -> list[str]:
-        folders = (path.parent.relative_to(self.site) for path in self.site.rglob("index.html"))
+        folders = (
+            path.parent.relative_to(self.site)
+            for path in self.site.rglob("index.html")
+            if 'http-equiv="refresh"' not in path.read_text()  # an old address leads elsewhere
+        )
         return [page.replace("/./", "/") for page in sorted(f"/{f.as_posix()}/" for f in folders)]
 
     def do_POST(self) -> None:
