@@ -51,6 +51,7 @@ class GroupWork(TorchWork):
         self.has_ended = False
         self._lock = threading.Lock()
         self._end_event: threading.Event | None = None
+        self._end: Future[None] | None = None
         self._future: Future[Any] | None = None
 
     def end(self, error: RuntimeError | None = None) -> None:
@@ -62,15 +63,14 @@ class GroupWork(TorchWork):
             self.has_ended = True
             if self._end_event is not None:
                 self._end_event.set()
-            future = self._future
-        if future is not None:
-            self._complete(future)
+            end = self._end
+        if end is not None:
+            end.set_result(None)
 
-    def _complete(self, future: Future[Any]) -> None:
-        if self.error is None:
-            future.set_result(self.outputs)
-        else:
-            future.set_exception(self.error)
+    def _get_outputs(self, _: object) -> Any:
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
+        return self.outputs
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the result.
@@ -95,15 +95,21 @@ class GroupWork(TorchWork):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future whose value is the list of the result's tensors."""
+        """Return a future whose value is the list of the result's tensors.
+
+        Only a callback can give a future of torch an error that DistributedDataParallel sees:
+        `set_exception` gives it a value, which DDP takes for its tensors, and crashes.
+        """
         with self._lock:
-            future = self._future
-            if future is not None:
-                return future
-            future = self._future = Future()
+            if self._future is not None:
+                return self._future
+            end: Future[None] = Future()
+            future = end.then(self._get_outputs)
+            self._end = end
+            self._future = future
             has_ended = self.has_ended
         if has_ended:
-            self._complete(future)
+            end.set_result(None)
         return future
 
     def is_completed(self) -> bool:

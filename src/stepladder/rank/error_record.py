@@ -47,10 +47,12 @@ class ErrorKind(StrEnum):
     OTHER = "other"
 
 
-# Texts of torch, gloo, NCCL and the kernel, for errors without a class of their own.
+# Texts of torch, gloo, NCCL, the kernel and our exchange, for errors without a class of their own.
 TIMED_OUT = re.compile(r"timed out", re.I)
 PEER_CLOSED = re.compile(
-    r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I
+    r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv"
+    r"|rank \d+ has gone",
+    re.I,
 )
 KIND_TEXTS = {
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
