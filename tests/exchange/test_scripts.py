@@ -51,9 +51,12 @@ def trained(
     return sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()), ended.stderr
 
 
+DDP_OPTIONS = "static_graph=True", "find_unused_parameters=True", "gradient_as_bucket_view=True"
+
+
 @pytest.mark.parametrize(
     "options",
-    ["", "static_graph=True", "find_unused_parameters=True", "gradient_as_bucket_view=True"],
+    ["", *(pytest.param(option, marks=pytest.mark.slow) for option in DDP_OPTIONS)],
 )
 def test_ddp_gives_the_bits_of_gloo_on_two_ranks(tmp_path: Path, options: str) -> None:
     ours, said = trained(tmp_path, "--nproc", 2, options=options)
