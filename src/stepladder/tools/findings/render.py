@@ -23,9 +23,13 @@ def format_finding(finding: Finding) -> str:
 
 
 def count_severities(findings: Iterable[Finding]) -> str:
-    """Return the number of findings of each severity, such as `1 errors, 0 warnings, 2 notes`."""
+    """Return the number of findings of each severity, such as `1 error, 0 warnings, 2 notes`."""
     severities = [finding.severity for finding in findings]
-    return ", ".join(f"{severities.count(severity)} {severity}s" for severity in SEVERITIES)
+    counts = {severity: severities.count(severity) for severity in SEVERITIES}
+    return ", ".join(
+        f"{count} {severity}" if count == 1 else f"{count} {severity}s"
+        for severity, count in counts.items()
+    )
 
 
 def as_record(finding: Finding, keys: Mapping[str, str]) -> dict[str, Any]:
