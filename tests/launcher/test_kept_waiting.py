@@ -129,7 +129,8 @@ def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(
 
 @pytest.mark.slow
 def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path: Path) -> None:
-    done = run("run", "--nproc", 3, "--end-after", 4, SCRIPT, "open", cwd=tmp_path)
+    exchange = "--exchange", "gloo"  # in shared memory the others are told at once
+    done = run("run", "--nproc", 3, *exchange, "--end-after", 4, SCRIPT, "open", cwd=tmp_path)
     assert done.returncode == 1
     # the second where all were found at rest at once
     waits = "(other ranks have waited|nothing has moved) for"
