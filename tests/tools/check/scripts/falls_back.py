@@ -22,5 +22,5 @@ for step in range(12):
     model(torch.randn(16, 4, generator=generator)).square().mean().backward()
     optimizer.step()
 if cuda:
-    print(torch.cuda.memory_snapshot())
+    print(torch.cuda.CUDAGraph())
 dist.destroy_process_group()
