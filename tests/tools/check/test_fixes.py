@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import refused, run
 from stepladder.tools.check.fixes import make_patch
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.finding import Location
@@ -134,3 +135,23 @@ def test_the_command_writes_the_patch_and_not_the_source(tmp_path: Path) -> None
     patch = (tmp_path / "f.patch").read_text()
     subprocess.run(["git", "apply"], cwd=tmp_path, input=patch, text=True, check=True)
     assert "weights_only=True" in script.read_text()
+
+
+@pytest.mark.parametrize("flag", ["--fix", "--sarif"])
+@pytest.mark.parametrize("name", ["train.py", "notes.txt"])
+def test_a_file_of_the_users_is_not_replaced(flag: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    (tmp_path / "notes.txt").write_text("mine\n")
+    before = (tmp_path / name).read_bytes()
+    done = run("check", "--static", flag, name, "train.py", cwd=tmp_path)
+    refused(done, f"{flag} {name} exists, and is no output of check")
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_an_earlier_patch_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntorch.load('s', weights_only=False)\n")
+    codes = [
+        run("check", "--static", "--fix", "f", "train.py", cwd=tmp_path).returncode
+        for _ in range(2)
+    ]
+    assert codes == [1, 1]
