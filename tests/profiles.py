@@ -75,6 +75,32 @@ def trace(
         "traceEvents": [note("ProfilerStep#1", 0, 100), *events], "baseTimeNanoseconds": base, "host_name": host,
         "stepladder": {"rank": rank, "peak_bytes": 1000, "peak_gpu_bytes": None},
     }  # fmt: skip
+    return write_trace(folder, rank, content)
+
+
+def trace_of_steps(folder: Path, rank: int, enters: list[float], ends: list[float]) -> Trace:
+    """A trace of steps of which each has one collective, entered and ended so many us after its
+    begin, and 20 us of optimizer after that.
+    """
+    events: list[dict[str, Any]] = []
+    begin = 0.0
+    for number, (entered, ended) in enumerate(zip(enters, ends, strict=True), start=1):
+        parts = {"forward": (0, entered / 2), "backward": (entered / 2, entered)}
+        parts["optimizer"] = (ended, ended + 20)
+        events += [
+            note(f"ProfilerStep#{number}", begin, begin + ended + 20),
+            note("gloo:all_reduce", begin + entered, begin + ended, tid=2),
+            *(note(f"stepladder:{p}", begin + lo, begin + hi) for p, (lo, hi) in parts.items()),
+        ]
+        begin += ended + 20
+    content = {
+        "traceEvents": events, "baseTimeNanoseconds": 0, "host_name": "here",
+        "stepladder": {"rank": rank, "peak_bytes": 1000, "peak_gpu_bytes": None},
+    }  # fmt: skip
+    return write_trace(folder, rank, content)
+
+
+def write_trace(folder: Path, rank: int, content: dict[str, Any]) -> Trace:
     path = folder / f"rank-{rank}.pt.trace.json"
     path.write_text(json.dumps(content))
     return Trace(path)

@@ -274,7 +274,7 @@ def test_a_tutorial_s_script_on_two_nodes(jobs: Jobs) -> None:
     jobs.ended(job)
     shown = jobs.typed("watch", job).splitlines()
     assert f"job {job} tutorial: completed" in shown[0]
-    assert shown[1] == "tutorial.py: 8 optimizer steps, finished, 4 process(es), 1 start(s)"
+    assert shown[1] == "tutorial.py: 8 optimizer steps, finished, 4 processes, 1 start"
     assert shown == [*shown[:2], *jobs.typed("watch", "its").splitlines()[1:], shown[-1]]
     jobs.typed("report", "its", "-o", "its.html")
     assert "tutorial.py in its" in (jobs.folder / "its.html").read_text()

@@ -4,19 +4,27 @@ to.
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from profiles import arrow, event, note, trace
+from profiles import arrow, event, note, rank_profile, trace, trace_of_steps
+from stepladder.tools.profiler.advice import Profile, advise
 from stepladder.tools.profiler.breakdown import (
     PARTS,
+    Operator,
     align_clocks,
+    choose_typical_steps,
     find_top_operators,
     make_rank_profiles,
     match_collectives,
+    measure_steps,
 )
+from stepladder.tools.profiler.tables import make_operator_table, make_rank_tables
 from stepladder.tools.profiler.trace import Timeline, Trace, make_spans
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -205,3 +213,46 @@ def test_collectives_of_other_names_are_not_compared(tmp_path: Path) -> None:
     other = trace(tmp_path, note("gloo:broadcast", 55, 80, tid=2), rank=1)
     assert match_collectives([script(tmp_path), other]) == []
     assert np.array_equal(script(tmp_path).steps, other.steps)
+
+
+def test_a_hiccup_of_one_rank_changes_nothing(tmp_path: Path) -> None:
+    """Of 30 steps of 420 us, rank 1 is held up by 20 ms in one and by 3 ms in five others."""
+    held_up_us = {4: 20_000.0} | dict.fromkeys((9, 12, 17, 22, 28), 3_000.0)
+    enters = [300.0 + held_up_us.get(step, 0.0) for step in range(30)]
+    ends = [enter + 100 for enter in enters]
+    disturbed = [
+        trace_of_steps(tmp_path, 0, [300.0] * 30, ends),
+        trace_of_steps(tmp_path, 1, enters, ends),
+    ]
+    (tmp_path / "quiet").mkdir()
+    quiet = [
+        trace_of_steps(tmp_path / "quiet", rank, [300.0] * 30, [400.0] * 30) for rank in (0, 1)
+    ]
+    assert len(choose_typical_steps(disturbed)) == 16
+    assert measure_steps(disturbed)[choose_typical_steps(disturbed)].max() == pytest.approx(420)
+    profiles = [Profile(make_rank_profiles(traces), []) for traces in (disturbed, quiet)]
+    rules = [[item.rule for item in advise(profile)] for profile in profiles]
+    assert rules == [["python", "slow_communication"]] * 2
+    assert [rank.parts["waiting"] for rank in profiles[0].ranks] == [0, 0]
+    assert profiles[0].ranks[0].seconds == pytest.approx(420e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 12, 64])
+def test_the_tables_are_whole_in_80_columns(num_ranks: int) -> None:
+    """Each number is there in full, and no heading falls into pieces."""
+    ranks = [rank_profile(number, data=0.25, waiting=number / 1e4) for number in range(num_ranks)]
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+    profile = Profile(ranks, [Operator(name, 0.123456, 4)])
+    console = Console(record=True, width=80, file=io.StringIO())
+    for table in [*make_rank_tables(profile, "job", 80), make_operator_table(profile)]:
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    headings = re.findall(r"rank \d+|least|median|most", text)
+    if num_ranks <= 12:
+        assert headings == [f"rank {number}" for number in range(num_ranks)]
+    else:
+        assert headings == ["least", "median", "most", "rank 0", "rank 1", "rank 2"]
+    assert text.count(" 250 ") == len(headings)
+    folded = [line.split("│")[1].strip() for line in text.splitlines() if line.count("│") == 5]
+    assert "123.456" in text and name[:70].replace(" ", "") in "".join(folded).replace(" ", "")

@@ -152,7 +152,7 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
 @pytest.mark.ranks
 def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
     shown = run("watch", run_dir, "--once", cwd=tmp_path).stdout.splitlines()
-    assert shown[0] == "mlp: 16 of 16 steps, finished, 1 process(es), 2 start(s)"
+    assert shown[0] == "mlp: 16 of 16 steps, finished, 1 process, 2 starts"
     assert shown[1].startswith("loss ")
     followed = run("watch", run_dir, cwd=tmp_path)  # no terminal: lines, and it ends with the run
     assert followed.returncode == 0 and followed.stdout.splitlines()[0] == shown[0]

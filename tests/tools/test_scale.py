@@ -148,12 +148,12 @@ def test_the_useful_number_of_processes() -> None:
 def test_what_cannot_be_relied_on_is_said() -> None:
     busy = replace(ONE, parts=ONE.parts | {"compute": 4.0, "cores": 4.0})
     text = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
-    assert "on 1 process(es), for 50% of a step's time no core was free" in text
+    assert "on 1 process, for 50% of a step's time no core was free" in text
     assert "no prediction for more of them" in text
     quiet = " ".join(
         Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
     )
-    assert "busy" not in quiet and "above one half up to 5 process(es)." in quiet
+    assert "busy" not in quiet and "above one half up to 5 processes." in quiet
 
 
 def test_faster_than_ideal_is_no_negative_cost() -> None:

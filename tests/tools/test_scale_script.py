@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scaling_report import (
     SCRIPT_PARTS,
     Scaling,
-    make_table,
+    make_tables,
     render_scaling_page,
 )
 from stepladder.tools.scaling.script_timer import times_path
@@ -90,7 +91,7 @@ def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
     step_count_path(tmp_path, 2).write_text("7")
     with pytest.raises(
-        InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"
+        InputError, match=r"train.py made 7 optimizer steps on 3 processes, of 10 needed"
     ):
         TimedScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
 
@@ -116,12 +117,10 @@ def test_what_a_gpu_hides_is_null_a_dash_and_one_colour(tmp_path: Path) -> None:
     assert "Of each step's time, lost to: not told apart 25%, data 12%. " in scaling.verdicts()[0]
     page = render_scaling_page(scaling)
     assert "not told apart: 130 ms" in page and "nan" not in page
-    console = Console(record=True, width=150, file=io.StringIO())
-    console.print(make_table(scaling))
-    assert [cell.strip() for cell in console.export_text().splitlines()[-2].split("│")[6:13]] == [
-        "12%",
-        *"------",
-    ]
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(*make_tables(scaling, 80))
+    cells = [line.split("│")[1:4] for line in console.export_text().splitlines() if "lost" in line]
+    assert [cell[2].strip() for cell in cells] == ["12%", *"------"]
 
 
 @pytest.mark.slow
@@ -161,7 +160,7 @@ def test_a_script_that_makes_no_step_or_too_few(tmp_path: Path) -> None:
     done = run("scale", JOBS / "tutorial.py", 1, 1, "--batch-size", 512, *SHORT, cwd=tmp_path)
     refused(
         done,
-        "tutorial.py made 4 optimizer steps on 1 process(es), of 10 needed (--warmup 2, --steps 8)",
+        "tutorial.py made 4 optimizer steps on 1 process, of 10 needed (--warmup 2, --steps 8)",
     )
 
 
@@ -171,7 +170,7 @@ def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no data here" in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
-        "error: script failed on 1 process(es), see above. HINT: "
+        "error: script failed on 1 process, see above. HINT: "
     )
 
 
@@ -200,3 +199,15 @@ def test_bad_input_is_one_line(args: tuple[object, ...], problem: str, tmp_path:
     done = run("scale", *args, cwd=tmp_path, env={"PATH": str(Path(sys.executable).parent)})
     refused(done, problem)
     assert not list(tmp_path.glob(".scale-*"))
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (1, 2, 4, 8, 16, 32, 64)])
+def test_the_table_is_whole_in_80_columns(counts: tuple[int, ...]) -> None:
+    parts = dict.fromkeys(STEP_PARTS, 0.123456)
+    sizes = [SizeResult(n, n, [1.23456, 1.5], parts, 100.0) for n in counts]
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(*make_tables(Scaling("train", True, sizes, is_script=True), 80))
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert text.count("1235 to 1500") == len(counts) and text.count("100.0") == len(counts)
+    assert re.findall(r"[┃ ](\d+) (?=┃)", text) == [str(count) for count in counts]

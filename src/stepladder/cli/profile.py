@@ -12,13 +12,12 @@ from stepladder.cli.options import TRACEBACK_FLAG, JobOrScript, TrainFlags, prin
 from stepladder.cli.types import AsJson, Count, JobPath, ScriptArgs
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.terminal import get_table_width
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import run_and_exit
 
 if TYPE_CHECKING:
     from stepladder.tools.profiler.profile import ProfileResult
-
-PROFILE_TABLE_WIDTH = 150
 
 
 @make_command(
@@ -43,7 +42,7 @@ def command(
     args: ScriptArgs = (),
     *,
     nproc: Count = 1,
-    steps: Count = 3,
+    steps: Count = 30,
     warmup: Count = 5,
     out: Path | None = None,
     as_json: AsJson = False,
@@ -58,7 +57,7 @@ def command(
     Args:
         job (RECIPE|FILE.py|SCRIPT.py): Name of a recipe, a job file, or a script.
         nproc: Processes.
-        steps: Optimizer steps to record.
+        steps: Optimizer steps to record; the times are those of the typical half of them.
         warmup: Steps to run before the measurement begins.
         out (DIR): [default: profiles/NAME]
     """
@@ -102,7 +101,8 @@ def show_profile(result: ProfileResult | int, as_json: bool) -> int:
         return 0
     from stepladder.tools.profiler.tables import make_tables
 
-    print_tables(make_tables(result), PROFILE_TABLE_WIDTH)
+    width = get_table_width()
+    print_tables(make_tables(result, width), width)
     for line in result.describe():
         echo(line)
     return 0

@@ -16,6 +16,7 @@ from stepladder.cli.options import (
 )
 from stepladder.cli.types import AsJson, PathName, TrustJobFile
 from stepladder.core.console import echo, print_message
+from stepladder.core.numbers import format_count
 from stepladder.core.terminal import make_console
 
 MAX_CHANGES_SHOWN = 20  # a run on a bad machine may have lost processes thousands of times
@@ -43,18 +44,13 @@ def audit(run_dir: Path, *, as_json: AsJson = False) -> int:
         echo(f"problem: {problem}")
     for change in result.history[:MAX_CHANGES_SHOWN]:
         echo(f"attempt {change.attempt}, {change.sentence}")
-    counts = [count_of(result.attempts, "attempt")]
+    counts = [format_count(result.attempts, "attempt")]
     if result.changes:
-        counts.append(f"{count_of(result.changes, 'change')} of processes")
+        counts.append(f"{format_count(result.changes, 'change')} of processes")
     counts.append(f"{result.superseded} steps superseded")
     verdict = "ok" if result.ok else "NOT ok"
     echo(f"{verdict}: lost {result.lost}, repeated {result.repeated} ({', '.join(counts)})")
     return int(not result.ok)
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if need be."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @make_command(click.Command, TRACEBACK_FLAG)

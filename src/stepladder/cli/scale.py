@@ -23,6 +23,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.terminal import get_table_width
 from stepladder.slurm.batch_job import BatchJob, make_batch_job
 from stepladder.slurm.site_defaults import find_site_defaults
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 SLURM_FLAGS = ("gpus_per_node", "partition", "time", "sbatch_args")
 OUTPUT_FLAGS = ("csv", "html")
-SCALING_TABLE_WIDTH = 165
 DEFAULT_NPROC = (1, 2)
 
 
@@ -183,7 +183,7 @@ def show_scaling(
     as_json: bool,
 ) -> None:
     """Print the measurements, and write the files of --csv and --html."""
-    from stepladder.tools.scaling.scaling_report import format_csv, make_table, render_scaling_page
+    from stepladder.tools.scaling.scaling_report import format_csv, make_tables, render_scaling_page
 
     if csv is not None:
         write_output(csv, format_csv(scaling), "--csv")
@@ -192,6 +192,7 @@ def show_scaling(
     if as_json:
         echo(json.dumps(scaling.as_json()))
         return
-    print_tables([make_table(scaling)], SCALING_TABLE_WIDTH)
+    width = get_table_width()
+    print_tables(make_tables(scaling, width), width)
     for line in scaling.verdicts():
         echo(line)

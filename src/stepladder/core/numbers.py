@@ -38,6 +38,14 @@ def parse_whole_number(
     return number if minimum <= number <= maximum else None
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1, such as "2 processes"."""
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def read_env_number(
     env: Mapping[str, str],
     name: str,

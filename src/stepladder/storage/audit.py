@@ -18,6 +18,7 @@ import psutil
 
 from stepladder.core import typed_file
 from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.numbers import format_count
 from stepladder.core.plan import Plan
 from stepladder.storage.ledger_attempts import read_attempts, verify_attempt
 from stepladder.storage.ledger_rank_reader import (
@@ -301,7 +302,7 @@ def compare_with_plan(
         raise InputError(
             f"{LEDGER_FOLDER}/ or {RESULT_FILE} of {run_dir} speaks of step {last},"
             f" in epoch {last // per_epoch}",
-            f"the right {CONFIG_FILE} there: by it an epoch has {per_epoch} step(s)",
+            f"the right {CONFIG_FILE} there: by it an epoch has {format_count(per_epoch, 'step')}",
         )
     last_epoch = plan.epoch_of_step(max(last - 1, 0))
     epochs = [EpochCount(number) for number in range(last_epoch + 1)]

@@ -32,10 +32,14 @@ class Advice:
 
 @dataclass(frozen=True)
 class Profile:
-    """The profiles of all ranks, and the top operators in their mean."""
+    """The profiles of all ranks, and the top operators in their mean.
+
+    `step_range` is the shortest and the longest time of the steps that count, in seconds.
+    """
 
     ranks: Sequence[RankProfile]
     operators: Sequence[Operator]
+    step_range: tuple[float, float] = (0.0, 0.0)
 
     def share(self, part: str) -> float:
         """Return the fraction of the step's time that a part takes, in the mean of the ranks."""

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepladder.tools.profiler.trace import (
     Collective,
@@ -37,8 +38,8 @@ class RankProfile:
 
     rank: int
     host: str
-    steps: int
-    seconds: float
+    steps: int  # recorded
+    seconds: float  # of a typical step, as are all times here
     parts: dict[str, float | None]  # None: the trace does not show this part
     overlapped: float  # communication while something computes
     python: float  # the main thread in no operator, not reading data, not waiting
@@ -126,10 +127,34 @@ def match_collectives(traces: list[Trace]) -> list[tuple[Collective, ...]]:
 # -- parts of a step -------------------------------------------------------------------------------
 
 
+def measure_steps(traces: list[Trace]) -> NDArray[np.float64]:
+    """Return the microseconds of each step, the mean of the ranks."""
+    num_steps = min(len(trace.steps) for trace in traces)
+    times = [np.diff(trace.steps[:num_steps]).reshape(-1) for trace in traces]
+    means: NDArray[np.float64] = np.mean(times, axis=0)
+    return means
+
+
+def choose_typical_steps(traces: list[Trace]) -> NDArray[np.int64]:
+    """Return the indices of the steps that count: more than half, those nearest the median time.
+
+    One interruption of a rank makes a step of all ranks long, and would change every mean. A step
+    counts on all ranks or on none, so that the parts of the ranks still add up to the step.
+    """
+    times = measure_steps(traces)
+    num_steps = len(times)
+    by_distance = np.argsort(np.abs(times - np.median(times)), kind="stable")
+    return np.sort(by_distance[: num_steps // 2 + 1])
+
+
 def make_rank_profiles(traces: list[Trace]) -> list[RankProfile]:
     """Return the profile of each rank, from traces that are aligned already."""
+    chosen = choose_typical_steps(traces)
     waits = find_waits(traces)
-    return [Breakdown(trace, wait).profile() for trace, wait in zip(traces, waits, strict=True)]
+    return [
+        Breakdown(trace, wait, trace.steps[chosen]).profile()
+        for trace, wait in zip(traces, waits, strict=True)
+    ]
 
 
 def find_waits(traces: list[Trace]) -> list[Spans]:
@@ -146,7 +171,7 @@ def find_waits(traces: list[Trace]) -> list[Spans]:
 class Breakdown:
     """The masks of one rank's steps on a timeline: one mask for each thing that can go on."""
 
-    def __init__(self, trace: Trace, waits: Spans) -> None:
+    def __init__(self, trace: Trace, waits: Spans, steps: Spans) -> None:
         known_parts = trace.find_parts()
         parts = {
             name: make_spans([]) if part is None else part for name, part in known_parts.items()
@@ -156,10 +181,11 @@ class Breakdown:
         communicating = trace.communicating
         in_operators = trace.in_operators
         self.trace = trace
+        self.num_steps = len(steps)
         self.unknown = {name for name, part in known_parts.items() if part is None}
         self.backward = parts["backward"]
         self.line = Timeline(
-            trace.steps,
+            steps,
             computing,
             communicating,
             in_operators,
@@ -168,7 +194,7 @@ class Breakdown:
             *kernels.values(),
         )
         covered = self.line.covered_by
-        self.in_steps = covered(trace.steps)
+        self.in_steps = covered(steps)
         self.computing = covered(computing)
         self.communicating = covered(communicating)
         self.in_operators = covered(in_operators)
@@ -204,7 +230,7 @@ class Breakdown:
         )
 
     def seconds_per_step(self, mask: Mask) -> float:
-        return self.line.length(mask) / 1e6 / len(self.trace.step_annotations)
+        return self.line.length(mask) / 1e6 / self.num_steps
 
     def communicates_in_backward(self) -> bool:
         """Return whether a collective begins while backward runs."""
@@ -252,11 +278,12 @@ def group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Sp
 
 def find_top_operators(traces: list[Trace]) -> list[Operator]:
     """Return the operators that take the most time, the slowest first."""
-    steps = sum(len(trace.step_annotations) for trace in traces)
+    chosen = choose_typical_steps(traces)
+    steps = len(traces) * len(chosen)
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for trace in traces:
-        for name, call_seconds in trace.self_times():
+        for name, call_seconds in trace.self_times(trace.steps[chosen]):
             seconds[name] += call_seconds
             calls[name] += 1
     operators = [Operator(name, seconds[name] / steps, calls[name] / steps) for name in seconds]

@@ -17,13 +17,20 @@ from stepladder.core.output_file import write_output
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.world import World
 from stepladder.tools.profiler.advice import Advice, Profile, advise
-from stepladder.tools.profiler.breakdown import align_clocks, find_top_operators, make_rank_profiles
+from stepladder.tools.profiler.breakdown import (
+    align_clocks,
+    choose_typical_steps,
+    find_top_operators,
+    make_rank_profiles,
+    measure_steps,
+)
 from stepladder.tools.profiler.merged_trace import write_merged_trace
 from stepladder.tools.profiler.trace import Trace
 
 RESULT = "profile.json"
 MERGED = "merged.json"
 TENSORBOARD = "tensorboard"
+UNSTEADY_FACTOR = 1.5  # between the longest and the shortest of the typical steps
 Run = Callable[[Path], int]  # runs the ranks, which write their traces to a folder; the exit code
 
 
@@ -53,6 +60,12 @@ class ProfileResult:
         """Yield the advice and the paths of the traces, as lines for the terminal."""
         for number, item in enumerate(self.advice, start=1):
             yield f"{number}. {item.text}"
+        shortest, longest = self.profile.step_range
+        if longest > UNSTEADY_FACTOR * shortest:
+            yield (
+                f"Typical steps took {1e3 * shortest:.3g} to {1e3 * longest:.3g} ms: something else"
+                " uses this machine, or steps differ. More --steps make the result steadier."
+            )
         yield f"{self.out / MERGED}: all ranks on one time axis ({self.clock}), for ui.perfetto.dev"
         yield f"{self.out / TENSORBOARD}: a trace per rank, for TensorBoard with torch-tb-profiler"
 
@@ -107,7 +120,12 @@ def examine_traces(
             f"{name} was stopped before its steps were recorded", "a later end, or fewer --steps"
         )
     clock = align_clocks(traces)
-    profile = Profile(make_rank_profiles(traces), find_top_operators(traces))
+    step_times = measure_steps(traces)[choose_typical_steps(traces)] / 1e6
+    profile = Profile(
+        make_rank_profiles(traces),
+        find_top_operators(traces),
+        (float(step_times.min()), float(step_times.max())),
+    )
     result = ProfileResult(name, out, clock, profile, advise(profile))
     remove(out / TENSORBOARD)
     (out / TENSORBOARD).mkdir(parents=True)

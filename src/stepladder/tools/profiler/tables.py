@@ -1,16 +1,19 @@
-"""Show a profile in the terminal: a table of ranks, and a table of operators."""
+"""Show a profile in the terminal: a column per rank, and a table of operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 from rich.table import Table
 
+from stepladder.core.numbers import format_count
+from stepladder.core.terminal import make_column_tables
 from stepladder.tools.profiler.advice import Profile
 from stepladder.tools.profiler.breakdown import RankProfile
 from stepladder.tools.profiler.profile import ProfileResult
 
-PART_COLUMNS = (
+PARTS_SHOWN = (
     "data",
     "forward",
     "backward",
@@ -19,60 +22,83 @@ PART_COLUMNS = (
     "optimizer",
     "other",
 )
+MAX_RANK_COLUMNS = 12  # of more ranks, the spread and the latest are shown
+NUM_LATEST_SHOWN = 3
 MAX_OPERATOR_NAME = 70
 
 
-def make_tables(result: ProfileResult) -> Iterator[Table]:
-    steps = result.profile.ranks[0].steps
-    yield make_rank_table(result.profile, f"{result.job}: ms per step, mean of {steps} step(s)")
+def make_tables(result: ProfileResult, width: int) -> Iterator[Table]:
+    yield from make_rank_tables(result.profile, result.job, width)
     yield make_operator_table(result.profile)
 
 
-def make_rank_table(profile: Profile, title: str) -> Table:
-    table = Table(title=title)
-    columns = ["rank", "step", *PART_COLUMNS, "overlapped", "Python", "memory MB"]
-    if profile.on_gpu:
-        columns.append("GPU MB")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for rank in profile.ranks:
-        table.add_row(*rank_cells(rank), *gpu_cells(rank, profile.on_gpu))
-    return table
+def make_rank_tables(profile: Profile, name: str, width: int) -> Iterator[Table]:
+    steps = format_count(profile.ranks[0].steps, "step")
+    title = f"{name}: ms per step, of the typical among {steps}"
+    rows = ["step", *PARTS_SHOWN, "overlapped", "Python", "memory MB", *["GPU MB"] * profile.on_gpu]
+    yield from make_column_tables(title, "", rows, make_rank_columns(profile), width)
 
 
-def rank_cells(rank: RankProfile) -> list[str]:
-    return [
-        str(rank.rank),
-        format_ms(rank.seconds),
-        *[format_ms(rank.parts[part]) for part in PART_COLUMNS],
-        format_ms(rank.overlapped),
-        format_ms(rank.python),
-        format_megabytes(rank.peak_bytes),
+def make_rank_columns(profile: Profile) -> dict[str, list[str]]:
+    """Return the cells of each rank; of many ranks, of their spread and of those that come last."""
+    ranks = profile.ranks
+    columns: dict[str, list[str]] = {}
+    if len(ranks) > MAX_RANK_COLUMNS:
+        summaries: dict[str, Callable[[Sequence[float]], float]] = {
+            "least": min,
+            "median": median,
+            "most": max,
+        }
+        every_cell = [get_numbers(rank, profile.on_gpu) for rank in ranks]
+        for name, summarize in summaries.items():
+            columns[name] = [
+                format_number(summarize_known(row, summarize))
+                for row in zip(*every_cell, strict=True)
+            ]
+        ranks = sorted(ranks, key=lambda rank: rank.share("waiting"))[:NUM_LATEST_SHOWN]
+    for rank in ranks:
+        numbers = get_numbers(rank, profile.on_gpu)
+        columns[f"rank {rank.rank}"] = [format_number(number) for number in numbers]
+    return columns
+
+
+def get_numbers(rank: RankProfile, on_gpu: bool) -> list[float | None]:
+    """Return milliseconds per step and megabytes; None for what the trace does not show."""
+    seconds = [
+        rank.seconds,
+        *[rank.parts[part] for part in PARTS_SHOWN],
+        rank.overlapped,
+        rank.python,
     ]
+    sizes = [rank.peak_bytes, *[rank.peak_gpu_bytes] * on_gpu]
+    milliseconds = [None if second is None else 1e3 * second for second in seconds]
+    return milliseconds + [None if size is None else size / 1e6 for size in sizes]
 
 
-def gpu_cells(rank: RankProfile, on_gpu: bool) -> list[str]:
-    return [format_megabytes(rank.peak_gpu_bytes)] if on_gpu else []
+def summarize_known(
+    numbers: Sequence[float | None], summarize: Callable[[Sequence[float]], float]
+) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return summarize(known) if known else None
 
 
 def make_operator_table(profile: Profile) -> Table:
     table = Table(title="operators by self time")
-    table.add_column("operator", justify="left")
+    table.add_column("operator", justify="left", overflow="fold")
     for column in ("ms per step", "of the step", "calls per step"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for operator in profile.operators:
         table.add_row(
             operator.name[:MAX_OPERATOR_NAME],
-            format_ms(operator.seconds),
+            f"{1e3 * operator.seconds:.3f}",
             f"{operator.seconds / profile.seconds:.0%}",
             f"{operator.calls:g}",
         )
     return table
 
 
-def format_ms(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{1e3 * seconds:.2f}"
-
-
-def format_megabytes(size: int | None) -> str:
-    return "" if size is None else f"{size / 1e6:.0f}"
+def format_number(number: float | None) -> str:
+    """Return a number with two decimals, or without where they mean nothing."""
+    if number is None:
+        return "unknown"
+    return f"{number:.0f}" if number >= 100 else f"{number:.2f}"

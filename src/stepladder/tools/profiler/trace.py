@@ -253,22 +253,22 @@ class Trace:
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def self_times(self) -> list[tuple[str, float]]:
+    def self_times(self, steps: Spans) -> list[tuple[str, float]]:
         """Return the name and self time in seconds of each operator call (on a GPU: each kernel).
 
-        Only calls that begin within the steps count.
+        Only calls that begin within these steps count.
         """
-        steps = self.steps
-        begin = steps[:, 0].min()
-        end = steps[:, 1].max()
         if self.gpu_events:
             durations = [(kernel, kernel["dur"]) for kernel in self.kernels]
         else:
             durations = self._operator_self_times()
+        begins = np.array([self.begin(event) for event, _ in durations])
+        begun = np.searchsorted(np.sort(steps[:, 0]), begins, side="right")
+        ended = np.searchsorted(np.sort(steps[:, 1]), begins, side="right")
         return [
             (event["name"], microseconds / 1e6)
-            for event, microseconds in durations
-            if begin <= self.begin(event) < end
+            for (event, microseconds), is_inside in zip(durations, begun > ended, strict=True)
+            if is_inside
         ]
 
     def _operator_self_times(self) -> list[tuple[Event, float]]:

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from stepladder.core.console import make_printable
+from stepladder.core.numbers import format_count
 from stepladder.launcher.batch.cluster import open_cluster
 from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job
 from stepladder.storage.run_files import CONFIG_FILE
@@ -177,8 +178,8 @@ def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
     starts = record.starts
     world_size = starts[-1].world_size if starts else 0
     return (
-        f"{record.name}: {record.progress}, {state}, {world_size} process(es),"
-        f" {len(starts)} start(s)"
+        f"{record.name}: {record.progress}, {state},"
+        f" {format_count(world_size, 'process')}, {format_count(len(starts), 'start')}"
     )
 
 

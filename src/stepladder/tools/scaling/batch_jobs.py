@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import format_count
 from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job, submit
 from stepladder.slurm.batch_job import BatchJob
@@ -87,7 +88,7 @@ def measure_on_nodes(
                 job_ids.append(job_id)
                 submitted[number, size] = SubmittedRound(job_id, job)
             report(f"batch jobs {', '.join(job_ids)}, one after the other")
-            results = measure(sizes, rounds, run, report, "node(s)")
+            results = measure(sizes, rounds, run, report, "node")
     finally:
         cancel_jobs(cluster, folder.name, job_ids)
         shutil.rmtree(folder, ignore_errors=True)
@@ -155,7 +156,7 @@ def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> I
         return error
     echo("\n".join(lines[-MAX_OUTPUT_LINES:]), err=True)
     return InputError(
-        f"job {submitted.job_id} on {submitted.num_nodes} node(s) ended as"
+        f"job {submitted.job_id} on {format_count(submitted.num_nodes, 'node')} ended as"
         f" {state or 'unknown'}, see above",
         "sinfo, squeue",
     )

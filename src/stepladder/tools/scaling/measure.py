@@ -25,6 +25,7 @@ import numpy as np
 
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import format_count
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.settings import TrainRequest
@@ -102,7 +103,8 @@ def measure(
         result = run(number, size)
         measured[size].append(result)
         milliseconds = format_amount(1e3 * result.seconds)
-        line = f"round {number + 1} of {rounds}: {size} {unit}, {milliseconds} ms per step"
+        where = format_count(size, unit)
+        line = f"round {number + 1} of {rounds}: {where}, {milliseconds} ms per step"
         if result.is_capped:
             line += f", in {result.times.shape[1]} steps, where the job's schedule ends"
         report(line)
@@ -124,7 +126,7 @@ def measure_locally(
             folder.mkdir()
             return subject.run(size, folder)
 
-        return list(measure(sizes, rounds, run, report, "process(es)").values())
+        return list(measure(sizes, rounds, run, report, "process").values())
 
 
 def summarize_rounds(rounds: list[Round]) -> SizeResult:
@@ -258,7 +260,8 @@ class TimedScript:
             show_log(folder / "log", outcome.rank or 0)
             group.restart_policy.report(outcome)
             command = f"stepladder run --nproc {nproc} {self.script.name}"
-            raise InputError(f"{self.name} failed on {nproc} process(es), see above", command)
+            processes = format_count(nproc, "process")
+            raise InputError(f"{self.name} failed on {processes}, see above", command)
         return self.read(nproc, folder, start_time)
 
     def make_command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -304,13 +307,14 @@ class TimedScript:
     ) -> InputError:
         """Return the error of a script that has ended without failure before it was measured."""
         counts = read_step_counts(folder, nproc)
+        processes = format_count(nproc, "process")
         if not any(counts):
             return InputError(
-                f"{self.script.name} made no step of a torch optimizer on {nproc} process(es)",
+                f"{self.script.name} made no step of a torch optimizer on {processes}",
                 "a script that trains with torch.optim, and its arguments",
             )
         return InputError(
-            f"{self.script.name} made {min(counts)} optimizer steps on {nproc} process(es), of"
+            f"{self.script.name} made {min(counts)} optimizer steps on {processes}, of"
             f" {self.warmup + self.steps} needed (--warmup {self.warmup}, --steps {self.steps})",
             "fewer --steps, or arguments that let it train longer",
         )

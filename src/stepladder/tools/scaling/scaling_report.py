@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
+from stepladder.core.numbers import format_count
+from stepladder.core.terminal import make_column_tables
 from stepladder.tools.pages.figures import COLOURS, Figure, draw_bars, draw_lines, format_amount
 from stepladder.tools.pages.page import render_page
 from stepladder.tools.scaling.efficiency import (
@@ -21,6 +23,9 @@ from stepladder.tools.scaling.efficiency import (
     estimate_useful_range,
     fit_results,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # STEP_PARTS of a script, which is measured from outside.
 SCRIPT_PARTS = {
@@ -119,7 +124,8 @@ class Scaling:
         busy_share = baseline.parts["cores"] / baseline.seconds
         if busy_share > MAX_BUSY_SHARE:
             sentences.append(
-                f"This machine was busy: on {baseline.nproc} process(es), for {busy_share:.0%} of a"
+                f"This machine was busy: on {format_count(baseline.nproc, 'process')}, for"
+                f" {busy_share:.0%} of a"
                 " step's time no core was free. Other programs are part of these numbers; measure"
                 " again when it is quiet."
             )
@@ -138,7 +144,8 @@ def describe_useful_range(sizes: list[SizeResult]) -> str:
             " prediction for more of them."
         )
     span = f", {low} to {high} as the rounds vary" if low < high else ""
-    return f"By the fitted law, efficiency stays above one half up to {useful} process(es){span}."
+    processes = format_count(useful, "process")
+    return f"By the fitted law, efficiency stays above one half up to {processes}{span}."
 
 
 def describe_size(
@@ -170,19 +177,23 @@ def sort_by_share(shares: dict[str, float]) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def make_table(scaling: Scaling) -> Table:
-    """Return the table for the terminal, with each part's lost time in per cent of the step."""
-    table = Table(title=f"{scaling.job}, {scaling.kind}")
-    for name in (*COLUMN_NAMES, *STEP_PARTS, "launch s"):
-        table.add_column(name, justify="right", overflow="fold")
+def make_tables(scaling: Scaling, width: int) -> Iterator[Table]:
+    """Return the tables for the terminal, with a column per size.
+
+    The time that a part lost is in per cent of the step.
+    """
+    corner, *names = COLUMN_NAMES
+    rows = [*names, *(f"lost to {part}" for part in STEP_PARTS), "launch s"]
     baseline = scaling.baseline
+    columns = {}
     for size in scaling.sizes:
-        cells = [""] * len(STEP_PARTS)
+        shares = [""] * len(STEP_PARTS)
         if size is not baseline:
             lost_seconds = size.lost_seconds(baseline)
-            cells = [format_share(s / size.seconds) for s in lost_seconds.values()]
-        table.add_row(*make_row(size, baseline), *cells, f"{size.launch:.1f}")
-    return table
+            shares = [format_share(s / size.seconds) for s in lost_seconds.values()]
+        heading, *cells = make_row(size, baseline)
+        columns[heading] = [*cells, *shares, f"{size.launch:.1f}"]
+    return make_column_tables(f"{scaling.job}, {scaling.kind}", corner, rows, columns, width)
 
 
 def format_share(share: float) -> str:
@@ -222,7 +233,7 @@ def render_scaling_page(scaling: Scaling) -> str:
     counts = f"{', '.join(first_counts)} and {last_count}" if first_counts else last_count
     return render_page(
         "scaling.html",
-        title=f"{scaling.job} on {counts} process{'es' * (counts != '1')}",
+        title=f"{scaling.job} on {counts} {'process' if counts == '1' else 'processes'}",
         scaling=scaling,
         lost=_make_loss_section(scaling) if len(sizes) > 1 else None,
         times=_make_times_section(scaling),
@@ -315,7 +326,7 @@ def _make_step_bars(sizes: list[SizeResult]) -> dict[str, dict[str, float]]:
 def _label_size(size: SizeResult) -> str:
     if size.nodes > 1:
         return format_nproc(size)
-    return f"{size.nproc} process{'es' * (size.nproc > 1)}"
+    return format_count(size.nproc, "process")
 
 
 def format_nproc(size: SizeResult) -> str:
