@@ -36,11 +36,15 @@ ENDS = {
     "an error": "raise ValueError('trouble')", "Ctrl-C": "raise KeyboardInterrupt",
     "killed": "os.kill(os.getpid(), 9)", "at once": "os._exit(5)", "terminated": "os.kill(os.getpid(), 15)",
 }  # fmt: skip
+FEW = "a word", "an error", "killed"  # a new interpreter imports torch anew: a second each
 PYTHON = (sys.executable,)
 NEW = (sys.executable, "-W", "default")  # no file or module comes first, so it is a new interpreter
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end",
+    [end if end in FEW else pytest.param(end, marks=pytest.mark.slow) for end in ENDS],
+)
 def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> None:
     (tmp_path / "about.py").write_text(ABOUT + ENDS[end])
     arguments = "about.py", "an argument"

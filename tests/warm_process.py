@@ -247,8 +247,10 @@ def exit_now(code: int) -> NoReturn:
 
 
 def main() -> None:
+    gc.disable()  # saves a fifth of the time that the imports take
     for name in PRELOADED:
         __import__(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # to look through it again would copy its pages into each process
     request = Forks(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()

@@ -37,6 +37,7 @@ def test_without_a_gpu_it_ends_with_one_line_and_the_rehearsal_to_type(tmp_path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rehearsal_measures_and_writes_nothing(tmp_path: Path) -> None:
     before = sorted(RESULTS.iterdir())
@@ -61,6 +62,7 @@ def test_data_that_is_not_there_is_skipped_by_name(tmp_path: Path) -> None:
     assert "Skipped: no leave-one-out split of MovieLens 1M." in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_language_model_rehearses_on_any_text(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text(

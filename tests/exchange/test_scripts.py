@@ -141,6 +141,7 @@ def test_ranks_that_call_different_collectives_are_told_so(kind: str, tmp_path: 
     assert "calls a different collective here than rank" in ended.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_has_it_by_its_own_name(tmp_path: Path) -> None:
     script = tmp_path / "named.py"
     text = TRAIN.replace("ARGUMENTS", 'dist.init_process_group("stepladder")')

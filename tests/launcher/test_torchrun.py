@@ -39,9 +39,8 @@ def test_it_is_one_of_torchruns_ranks_and_rank_0_alone_speaks(tmp_path: Path) ->
     assert whose in done.stderr and "rank and " not in direct.stderr  # ours need not be told
 
 
-@pytest.mark.parametrize(
-    "arguments", [("nowhere.py",), pytest.param(("mlp", "--no-such-flag"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("nowhere.py",), ("mlp", "--no-such-flag")])
 def test_bad_input_is_one_line_of_all_ranks(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run("train", *arguments, cwd=tmp_path, command=TORCHRUN)
     assert done.returncode == 1  # torchrun's own

@@ -100,11 +100,11 @@ def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str)
     ("shard", "sync", "by_gloo"),
     [
         ("none", "exact", False),
-        ("optimizer", "exact", False),
         ("optimizer", "ddp", True),
-        ("full", "ddp", False),
         ("full", "exact", False),
-        ("full", "exact", True),
+        pytest.param("optimizer", "exact", False, marks=pytest.mark.slow),
+        pytest.param("full", "ddp", False, marks=pytest.mark.slow),
+        pytest.param("full", "exact", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_s_own_work_is_told_from_its_wait_for_others(

@@ -174,9 +174,13 @@ PLANTED = {  # plant: settings, sizes, (step, kind, sizes) of the difference, ca
     ),
     "odd update": ({}, [1, 2], (1, "parameter", [2]), "weights updated outside the optimizer"),
 }
+FEW = "data", "buffer", "start", "norm", "odd update"  # each kind of difference
 
 
-@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize(
+    "plant",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in PLANTED],
+)
 def test_what_is_planted_is_found_and_its_cause_named(job: Path, plant: str) -> None:
     settings, sizes, location, cause = PLANTED[plant]
     proof = proved(job, plant, sizes, **settings)

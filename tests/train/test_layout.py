@@ -59,6 +59,7 @@ CASES = [
     Case("FullyShardedExactLayout", "full", part=1 / 3),
     Case("FullyShardedLayout", "full", sync="ddp", part=1 / 3),
 ]
+FEW = "Zero1", "FullyShardedExactLayout"  # the others are tested with the slow tests
 
 
 def make_job(fused: bool) -> Job:
@@ -125,7 +126,13 @@ def test_every_layout_has_a_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.name in FEW else pytest.mark.slow, id=case.name)
+        for case in CASES
+    ],
+)
 def test_three_processes_then_two_of_another_layout_then_one_have_the_run_of_one(
     case: Case, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def csv_logger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return install_example("csv-logger", tmp_path_factory.mktemp("csv-logger"))
 
 
+@pytest.mark.slow
 def test_a_logger_of_an_installed_package_gets_the_curves(
     csv_logger: dict[str, str], tmp_path: Path
 ) -> None:

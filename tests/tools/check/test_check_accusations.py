@@ -56,6 +56,7 @@ def rules(report: dict[str, Any]) -> set[str]:
     return {finding["rule"] for finding in report["findings"]}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_model_that_is_wrapped_only_on_gpus_is_checked_as_on_gpus(tmp_path: Path) -> None:
     """The commonest shape of all: a plain model for a machine without a GPU, and DDP on one with

@@ -524,6 +524,7 @@ def stranger() -> tuple[str, ...]:
     pytest.skip("an ordinary user may not read this checkout")
 
 
+@pytest.mark.slow
 def test_the_same_without_privilege(stranger: tuple[str, ...], outside: Path) -> None:
     needs("namespace")
     shutil.copy(HARMFUL, outside.parent / "folder" / "script.py")

@@ -75,7 +75,7 @@ def by_name(pairs: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("fast")]))
-def test_the_first_difference_is_named_and_a_clean_script_is_the_same(
+def test_the_first_difference_is_named_and_nothing_is_left(
     pair: dict[str, Any], tmp_path: Path
 ) -> None:
     expect(pair, *compare(pair, tmp_path))
@@ -179,6 +179,7 @@ def test_a_script_that_knows_no_other_processes_is_not_judged(tmp_path: Path) ->
     assert "knows no other processes" in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_that_fails_shows_its_own_traceback(tmp_path: Path) -> None:
     fails = ["loss.backward()", "raise ValueError('no such cloud')"]
