@@ -53,6 +53,7 @@ SET_FROM_OUTSIDE = {
     "optimizer.state": "torch's optimizer, whose state is exchanged for a step",
     "phases.column": "in each step: a method call would cost",
     "rendezvous.TCPStore": "a patch of torch",
+    "rendezvous._create_c10d_store": "a patch of torch",
     "self._optimizer._opt_called": "torch's scheduler looks for it",
     "self.optimizer.state": "torch's optimizer, whose state is exchanged for a step",
     "server._forkserver_address": "multiprocessing has no public name for it",

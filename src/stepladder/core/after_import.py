@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 TYPE_CHECKING = False
@@ -37,3 +38,11 @@ class AfterImport:
 
         spec.loader.exec_module = exec_and_call
         return spec
+
+
+def call_after_import(name: str, callback: Callable[[Any], None]) -> None:
+    """Call a function with a module: now if it is imported, else after its import."""
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport({name: callback}))

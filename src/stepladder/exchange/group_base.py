@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ def do_nothing() -> None:
     """Do nothing: most outputs need no completion."""
 
 
+@cache
 def announce(obstacle: str) -> None:
-    """Say how the ranks exchange tensors that are in the host's memory."""
+    """Say once how the ranks exchange tensors that are in the host's memory."""
     if torch.cuda.is_available():
         return  # most tensors are on GPUs, and are NCCL's
     if obstacle:

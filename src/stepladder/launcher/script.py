@@ -24,6 +24,7 @@ from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
 from stepladder.rank.torch_fixes_groups import make_groups_by
+from stepladder.rank.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
 EXCHANGE_VARIABLE = "STEPLADDER_EXCHANGE"  # how the ranks of a script exchange tensors
@@ -148,6 +149,7 @@ class Script:
         replaced_entries = 0 if self.safe_path else 1
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
+        keep_stores_of_groups()
         if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
             make_groups_by(load_shared_memory_group)
         if self.kind == "module":

@@ -43,10 +43,10 @@ from stepladder.rank.shared_segment import map_segment
 from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.streams import redirect_output
 from stepladder.rank.torch_fixes import (
-    bind_store_to_loopback,
     keep_backward_context_from_gloo,
     wait_for_gloo_before_destroy,
 )
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
-from stepladder.core.after_import import AfterImport
+from stepladder.core.after_import import call_after_import
 
 C10D_MODULE = "torch.distributed.distributed_c10d"
 NO_RECORD = nullcontext()
@@ -80,10 +79,7 @@ def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
 
         vars(c10d)["_new_process_group_helper"] = make_by_function
 
-    if C10D_MODULE in sys.modules:
-        replace_helper(sys.modules[C10D_MODULE])
-    else:
-        sys.meta_path.insert(0, AfterImport({C10D_MODULE: replace_helper}))
+    call_after_import(C10D_MODULE, replace_helper)
 
 
 class GroupClass:

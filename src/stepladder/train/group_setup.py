@@ -16,7 +16,8 @@ from stepladder.core.world import World
 from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
 from stepladder.rank.membership import get_control_channel
 from stepladder.rank.shared_segment import get_mapped_segment
-from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
+from stepladder.rank.torch_fixes import set_group_timeout
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
 
@@ -44,6 +45,7 @@ def init_process_group(
     elif first_host:
         os.environ |= make_loopback_env()
         bind_store_to_loopback()
+    keep_stores_of_groups()
     if (
         use_nccl and get_control_channel() is not None
     ):  # after a loss, the other ranks continue in place

@@ -15,7 +15,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.rank.error_reporter import REPORT_TIMEOUT_S, is_first_to_report
 from stepladder.rank.progress import PROGRESS_VARIABLE
-from stepladder.rank.torch_fixes import bind_store_to_loopback
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 
 
 def should_report(text: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 from contextlib import suppress
 
-from stepladder.rank.torch_fixes import bind_store_to_loopback, wait_for_gloo
+from stepladder.rank.torch_fixes import wait_for_gloo
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
     hooks_comm,
@@ -23,6 +24,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 
 def attach() -> None:
     bind_store_to_loopback()
+    keep_stores_of_groups()
     hooks_comm.attach()
     hooks_data.attach()
     hooks_files.attach()
