@@ -78,7 +78,7 @@ def test_one_look_says_where_it_is(run_dir: Path, tmp_path: Path) -> None:
     for flags in ((), ("--once",)):
         shown = run("watch", run_dir, *flags, cwd=tmp_path).stdout.splitlines()
         assert re.fullmatch(
-            r"slow_rank\.py: \d+ optimizer steps, finished, 2 process\(es\), 2 start\(s\)", shown[0]
+            r"slow_rank\.py: \d+ optimizer steps, finished, 2 processes, 2 starts", shown[0]
         )
         assert "steps per second" in shown[1] and shown[2].startswith("rank 1 takes ")
 
