@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepladder.core.errors import InputError, PeerLost
-    from stepladder.core.plan import Plan, PlanSampler
+    from stepladder.core.plan import Plan
+    from stepladder.core.plan_sampler import PlanSampler
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
+    from stepladder.data.packed import Packed
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writer import write_shards
     from stepladder.data.source import Source
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from stepladder.train.comm import Comm
     from stepladder.train.group_setup import pick_device
     from stepladder.train.job import Job, Recipe, mean_loss
+    from stepladder.train.loader import Loader
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.optimizers import Optimizers
     from stepladder.train.process_group import process_group
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "core.errors": ("InputError", "PeerLost"),
-    "core.plan": ("Plan", "PlanSampler"),
+    "core.plan": ("Plan",),
+    "core.plan_sampler": ("PlanSampler",),
     "core.settings": ("Settings",),
     "core.world": ("World",),
+    "data.packed": ("Packed",),
     "data.shards.dataset": ("Shards",),
     "data.shards.writer": ("write_shards",),
     "data.source": ("Source",),
@@ -43,6 +48,7 @@ _NAMES_OF_MODULE = {
     "train.comm": ("Comm",),
     "train.process_group": ("process_group",),
     "train.job": ("Job", "Recipe", "mean_loss"),
+    "train.loader": ("Loader",),
     "train.group_setup": ("pick_device",),
     "train.metrics.loggers": ("Logger",),
     "train.optimizers": ("Optimizers",),
@@ -58,8 +64,10 @@ __all__ = [
     "Comm",
     "InputError",
     "Job",
+    "Loader",
     "Logger",
     "Optimizers",
+    "Packed",
     "PeerLost",
     "Plan",
     "PlanSampler",

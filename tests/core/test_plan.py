@@ -16,13 +16,13 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import derive_seed, make_permutation
 from stepladder.core.plan import (
     Plan,
-    PlanSampler,
     Span,
     choose_microbatch,
     derive_pass_seed,
     fuse_spans,
     split_evenly,
 )
+from stepladder.core.plan_sampler import PlanSampler
 
 
 @st.composite

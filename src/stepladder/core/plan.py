@@ -9,7 +9,6 @@ microbatch), and never of a rank. Separating the two follows EasyScale (Li et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -78,6 +77,8 @@ class Plan:
             read in an order that goes chunk by chunk.
         shuffle: How samples, or chunks, are put in order: "sort", or "feistel", which keeps no
             order in memory. By default "feistel" for more than 65,536 of them.
+        drop_last: Whether the samples at the end of an epoch that do not fill a global batch are
+            left out; others in each epoch.
     """
 
     num_samples: int
@@ -87,6 +88,7 @@ class Plan:
     min_microbatch: int = 1
     chunks: Chunks | None = None
     shuffle: str = ""
+    drop_last: bool = False
     _orders: dict[int, IndexArray] = field(
         init=False,
         default_factory=dict,
@@ -104,6 +106,15 @@ class Plan:
             value = getattr(self, name)
             if value < 1:
                 raise InputError(f"{name}={value}", f"{name} must be at least 1")
+        self._validate_batches()
+        if not self.shuffle:
+            object.__setattr__(self, "shuffle", self._choose_shuffle())
+        if self.shuffle not in (SORT, FEISTEL):
+            raise InputError(
+                f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
+            )
+
+    def _validate_batches(self) -> None:
         if self.global_batch % self.microbatch:
             raise InputError(
                 f"--global-batch {self.global_batch} is not a multiple of"
@@ -117,11 +128,11 @@ class Plan:
                 f" {largest_pass}",
                 f"--microbatch {self.min_microbatch} or more",
             )
-        if not self.shuffle:
-            object.__setattr__(self, "shuffle", self._choose_shuffle())
-        if self.shuffle not in (SORT, FEISTEL):
+        if self.drop_last and self.num_samples < self.global_batch:
             raise InputError(
-                f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
+                f"drop_last leaves no batch: {self.num_samples} samples for a global batch of"
+                f" {self.global_batch}",
+                f"a global batch of {self.num_samples} at most, or drop_last=False",
             )
 
     def _choose_shuffle(self) -> str:
@@ -139,8 +150,14 @@ class Plan:
     def steps_per_epoch(self) -> int:
         """The number of optimizer steps of one pass over the data, with a shorter last one."""
         full_steps, remainder = divmod(self.num_samples, self.global_batch)
-        has_short_step = remainder >= self.min_microbatch
+        has_short_step = not self.drop_last and remainder >= self.min_microbatch
         return max(1, full_steps + has_short_step)
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples that each epoch leaves out, because they do not fill a batch."""
+        _, end = self.batch(self.steps_per_epoch - 1)
+        return self.num_samples - end
 
     def epoch_of_step(self, step: int) -> int:
         """Return the epoch, counted from 0, that a step belongs to."""
@@ -153,7 +170,7 @@ class Plan:
         """
         step_of_epoch = step % self.steps_per_epoch
         lo = step_of_epoch * self.global_batch
-        if step_of_epoch == self.steps_per_epoch - 1:
+        if step_of_epoch == self.steps_per_epoch - 1 and not self.drop_last:
             return lo, self.num_samples
         return lo, lo + self.global_batch
 
@@ -262,6 +279,18 @@ class Plan:
             start + span.hi,
         )
 
+    def indices_of_rank(
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+    ) -> IndexArray:
+        """Return the data-set indices of one rank's share of a step, shape (samples,)."""
+        share = fuse_spans(self.share(step, rank, world_size))
+        if not share:
+            return np.empty(0, np.int64)
+        return self.indices(step, share[0])
+
     def _seed_of_epoch(self, epoch: int) -> int:
         return derive_seed(self.seed, "order", epoch)
 
@@ -269,6 +298,8 @@ class Plan:
         """Return the plan as a dict of JSON values, from which `from_json` makes an equal plan."""
         names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch", "shuffle")
         values = {name: getattr(self, name) for name in names}
+        if self.drop_last:
+            values["drop_last"] = True
         if self.chunks is None:
             return values
         shards = [list(shard) for shard in self.chunks.shards]
@@ -284,6 +315,7 @@ class Plan:
         """
         numbers = dict(stored)
         shuffle = convert(numbers.pop("shuffle", SORT), str)
+        drop_last = convert(numbers.pop("drop_last", False), bool)
         chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
             raise ValueError("the plan's chunks do not hold its samples")
@@ -291,6 +323,7 @@ class Plan:
             **convert(numbers, dict[str, int]),
             chunks=chunks,
             shuffle=shuffle,
+            drop_last=drop_last,
         )
 
 
@@ -349,48 +382,3 @@ def derive_pass_seed(
 def choose_microbatch(global_batch: int) -> int:
     """Return the default microbatch, which splits the global batch into at most 8 equal parts."""
     return global_batch // find_largest_divisor(global_batch, 8)
-
-
-class PlanSampler:
-    """The plan's order as a `batch_sampler` for a DataLoader in your own training loop.
-
-    Yields this rank's data-set indices of each step. A rank without samples in a short last batch
-    gets an empty list, so every rank makes the same number of steps; a DataLoader then needs a
-    `collate_fn` that accepts an empty list, which its default does not.
-
-    Args:
-        plan: The plan.
-        num_steps: The step after the last one, counted over the whole run.
-        rank: This process's rank.
-        world_size: The number of ranks.
-        start_step: The first step.
-
-    Examples:
-        >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
-        >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
-        [4, 4, 2]
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        num_steps: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-    ) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.world_size = world_size
-        self.steps = range(start_step, num_steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
-            share = self.plan.share(step, self.rank, self.world_size)
-            indices: list[int] = []
-            for span in fuse_spans(share):
-                indices += self.plan.indices(step, span).tolist()
-            yield indices

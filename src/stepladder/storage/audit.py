@@ -44,7 +44,10 @@ MAX_REPORTED_MISMATCHES = 100
 
 @dataclass
 class EpochCount:
-    """How many samples of an epoch were lost or repeated, or belong to steps not yet reached."""
+    """How many samples of an epoch were lost or repeated, or never seen.
+
+    Never seen are those of steps that are not yet reached, and those that the plan leaves out.
+    """
 
     epoch: int
     lost: int = 0
@@ -224,8 +227,7 @@ def find_surviving_steps(attempts: list[Attempt], problems: list[str]) -> list[S
         parents = [
             earlier
             for earlier in attempts
-            if earlier.number < attempt.number
-            and attempt.chain in earlier.chains.get(attempt.start, ())
+            if earlier.number < attempt.number and has_resumed_from(attempt, earlier)
         ]
         if not parents:
             problems.append(
@@ -235,6 +237,13 @@ def find_surviving_steps(attempts: list[Attempt], problems: list[str]) -> list[S
             return line
         end = attempt.start
         attempt = parents[-1]
+
+
+def has_resumed_from(attempt: Attempt, earlier: Attempt) -> bool:
+    """Return whether an attempt began with the state that an earlier one had at that step."""
+    if attempt.parent:
+        return earlier.number == attempt.parent and earlier.start <= attempt.start <= earlier.end
+    return attempt.chain in earlier.chains.get(attempt.start, ())
 
 
 def read_snapshot_chains(run_dir: Path) -> dict[int, str]:
@@ -306,6 +315,8 @@ def compare_with_plan(
         )
     last_epoch = plan.epoch_of_step(max(last - 1, 0))
     epochs = [EpochCount(number) for number in range(last_epoch + 1)]
+    for epoch in epochs:
+        epoch.add(num_never_seen=plan.num_dropped)
     unrecorded = [(0, line[0].first - 1), (line[-1].last, last)] if line else [(0, last)]
     for first, end in unrecorded:
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:

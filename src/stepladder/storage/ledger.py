@@ -121,6 +121,8 @@ class LedgerHeader:
         resumed_from_step: Step of the snapshot, 0 if there was none.
         chain: The hash with which this chain begins.
         in_rounds: Whether ranks take the microbatches of a step in turns; written only if so.
+        parent: The attempt from which this one resumed, where no snapshot of ours has its chain;
+            written only if there is one.
     """
 
     attempt: int
@@ -129,13 +131,15 @@ class LedgerHeader:
     resumed_from_step: int
     chain: str
     in_rounds: bool = False
+    parent: int = 0
 
     @property
     def text(self) -> str:
         """The line without its hash and line break."""
         fields = asdict(self)
-        if not self.in_rounds:
-            del fields["in_rounds"]
+        for name in ("in_rounds", "parent"):
+            if not fields[name]:
+                del fields[name]
         return json.dumps(fields)
 
 

@@ -103,7 +103,10 @@ def parse_header(text: bytes, number: int) -> Attempt | None:
     if not (has_valid_size and is_count(start) and isinstance(chain, str)):
         return None
     in_rounds = header.get("in_rounds") is True
-    return Attempt(number, world_size, start, chain, start, in_rounds=in_rounds)
+    parent = header.get("parent", 0)
+    if not is_count(parent):
+        return None
+    return Attempt(number, world_size, start, chain, start, in_rounds=in_rounds, parent=parent)
 
 
 def verify_attempt(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> None:

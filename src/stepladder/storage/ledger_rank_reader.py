@@ -94,6 +94,7 @@ class Attempt:
         changes: Changes of the ranks, oldest first.
         mismatches: Steps that were not trained as planned.
         in_rounds: Whether ranks take microbatches in turns, see LedgerHeader.
+        parent: The attempt from which this one resumed, see LedgerHeader.
     """
 
     number: int
@@ -105,6 +106,7 @@ class Attempt:
     changes: list[ProcessChange] = field(default_factory=list)
     mismatches: list[SampleMismatch] = field(default_factory=list)
     in_rounds: bool = False
+    parent: int = 0
 
     def set_end(self, step: int) -> None:
         """Set the last step that all ranks have recorded."""
@@ -184,9 +186,10 @@ class RankLedgerReader:
             attempt.start,
             attempt.chain,
             attempt.in_rounds,
+            attempt.parent,
         )
         expected = asdict(header)
-        stored = {"in_rounds": False, **stored}
+        stored = {"in_rounds": False, "parent": 0, **stored}
         if {name: stored.get(name) for name in expected} != expected:
             raise LedgerError(f"{self.label}: its header is another rank's or another attempt's")
         if extend_chain(header.chain, body + "}") != self.chain:

@@ -56,7 +56,7 @@ def process_group(
     # Gradients are added within backward, and the process may end right after it.
     keep_backward_context_from_gloo()
     if dist.is_initialized():
-        world = _world_of_script()
+        world = get_world_of_script()
         yield Comm(world, device or pick_device("auto", world))
         wait_for_gloo()
         return
@@ -120,7 +120,7 @@ def _count_joined(more: int = 0) -> int:
     return count
 
 
-def _world_of_script() -> World:
+def get_world_of_script() -> World:
     """Return the world of a process group that the calling script has made."""
     return World(
         rank=dist.get_rank(),

@@ -1,0 +1,36 @@
+"""torchrun --nproc-per-node 2 loader_lightning.py --devices 2: lightning_before.py, resumable on any number."""
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_before import Digits, flags
+from plain import load_data
+from stepladder import Loader
+
+
+class DigitsOfLoader(Digits):
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.trainer.is_global_zero:
+            loss = self.trainer.callback_metrics["loss"].item()
+            print(f"step {self.trainer.train_dataloader.step}, loss {loss:.7f}")
+
+
+def main(config):
+    L.seed_everything(config.seed)
+    train_data, _ = load_data()
+    loader = Loader(train_data, 64, config.seed, run_dir="runs/loader_lightning")
+    saves = ModelCheckpoint("loader_lightning", every_n_train_steps=10, save_last=True)
+    trainer = L.Trainer(
+        max_epochs=config.epochs,
+        devices=config.devices,
+        strategy="ddp",
+        log_every_n_steps=1,
+        callbacks=[saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(DigitsOfLoader(config), loader, ckpt_path="last")
+
+
+if __name__ == "__main__":
+    main(flags())

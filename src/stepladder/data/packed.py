@@ -1,0 +1,172 @@
+"""`Packed`: documents of tokens as a source of full blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.data.packing import Integers, concatenate_pieces, pack
+from stepladder.data.source import Source, is_source, make_chunks
+from stepladder.data.table import Ragged
+
+IGNORED = -100  # what torch's cross_entropy leaves out
+MIN_BLOCKS_PER_GROUP = 64  # of chunks that are packed together: at most 1 in 64 blocks is not full
+DOCUMENTS_PER_READ = 4096
+
+
+class Packed:
+    """A source of blocks of `block_size` tokens, each filled with documents.
+
+    Every document is in one block, or, if it is longer than a block, in several. Which documents
+    share a block follows from their lengths alone; the plan shuffles the blocks. Documents of a
+    source with chunks share blocks with documents of neighbouring chunks only, so that reading
+    stays chunk by chunk.
+
+    A batch is a dict of arrays of shape (n, block_size):
+
+    - `tokens`: the documents one after the other, then 0.
+    - `targets`: the token that follows in the same document; -100 at its end and where no document
+      is, which `cross_entropy` leaves out.
+    - `positions`: the place of each token in its piece of a document, from 0. It restarts with each
+      document, by which attention kernels for packed sequences know the boundaries.
+    - `documents`: the number of the document within the block, from 1; 0 where none is. Attention
+      and losses are masked by it.
+
+    Args:
+        documents: A sequence of 1-dimensional arrays of tokens, or a `Source` whose `read` returns
+            a list of them.
+        block_size: The tokens of a block.
+        lengths: The tokens of each document. By default they are counted, by reading all.
+
+    Raises:
+        InputError: The lengths are not those of the documents, or there is no token.
+    """
+
+    def __init__(
+        self,
+        documents: Source | Sequence[Any],
+        block_size: int,
+        lengths: Sequence[int] | Integers | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise InputError(f"block_size={block_size}", "1 or more")
+        self.block_size = block_size
+        self._documents: Any = documents
+        counts = self._count_tokens() if lengths is None else np.asarray(lengths, np.int64)
+        if counts.shape != (len(documents),) or (counts < 0).any():
+            raise InputError(
+                f"lengths has {counts.size} numbers, and there are {len(documents)} documents",
+                "a number of tokens for each document",
+            )
+        if not counts.any():
+            raise InputError("the documents hold no token", "documents of one token or more")
+        groups = self._group_chunks(counts)
+        parts = [pack(counts[lo:hi], block_size, lo) for lo, hi in pairwise(groups)]
+        self._pieces = concatenate_pieces(parts)
+        self._chunk_edges: Integers | None = None
+        if len(groups) > 2:
+            self._chunk_edges = np.cumsum([0, *(part.num_blocks for part in parts)])
+
+    def _count_tokens(self) -> Integers:
+        count = len(self._documents)
+        lengths: list[int] = []
+        for lo in range(0, count, DOCUMENTS_PER_READ):
+            rows = np.arange(lo, min(lo + DOCUMENTS_PER_READ, count))
+            lengths += map(len, self._read_documents(rows))
+        return np.array(lengths, np.int64)
+
+    def _group_chunks(self, lengths: Integers) -> list[int]:
+        """Return the first document of each group of chunks, then the number of documents."""
+        count = len(lengths)
+        chunks = make_chunks(self._documents) if is_source(self._documents) else None
+        if chunks is None:
+            return [0, count]
+        ends = chunks.edges[1:]
+        tokens = np.cumsum(lengths)[ends - 1]
+        groups = [0]
+        enough = MIN_BLOCKS_PER_GROUP * self.block_size
+        grouped = 0
+        for end, total in zip(ends.tolist(), tokens.tolist(), strict=True):
+            if total - grouped >= enough:
+                groups.append(end)
+                grouped = total
+        if len(groups) > 1:
+            groups.pop()  # the last group takes the rest along, which may be short
+        return [*groups, count]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return self._pieces.num_blocks
+
+    @property
+    def chunk_edges(self) -> Integers | None:
+        """The first block of each group of chunks of documents; None if they have no chunks."""
+        return self._chunk_edges
+
+    @property
+    def fill(self) -> float:
+        """The part of all blocks that holds tokens of documents."""
+        return int(self._pieces.lengths.sum()) / (len(self) * self.block_size)
+
+    def read(self, indices: Integers) -> dict[str, Any]:
+        """Return these blocks."""
+        pieces = self._pieces
+        spans = [slice(*pieces.block_edges[index : index + 2].tolist()) for index in indices]
+        needed = np.concatenate([pieces.documents[span] for span in spans])
+        documents, numbers = np.unique(needed, return_inverse=True)
+        texts = self._read_documents(documents)
+        blocks = Blocks(len(indices), self.block_size)
+        piece_numbers = iter(numbers.tolist())
+        for row, span in enumerate(spans):
+            starts = pieces.starts[span].tolist()
+            lengths = pieces.lengths[span].tolist()
+            for start, length in zip(starts, lengths, strict=True):
+                text = texts[next(piece_numbers)]
+                blocks.add(row, np.asarray(text[start : start + length + 1]), length)
+        return blocks.arrays
+
+    def _read_documents(self, numbers: Integers) -> list[Any]:
+        if not is_source(self._documents):
+            return [self._documents[number] for number in numbers.tolist()]
+        batch = self._documents.read(numbers)
+        if isinstance(batch, Ragged):
+            edges = np.asarray(batch.offsets).tolist()
+            return [batch.values[lo:hi] for lo, hi in pairwise(edges)]
+        return list(batch)
+
+
+class Blocks:
+    """Blocks that are being filled, as a batch of `Packed`."""
+
+    def __init__(self, count: int, block_size: int) -> None:
+        shape = (count, block_size)
+        self.arrays = {
+            "tokens": np.zeros(shape, np.int64),
+            "targets": np.full(shape, IGNORED),
+            "positions": np.zeros(shape, np.int64),
+            "documents": np.zeros(shape, np.int64),
+        }
+        self.ends = [0] * count
+        self.num_pieces = [0] * count
+
+    def add(self, row: int, tokens: Integers, length: int) -> None:
+        """Append a piece to a block.
+
+        Args:
+            row: The block.
+            tokens: The tokens of the piece, and the one that follows in the document, if any.
+            length: The number of tokens of the piece.
+        """
+        begin = self.ends[row]
+        end = begin + length
+        self.num_pieces[row] += 1
+        self.ends[row] = end
+        targets = tokens[1 : length + 1]
+        self.arrays["tokens"][row, begin:end] = tokens[:length]
+        self.arrays["targets"][row, begin : begin + len(targets)] = targets
+        self.arrays["positions"][row, begin:end] = np.arange(length)
+        self.arrays["documents"][row, begin:end] = self.num_pieces[row]

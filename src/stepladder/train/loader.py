@@ -1,0 +1,261 @@
+"""`Loader`: the plan's batches for a training loop of anybody's, with a state of a few bytes."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from stepladder.core.errors import InputError
+from stepladder.core.jsonl import is_count
+from stepladder.core.order import derive_seed
+from stepladder.core.plan import Plan
+from stepladder.core.world import World
+from stepladder.data.sources import Batches, Request, find_chunks, open_source
+from stepladder.train.loader_ledger import LoaderLedger
+from stepladder.train.process_group import get_world_of_script
+
+NEW_RUN_HINT = "to begin with the first sample, no load_state_dict"
+
+
+class Loader:
+    """The batches of this rank, for a loop of your own, of Accelerate, Lightning or Transformers.
+
+    `for batch in loader` yields one batch for each step of the epoch. Every sample is in one batch
+    of one rank, once per epoch. After a `break`, the next loop continues behind the last batch; a
+    loop that has come to the end of the epoch is followed by one of the next epoch, in another
+    order.
+
+    `state_dict()` counts the batches that the loop was given. It is the same on every rank, and
+    fits any number of ranks and workers. What was read ahead is read again after a resume.
+
+    Args:
+        data: Tensors (one, or a tuple or dict of them), `Shards`, a `Source`, or a map-style
+            Dataset.
+        global_batch: The samples of a step on all ranks together, so that a resumed run has the
+            same steps on any number of ranks. Shares of ranks differ by one sample at most.
+        seed: The number from which the order follows, and the random numbers of a Dataset's items.
+        drop_last: Whether the samples at the end of an epoch that do not fill a global batch are
+            left out.
+        num_workers: The number of processes that read a Dataset; 0 reads it in this process. A
+            thread reads a Source or Shards ahead.
+        collate: Makes a batch of a list of items of a Dataset, as DataLoader's `collate_fn` does.
+        device: Where batches are put, through pinned memory if it is a GPU. By default the CPU.
+        run_dir: Where each rank writes which samples it was given, for `stepladder audit`. The
+            ranks then agree on a number at the first batch, in a collective.
+        world: This rank among those that share a step; by default that of torch's process group,
+            else the launcher's.
+
+    Raises:
+        InputError: A rank would have no sample in some step, or the data are of no such kind.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        global_batch: int,
+        seed: int = 0,
+        *,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str = "cpu",
+        run_dir: str | Path | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._source = open_source(data, torch.device(device), seed, num_workers, collate)
+        self._plan = Plan(
+            len(self._source),
+            global_batch,
+            microbatch=1,
+            seed=seed,
+            chunks=find_chunks(data),
+            drop_last=drop_last,
+        )
+        self._world = world
+        validate_shares(self._plan, world or find_world())
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._step = 0  # batches that the loop was given
+        self._attempt = 0  # the number in `run_dir` of the start that gave the last one
+        self._batches: Batches | None = None
+        self._ledger: LoaderLedger | None = None
+        self._loop = 0  # how many loops have begun
+
+    @property
+    def step(self) -> int:
+        """The number of batches that this rank's loops were given, over all epochs."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, counted from 0."""
+        return self._plan.epoch_of_step(self._step)
+
+    @property
+    def step_samples(self) -> int:
+        """The number of samples on all ranks together of the last batch that was given.
+
+        A sum of losses divided by it, and multiplied by the number of ranks, is what
+        DistributedDataParallel must average to get the mean over the step's samples.
+        """
+        lo, hi = self._plan.batch(max(self._step - 1, 0))
+        return hi - lo
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on every rank."""
+        return self._plan.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batch of each step that the epoch still has.
+
+        Raises:
+            RuntimeError: Another loop over this loader has begun since.
+        """
+        self._loop += 1
+        loop = self._loop
+        epoch = self.epoch
+        while self.epoch == epoch:
+            if self._loop != loop:
+                raise RuntimeError("another loop over this Loader has begun, or a state was loaded")
+            yield self._read_batch()
+
+    def _read_batch(self) -> Any:
+        if self._batches is None:
+            self._open()
+        assert self._batches is not None
+        try:
+            indices, batch = next(self._batches)
+        except BaseException:  # a generator that has raised yields nothing more
+            self.close()
+            raise
+        if self._ledger is not None:
+            # Written before the loop trains on it: a state of this step, on whichever rank it is
+            # taken, then has the lines of all ranks that have finished the step with it.
+            self._ledger.record(self._step + 1, self.epoch, indices)
+        self._step += 1
+        return batch
+
+    def _open(self) -> None:
+        # Not before the first batch: Lightning starts the ranks after the Loader is made.
+        world = self._world or find_world()
+        validate_shares(self._plan, world)
+        if self._run_dir is not None:
+            self._ledger = LoaderLedger(
+                self._run_dir,
+                self._plan,
+                world,
+                self._step,
+                self._attempt,
+            )
+            self._attempt = self._ledger.attempt
+        self._batches = self._source.batches(self._requests(world))
+        OPEN_LOADERS.add(self)
+
+    def _requests(self, world: World) -> Iterator[Request]:
+        """Yield what this rank reads, step by step, without an end: workers outlive an epoch."""
+        for step in count(self._step):
+            indices = self._plan.indices_of_rank(step, world.rank, world.world_size)
+            yield self._plan.epoch_of_step(step), indices
+
+    def close(self) -> None:
+        """End the threads and workers that read ahead; a later loop starts them again."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the last batch that the loop was given, as a dict of JSON values."""
+        return {"step": self._step, "attempt": self._attempt, **self._definition}
+
+    @property
+    def _definition(self) -> dict[str, Any]:
+        """What decides the order of samples, whatever the number of ranks."""
+        plan = self._plan
+        return {
+            "num_samples": plan.num_samples,
+            "global_batch": plan.global_batch,
+            "seed": plan.seed,
+            "drop_last": plan.drop_last,
+            "order": f"{plan.shuffle} {derive_seed(repr(plan.chunks)):x}",
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the place that `state_dict` has returned, on any number of ranks.
+
+        Raises:
+            InputError: The state is of other data, or of a Loader with other arguments.
+        """
+        validate_state(state, self._definition)
+        self.close()
+        self._loop += 1
+        self._step = state["step"]
+        self._attempt = state["attempt"]
+
+
+# Multiprocessing waits without limit for workers that run at the interpreter's end.
+OPEN_LOADERS: WeakSet[Loader] = WeakSet()
+
+
+@atexit.register
+def close_open_loaders() -> None:
+    """End what reads ahead for loaders that the script has not closed."""
+    for loader in list(OPEN_LOADERS):
+        loader.close()
+
+
+def find_world() -> World:
+    """Return this rank: that of the script's process group, else of the launcher's variables."""
+    if dist.is_available() and dist.is_initialized():
+        return get_world_of_script()
+    return World.detect()
+
+
+def validate_shares(plan: Plan, world: World) -> None:
+    """Raise InputError if a rank would have no sample in some step, where a model has no loss."""
+    lo, hi = plan.batch(plan.steps_per_epoch - 1)
+    fewest = min(hi - lo, plan.global_batch)
+    if world.world_size <= fewest:
+        return
+    if fewest == plan.global_batch:
+        hint = f"global_batch={world.world_size} or more, or {fewest} ranks"
+    else:
+        hint = "drop_last=True, another global_batch, or fewer ranks"
+    raise InputError(
+        f"a step of the Loader has {fewest} samples (global_batch={plan.global_batch},"
+        f" {plan.num_samples} in all) for {world.world_size} ranks",
+        hint,
+    )
+
+
+def validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
+    """Raise InputError if a state is of other data, of other arguments, or of something else.
+
+    Raises:
+        InputError: If so.
+    """
+    for name in ("step", "attempt"):
+        if not is_count(state.get(name)):
+            raise InputError(
+                f"the Loader's state has {name}={state.get(name)!r:.40}, not a number",
+                f"what a Loader's state_dict() has returned; {NEW_RUN_HINT}",
+            )
+    for name, value in definition.items():
+        stored = state.get(name)
+        if stored == value:
+            continue
+        hint = f"Loader(..., {name}={stored!r:.40})"
+        if name in ("num_samples", "order"):
+            hint = "the data that the state was taken with"
+        raise InputError(
+            f"the Loader's state has {name}={stored!r:.40}, and this Loader {name}={value!r:.40}",
+            f"{hint}; {NEW_RUN_HINT}",
+        )

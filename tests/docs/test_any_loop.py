@@ -1,0 +1,54 @@
+"""docs/any-loop.md: its scripts are killed, and resume on another number of ranks with no sample
+lost or repeated.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pages import EXAMPLES
+from processes import audited, run, started, wait_until
+
+# Each script, the package that it needs, and what a rank has saved when the file is there.
+SCRIPTS = {
+    "loader_ddp": ("", "loader_ddp.pt"),
+    "loader_accelerate": ("accelerate", "loader_accelerate"),
+    "loader_lightning": ("lightning", "loader_lightning/last.ckpt"),
+    "loader_trainer": ("transformers", "loader_trainer/checkpoint-*/loader.json"),
+}
+SLOW = [name for name, (package, _) in SCRIPTS.items() if package]
+BEFORE = ("plain.py", "lightning_before.py", "trainer_before.py")
+SPARE_EPOCHS = 1000
+
+
+def command(name: str, nproc: int, epochs: int) -> list[object]:
+    devices = ("--devices", nproc) if name == "loader_lightning" else ()
+    return ["run", "--nproc", nproc, f"{name}.py", *devices, "--epochs", epochs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCRIPTS]
+)
+def test_a_killed_script_resumes_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
+    package, checkpoint = SCRIPTS[name]
+    if package and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    for file in (f"{name}.py", *BEFORE):
+        shutil.copy(EXAMPLES / file, tmp_path)
+    ledger = tmp_path / "runs" / name / "ledger" / "attempt-0001.rank-0.jsonl"
+    with started(*command(name, 2, SPARE_EPOCHS), cwd=tmp_path) as killed:
+        wait_until(lambda: any(tmp_path.glob(checkpoint)) or killed.popen.poll() is not None)
+        size = ledger.stat().st_size
+        wait_until(lambda: ledger.stat().st_size > size)  # so that steps are done again
+        killed.look()
+    epochs = 3 + ledger.read_text().count("\n") // 23
+    done = run(*command(name, 3, epochs), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = audited(tmp_path / "runs" / name)
+    assert result["ok"] and result["attempts"] == 2 and result["superseded"] > 0, result
+    assert [epoch["never_seen"] for epoch in result["epochs"]] == [0] * epochs
