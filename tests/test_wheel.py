@@ -22,13 +22,15 @@ PACKAGED = [
 ]  # fmt: skip
 
 
-def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def called(
+    *command: object, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command as somebody types it who has no checkout."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env=env,
+        env=inherited | (env or {}),
         timeout=SECONDS,
         capture_output=True,
         text=True,
@@ -36,8 +38,8 @@ def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def done(*command: object, cwd: Path) -> str:
-    result = called(*command, cwd=cwd)
+def done(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
+    result = called(*command, cwd=cwd, env=env)
     assert result.returncode == 0, (
         f"{command} ended with {result.returncode}\n{result.stdout}{result.stderr}"
     )
@@ -53,17 +55,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in (
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-    ):  # a build in the checkout would leave files there
+    # A build in the checkout would leave files there.
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    shutil.copytree(
-        REPOSITORY / "src",
-        source / "src",
-        ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
-    )
+    for name in ("src", "lessons"):
+        shutil.copytree(
+            REPOSITORY / name,
+            source / name,
+            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+        )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
     [wheel] = folder.glob("*.whl")
@@ -89,11 +89,10 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
     code = "import stepladder; print(stepladder.__version__, *stepladder.__path__)"
     version, result = done(installed / "python", "-c", code, cwd=tmp_path).split()
     assert Path(result).is_relative_to(installed.parent) and version == stepladder.__version__
-    assert (
-        files_of(Path(result))
-        == files_of(REPOSITORY / "src" / "stepladder")
-        >= {Path(name) for name in PACKAGED}
-    )
+    package = files_of(REPOSITORY / "src" / "stepladder")
+    course = {Path("lessons", path) for path in files_of(REPOSITORY / "lessons")}
+    assert package >= {Path(name) for name in PACKAGED}
+    assert files_of(Path(result)) == package | course
     code = "import importlib.metadata as m; print(m.version('stepladder'))"
     assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
 
@@ -120,11 +119,25 @@ def test_the_wheel_looks_at_the_machine(installed: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_a_checkout_learn_says_in_one_line_where_the_lessons_are(
-    installed: Path, tmp_path: Path
-) -> None:
-    result = called(installed / "stepladder", "learn", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: no folder lessons in ")
-    assert "stepladder repository" in line
+def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
+    """It is read in the package, and taken where `learn start` has laid it out."""
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    learn = installed / "stepladder", "learn"
+    assert "1  Processes that add" in done(*learn, cwd=tmp_path, env=env)
+    assert done(*learn, "show", 1, cwd=tmp_path, env=env).startswith("lesson 1: ")
+    for name in (1, "all-reduce"):
+        refused = called(*learn, "check", name, cwd=tmp_path, env=env)
+        assert refused.returncode == 2 and "learn start my-course" in refused.stderr
+    done(*learn, "start", "mine", cwd=tmp_path, env=env)
+    assert "01-all-reduce: passed" in done(*learn, "check", 1, cwd=tmp_path, env=env)
+    exercise = tmp_path / "mine" / "all-reduce" / "exercise.py"
+    shutil.copy(tmp_path / "mine/lessons/solutions/all-reduce.py", exercise)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert "all-reduce: passed" in done(*learn, "check", "all-reduce", cwd=elsewhere, env=env)
+    done(*learn, "start", "mine", cwd=tmp_path, env=env)
+    assert (
+        "all-reduce" in exercise.read_text() and "/ dist.get_world_size()" in exercise.read_text()
+    )
+    packages = installed.parent.glob("lib/python*/site-packages/stepladder/lessons")
+    assert not [path for folder in packages for path in folder.rglob("runs")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 import stepladder as package
 from courses import write_course
 from processes import refused, run, started
+from stepladder.tools.learn.class_report import read_learner_page, render_learner_page
 
 Learn = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -203,3 +206,39 @@ def test_listing_imports_no_torch(learn: Learn, tmp_path: Path) -> None:
         command=(sys.executable,),
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_class_hands_in_pages_that_are_merged(learn: Learn, tmp_path: Path) -> None:
+    pages = tmp_path / "one.html", tmp_path / "two.html"
+    learn("check", "--all", "--report", pages[0], code=1)
+    solve(tmp_path)
+    learn("check", "--all", "--report", pages[1], code=1)
+    first = read_learner_page(pages[0])
+    assert [(item.label, item.passed) for item in first.items] == [
+        ("lesson 1", True),
+        ("add", False),
+        ("lesson 2", None),
+        ("stop", False),
+    ]
+    assert first.next_label == "add" and read_learner_page(pages[1]).next_label == "stop"
+    other = replace(read_learner_page(pages[1]), learner="<Ada>")
+    pages[1].write_text(render_learner_page(other))
+    learn("class", *pages, "-o", tmp_path / "class.html")
+    text = (tmp_path / "class.html").read_text()
+    assert "The class: 2 learners" in text and "<td>&lt;Ada&gt;</td><td>2 of 4</td>" in text
+    assert re.findall(r"<td>(stop|add)</td><td>(\d)</td>", text) == [("stop", "2"), ("add", "1")]
+
+
+def test_a_page_of_something_else_is_refused(learn: Learn, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<p data-results='{}'>")
+    for name in ("page.html", "no.html"):
+        assert str(tmp_path / name) in learn("class", tmp_path / name, code=2).stderr
+    assert "--report without --all" in learn("check", "add", "--report", "x", code=2).stderr
+
+
+def test_a_solution_is_shown_with_what_it_changes(learn: Learn, tmp_path: Path) -> None:
+    assert learn("solution", "add", "--yes").stdout.endswith(
+        "-    return a\n+    return a + b\n \n # -- the check: leave it as it is ---\n import sys\n"
+    )
+    solve(tmp_path)
+    assert "what it changes" not in learn("solution", "add", "--yes").stdout

@@ -41,7 +41,7 @@ def test_more_ranks_than_open_files(tmp_path: Path) -> None:
         if arguments[0] == "audit":
             result = json.loads(done.stdout)
             assert (result["ok"], len(result["epochs"])) == (True, 2)
-    assert "on 150 process(es); samples lost 0" in Path(page).read_text()
+    assert "on 150 processes; samples lost 0" in Path(page).read_text()
 
 
 @pytest.mark.parametrize("name, value", [("world_size", 10**12), ("resumed_from_step", 10**14)])

@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
+import socket
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,39 +19,28 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from processes import SECONDS, refused, run, train
+from browsers import look, needs_browser
+from processes import refused, run, train
 from ranks import run_ranks
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.run_dir import RunDir
+from stepladder.storage.start_records import describe_command, read_start_records
 from stepladder.tools.pages.figures import (
     Figure,
     choose_ticks,
     draw_heat_map,
-    draw_lines,
     draw_spans,
-    thin_points,
 )
+from stepladder.tools.pages.line_chart import draw_lines, thin_points
 from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
-from stepladder.tools.report.record import read_run
+from stepladder.tools.report.record import RunStart, read_run
+from stepladder.tools.report.report import describe_end, format_duration
 from stepladder.tools.report.series import RankTimes
 from stepladder.train.comm import Comm
 from stepladder.train.trainer import Trainer
-
-CHROMIUM = shutil.which("chromium")
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",  # a container's may be too small for it
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +104,13 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     done = run("report", tmp_path / "r", "-o", tmp_path / "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
-    assert "finished: 16 of 16 steps, 1 start(s) on 2 process(es); samples lost 0" in text
+    assert "finished: 16 of 16 steps, 1 start on 2 processes; samples lost 0" in text
     assert re.search(r"rank 1 takes \d+\.\d times as long as the others for its share", text), text
     drawn = re.findall(r"<svg[^>]*aria-label=\"([^\"]*)", text)
     assert drawn == [
-        "training loss",
-        "learning rate",
-        "train_loss",
+        "loss",
         "test_mse",
+        "learning rate",
         "throughput",
         "time per step and rank",
         "starts",
@@ -138,10 +127,23 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
     for expected in (
-        "finished: 16 of 16 steps, 2 start(s) on 2 &gt; 1 process(es); samples lost 0",
-        "start 2",
+        "finished: 16 of 16 steps, 2 starts on 2 &gt; 1 process; samples lost 0",
+        "<title>start 1 stopped after step 8; start 2 continues after step 8, 1 process</title>",
+        "Every sample of each step was trained exactly once (2 attempts, 0 steps rolled back",
+        "prefers-color-scheme: dark",
     ):
         assert expected in text
+    summary = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', text))
+    assert summary["host"] == socket.gethostname() and summary["git commit"].startswith("none")
+    assert summary["last command"].endswith(" --epochs 2 --json")
+    assert summary["command"].endswith(" --epochs 2 --nproc 2 --steps 8 --json")
+    begun = datetime.strptime(summary["begun"], "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC)
+    assert abs(begun.timestamp() - (run_dir / "config.json").stat().st_mtime) < 60
+    assert float(summary["duration"].removesuffix(" s")) > 0
+    best = json.loads((run_dir / "result.json").read_text())["best"]
+    assert summary["best test_mse"] == f"{best['value']:.6g}, after step {best['step']}"
+    assert float(summary["last test_mse"]) > 0
+    assert len(re.findall('class="note"', text.split("<figure>")[1])) == 16
     assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] in text
     assert not re.search(r"<script|https?://|@import|url\(", text)
     HTMLParser().feed(text)
@@ -324,30 +326,97 @@ def test_degenerate_plots_are_drawn(plot: Figure) -> None:
     ElementTree.fromstring(drawn.strip())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
-    """A real browser, 390 pixels wide, does not scroll sideways."""
-    page = tmp_path / "page.html"
-    assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
-    widths = "document.documentElement.scrollWidth + ' of ' + innerWidth"
-    probe = f"<script>document.title = {widths}</script>"
-    frame = tmp_path / "frame.html"
-    page.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
-    frame.write_text(
-        '<iframe id="f" src="page.html" width="390" height="800"></iframe><script>onload = () => '
-        "{ document.title = document.getElementById('f').contentDocument.title }</script>"
-    )
-    command = [
-        str(CHROMIUM),
-        *QUIET,
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--allow-file-access-from-files",
+@pytest.mark.ranks
+def test_a_page_compares_runs(run_dir: Path, tmp_path: Path) -> None:
+    flags = "--samples", 256, "--global-batch", 32, "--epochs", 2
+    train("mlp", *flags, "--lr", 0.03, "--run-dir", "other", cwd=tmp_path)
+    runs = run_dir, tmp_path / "other", run_dir
+    done = run("report", *runs, "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.html").read_text()
+    assert re.findall(r'<p class="verdict( bad)?">', text) == [" bad", ""]
+    assert re.search(r"the runs diverge at step \d+ \(", text)
+    assert "losses within 1e-05 in 16 common steps" in text
+    row = re.search(r"<td>lr</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", text)
+    assert row is not None and row[2] == "0.03" and row[3] == "=" and row[1] != row[2]
+    assert re.findall(r'role="img" aria-label="(.*?)"', text) == [
+        "training loss",
+        "test_mse",
+        "learning rate",
     ]
-    shown = subprocess.run(
-        [*command, "--virtual-time-budget=3000", "--dump-dom", frame.as_uri()],
-        capture_output=True, text=True, timeout=SECONDS, check=True,
-    ).stdout  # fmt: skip
-    match = re.search(r"<title>(\d+) of (\d+)</title>", shown)
-    assert match is not None, shown[:500]
-    assert int(match[1]) <= int(match[2]) <= 390
+    assert text.split("</figure>")[0].count("<polyline") == 3
+
+
+def test_what_has_no_curves_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "launches.jsonl").touch()
+    refused(run("report", tmp_path, tmp_path, cwd=tmp_path), "is the run of a script")
+    refused(run("report", *[tmp_path] * 9, cwd=tmp_path), "9 runs, but a page compares at most 8")
+
+
+@pytest.mark.parametrize(
+    "argv, command",
+    [
+        (["/opt/venv/bin/stepladder", "train", "x"], "stepladder train x"),
+        (["/src/stepladder/__main__.py", "train", "a b"], "stepladder train 'a b'"),
+        (["train.py", "--hf-token", "hf_x1"], "python train.py --hf-token '***'"),
+    ],
+)
+def test_the_command_is_that_which_was_typed(argv: list[str], command: str) -> None:
+    assert describe_command(argv) == command
+
+
+def test_a_start_that_was_killed_is_told_from_one_that_failed(tmp_path: Path) -> None:
+    lines = [
+        {"attempt": 1, "begun": 10.0, "host": "a", "command": "c"},
+        {"attempt": 2, "begun": 20.0, "host": "b", "command": "c"},
+        {"attempt": 2, "ended": 25.0, "failed": True},
+        {"attempt": 3, "begun": "yesterday", "host": "b", "command": "c"},
+    ]
+    path = tmp_path / "starts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"attempt": 4, "beg')
+    records = read_start_records(tmp_path)
+    assert sorted(records) == [1, 2]
+    starts = [RunStart(1, 4, 0, 9), RunStart(2, 3, 6, 12), RunStart(3, 3, 12, 20)]
+    assert describe_end(starts[0], starts[1], records) == "start 1 was killed after step 9"
+    assert describe_end(starts[1], starts[2], records) == "start 2 was interrupted after step 12"
+    assert describe_end(starts[1], starts[2], {}) == "start 2 stopped after step 12"
+
+
+def test_durations_are_in_two_units() -> None:
+    assert [format_duration(s) for s in (0.04, 59.9, 61, 7500)] == [
+        "0.0 s",
+        "59.9 s",
+        "1 min 1 s",
+        "2 h 5 min",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@needs_browser
+def test_the_pages_are_readable_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
+    """At 1280 and 390 pixels, light and dark: nothing is cut, overlaps, overflows or is faint."""
+    for runs in ([run_dir], [run_dir, run_dir, run_dir]):
+        page = tmp_path / "page.html"
+        assert run("report", *runs, "-o", page, cwd=tmp_path).returncode == 0
+        look(page, tmp_path)
+    flags = "--nproc", "1,2", "--rounds", 1, "--steps", 8, "--samples", 512
+    assert run("scale", "mlp", *flags, "--html", "scale.html", cwd=tmp_path).returncode == 0
+    look(tmp_path / "scale.html", tmp_path)
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        ('<p style="white-space: nowrap">' + "word " * 300 + "</p>", "the page is"),
+        ('<p style="color: #aaa; background: #fff">faint</p>', "too little contrast"),
+        ('<svg viewBox="0 0 40 40"><text x="30" y="20">too long</text></svg>', "cut in"),
+    ],
+)
+def test_the_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text(f"<!doctype html><title></title><body>{body}</body>")
+    with pytest.raises(AssertionError, match=problem):
+        look(page, tmp_path)

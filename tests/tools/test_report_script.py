@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from browsers import look, needs_browser
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.probe.step_clock import StepClock
@@ -62,7 +63,7 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
     for expected in (
         "slow_rank.py in ",
         "finished: ",
-        "2 start(s) on 2 &gt; 2 process(es)",
+        "2 starts on 2 &gt; 2 processes",
         "rank 1 takes ",
         "--run-dir its",
     ):
@@ -71,6 +72,15 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
     HTMLParser().feed(text)
     for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(picture)  # well formed
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@needs_browser
+def test_its_page_is_readable_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
+    look(page, tmp_path)
 
 
 @pytest.mark.ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
+from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import Words
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import format_count
+from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.terminal import make_console
 from stepladder.tools.learn.check import (
     NOT_YET_PREFIX,
@@ -22,6 +25,13 @@ from stepladder.tools.learn.check import (
     find_next_item,
     run_exercise,
     run_lesson,
+)
+from stepladder.tools.learn.class_report import (
+    make_item_result,
+    make_learner_results,
+    read_learner_page,
+    render_class_page,
+    render_learner_page,
 )
 from stepladder.tools.learn.course import (
     Course,
@@ -135,6 +145,7 @@ def check(
     name: str | None = None,
     *,
     check_all: Annotated[bool, "--all"] = False,
+    report: Path | None = None,
 ) -> int:
     """Check a lesson or an exercise by running it.
 
@@ -144,12 +155,15 @@ def check(
     Args:
         name ([N|NAME]): Number of a lesson, or name of an exercise.
         check_all: Check every lesson and exercise that this machine can run.
+        report (FILE): With --all, write the results as a page, to look at or to hand in.
     """
     course, progress = load_course(), load_progress()
     if name is not None and check_all:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
+    if report is not None and not check_all:
+        raise InputError("--report without --all", "stepladder learn check --all --report FILE")
     if check_all:
-        return check_course(course)
+        return check_course(course, report)
     item = course.find_item(name) if name else find_next_item(course, progress)
     if item is None:
         echo("all passed")
@@ -165,23 +179,46 @@ def check(
     return 0
 
 
-def check_course(course: Course) -> int:
+def check_course(course: Course, report: Path | None) -> int:
     """Check all lessons and exercises, and return exit code 1 if one does not pass."""
+    if report is not None:
+        validate_writable(report, "--report")
     failed = 0
+    results = []
     for item in course:
         name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
         label = f"{name:24}"
         missing = find_missing_requirement(item)
         if missing is not None:
             echo(f"{label} skipped: needs {missing}")
+            results.append(make_item_result(item, None, f"needs {missing}"))
             continue
         output: deque[str] = deque(maxlen=SHOWN_LINES)
         verdict = check_item(course, item, output.append)
         failed += not verdict.passed
+        results.append(make_item_result(item, verdict.passed, verdict.text))
         echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
             echo("".join(f"    {line}\n" for line in output), end="")
+    if report is not None:
+        write_output(report, render_learner_page(make_learner_results(results)), "--report")
     return int(failed > 0)
+
+
+@command.command(name="class")
+def class_(
+    reports: tuple[Path, ...],
+    *,
+    output: Annotated[Path, "-o", "--output"] = Path("class.html"),
+) -> None:
+    """Merge the pages of several learners into one: how far each is, and where people are stuck.
+
+    Args:
+        reports (FILE...): Pages of `learn check --all --report FILE`.
+    """
+    validate_writable(output, "-o")
+    write_output(output, render_class_page([read_learner_page(path) for path in reports]), "-o")
+    echo(f"written: {output}")
 
 
 @command.command()
@@ -192,20 +229,30 @@ def solution(name: str, *, yes: bool = False) -> None:
         yes: Show it without asking.
     """
     course = load_course()
-    file = course.solution_file(course.find_exercise(name))
+    exercise = course.find_exercise(name)
+    file = course.solution_file(exercise)
     if not yes:
         raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
-    echo(f"# {file}\n\n{file.read_text(encoding='utf-8')}", end="")
+    text = file.read_text(encoding="utf-8")
+    echo(f"# {file}\n\n{text}", end="")
+    mine = load_progress().exercise_file(course, exercise).read_text(encoding="utf-8")
+    changes = list(unified_diff(mine.splitlines(), text.splitlines(), "yours", name, lineterm=""))
+    if changes:
+        echo("\n# what it changes in your file\n\n" + "\n".join(changes))
 
 
 @command.command()
 def start(folder: Path = Path("my-exercises")) -> None:
     """Copy the exercises to FOLDER [my-exercises], to work on them there from now on.
 
-    Files that exist are not changed. To begin an exercise again, remove its exercise.py and repeat
-    this. Without `start`, exercises are edited in the checkout.
+    Without a checkout of the repository, this also lays out the lessons, in FOLDER/lessons. Files
+    that exist are not changed. To begin an exercise again, remove its exercise.py and repeat this.
+    Without `start`, exercises are edited in the checkout.
     """
     course, progress = load_course(), load_progress()
+    if course.is_packaged:
+        progress.lay_out(course, folder)
+        echo(f"{folder / 'lessons'}: {format_count(len(course.lessons), 'lesson')}")
     copied, unchanged = progress.copy_exercises(course, folder)
     echo(f"{progress.folder}: {copied} exercises copied, {unchanged} kept as they are")
     say_next(course, progress)

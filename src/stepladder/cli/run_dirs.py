@@ -113,16 +113,25 @@ def watch(
 
 @make_command()
 def report(
-    run_dir: Path,
+    run_dirs: tuple[Path, ...],
     *,
     output: Annotated[Path, "-o", "--output"] = Path("report.html"),
 ) -> None:
     """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 
     The run may still be training. RUN_DIR may also be a folder of `stepladder run --run-dir`; the
-    page of a script has no curves and no samples.
-    """
-    from stepladder.tools.report.report import write_report
+    page of a script has no curves and no samples. With several RUN_DIR, the page compares them:
+    their curves, what differs in settings and versions, and the first step that differs.
 
-    write_report(run_dir, output)
+    Args:
+        run_dirs (RUN_DIR...): Run directories; the others are compared with the first.
+    """
+    if len(run_dirs) == 1:
+        from stepladder.tools.report.report import write_report
+
+        write_report(run_dirs[0], output)
+    else:
+        from stepladder.tools.diff.comparison_page import write_comparison
+
+        write_comparison(run_dirs, output)
     echo(f"written: {output}")

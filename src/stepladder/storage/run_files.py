@@ -24,6 +24,7 @@ CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
+STARTS_FILE = "starts.jsonl"
 RUN_SCHEMA = 1  # version of config.json and result.json
 # The key, and its type, that must be in each of these files.
 REQUIRED_KEYS: dict[str, tuple[str, type]] = {
@@ -37,6 +38,7 @@ RUN_FILES = (
     RESULT_FILE,
     METRICS_FILE,
     TIMING_FILE,
+    STARTS_FILE,
     LOCK_FILE,
     LINK_LOCK_FILE,
     RENDEZVOUS_LOCK_FILE,

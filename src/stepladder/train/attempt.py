@@ -11,6 +11,7 @@ from stepladder.core.console import write_text
 from stepladder.storage.run_dir import RunDir
 from stepladder.storage.run_files import SNAPSHOTS_FOLDER
 from stepladder.storage.snapshot_store import Snapshots
+from stepladder.storage.start_records import record_begin, record_end
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger, open_loggers
 from stepladder.train.run_spec import RunSpec
@@ -61,6 +62,16 @@ class RunAttempt:
 
         self.exit_stack.push(close)
         return run_dir
+
+    def record_start(self, run_dir: RunDir) -> None:
+        """Record on the first rank that the attempt begins, and when it ends."""
+        number = run_dir.attempt
+        record_begin(run_dir.path, number)
+
+        def record(_type: object, error: BaseException | None, _trace: object) -> None:
+            record_end(run_dir.path, number, failed=error is not None)
+
+        self.exit_stack.push(record)
 
     def open_snapshots(self, run_dir: RunDir) -> Snapshots:
         """Open the snapshots of the run directory, on the first rank."""

@@ -186,6 +186,7 @@ class Opening:
             run_dir.write_json(
                 CONFIG_FILE, {"schema": RUN_SCHEMA, **spec.as_json(), "environment": facts}
             )
+        self.attempt.record_start(run_dir)
         return StoredRun(run_dir.attempt, None, snapshot, shuffle)
 
     def _load_initial_weights(self, is_fresh: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 from courses import EXERCISE, write_course
 from processes import started, wait_until
 from stepladder.core.errors import InputError
+from stepladder.rank.stacks import ABORT_TEXT
 from stepladder.slurm.lab.lab import Lab, get_lab_folder
 from stepladder.slurm.lab.layout import Layout
 from stepladder.tools.learn.check import (
@@ -20,6 +22,7 @@ from stepladder.tools.learn.check import (
 )
 from stepladder.tools.learn.command import run_command
 from stepladder.tools.learn.course import Course, load_course
+from stepladder.tools.learn.hang import StallMeter, explain_output
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -137,6 +140,72 @@ def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     wait_until(lambda: not [p for p in pids if alive(p)])
 
 
+HANGS = """
+import sys, tempfile
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def log_loss(rank):
+    value = torch.ones(1)
+    if rank == 0:
+        dist.all_reduce(value)
+
+def run_rank(rank, store):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    log_loss(rank)
+    sys.stdin.read()
+    dist.barrier()
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (folder + "/store",), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_hang_is_explained_by_the_ranks_lines(course: Course) -> None:
+    file = course.root / "mine.py"
+    file.write_text(HANGS)
+    lines: list[str] = []
+    result = run_command([sys.executable, str(file)], course.root, lines.append, None, 10.0)
+    assert result.hung and not result.timed_out and "without any work" in result.failure
+    assert "Fatal Python error" not in "".join(lines), "the stacks are explained, not shown"
+    first = result.explanation.splitlines()[0]
+    assert "waits in barrier, called by run_rank(), mine.py:14" in first
+    assert "waits in all_reduce, called by log_loss(), mine.py:8" in first
+    assert lines[-1] == result.explanation
+
+
+def faulthandler_text(*frames: str) -> str:
+    return "\n".join([ABORT_TEXT, "Current thread 0x1 (most recent call first):", *frames, ""])
+
+
+def test_who_waits_where_is_read_from_the_stacks() -> None:
+    def frame(line: int, function: str, file: str = "/home/me/exercise.py") -> str:
+        return f'  File "{file}", line {line} in {function}'
+
+    library = "/lib/site-packages/torch/distributed/distributed_c10d.py"
+    root = faulthandler_text(frame(60, "spawn", "/lib/site-packages/torch/x.py"), frame(40, "main"))
+    waits = faulthandler_text(frame(3252, "all_reduce", library), frame(8, "evaluate"))
+    computes = faulthandler_text(frame(12, "rank_main"))
+    printed = f"printed before\n{root}{waits}{computes}"
+    text = explain_output(printed, [7, 8, 9], {9: 0, 8: 1}, "nothing has happened", 10)
+    assert text.splitlines()[0].startswith(
+        "stepladder: nothing has happened for 10 s: rank 0 (pid 9): it is in rank_main()"
+    )
+    assert "the others wait in all_reduce, called by evaluate(), exercise.py:8" in text
+    two = f"{waits}{computes}"
+    assert explain_output(two, [7, 8, 9], {}, "", 10) == "", "one of them is no Python"
+
+
+def test_processes_that_work_do_not_hang() -> None:
+    meter = StallMeter(psutil.Process().pid)
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert meter.poll() == 0.0
+
+
 def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -163,6 +232,7 @@ def test_what_a_lesson_needs(
 
 STARTS = """
 import sys
+import time
 from pathlib import Path
 from stepladder.tools.learn.command import run_command
 

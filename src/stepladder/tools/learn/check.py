@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepladder.core.errors import InputError
 from stepladder.tools.learn.command import CommandResult, Echo, run_command
 from stepladder.tools.learn.course import (
     Course,
@@ -19,6 +20,7 @@ from stepladder.tools.learn.course import (
     extract_check,
     load_progress,
 )
+from stepladder.tools.learn.hang import HANG_TIMEOUT_S
 
 CLAIM_PREFIX = "claim holds"
 PASSED_PREFIX = "passed: "
@@ -95,6 +97,7 @@ def check_exercise(
         (),
         echo,
         get_timeout_s(exercise),
+        HANG_TIMEOUT_S,
     )
     success = result.find_last_line(PASSED_PREFIX).removeprefix(PASSED_PREFIX)
     if success and not result.failure:
@@ -120,6 +123,11 @@ def find_missing_requirement(item: Lesson | Exercise) -> str | None:
 def run_lesson(
     course: Course, lesson: Lesson, args: Sequence[str], echo: Echo, timeout_s: float | None = None
 ) -> CommandResult:
+    if course.is_packaged:  # it would write its files into the installed package
+        raise InputError(
+            "the lessons are still inside the installed package",
+            "stepladder learn start my-course, which lays them out",
+        )
     command = [*shlex.split(lesson.command), *args]
     # Buffered: otherwise print() writes a line and its end separately, and the lines of several
     # ranks would be mixed. Lessons flush.
@@ -133,7 +141,12 @@ def run_lesson(
 
 
 def run_exercise(
-    exercise: Exercise, file: Path, args: Sequence[str], echo: Echo, timeout_s: float | None = None
+    exercise: Exercise,
+    file: Path,
+    args: Sequence[str],
+    echo: Echo,
+    timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
 ) -> CommandResult:
     command = [*exercise.launcher.split(), str(file), *args]
     # Unbuffered: a file that hangs is killed, and would lose its buffered output.
@@ -142,5 +155,6 @@ def run_exercise(
         file.parent,
         echo,
         timeout_s,
+        hang_timeout_s,
         PYTHONUNBUFFERED="1",
     )

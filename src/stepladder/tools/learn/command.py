@@ -1,4 +1,7 @@
-"""Run the command of a lesson or an exercise with a timeout, and end every process it started."""
+"""Run the command of a lesson or an exercise until it ends, hangs or takes too long.
+
+Every process that it has started is ended.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,24 +23,42 @@ import psutil
 from stepladder.core.errors import InputError
 from stepladder.core.signals import exit_on_signals
 from stepladder.rank.lifecycle import die_with_parent
+from stepladder.tools.learn.hang import (
+    HANG_TIMEOUT_S,
+    StallMeter,
+    abort_process_tree,
+    explain_output,
+    find_ranks,
+    list_process_tree,
+)
 
 PYTHON_PROGRAMS = {
     "python": (),
     "torchrun": ("-m", "torch.distributed.run"),
     "stepladder": ("-m", "stepladder"),
 }
-ABORT_TIMEOUT_S = 2.0
+WATCH_INTERVAL_S = 0.5
 
 Echo = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The exit code and output of a command, and whether the timeout ended it."""
+    """The exit code and output of a command, and whether it was ended.
+
+    Attributes:
+        exit_code: Its exit code.
+        output: All that it has printed, stacks included.
+        timed_out: It took too long.
+        hung: All of its processes slept.
+        explanation: What they waited for, if that could be found out.
+    """
 
     exit_code: int
     output: str
     timed_out: bool
+    hung: bool = False
+    explanation: str = ""
 
     def find_last_line(self, prefix: str) -> str:
         """Return the last line that begins with the prefix, or an empty text."""
@@ -46,52 +68,115 @@ class CommandResult:
     @property
     def failure(self) -> str:
         """Why the command failed, or an empty text."""
+        if self.hung:
+            return f"it hung, and was stopped after {HANG_TIMEOUT_S:.0f} s without any work"
         if self.timed_out:
-            return "it was stopped after a timeout: its output shows where it hung"
+            return "it was stopped after a timeout: its output shows where it was"
         if self.exit_code:
             return f"it ended with exit code {self.exit_code}, see its output"
         return ""
 
 
+class Watch:
+    """Ends a command that hangs or takes too long, after its processes have printed their stacks.
+
+    Attributes:
+        timed_out: Whether it took too long.
+        hung: Whether all of its processes slept.
+        pids: The processes in the order in which they printed their stacks.
+        ranks: The rank of a process by its id, as far as it is known.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[str], timeout_s: float | None, hang_timeout_s: float | None
+    ) -> None:
+        self.timed_out = False
+        self.hung = False
+        self.pids: list[int] = []
+        self.ranks: dict[int, int] = {}
+        self._process = process
+        self._timeout_s = timeout_s or threading.TIMEOUT_MAX
+        self._hang_timeout_s = hang_timeout_s or threading.TIMEOUT_MAX
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether what is printed now are stacks."""
+        return self.hung or self.timed_out
+
+    def explain(self, stacks: str) -> str:
+        """Return where the processes were, from the stacks that they have printed."""
+        lead = "no process has worked"
+        seconds = self._hang_timeout_s
+        if self.timed_out:
+            lead = "it has not come to its end"
+            seconds = self._timeout_s
+        return explain_output(stacks, self.pids, self.ranks, lead, seconds)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        stall_meter = StallMeter(self._process.pid)
+        while not self._is_over.wait(WATCH_INTERVAL_S):
+            self.timed_out = time.monotonic() > deadline
+            self.hung = stall_meter.poll() > self._hang_timeout_s
+            if self.is_ending:
+                self.ranks = find_ranks(list_process_tree(self._process.pid))
+                self.pids = [member.pid for member in abort_process_tree(self._process.pid)]
+                kill_process_tree(self._process)
+                return
+
+
 @exit_on_signals()
 def run_command(
-    command: Sequence[str], cwd: Path, echo: Echo, timeout_s: float | None, **variables: str
+    command: Sequence[str],
+    cwd: Path,
+    echo: Echo,
+    timeout_s: float | None,
+    hang_timeout_s: float | None = None,
+    **variables: str,
 ) -> CommandResult:
     """Run a command to its end, and end every process that it started.
 
     Each line of its output (stdout and stderr) is passed to `echo`. The variables are added to its
     environment.
+
+    Args:
+        command: The program and its arguments.
+        cwd: Where it runs.
+        echo: Gets each line. Of a command that hangs, it gets an explanation, not the stacks.
+        timeout_s: How long it may take.
+        hang_timeout_s: How long all of its processes may sleep; None: for ever.
+        **variables: Additions to its environment.
     """
-    process = start_process(
-        find_program(command),
-        cwd,
-        make_environment(variables),
-    )
-    is_overdue = threading.Event()
-
-    def end_overdue_process() -> None:
-        is_overdue.set()
-        abort_process_tree(process)
-        kill_process_tree(process)
-
-    timer = threading.Timer(timeout_s or threading.TIMEOUT_MAX, end_overdue_process)
-    timer.daemon = True  # a Timer's constructor takes no such argument
-    timer.start()
+    process = start_process(find_program(command), cwd, make_environment(variables))
+    watch = Watch(process, timeout_s, hang_timeout_s)
     lines = []
+    stacks = []
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append(line)
-            echo(line.rstrip("\n"))
-        return CommandResult(
-            process.wait(),
-            "".join(lines),
-            is_overdue.is_set(),
-        )
+            if watch.is_ending:
+                stacks.append(line)
+            else:
+                lines.append(line)
+                echo(line.rstrip("\n"))
+        exit_code = process.wait()
     finally:
-        timer.cancel()
+        watch.close()
         kill_process_tree(process)
-        timer.join()
+    explanation = ""
+    if watch.is_ending:
+        explanation = watch.explain("".join(stacks))
+        echo(explanation or "".join(stacks).rstrip("\n"))
+    return CommandResult(
+        exit_code, "".join(lines + stacks), watch.timed_out, watch.hung, explanation
+    )
 
 
 def find_program(command: Sequence[str]) -> list[str]:
@@ -133,27 +218,6 @@ def start_process(
     )
 
 
-def list_process_tree(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return all descendants of a process, and then the process itself."""
-    try:
-        root = psutil.Process(process.pid)
-        return [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def abort_process_tree(process: subprocess.Popen[str]) -> None:
-    """Send SIGABRT to each process: with PYTHONFAULTHANDLER, Python then prints its stacks."""
-    for member in list_process_tree(process):
-        with suppress(psutil.NoSuchProcess):
-            if hasattr(member, "rlimit"):  # Linux: write no core file
-                member.rlimit(psutil.RLIMIT_CORE, (0, 0))
-            member.send_signal(signal.SIGABRT)
-            # Wait for each process in turn, so that their stacks do not interleave.
-            with suppress(psutil.TimeoutExpired):
-                member.wait(ABORT_TIMEOUT_S)
-
-
 def kill_process_tree(process: subprocess.Popen[str]) -> None:
     """Kill a process and all that it started.
 
@@ -162,7 +226,7 @@ def kill_process_tree(process: subprocess.Popen[str]) -> None:
     """
     if process.returncode is not None:  # it was reaped, and another process may have its pid now
         return
-    for member in list_process_tree(process):
+    for member in reversed(list_process_tree(process.pid)):
         with suppress(psutil.NoSuchProcess):
             member.kill()
     with suppress(ProcessLookupError):

@@ -1,7 +1,8 @@
 """The lessons and exercises listed in lessons/ladder.toml and lessons/exercises.toml, and the
 learner's progress.
 
-The course is in the repository and in no wheel, because learners read and change it.
+A checkout has the course in lessons/. A wheel has it inside the package, where nobody should edit
+it: `learn start` lays it out in a folder of the learner's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from stepladder.core.folders import find_file_above, find_obstacle, get_state_fo
 Kind = TypeVar("Kind")
 
 LADDER = "lessons/ladder.toml"
+PACKAGE = Path(__file__).parents[2]  # a wheel has the course in it
 CHECK_LINE = "# -- the check"  # learners edit only what is above this line
 
 
@@ -62,9 +64,14 @@ class Exercise:
 class Course:
     """All lessons and exercises of a repository."""
 
-    root: Path  # of the repository
+    root: Path  # the folder that has the folder lessons
     lessons: tuple[Lesson, ...]
     exercises: tuple[Exercise, ...]
+
+    @property
+    def is_packaged(self) -> bool:
+        """Whether this is the course inside the installed package, which nobody should change."""
+        return self.root == PACKAGE
 
     def __iter__(self) -> Iterator[Lesson | Exercise]:
         """Yield the lessons in order, each followed by its exercises."""
@@ -111,15 +118,16 @@ class Course:
 
 
 def load_course() -> Course:
-    """Load the course of the checkout around the current folder.
+    """Load the course of the folder around the current one that has lessons/.
 
-    Outside of any checkout, load the course of the checkout that stepladder was installed from.
+    Elsewhere, load the course that `learn start` has laid out, that of the checkout from which
+    stepladder was installed, or that of the package.
     """
     ladder = find_ladder()
     if not ladder.is_file():
         raise InputError(
-            f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
-            "cd into a checkout of the stepladder repository, and type this again",
+            f"no folder lessons in {Path.cwd()} or above it, and this installation has none",
+            "cd into a checkout of the stepladder repository, or pip install stepladder",
         )
     lessons = read_tables(ladder, "lesson", Lesson)
     exercises = read_tables(
@@ -138,7 +146,10 @@ def find_ladder() -> Path:
     is_inside = Path.cwd().is_relative_to(installed.parents[1])
     if is_inside and installed.is_file():
         return installed
-    return find_file_above(LADDER) or installed
+    laid_out = load_progress().course
+    candidates = [laid_out / LADDER if laid_out else installed, installed, PACKAGE / LADDER]
+    existing = (path for path in candidates if path.is_file())
+    return find_file_above(LADDER) or next(existing, installed)
 
 
 def read_tables(
@@ -169,6 +180,7 @@ class CourseProgress:
     passed: set[str] = field(default_factory=set)  # keys of lessons and exercises
     hints: dict[str, int] = field(default_factory=dict)  # shown so far, by exercise
     folder: Path | None = None  # of the learner's copies of the exercises
+    course: Path | None = None  # the folder into which the course of a wheel was laid out
 
     def exercise_file(
         self,
@@ -176,6 +188,11 @@ class CourseProgress:
         exercise: Exercise,
     ) -> Path:
         """Return the learner's copy, or without `learn start` the file in the checkout."""
+        if self.folder is None and course.is_packaged:
+            raise InputError(
+                "the exercises are still inside the installed package",
+                "stepladder learn start my-course, which lays them out",
+            )
         if self.folder is None:
             folder = course.item_folder(exercise)
         else:
@@ -214,6 +231,25 @@ class CourseProgress:
         self.folder = folder.resolve()
         self.save()
         return len(missing), len(targets) - len(missing)
+
+    def lay_out(self, course: Course, folder: Path) -> int:
+        """Copy the package's course to folder/lessons, and use it from now on.
+
+        Existing files are kept. Returns how many were copied.
+        """
+        source = course.root / "lessons"
+        copied = 0
+        for file in sorted(source.rglob("*")):
+            target = folder / "lessons" / file.relative_to(source)
+            if not file.is_file() or file.parent.name == "__pycache__" or target.exists():
+                continue
+            with as_input_error(f"{target} cannot be written", "name another folder"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                durable.write(target, file.read_bytes())
+            copied += 1
+        self.course = folder.resolve()
+        self.save()
+        return copied
 
     @property
     def file(self) -> Path:

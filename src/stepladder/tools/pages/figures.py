@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-# The palette of Okabe and Ito (2008), which the colour-blind can distinguish.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#7f7f7f")
+# The hues of Okabe and Ito (2008), which the colour-blind can distinguish. Each is as bright as
+# contrast asks for (WCAG AA): 3 to a white and to a dark page, 4.5 to black text in a bar.
+COLOURS = ("#0081c9", "#dd6200", "#00a276", "#c977a5", "#c48700", "#489ac7", "#9b9327", "#848484")
 HEAT_COLOUR = COLOURS[1]
 SPAN_COLOUR = COLOURS[5]
 # All lengths are in pixels.
@@ -31,12 +32,12 @@ SPAN_ROW_HEIGHT = 24
 MIN_WIDTH_OF_NUMBER = 32  # narrower parts of a bar show no number
 MAX_HEAT_MAP_HEIGHT = 360
 MAX_HEAT_MAP_LABELS = 16
-MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
+NUM_SCALE_CELLS = 8
 LEGEND_COLUMNS = 4
-LEGEND_COLUMN_WIDTH = 142
+LEGEND_LETTER_WIDTH = 7.2  # at most
+LEGEND_LINE_LENGTH = 22
 LEGEND_ROW_HEIGHT = 18
 
-Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]  # from a value to pixels
 
 
@@ -47,10 +48,18 @@ class Mark:
     ("class_"). Floats are rounded to a tenth of a pixel.
     """
 
-    def __init__(self, tag: str, text: str = "", title: str = "", **attributes: Any) -> None:
+    def __init__(
+        self,
+        tag: str,
+        text: str = "",
+        title: str = "",
+        children: Sequence[Mark] = (),
+        **attributes: Any,
+    ) -> None:
         self.tag = tag
         self.text = text
         self.title = title
+        self.children = children
         self.attributes: dict[str, Any] = {}
         for name, value in attributes.items():
             svg_name = name.rstrip("_").replace("_", "-")
@@ -59,12 +68,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of marks, which has none if nothing was recorded. The name is its alt text."""
+    """A picture of marks. The name is its alt text, and the title above it.
+
+    A figure without marks has a note in their place, or says that nothing was recorded.
+    """
 
     name: str
     marks: list[Mark]
     height: float
     width: int = WIDTH
+    note: str = ""
 
 
 def make_text(
@@ -77,87 +90,10 @@ def make_text(
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def draw_lines(
-    name: str,
-    series: Mapping[str, Points],
-    x_name: str,
-    y_name: str,
-    dots: Collection[str] = (),
-) -> Figure:
-    """Draw curves over one pair of axes, with a legend if there are several.
-
-    The curves named in `dots` have a dot at each point.
-    """
-    series = {label: thin_points(points) for label, points in series.items() if points}
-    all_points = np.array([point for points in series.values() for point in points], dtype=float)
-    if not len(all_points):
-        return Figure(name, [], 0)
-    marks, x_scale, y_scale = draw_axes(all_points, x_name, y_name)
-    colours = assign_colours(series)
-    for label, points in series.items():
-        pixels = [(x_scale(x), y_scale(y)) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
-        colour = colours[label]
-        curve = Mark(
-            "polyline",
-            points=path,
-            fill="none",
-            stroke=colour,
-            stroke_width="1.6",
-        )
-        marks.append(curve)
-        if label in dots or len(points) == 1:
-            for x, y in pixels:
-                dot = Mark("circle", cx=x, cy=y, r=3, fill=colour)
-                marks.append(dot)
-    if len(series) == 1:
-        return Figure(name, marks, HEIGHT)
-    return add_legend(name, marks, colours, HEIGHT)
-
-
-def draw_axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scale, Scale]:
-    """Return linear axes for all points, and the scales of x and y.
-
-    The y axis is widened to round numbers.
-    """
-    x_min, y_min = points.min(0)
-    x_max, y_max = points.max(0)
-    x_ticks = choose_ticks(x_min, x_max)
-    y_ticks = choose_ticks(y_min, y_max)
-    y_min = min(y_min, y_ticks[0])
-    y_max = max(y_max, y_ticks[-1])
-    if y_max <= y_min:  # a constant is drawn in the middle
-        margin = abs(y_min) / 2 or 1.0
-        y_min -= margin
-        y_max += margin
-    x_scale = make_scale(x_min, x_max, LEFT, PLOT_RIGHT)
-    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, TOP)
-    marks = []
-    for tick in y_ticks:
-        y = y_scale(tick)
-        grid_line = Mark("path", d=f"M{LEFT} {y:.1f}H{PLOT_RIGHT}", stroke="var(--line)")
-        label = make_text(LEFT - 6, y + 4, f"{tick:g}", "end")
-        marks += [grid_line, label]
-    for tick in x_ticks:
-        label = make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle")
-        marks.append(label)
-    marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
-    marks.append(make_text(4, HEIGHT - 6, y_name))
-    return marks, x_scale, y_scale
-
-
 def make_scale(lo: float, hi: float, lo_pixel: float, hi_pixel: float) -> Scale:
     """Return the linear scale that maps lo and hi to two pixels; an empty range has length 1."""
     pixels_per_unit = (hi_pixel - lo_pixel) / ((hi - lo) or 1)
     return lambda value: lo_pixel + (value - lo) * pixels_per_unit
-
-
-def thin_points(points: Points) -> Points:
-    """Return at most MAX_PLOT_POINTS points, each the mean of its neighbours."""
-    if len(points) <= MAX_PLOT_POINTS:
-        return points
-    parts = np.array_split(np.array(points, dtype=float), MAX_PLOT_POINTS)
-    return [tuple(part.mean(0)) for part in parts]
 
 
 def draw_bars(
@@ -210,16 +146,12 @@ def draw_heat_map(
     values: np.ndarray,
     unit: str,
 ) -> Figure:
-    """Draw one line of cells per label; a greater value is darker.
+    """Draw one line of cells per label: the strength of the colour grows with the value, from 0.
 
     The values have shape (labels, x_values). A cell with NaN is not drawn.
     """
     finite = values[np.isfinite(values)]
-    lo = 0.0
-    hi = 1.0
-    if finite.size:
-        lo = float(finite.min())
-        hi = float(finite.max())
+    hi = float(finite.max()) if finite.size else 1.0
     row_height = min(22.0, MAX_HEAT_MAP_HEIGHT / len(labels))
     column_width = PLOT_WIDTH / len(x_values)
     label_step = 1
@@ -231,9 +163,6 @@ def draw_heat_map(
     ]
     for row, column in np.argwhere(np.isfinite(values)):
         value = values[row, column]
-        share = 0.0
-        if hi > lo:
-            share = (value - lo) / (hi - lo)
         cell = Mark(
             "rect",
             title=f"{labels[row]}, step {x_values[column]:g}: {value:.3g} {unit}",
@@ -242,13 +171,32 @@ def draw_heat_map(
             width=column_width + 0.3,
             height=row_height - 1,
             fill=HEAT_COLOUR,
-            fill_opacity=f"{0.08 + 0.92 * share:.2f}",
+            fill_opacity=f"{value / (hi or 1):.2f}",
         )
         marks.append(cell)
     below = TOP + row_height * len(labels) + 16
     marks += draw_axis_ends(below, "step", x_values[0], x_values[-1])
-    marks.append(make_text(WIDTH / 2, below, f"light {lo:.3g}, dark {hi:.3g} {unit}", "middle"))
-    return Figure(name, marks, int(below) + 8)
+    marks += draw_colour_scale(below + 10, hi, unit)
+    return Figure(name, marks, int(below) + 34)
+
+
+def draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
+    """Return the colours of a heat map from 0 to its greatest value, with the numbers."""
+    marks = [make_text(LEFT, y + 11, "0")]
+    cell_width = 16.0
+    for index in range(NUM_SCALE_CELLS):
+        cell = Mark(
+            "rect",
+            x=LEFT + 14 + index * cell_width,
+            y=y,
+            width=cell_width,
+            height=13,
+            fill=HEAT_COLOUR,
+            fill_opacity=f"{index / (NUM_SCALE_CELLS - 1):.2f}",
+        )
+        marks.append(cell)
+    right = LEFT + 20 + NUM_SCALE_CELLS * cell_width
+    return [*marks, make_text(right, y + 11, f"{hi:.3g} {unit}")]
 
 
 def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
@@ -307,22 +255,36 @@ def assign_colours(kinds: Collection[str]) -> dict[str, str]:
     return {kind: COLOURS[index % len(COLOURS)] for index, kind in enumerate(kinds)}
 
 
-def add_legend(name: str, marks: list[Mark], colours: Mapping[str, str], height: float) -> Figure:
-    """Return the figure of the marks with a legend below them."""
+def add_legend(
+    name: str,
+    marks: list[Mark],
+    colours: Mapping[str, str],
+    height: float,
+    dashes: Sequence[str] = (),
+) -> Figure:
+    """Return the figure of the marks with a legend below them: boxes, or lines with dashes.
+
+    There are fewer columns if a name is long.
+    """
+    longest = max(map(len, colours), default=0) * LEGEND_LETTER_WIDTH + 36
+    columns = max(1, min(LEGEND_COLUMNS, int(PLOT_WIDTH // longest)))
+    column_width = PLOT_WIDTH // columns
     legend: list[Mark] = []
     for index, (kind, colour) in enumerate(colours.items()):
-        row, column = divmod(index, LEGEND_COLUMNS)
-        x = LEFT + column * LEGEND_COLUMN_WIDTH
+        row, column = divmod(index, columns)
+        x = LEFT + column * column_width
         y = height + 12 + row * LEGEND_ROW_HEIGHT
-        box = Mark(
-            "rect",
-            x=x,
-            y=y - 9,
-            width=10,
-            height=10,
-            fill=colour,
-        )
+        if dashes:
+            box = Mark(
+                "path",
+                d=f"M{x} {y - 4:.1f}h{LEGEND_LINE_LENGTH}",
+                stroke=colour,
+                stroke_width="2.5",
+                stroke_dasharray=dashes[index % len(dashes)],
+            )
+        else:
+            box = Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour)
         legend.append(box)
-        legend.append(make_text(x + 14, y, kind))
-    num_rows = -(-len(colours) // LEGEND_COLUMNS)
+        legend.append(make_text(x + (LEGEND_LINE_LENGTH if dashes else 10) + 4, y, kind))
+    num_rows = -(-len(colours) // columns)
     return Figure(name, marks + legend, height + num_rows * LEGEND_ROW_HEIGHT + 8)

@@ -32,6 +32,7 @@ from stepladder.storage.run_files import (
     RESULT_FILE,
     TIMING_FILE,
 )
+from stepladder.storage.start_records import StartRecord, read_start_records
 from stepladder.tools.report.series import Curve, Label, RankTimes
 
 MAX_METRICS = 100
@@ -57,11 +58,21 @@ class StoredConfig:
 
 
 @dataclass(frozen=True)
+class BestValue:
+    """The best evaluation of a run, by the metric that the job names."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
 class ResultSummary:
     """The parts of a result.json that a record needs."""
 
     steps: int
     weights_sha256: str
+    best: BestValue | None = None
 
 
 class MetricCurves:
@@ -107,6 +118,8 @@ class RunRecord:
         result: None until the run has finished.
         is_running: A process holds the lock of the run directory.
         warnings: Sentences about damaged lines.
+        start_records: When and where each attempt began; older runs have none.
+        last_write: Unix time of the newest line of metrics.jsonl, 0 if there is none.
     """
 
     run_dir: Path
@@ -120,6 +133,8 @@ class RunRecord:
     result: ResultSummary | None
     is_running: bool
     warnings: list[str]
+    start_records: dict[int, StartRecord]
+    last_write: float
 
     @property
     def progress(self) -> str:
@@ -189,7 +204,15 @@ class RunReader:
             result=result,
             is_running=is_running,
             warnings=warnings,
+            start_records=read_start_records(self.run_dir),
+            last_write=get_last_write(self.run_dir / METRICS_FILE),
         )
+
+
+def get_last_write(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def read_run(run_dir: Path) -> RunRecord:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from stepladder.core.console import print_message
 from stepladder.core.masking import mask, mask_command
+from stepladder.core.numbers import format_count
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.storage.audit import Audit, audit
-from stepladder.tools.pages.figures import Figure, draw_heat_map, draw_lines, draw_spans
+from stepladder.storage.start_records import StartRecord
+from stepladder.tools.pages.figures import Figure, draw_heat_map, draw_spans
+from stepladder.tools.pages.line_chart import ChartEvent, Points, draw_lines
 from stepladder.tools.pages.page import render_page
 from stepladder.tools.report.launches import LaunchRecord
-from stepladder.tools.report.record import RunRecord, read_run
+from stepladder.tools.report.record import RunRecord, RunStart, read_run
 from stepladder.tools.report.script_record import ScriptRecord, is_script_run, read_script_run
 from stepladder.tools.report.series import RankTimes, compute_busy_time
+
+TRAINING_LOSS = "training loss"
+EPOCH_LOSS = "train_loss"  # the mean over an epoch of what the curve shows
 
 
 def write_report(run_dir: Path, output: Path) -> None:
@@ -38,33 +44,41 @@ def print_warnings(warnings: list[str]) -> None:
         print_message(warning)
 
 
+# -- the page of a job -----------------------------------------------------------------------------
+
+
 def make_run_page(record: RunRecord, audited: Audit) -> str:
-    last_values = [(name, f"{value:.6g}") for name, value in record.metrics.last_evaluation.items()]
-    if record.result:
-        last_values.append(("weights_sha256", record.result.weights_sha256))
     samples_per_s = [
         (step, steps_per_s * record.plan.global_batch)
         for step, steps_per_s in record.times.speeds.points
     ]
     starts = []
     for start in record.starts:
-        text = f"{start.world_size} process(es), steps {start.first}-{start.last}"
+        processes = format_count(start.world_size, "process")
+        text = f"{processes}, steps {start.first}-{start.last}"
         starts.append((f"start {start.attempt}", start.first, start.last, text))
+    events = list_events(record, audited)
+    faulty_epochs = [epoch for epoch in audited.epochs if epoch.lost or epoch.repeated]
     return render_page(
         "run.html",
         title=f"{record.name} in {record.run_dir}",
         outcome=describe_outcome(record, audited),
         audited=audited,
-        last_values=last_values,
-        curves=list(draw_curves(record)),
+        summary=list(summarize_run(record)),
+        curves=list(draw_curves(record, events)),
         throughput=draw_lines(
-            "throughput", {"samples": samples_per_s}, "step", "samples per second"
+            "throughput",
+            {"samples": samples_per_s},
+            "step",
+            "samples per second",
+            events=events,
         ),
         ranks=compare_ranks(record.times),
         starts=starts and draw_spans("starts", starts, "step"),
-        epochs=[
+        ledger=describe_ledger(audited),
+        faulty_epochs=[
             [epoch.epoch + 1, epoch.lost, epoch.repeated, epoch.never_seen]
-            for epoch in audited.epochs
+            for epoch in faulty_epochs
         ],
         config=mask(asdict(record.config)),
     )
@@ -72,12 +86,124 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
 
 def describe_outcome(record: RunRecord, audited: Audit) -> str:
     state = "finished" if record.result else "not finished"
-    starts = f"{len(record.starts)} start(s) on {format_world_sizes(record) or 0} process(es)"
     changes = ""
     if audited.changes:
-        changes = f", {audited.changes} change(s) of processes"
+        changes = f", {format_count(audited.changes, 'change')} of processes"
     samples = f"samples lost {audited.lost}, repeated {audited.repeated}"
-    return f"{state}: {record.progress}, {starts}{changes}; {samples}"
+    return f"{state}: {record.progress}, {describe_starts(record)}{changes}; {samples}"
+
+
+def describe_starts(record: RunRecord | ScriptRecord) -> str:
+    """Return the number of starts, and of processes in each, such as "2 starts on 4 > 3"."""
+    sizes = [str(start.world_size) for start in record.starts]
+    starts = format_count(len(sizes), "start")
+    if not sizes:
+        return starts
+    noun = "process" if sizes[-1] == "1" else "processes"
+    return f"{starts} on {' > '.join(sizes)} {noun}"
+
+
+def describe_ledger(audited: Audit) -> str:
+    counts = (
+        f"{format_count(audited.attempts, 'attempt')},"
+        f" {format_count(audited.superseded, 'step')} rolled back and done again"
+    )
+    if audited.ok:
+        return f"Every sample of each step was trained exactly once ({counts})."
+    return f"Samples lost: {audited.lost}, repeated: {audited.repeated} ({counts})."
+
+
+def summarize_run(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of what a reader asks first."""
+    records = [value for _, value in sorted(record.start_records.items())]
+    if records:
+        first, last = records[0], records[-1]
+        end = last.ended or record.last_write
+        yield "begun", format_time(first.begun)
+        yield "duration", format_duration(max(0.0, end - first.begun))
+        yield "host", ", ".join(dict.fromkeys(value.host for value in records))
+        yield "command", first.command
+        if last.command != first.command:
+            yield "last command", last.command
+    commit = record.config.environment.get("git_commit")
+    yield "git commit", str(commit or "none: the run began outside of a repository")
+    result = record.result
+    if result and result.best:
+        best = result.best
+        yield f"best {best.metric}", f"{best.value:.6g}, after step {best.step}"
+    for name, value in record.metrics.last_evaluation.items():
+        yield f"last {name}", f"{value:.6g}"
+    if result:
+        yield "weights_sha256", result.weights_sha256
+
+
+def format_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time in the two largest units, such as "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def list_events(record: RunRecord, audited: Audit) -> list[ChartEvent]:
+    """Return the starts after the first one, and the changes of processes within starts."""
+    events = []
+    previous: RunStart | None = None
+    for start in record.starts:
+        if previous:
+            ended = describe_end(previous, start, record.start_records)
+            processes = format_count(start.world_size, "process")
+            text = f"{ended}; start {start.attempt} continues after step {start.first}, {processes}"
+            events.append(ChartEvent(start.first, f"start {start.attempt}", text))
+        previous = start
+    for change in audited.history:
+        label = f"-{len(change.lost)}" if change.lost else f"+{len(change.joined)}"
+        events.append(ChartEvent(change.step, label, change.sentence))
+    return events
+
+
+def describe_end(
+    start: RunStart, following: RunStart, start_records: Mapping[int, StartRecord]
+) -> str:
+    """Return how a start ended, as far as it is recorded."""
+    known = start_records.get(start.attempt)
+    how = "stopped"
+    if known and known.ended is None:
+        how = "was killed"
+    elif (known and known.failed) or start.last > following.first:
+        how = "was interrupted"
+    return f"start {start.attempt} {how} after step {start.last}"
+
+
+def draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure]:
+    """Yield the loss of training and evaluation in one figure, then every other curve."""
+    metrics = record.metrics
+    losses: dict[str, Points] = {TRAINING_LOSS: metrics.losses.points}
+    others: dict[str, Points] = {}
+    for name, curve in metrics.evaluations.items():
+        if name != EPOCH_LOSS:
+            (losses if is_loss(name) else others)[name] = curve.points
+    dots = [name for name in losses if name != TRAINING_LOSS]
+    yield draw_lines("loss", losses, "step", "loss", dots, events)
+    for name, points in others.items():
+        yield draw_lines(name, {name: points}, "step", name, [name], events)
+    rates = {"learning rate": metrics.rates.points}
+    yield draw_lines("learning rate", rates, "step", "learning rate", (), events)
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether a metric can be drawn over the training loss."""
+    return metric.endswith("loss")
+
+
+# -- the page of a script --------------------------------------------------------------------------
 
 
 def make_script_page(run_dir: Path, record: ScriptRecord) -> str:
@@ -85,15 +211,12 @@ def make_script_page(run_dir: Path, record: ScriptRecord) -> str:
     origin = record.starts[0].begun if record.starts else 0.0
     starts = []
     for number, start in enumerate(record.starts, start=1):
-        text = f"{start.world_size} process(es), {start.steps} steps"
+        text = f"{format_count(start.world_size, 'process')}, {format_count(start.steps, 'step')}"
         starts.append((f"start {number}", start.begun - origin, start.ended - origin, text))
-    sizes = ""
-    if starts:
-        sizes = f" on {format_world_sizes(record)} process(es)"
     return render_page(
         "script.html",
         title=f"{record.name} in {run_dir}",
-        outcome=f"{record.state}: {record.progress}, {len(starts)} start(s){sizes}",
+        outcome=f"{record.state}: {record.progress}, {describe_starts(record)}",
         record=record,
         throughput=draw_lines(
             "throughput", {"steps": record.times.speeds.points}, "step", "steps per second"
@@ -114,33 +237,7 @@ def make_launch_row(launch: LaunchRecord) -> list[object]:
     ]
 
 
-def format_world_sizes(record: RunRecord | ScriptRecord) -> str:
-    """Return the number of processes of each start, such as "4 > 3"."""
-    return " > ".join(str(start.world_size) for start in record.starts)
-
-
-def draw_curves(record: RunRecord) -> Iterator[Figure]:
-    metrics = record.metrics
-    yield draw_lines(
-        "training loss",
-        {"loss": metrics.losses.points},
-        "step",
-        "loss",
-    )
-    yield draw_lines(
-        "learning rate",
-        {"rate": metrics.rates.points},
-        "step",
-        "learning rate",
-    )
-    for name, curve in metrics.evaluations.items():
-        yield draw_lines(
-            name,
-            {name: curve.points},
-            "step",
-            name,
-            dots=[name],
-        )
+# -- both ------------------------------------------------------------------------------------------
 
 
 def compare_ranks(times: RankTimes) -> dict[str, object] | None:
@@ -158,11 +255,12 @@ def compare_ranks(times: RankTimes) -> dict[str, object] | None:
         for label, phases in zip(labels, milliseconds.tolist(), strict=True)
     ]
     busy_ms = 1e3 * compute_busy_time(cells)
+    heat_map = Figure("time per step and rank", [], 0, note="one window, which the table shows")
+    if len(times.last_steps) > 1:
+        heat_map = draw_heat_map(heat_map.name, labels, times.last_steps, busy_ms, "ms")
     return {
         "stragglers": times.find_stragglers(),
-        "heat_map": draw_heat_map(
-            "time per step and rank", labels, times.last_steps, busy_ms, "ms"
-        ),
+        "heat_map": heat_map,
         "head": ["ms per step", *times.keys],
         "rows": rows,
     }

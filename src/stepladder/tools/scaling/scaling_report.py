@@ -13,7 +13,8 @@ import numpy as np
 
 from stepladder.core.numbers import format_count
 from stepladder.core.terminal import make_column_tables
-from stepladder.tools.pages.figures import COLOURS, Figure, draw_bars, draw_lines, format_amount
+from stepladder.tools.pages.figures import COLOURS, Figure, draw_bars, format_amount
+from stepladder.tools.pages.line_chart import draw_lines
 from stepladder.tools.pages.page import render_page
 from stepladder.tools.scaling.efficiency import (
     MAX_PREDICTED_PROCESSES,

@@ -1,0 +1,143 @@
+"""`stepladder report RUN RUN ...`: write one page that compares runs with the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.console import print_message
+from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.masking import mask
+from stepladder.core.output_file import validate_writable, write_output
+from stepladder.tools.diff.record_comparison import RecordComparison
+from stepladder.tools.diff.recorded_run import RecordedRun
+from stepladder.tools.diff.verdict import (
+    DiffVerdict,
+    explain_by_records,
+    explain_without_rerun,
+    shorten,
+)
+from stepladder.tools.pages.figures import COLOURS, Figure
+from stepladder.tools.pages.line_chart import draw_lines
+from stepladder.tools.pages.page import render_page
+from stepladder.tools.report.record import RunRecord, read_run
+from stepladder.tools.report.report import EPOCH_LOSS, format_time
+from stepladder.tools.report.script_record import is_script_run
+
+MAX_RUNS = len(COLOURS)
+
+
+def write_comparison(run_dirs: Sequence[Path], output: Path) -> None:
+    """Write the page. Raises InputError if one of the folders is no run of a job."""
+    validate_writable(output, "-o")
+    if len(run_dirs) > MAX_RUNS:
+        raise InputError(
+            f"{len(run_dirs)} runs, but a page compares at most {MAX_RUNS}", "fewer run directories"
+        )
+    for run_dir in run_dirs:
+        if is_script_run(run_dir):
+            raise InputError(
+                f"{run_dir} is the run of a script, which has no curves to compare",
+                f"stepladder report {run_dir}",
+            )
+    records = [read_run(run_dir) for run_dir in run_dirs]
+    first, *others = [RecordedRun(run_dir) for run_dir in run_dirs]
+    comparisons = [RecordComparison(first, other) for other in others]
+    for run in (first, *others):
+        for problem in run.problems[:1]:
+            print_message(f"{run.run_dir}: {problem}")
+    names = name_runs(run_dirs)
+    page = render_page(
+        "comparison.html",
+        title=f"{', '.join(names)} compared",
+        verdicts=[
+            describe_verdict(names[0], name, comparison)
+            for name, comparison in zip(names[1:], comparisons, strict=True)
+        ],
+        runs=make_runs_table(names, records),
+        differences=make_differences_table(names, comparisons),
+        curves=draw_curves(names, records),
+    )
+    write_output(output, page, "-o")
+
+
+def name_runs(run_dirs: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths, or the whole paths if these are not all different."""
+    short = [path.absolute().name for path in run_dirs]
+    if len(set(short)) == len(short):
+        return short
+    whole = [str(path) for path in run_dirs]
+    return [
+        f"{name} ({number})" if whole.count(name) > 1 else name
+        for number, name in enumerate(whole, start=1)
+    ]
+
+
+def describe_verdict(first: str, second: str, comparison: RecordComparison) -> tuple[str, bool]:
+    """Return a sentence about two runs, and whether they are equal in all that both recorded."""
+    verdict: DiffVerdict = explain_by_records(comparison)
+    if not verdict.is_explained:
+        verdict = explain_without_rerun(comparison, verdict)
+    return f"{first} and {second}: {verdict.sentence}", verdict.step is None
+
+
+def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[str, object]:
+    rows = []
+    for name, record in zip(names, records, strict=True):
+        starts = [value for _, value in sorted(record.start_records.items())]
+        sizes = " > ".join(str(start.world_size) for start in record.starts)
+        best = "-"
+        if record.result and record.result.best:
+            best = f"{record.result.best.metric} {record.result.best.value:.6g}"
+        begun = format_time(starts[0].begun) if starts else "-"
+        rows.append([name, record.progress, sizes, best, begun])
+    return {"head": ["run", "steps", "processes", "best", "begun"], "rows": rows}
+
+
+def make_differences_table(
+    names: Sequence[str], comparisons: Sequence[RecordComparison]
+) -> dict[str, object]:
+    """Return what differs between the first run and any other: a row per value, a column per run.
+
+    A run in which the value is that of the first run has an equals sign.
+    """
+    first_values: dict[str, Any] = {}
+    columns: list[dict[str, Any]] = []
+    for comparison in comparisons:
+        column = {}
+        values = comparison.settings + comparison.environment + comparison.remaining
+        for value in values:
+            first_values.setdefault(value.name, value.first)
+            column[value.name] = value.second
+        columns.append(column)
+    rows = [
+        [name, format_value(name, first)]
+        + [format_value(name, column[name]) if name in column else "=" for column in columns]
+        for name, first in first_values.items()
+    ]
+    return {"head": ["", *names], "rows": rows}
+
+
+def format_value(name: str, value: Any) -> str:
+    return "-" if value is None else shorten(to_one_line(str(mask(value, name))))
+
+
+def draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Figure]:
+    """Return a figure for the training loss and for each metric that two runs have."""
+    losses = {
+        name: record.metrics.losses.points for name, record in zip(names, records, strict=True)
+    }
+    figures = [draw_lines("training loss", losses, "step", "loss")]
+    metrics = dict.fromkeys(metric for record in records for metric in record.metrics.evaluations)
+    metrics.pop(EPOCH_LOSS, None)
+    for metric in metrics:
+        curves = {
+            name: record.metrics.evaluations[metric].points
+            for name, record in zip(names, records, strict=True)
+            if metric in record.metrics.evaluations
+        }
+        if len(curves) > 1:
+            figures.append(draw_lines(metric, curves, "step", metric, dots=list(curves)))
+    rates = {name: record.metrics.rates.points for name, record in zip(names, records, strict=True)}
+    return [*figures, draw_lines("learning rate", rates, "step", "learning rate")]

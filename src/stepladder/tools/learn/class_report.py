@@ -1,0 +1,131 @@
+"""The page of one learner's results, and one page that merges the pages of a class.
+
+A learner's page holds its results as JSON in an attribute, so the page itself is what is handed in.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Literal
+
+from stepladder.core import typed_file
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import format_count
+from stepladder.tools.learn.course import Exercise, Lesson
+from stepladder.tools.pages.page import render_page
+
+DATA_ATTRIBUTE = "data-results"
+MAX_REPORT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """The result of one lesson or exercise; `passed` is None where it could not run."""
+
+    key: str
+    label: str
+    passed: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class LearnerResults:
+    """The results of one learner."""
+
+    learner: str
+    checked: str  # date and time in UTC
+    items: tuple[ItemResult, ...]
+    schema: Literal[1] = 1
+
+    @property
+    def num_passed(self) -> int:
+        return sum(item.passed is True for item in self.items)
+
+    @property
+    def next_label(self) -> str:
+        """The first item that has not passed."""
+        return next((item.label for item in self.items if item.passed is False), "-")
+
+
+def make_item_result(item: Lesson | Exercise, passed: bool | None, text: str) -> ItemResult:
+    label = item.name if isinstance(item, Exercise) else f"lesson {item.number}"
+    return ItemResult(item.key, label, passed, text)
+
+
+def make_learner_results(items: Sequence[ItemResult]) -> LearnerResults:
+    """Return the results of the user of this machine, with the time of now."""
+    checked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return LearnerResults(getpass.getuser(), checked, tuple(items))
+
+
+def render_learner_page(results: LearnerResults) -> str:
+    marks = {True: "passed", False: "NOT YET", None: "skipped"}
+    return render_page(
+        "learner.html",
+        title=f"The course: {results.learner}",
+        outcome=f"{results.num_passed} of {len(results.items)} passed, {results.checked}",
+        is_complete=results.num_passed == len(results.items),
+        rows=[[item.label, marks[item.passed], item.text] for item in results.items],
+        data=json.dumps(asdict(results)),
+    )
+
+
+def read_learner_page(path: Path) -> LearnerResults:
+    """Return the results in a learner's page. Raises InputError if it is no such page."""
+    hint = "the page of a stepladder learn check --all --report FILE"
+    with as_input_error(f"{path} cannot be read", hint, (OSError, ValueError)):
+        text = typed_file.read_file(path, MAX_REPORT_BYTES)
+    reader = ResultsReader()
+    reader.feed(text.decode(errors="replace"))
+    with as_input_error(f"{path} is no page of a learner", hint, (ValueError,)):
+        results: LearnerResults = typed_file.convert(
+            typed_file.parse_json(reader.data, dict), LearnerResults
+        )
+    return results
+
+
+class ResultsReader(HTMLParser):
+    """Finds the results in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.data = dict(attrs).get(DATA_ATTRIBUTE) or self.data
+
+
+def render_class_page(class_results: Sequence[LearnerResults]) -> str:
+    """Return the page of a class: how far each is, and which items most have not passed."""
+    if not class_results:
+        raise InputError("no page of a learner", "stepladder learn class *.html")
+    learners = [
+        [
+            results.learner,
+            f"{results.num_passed} of {len(results.items)}",
+            results.next_label,
+            results.checked,
+        ]
+        for results in sorted(class_results, key=lambda results: results.learner)
+    ]
+    labels = dict.fromkeys(item.label for results in class_results for item in results.items)
+    stuck: dict[str, list[str]] = {}
+    for label in labels:
+        stuck[label] = [
+            results.learner
+            for results in class_results
+            if any(item.label == label and item.passed is False for item in results.items)
+        ]
+    by_count = sorted(stuck.items(), key=lambda item: -len(item[1]))
+    return render_page(
+        "class.html",
+        title=f"The class: {format_count(len(learners), 'learner')}",
+        learners=learners,
+        items=[[label, len(names), ", ".join(sorted(names))] for label, names in by_count if names],
+    )

@@ -1,0 +1,210 @@
+"""Line charts: curves over one pair of axes, what happened, and the values under the pointer."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from stepladder.tools.pages.figures import (
+    HEIGHT,
+    LEFT,
+    PLOT_BOTTOM,
+    PLOT_RIGHT,
+    TOP,
+    WIDTH,
+    Figure,
+    Mark,
+    Scale,
+    add_legend,
+    assign_colours,
+    choose_ticks,
+    format_amount,
+    make_scale,
+    make_text,
+)
+
+MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
+MAX_HOVER_BANDS = 120
+DASHES = ("none", "7 3", "2 3", "10 3 2 3")  # of curves in turn: colours are not all there is
+EVENT_COLOUR = "var(--muted)"
+HOVER_LETTER_WIDTH = 7.2  # pixels of a letter of the page's small text, at most
+HOVER_ROW_HEIGHT = 16
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class ChartEvent:
+    """Something that happened at a position of the x axis, such as the loss of a rank."""
+
+    x: float
+    label: str  # a letter or two, beside the line
+    text: str
+
+
+def draw_lines(
+    name: str,
+    series: Mapping[str, Points],
+    x_name: str,
+    y_name: str,
+    dots: Collection[str] = (),
+    events: Sequence[ChartEvent] = (),
+) -> Figure:
+    """Draw curves over one pair of axes, with a legend if there are several.
+
+    The values at a position appear when the pointer is there. Where no curve has two points, there
+    is nothing to draw: the figure says the values in words.
+
+    Args:
+        name: The figure's name.
+        series: The points of each curve.
+        x_name: The name of the x axis.
+        y_name: The name of the y axis.
+        dots: The names of the curves that have a dot at each point.
+        events: What happened, drawn as lines from top to bottom.
+    """
+    series = {label: thin_points(points) for label, points in series.items() if points}
+    if all(len(points) == 1 for points in series.values()):
+        return Figure(name, [], 0, note=describe_points(series, x_name))
+    all_points = np.array([point for points in series.values() for point in points], dtype=float)
+    marks, x_scale, y_scale = draw_axes(all_points, x_name, y_name)
+    first, last = float(all_points[:, 0].min()), float(all_points[:, 0].max())
+    marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
+    colours = assign_colours(series)
+    for index, (label, points) in enumerate(series.items()):
+        pixels = [(x_scale(x), y_scale(y)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+        curve = Mark(
+            "polyline",
+            points=path,
+            fill="none",
+            stroke=colours[label],
+            stroke_width="1.8",
+            stroke_dasharray=DASHES[index % len(DASHES)],
+        )
+        marks.append(curve)
+        if label in dots or len(points) == 1:
+            marks += [Mark("circle", cx=x, cy=y, r=3, fill=colours[label]) for x, y in pixels]
+    marks += make_hover_bands(series, x_name, x_scale)
+    if len(series) == 1:
+        return Figure(name, marks, HEIGHT)
+    return add_legend(name, marks, colours, HEIGHT, DASHES)
+
+
+def describe_points(series: Mapping[str, Points], x_name: str) -> str:
+    """Return in words what curves of one point would show."""
+    values = [
+        f"{label} {y:.6g} at {x_name} {x:g}" for label, points in series.items() for x, y in points
+    ]
+    return ", ".join(values)
+
+
+def draw_axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scale, Scale]:
+    """Return linear axes for all points, and the scales of x and y.
+
+    The y axis is widened to round numbers.
+    """
+    x_min, y_min = points.min(0)
+    x_max, y_max = points.max(0)
+    x_ticks = choose_ticks(x_min, x_max)
+    y_ticks = choose_ticks(y_min, y_max)
+    y_min = min(y_min, y_ticks[0])
+    y_max = max(y_max, y_ticks[-1])
+    if y_max <= y_min:  # a constant is drawn in the middle
+        margin = abs(y_min) / 2 or 1.0
+        y_min -= margin
+        y_max += margin
+    x_scale = make_scale(x_min, x_max, LEFT, PLOT_RIGHT)
+    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, TOP)
+    marks = []
+    for tick in y_ticks:
+        y = y_scale(tick)
+        grid_line = Mark("path", d=f"M{LEFT} {y:.1f}H{PLOT_RIGHT}", stroke="var(--line)")
+        label = make_text(LEFT - 6, y + 4, f"{tick:g}", "end")
+        marks += [grid_line, label]
+    for tick in x_ticks:
+        label = make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle")
+        marks.append(label)
+    marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
+    marks.append(make_text(4, HEIGHT - 6, y_name))
+    return marks, x_scale, y_scale
+
+
+def draw_event(event: ChartEvent, x_scale: Scale) -> Mark:
+    """Return a dashed line with its label, which tells what happened under the pointer."""
+    x = x_scale(event.x)
+    is_near_end = x > PLOT_RIGHT - 24
+    label = make_text(
+        x - 4 if is_near_end else x + 4,
+        TOP + 8,
+        event.label,
+        "end" if is_near_end else "start",
+    )
+    line = Mark(
+        "path",
+        d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}",
+        stroke=EVENT_COLOUR,
+        stroke_width="1.5",
+        stroke_dasharray="3 3",
+    )
+    return Mark("g", title=event.text, children=[line, label])
+
+
+def make_hover_bands(series: Mapping[str, Points], x_name: str, x_scale: Scale) -> list[Mark]:
+    """Return bands from top to bottom, each with the values that the page shows under the pointer.
+
+    A curve with fewer points than the others shows its last value before the position.
+    """
+    positions = sorted({x for points in series.values() for x, _ in points})
+    step = -(-len(positions) // MAX_HOVER_BANDS)
+    positions = positions[step // 2 :: step]
+    pixels = [x_scale(position) for position in positions]
+    middles = [(left + right) / 2 for left, right in pairwise(pixels)]
+    edges = [float(LEFT), *middles, float(PLOT_RIGHT)]
+    bands = []
+    for index, position in enumerate(positions):
+        rows = [f"{x_name} {position:g}"]
+        for label, points in series.items():
+            past = bisect_right(points, position, key=lambda point: point[0])
+            if past:
+                rows.append(f"{label} {format_amount(points[past - 1][1])}")
+        left, right = edges[index], edges[index + 1]
+        area = Mark(
+            "rect", x=left, y=TOP, width=right - left, height=PLOT_BOTTOM - TOP, fill="transparent"
+        )
+        note = Mark("g", class_="note", children=make_note(pixels[index], rows))
+        bands.append(Mark("g", class_="band", children=[area, note]))
+    return bands
+
+
+def make_note(x: float, rows: Sequence[str]) -> list[Mark]:
+    """Return a line at x, and a box with the rows on the side that has more room."""
+    width = max(map(len, rows)) * HOVER_LETTER_WIDTH + 12
+    box_x = x + 8 if x < WIDTH / 2 else x - 8 - width
+    line = Mark("path", d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}", stroke="currentColor")
+    box = Mark(
+        "rect",
+        x=box_x,
+        y=TOP + 14,
+        width=width,
+        height=len(rows) * HOVER_ROW_HEIGHT + 8,
+        fill="var(--page)",
+        stroke="var(--muted)",
+    )
+    texts = [
+        make_text(box_x + 6, TOP + 30 + index * HOVER_ROW_HEIGHT, row)
+        for index, row in enumerate(rows)
+    ]
+    return [line, box, *texts]
+
+
+def thin_points(points: Points) -> Points:
+    """Return at most MAX_PLOT_POINTS points, each the mean of its neighbours."""
+    if len(points) <= MAX_PLOT_POINTS:
+        return points
+    parts = np.array_split(np.array(points, dtype=float), MAX_PLOT_POINTS)
+    return [tuple(part.mean(0)) for part in parts]
