@@ -50,7 +50,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),grep -vE '^(torch|setuptools|triton|sympy)==' constraints.txt > $(CONSTRAINTS))
 	$(PIP) 'setuptools>=77' torch$(if $(TORCH),==$(TORCH))
-	$(PIP) -q --no-build-isolation -e '.[recipes,parquet,lessons,dev,docs]'
+	$(PIP) -q --no-build-isolation -e '.[recipes,parquet,http,lessons,dev,docs]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -113,6 +113,9 @@ def pytest_sessionfinish() -> None:
         server.stop()
 
 
+PERMANENT = ("fsspecIO", "asyncio_")  # fsspec's loop, which a process has once
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the test that leaks."""
@@ -128,7 +131,12 @@ def nothing_left_behind() -> Iterator[None]:
     )
     deadline = time.monotonic() + 30  # what ends by itself may take its time on a busy machine
     while (
-        leftovers := _children() | (set(threading.enumerate()) - threads)
+        leftovers := _children()
+        | {
+            thread
+            for thread in set(threading.enumerate()) - threads
+            if not thread.name.startswith(PERMANENT)
+        }
     ) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not leftovers, f"the test left running: {leftovers}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
     from stepladder.data.packed import Packed
+    from stepladder.data.readers.open_data import open_data
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writer import write_shards
     from stepladder.data.source import Source
@@ -39,6 +40,7 @@ _NAMES_OF_MODULE = {
     "core.settings": ("Settings",),
     "core.world": ("World",),
     "data.packed": ("Packed",),
+    "data.readers.open_data": ("open_data",),
     "data.shards.dataset": ("Shards",),
     "data.shards.writer": ("write_shards",),
     "data.source": ("Source",),
@@ -85,6 +87,7 @@ __all__ = [
     "__version__",
     "launch",
     "mean_loss",
+    "open_data",
     "pick_device",
     "process_group",
     "write_shards",

@@ -71,18 +71,89 @@ def info(
 
     It prints shapes, label counts, pixel statistics, ratings or chunks. PATH_OR_NAME is a folder of
     MNIST files, one IDX file, a folder or zip of movielens-small, a folder of shards or an HDF5
-    file, or the name of a data set that is in data/NAME.
+    file, what open_data opens, such as Parquet files or a URL of them, or the name of a data set
+    that is in data/NAME.
 
     Args:
         check: Read all shards and compare them with their checksums.
     """
-    from stepladder.data.describe import describe_data
+    from stepladder.data.describe import describe_data, describe_source
 
-    facts = describe_data(locate(path_or_name), check)
+    if "://" in path_or_name:
+        facts = describe_source(path_or_name)
+    else:
+        facts = describe_data(locate(path_or_name), check)
     if as_json:
         echo_json(facts)
     else:
         show(facts)
+
+
+@command.command()
+def check(
+    path: str,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Read all samples of the data at PATH, and list those that are damaged.
+
+    PATH is a folder of shards, or a file, folder, pattern or URL that open_data opens. Each line
+    has a file and the numbers of records in it. The exit code is 2 if something is damaged.
+    """
+    from stepladder.data.describe import describe_shards, find_shard_folders, open_described
+
+    if find_shard_folders(Path(path)):
+        show(describe_shards(Path(path), check=True))
+        return
+    source = open_described(path)
+    found = list(source.find_damage())
+    for damage in found:
+        echo(str(damage))
+    if as_json:
+        echo_json(
+            {
+                "dataset": source.format,
+                "path": path,
+                "rows": len(source),
+                "damaged": [vars(damage) for damage in found],
+            }
+        )
+    if found:
+        count = sum(damage.count for damage in found)
+        raise InputError(
+            f"{path}: {count:,} of {len(source):,} records are damaged",
+            "copy these files again",
+        )
+    echo(f"{path}: {len(source):,} records of {source.format}, all can be read")
+
+
+@command.command()
+def index(
+    path: str,
+    *,
+    beside: bool = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find where the records of JSON Lines, CSV or tar files begin, before a run needs it.
+
+    PATH is a file, folder, pattern or URL that open_data opens. Other formats need no index.
+
+    Args:
+        beside: Write each index beside its file, not into the user's cache.
+    """
+    from stepladder.core.folders import get_cache_folder
+    from stepladder.data.describe import open_described
+    from stepladder.data.readers.open_data import INDEXED_FORMATS
+
+    source = open_described(path, index_beside=beside)
+    text = f"{path}: {len(source):,} records of {source.format} in {source.num_files:,} files"
+    place = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"
+    if source.format in INDEXED_FORMATS:
+        echo(f"{text}; indexes are {place}")
+    else:
+        echo(f"{text}, which need no index")
+    if as_json:
+        echo_json({"dataset": source.format, "path": path, "rows": len(source)})
 
 
 @command.command()
@@ -226,6 +297,8 @@ def show(facts: dict[str, Any]) -> None:
     if "parts" in facts:
         for line in shard_lines(facts):
             echo(line)
+    if "num_files" in facts:
+        echo(source_line(facts))
     if "users" in facts:
         echo(f"{facts['rows']:,} ratings, {facts['users']:,} users, {facts['items']:,} items")
 
@@ -241,6 +314,13 @@ def file_line(file: dict[str, Any]) -> str:
     if file["mean"] is None:
         return text
     return text + f"\n  pixels (of 0 to 1) mean {file['mean']:.4f}, std {file['std']:.4f}"
+
+
+def source_line(facts: dict[str, Any]) -> str:
+    """Return the line about data that open_data opens."""
+    chunks = "" if facts["chunks"] is None else f", {facts['chunks']:,} chunks"
+    columns = ", ".join(f"{name} ({kind})" for name, kind in facts["columns"].items())
+    return f"{facts['rows']:,} rows in {facts['num_files']:,} files{chunks}: {columns}"
 
 
 def shard_lines(facts: dict[str, Any]) -> list[str]:

@@ -12,6 +12,8 @@ from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
+from stepladder.data.readers.open_data import TOKENS, OpenedSource, find_format, open_data
+from stepladder.data.readers.open_options import list_names
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.shard import recommend_chunk_rows, shards_error
@@ -38,6 +40,8 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
         ratings_file = path
     if ratings_file is not None:
         return describe_ratings(path, ratings_file)
+    if find_format(list_names(str(path))) is not None:
+        return describe_source(str(path))
     text = path / "input.txt"
     if text.is_file():
         return {
@@ -45,6 +49,11 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
             "path": str(path),
             "bytes": text.stat().st_size,
         }
+    return describe_idx(path)
+
+
+def describe_idx(path: Path) -> dict[str, Any]:
+    """Return the facts about an IDX file, or a folder of MNIST's."""
     if not path.is_dir():
         return describe_arrays("idx", path, {path: idx.read_idx(path)})
     if idx.has_mnist_files(path):
@@ -107,6 +116,27 @@ def describe_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     mean = float(np.average(values, weights=counts))
     variance = float(np.average((values - mean) ** 2, weights=counts))
     return facts | {"mean": round(mean, 6), "std": round(variance**0.5, 6)}
+
+
+def describe_source(path: str) -> dict[str, Any]:
+    """Return the facts about data that `open_data` opens."""
+    source = open_described(path)
+    edges = source.chunk_edges
+    return {
+        "dataset": source.format,
+        "path": path,
+        "bytes": source.num_bytes,
+        "rows": len(source),
+        "chunks": None if edges is None else len(edges) - 1,
+        "num_files": source.num_files,
+        "columns": source.columns,
+    }
+
+
+def open_described(path: str, index_beside: bool = False) -> OpenedSource:
+    """Open data to describe or to check them; tokens as samples of one token and its target."""
+    block = 1 if find_format(list_names(path)) == TOKENS else None
+    return open_data(path, block=block, index_beside=index_beside)
 
 
 # -- shards ----------------------------------------------------------------------------------------

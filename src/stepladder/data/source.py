@@ -78,7 +78,8 @@ def make_chunks(source: Source) -> Chunks | None:
             runs[-1] = (rows + size, chunk_rows)
         else:
             runs.append((size, size))
-    return Chunks(tuple(runs), CHUNKS_IN_MEMORY)
+    slots: int = getattr(source, "chunks_in_memory", CHUNKS_IN_MEMORY)
+    return Chunks(tuple(runs), slots)
 
 
 def edges_error(source: Source, problem: str) -> InputError:

@@ -157,7 +157,8 @@ class StreamSource:
         if not isinstance(batch, (np.ndarray, torch.Tensor)):
             raise InputError(
                 f"a batch of the job's {type(self.source).__name__} holds a {type(batch).__name__}",
-                "tensors or arrays with a row for each sample, or a list or dict of them",
+                "tensors or arrays with a row for each sample, or a list or dict of them; for"
+                " open_data, columns= names those of numbers, and decode= makes numbers of others",
             )
         tensor = torch.as_tensor(batch)
         if self.device.type == "cpu":

@@ -76,7 +76,7 @@ def read_parquet(path: Path, table: Table) -> Iterator[Block]:
 
 
 def parse_type(
-    path: Path,
+    path: object,
     name: str,
     arrow_type: Any,
 ) -> Column:
@@ -98,18 +98,19 @@ def parse_type(
 
 
 def convert_array(
-    path: Path,
+    path: object,
     name: str,
     column: Column,
     array: Any,
     first_row: int,
+    hint: str = OMIT_HINT,
 ) -> Any:
     """Return an Arrow array as NumPy array or Ragged. Raises InputError for an empty value."""
     has_lists = column.is_list or bool(column.shape)
     if array.null_count or (has_lists and array.flatten().null_count):
         is_null = array.is_null().to_pylist()
         row = first_row + (is_null.index(True) if True in is_null else 0)
-        raise input_error(path, f"column {name} has an empty value in row {row}", OMIT_HINT)
+        raise input_error(path, f"column {name} has an empty value in row {row}", hint)
     if column.is_list:
         offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
         values = array.flatten().to_numpy(zero_copy_only=False)

@@ -1,0 +1,1 @@
+"""Sources over files of common formats, read where they lie: `stepladder.open_data`."""

@@ -1,0 +1,286 @@
+"""Arrays in files: tokens (.bin, .npy), rows of an array (.npy), and tensors (.safetensors)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepladder.core.errors import InputError, get_reason
+from stepladder.core.order import IndexArray
+from stepladder.data.readers.batches import collate_decoded
+from stepladder.data.readers.damage import DAMAGE_HINT, Damage
+from stepladder.data.readers.file_rows import FileRows
+from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.open_options import OpenOptions
+from stepladder.data.table import select_columns
+
+TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 numbers
+TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
+DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
+NPY_MAGIC = b"\x93NUMPY"
+MAX_HEADER = 1 << 26
+BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
+SAFETENSORS_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one array in a file.
+
+    Attributes:
+        begin: The position of the first row.
+        stride: The bytes from one row to the next.
+        count: The number of rows.
+        shape: The shape of a row.
+        dtype: The type of its numbers, a name of torch's or NumPy's.
+    """
+
+    begin: int
+    stride: int
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return math.prod(self.shape) * (
+            2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        )
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.begin + (self.count - 1) * self.stride + self.row_bytes
+
+
+class ArraySource(FileRows):
+    """Rows of arrays that lie in files."""
+
+    def __init__(
+        self,
+        format_name: str,
+        files: list[DataFile],
+        arrays: list[dict[str, Rows]],
+        options: OpenOptions,
+    ) -> None:
+        self.format = format_name
+        self.decode = options.decode
+        self.as_list = options.columns is not None
+        self.names = select_columns(options.columns or (), arrays[0], files[0].name)
+        self.arrays = [
+            validate_arrays(file, self.names, rows, arrays[0])
+            for file, rows in zip(files, arrays, strict=True)
+        ]
+        counts = [next(iter(rows.values())).count for rows in self.arrays]
+        super().__init__(files, counts, options.chunk_rows)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns and their types, for people."""
+        texts = {}
+        for name, rows in self.arrays[0].items():
+            texts[name] = " ".join([" x ".join(map(str, rows.shape)), rows.dtype]).strip()
+        return texts
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return the batch of these rows: by column, or of what `decode` makes of them."""
+        indices = np.asarray(indices)
+        places = np.empty((len(indices), 2), np.int64)  # the file and the row of each sample
+        for number, found, rows in self.locate(indices):
+            places[found, 0] = number
+            places[found, 1] = rows
+        columns = {name: self._read_column(name, places.tolist()) for name in self.names}
+        if self.decode is not None:
+            samples = [
+                {name: column[place] for name, column in columns.items()}
+                for place in range(len(indices))
+            ]
+            return collate_decoded(samples, self.decode)
+        return list(columns.values()) if self.as_list else columns
+
+    def find_damage(self) -> Iterator[Damage]:
+        """Read all files, and yield those that cannot be read; their numbers have no checksum."""
+        for number, file in enumerate(self.files):
+            try:
+                file.read(0, file.size)
+            except InputError as error:
+                yield Damage(file.name, 0, self.count_rows(number), error.problem)
+
+    def _read_column(self, name: str, places: list[list[int]]) -> torch.Tensor:
+        parts = bytearray()
+        for number, row in places:
+            rows = self.arrays[number][name]
+            begin = rows.begin + row * rows.stride
+            parts += self.files[number].read(begin, begin + rows.row_bytes)
+        first = self.arrays[0][name]
+        if first.dtype in ("uint16", "uint32"):  # of which torch has too few operations
+            numbers = np.frombuffer(parts, first.dtype).astype(np.int64)
+            return torch.from_numpy(numbers).reshape(len(places), *first.shape)
+        dtype = getattr(torch, first.dtype)
+        return torch.frombuffer(parts, dtype=dtype).reshape(len(places), *first.shape)
+
+
+def validate_arrays(
+    file: DataFile,
+    names: list[str],
+    arrays: dict[str, Rows],
+    expected: dict[str, Rows],
+) -> dict[str, Rows]:
+    """Return the arrays of these names.
+
+    Raises:
+        InputError: The file lacks one, or has another type, shape, or too few bytes.
+    """
+    selected = {}
+    for name in names:
+        rows = arrays.get(name)
+        if rows is None or (rows.shape, rows.dtype) != (expected[name].shape, expected[name].dtype):
+            raise InputError(
+                f"{file.name}: {name} is not as in the first file", "columns= without it"
+            )
+        if rows.count and rows.end > file.size:
+            fits = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
+            raise Damage(file.name, fits, rows.count - fits, "the file ends before").as_error()
+        selected[name] = rows
+    counts = {name: rows.count for name, rows in selected.items()}
+    if len(set(counts.values())) > 1:
+        text = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise InputError(
+            f"{file.name} has arrays of several lengths: {text}", "columns=, of one length"
+        )
+    return selected
+
+
+def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
+    """Return blocks of tokens; each has one more, so that a target follows each token.
+
+    Args:
+        files: Files of tokens, with the header of llm.c or without one.
+        options: What the caller of `open_data` has set.
+    """
+    block = require_block(files[0], options)
+    arrays = []
+    for file in files:
+        head = file.read(0, min(TOKEN_HEADER_BYTES, file.size))
+        magic = int.from_bytes(head[:4], "little")
+        if magic in TOKEN_TYPES and len(head) == TOKEN_HEADER_BYTES:
+            count = int.from_bytes(head[8:12], "little")
+            rows = divide_tokens(TOKEN_HEADER_BYTES, count, TOKEN_TYPES[magic], block)
+        else:
+            dtype = options.dtype or DEFAULT_TOKEN_TYPE
+            rows = divide_tokens(0, file.size // np.dtype(dtype).itemsize, dtype, block)
+        arrays.append({"tokens": rows})
+    return ArraySource("tokens", files, arrays, options)
+
+
+def require_block(file: DataFile, options: OpenOptions) -> int:
+    """Return the length of a block. Raises InputError if the caller has set none."""
+    if options.block is None or options.block < 1:
+        raise InputError(f"{file.name} holds tokens, and block is {options.block}", BLOCK_HINT)
+    return options.block
+
+
+def divide_tokens(
+    begin: int,
+    count: int,
+    dtype: str,
+    block: int,
+) -> Rows:
+    """Return the blocks of tokens, whose last one is the first of the next block."""
+    size = np.dtype(dtype).itemsize
+    return Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
+
+
+def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
+    """Return the rows of arrays, or blocks of tokens if an array is one long row of them.
+
+    Args:
+        files: Files that numpy.save has written.
+        options: What the caller of `open_data` has set.
+    """
+    arrays = []
+    for file in files:
+        begin, shape, dtype = read_npy_header(file)
+        if len(shape) == 1 and options.block is not None:
+            arrays.append({"tokens": divide_tokens(begin, shape[0], dtype, options.block)})
+            continue
+        row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        arrays.append({"array": Rows(begin, row, shape[0], shape[1:], dtype)})
+    return ArraySource("npy", files, arrays, options)
+
+
+def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
+    """Return where the numbers of a .npy file begin, their shape, and their type.
+
+    Raises:
+        InputError: It is no such file, or its array is of another kind.
+    """
+    head = file.read(0, min(12, file.size))
+    if head[:6] != NPY_MAGIC or len(head) < 12:
+        raise InputError(f"{file.name} is no .npy file", DAMAGE_HINT)
+    first = 10 if head[6] == 1 else 12
+    length = int.from_bytes(head[8:first], "little")
+    try:
+        header = ast.literal_eval(file.read(first, first + length).decode("latin-1").strip())
+        dtype = np.dtype(header["descr"])
+        shape = tuple(map(int, header["shape"]))
+    except (ValueError, SyntaxError, LookupError, TypeError) as error:
+        raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
+    is_plain = dtype.kind in "biuf" and dtype.isnative and not header.get("fortran_order")
+    if not is_plain or not shape:
+        raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
+    return first + length, shape, dtype.name
+
+
+def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource:
+    """Return the rows of tensors, which have one length.
+
+    Args:
+        files: Files of the safetensors library.
+        options: What the caller of `open_data` has set.
+    """
+    return ArraySource("safetensors", files, [read_tensors(file) for file in files], options)
+
+
+def read_tensors(file: DataFile) -> dict[str, Rows]:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        InputError: Its header is damaged, or it has types that are not read.
+    """
+    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
+    if not 0 < length <= min(MAX_HEADER, file.size - 8):
+        raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
+    try:
+        header = json.loads(file.read(8, 8 + length))
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            count, *shape = map(int, entry["shape"])
+            dtype = SAFETENSORS_TYPES[entry["dtype"]]
+            begin = 8 + length + int(entry["data_offsets"][0])
+            rows = Rows(begin, 0, count, tuple(shape), dtype)
+            tensors[name] = Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
+    return tensors

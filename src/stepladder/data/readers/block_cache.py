@@ -1,0 +1,148 @@
+"""A cache on disk for the blocks of remote files, which all processes of a machine share."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from stepladder.core.errors import as_input_error
+from stepladder.core.folders import get_cache_folder
+
+BLOCK_BYTES = 1 << 20
+MAPPED_BLOCKS = 128  # of a process, which lie in the kernel's memory, not in its own
+CACHE_BYTES = 20 << 30
+CHECKSUM_BYTES = 8
+WRITES_PER_SCAN = 32  # the cache may be larger than its limit by so many blocks for each process
+KEPT_PART = 0.9  # of the limit, when blocks are removed
+SPACE_HINT = "free some space, or export XDG_CACHE_HOME=DIR"
+
+Fetch = Callable[[list[int]], list[bytes]]
+
+
+class BlockCache:
+    """Blocks of remote files on disk, the oldest of which are removed above a limit.
+
+    A block ends with its checksum: one that a crash has left half written is fetched again.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.mapped: OrderedDict[Path, memoryview] = OrderedDict()
+        self.writes = 0
+        self.lock = threading.RLock()
+
+    @property
+    def folder(self) -> Path:
+        """Where the blocks are, a folder for each file."""
+        return get_cache_folder() / "blocks"
+
+    def read_blocks(
+        self,
+        key: str,
+        numbers: list[int],
+        fetch: Fetch,
+    ) -> list[memoryview]:
+        """Return blocks of a file, and fetch those that are not here.
+
+        Args:
+            key: The name of the file in the cache.
+            numbers: The blocks.
+            fetch: Called with the blocks that are missing; it returns their bytes.
+        """
+        folder = self.folder / key
+        paths = [folder / f"{number:08d}" for number in numbers]
+        with self.lock:
+            blocks = {path: self._find(path) for path in paths}
+            missing = [
+                number for number, path in zip(numbers, paths, strict=True) if blocks[path] is None
+            ]
+            if missing:
+                with lock_blocks(folder, missing):
+                    blocks |= self._fetch_missing(folder, missing, fetch)
+        return [block for path in paths if (block := blocks[path]) is not None]
+
+    def _fetch_missing(
+        self,
+        folder: Path,
+        numbers: list[int],
+        fetch: Fetch,
+    ) -> dict[Path, memoryview | None]:
+        """Return blocks that another process has written meanwhile, or that are fetched now."""
+        paths = {number: folder / f"{number:08d}" for number in numbers}
+        blocks = {path: self._find(path) for path in paths.values()}
+        absent = [number for number in numbers if blocks[paths[number]] is None]
+        if absent:
+            for number, data in zip(absent, fetch(absent), strict=True):
+                self._write(paths[number], data)
+                blocks[paths[number]] = self._find(paths[number]) or memoryview(data)
+        return blocks
+
+    def _find(self, path: Path) -> memoryview | None:
+        """Return a block without its checksum, or None if it is not here or damaged."""
+        if path in self.mapped:
+            self.mapped.move_to_end(path)
+            return self.mapped[path]
+        try:
+            with path.open("rb") as file:
+                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            os.utime(path)  # the least recently used blocks are removed first
+        except (OSError, ValueError):  # an empty file cannot be mapped
+            return None
+        block = view[:-CHECKSUM_BYTES]
+        if xxhash.xxh64_digest(block) != view[-CHECKSUM_BYTES:]:
+            return None
+        self.mapped[path] = block
+        if len(self.mapped) > MAPPED_BLOCKS:
+            self.mapped.popitem(last=False)
+        return block
+
+    def _write(self, path: Path, data: bytes) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with as_input_error(f"cannot write the cache in {self.folder}", SPACE_HINT):
+            temporary.write_bytes(data + xxhash.xxh64_digest(data))
+            temporary.replace(path)
+        self.writes += 1
+        if self.writes % WRITES_PER_SCAN == 1:
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        """Remove the blocks that were read longest ago, if all are more than the limit."""
+        entries = []
+        for path in self.folder.glob("*/*[0-9]"):
+            with suppress(OSError):  # another process has removed it
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        if total <= self.max_bytes:
+            return
+        for _, size, path in sorted(entries):
+            with suppress(OSError):
+                path.unlink()
+            total -= size
+            if total <= KEPT_PART * self.max_bytes:
+                return
+
+
+@contextmanager
+def lock_blocks(folder: Path, numbers: list[int]) -> Iterator[None]:
+    """Let no other process of this machine fetch these blocks during the block.
+
+    The kernel drops the locks of a process that ends. A file system may have none: then two
+    processes can fetch one block, and the second replaces it by the same bytes.
+    """
+    with as_input_error(f"cannot write the cache in {folder}", SPACE_HINT):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+b")
+    with file:
+        with suppress(OSError):
+            for number in sorted(numbers):
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
+        yield

@@ -1,0 +1,36 @@
+"""Records that cannot be read, by file and number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepladder.core.errors import InputError, to_one_line
+
+DAMAGE_HINT = "copy the file again; stepladder data check PATH lists all that is damaged"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Records of one file that cannot be read.
+
+    Attributes:
+        file: The file's name.
+        first: The number of the first of them in that file.
+        count: How many there are.
+        reason: Why they cannot be read.
+    """
+
+    file: str
+    first: int
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"record {self.first}"
+        if self.count > 1:
+            place = f"records {self.first} to {self.first + self.count - 1}"
+        return f"{self.file}: {place}: {to_one_line(self.reason)}"
+
+    def as_error(self) -> InputError:
+        """Return the error that ends a run."""
+        return InputError(str(self), DAMAGE_HINT)

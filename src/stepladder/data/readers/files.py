@@ -1,0 +1,161 @@
+"""The files of a data set: local ones, and those that fsspec reads through a cache."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.local_files import validate_readable
+
+OPEN_FILES = 128  # at once; a process may have a thousand
+MAX_READ = 1 << 30  # bytes of one call: Linux reads no more than two gigabytes
+DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
+
+
+class DataFile(Protocol):
+    """A file whose bytes are read by position.
+
+    Attributes:
+        name: Its path or URL, as messages name it.
+        size: The number of its bytes.
+        identity: A text that is another one when the contents have changed.
+    """
+
+    name: str
+    size: int
+    identity: str
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes [begin, end), all of which the file must have."""
+        ...
+
+
+class LocalFile:
+    """A file on a disk of this machine, or on a file system that it has mounted."""
+
+    def __init__(self, path: Path) -> None:
+        validate_readable(path)
+        status = path.stat()
+        self.name = str(path)
+        self.size = status.st_size
+        self.identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes [begin, end).
+
+        Raises:
+            InputError: The file has become shorter since it was opened, or cannot be read.
+        """
+        # Not mapped: a file that somebody truncates would end the process with SIGBUS.
+        with as_input_error(f"cannot read {self.name}", DATA_HINT):
+            descriptor = open_file(self.name).fileno()
+            parts = []
+            while begin < end:
+                part = os.pread(descriptor, min(end - begin, MAX_READ), begin)
+                if not part:
+                    raise InputError(f"{self.name} ends at byte {begin:,}", "copy it again")
+                parts.append(part)
+                begin += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def open_file(name: str) -> io.FileIO:
+    """Return the open file; it is closed when many others were opened since, and nobody reads."""
+    return io.FileIO(name)
+
+
+class FileView(io.RawIOBase):
+    """A DataFile as a Python file, for libraries that take one."""
+
+    def __init__(self, file: DataFile) -> None:
+        super().__init__()
+        self.file = file
+        self.position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position of the next byte."""
+        return self.position
+
+    def seek(
+        self,
+        offset: int,
+        whence: int = os.SEEK_SET,
+    ) -> int:
+        """Move to a position, and return it."""
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.file.size}
+        self.position = max(0, origins[whence] + offset)
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes, and return how many there were."""
+        target = memoryview(buffer).cast("B")
+        data = self.read(len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next bytes, all to the end for -1."""
+        end = self.file.size
+        if size is not None and size >= 0:
+            end = min(end, self.position + size)
+        begin = min(self.position, end)
+        self.position = end
+        return self.file.read(begin, end) if begin < end else b""
+
+
+def is_url(path: str | Path) -> bool:
+    """Return whether a path is that of another machine."""
+    return "://" in str(path)
+
+
+def list_paths(path: str) -> list[str]:
+    """Return the local files that a path names, in the order of their names.
+
+    Args:
+        path: A file, a folder, or a pattern.
+
+    Raises:
+        InputError: There is no such file.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        files = [str(file) for file in walk(folder)]
+    elif folder.exists():
+        files = [path]
+    else:
+        files = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - of an absolute path too
+        if not files:
+            raise InputError(f"there is no {path}", DATA_HINT)
+    return files
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder by name, hidden ones left out."""
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith((".", "_")):
+            continue
+        if entry.is_dir():
+            yield from walk(entry)
+        elif entry.is_file():
+            yield entry
+
+
+def shorten(identity: str) -> str:
+    """Return a name for files that belong to an identity."""
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

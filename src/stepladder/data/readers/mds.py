@@ -1,0 +1,273 @@
+"""MosaicML's MDS shards: each begins with where its samples are, index.json has their columns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import IndexArray
+from stepladder.core.typed_file import parse_json
+from stepladder.data.readers.batches import Sample, decode_image
+from stepladder.data.readers.damage import DAMAGE_HINT, Damage
+from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.open_options import OpenOptions
+from stepladder.data.readers.records import OPEN_INDEXES, RecordSource
+
+MDS_INDEX = "index.json"
+LENGTH_TYPE = np.dtype("<u4")
+BITS_MASK = 0b11111000  # of the byte that stands for a type of numbers; the rest is its kind
+KINDS = "uif"
+SCALARS = {
+    f"{kind}{bits}"
+    for kind, sizes in (
+        ("uint", (8, 16, 32, 64)),
+        ("int", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+    )
+    for bits in sizes
+}
+
+
+@dataclass(frozen=True)
+class MdsFile:
+    """A file of a shard, as index.json describes it."""
+
+    basename: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class MdsShard:
+    """A shard, as index.json describes it."""
+
+    column_encodings: list[str]
+    column_names: list[str]
+    column_sizes: list[Any]
+    samples: int
+    raw_data: MdsFile
+    compression: str | None = None
+    format: str = "mds"
+
+
+@dataclass(frozen=True)
+class MdsIndex:
+    """What index.json holds."""
+
+    shards: list[MdsShard]
+
+
+class MdsSamples:
+    """Samples in the shards of one folder."""
+
+    name = "mds"
+
+    def __init__(self, files: list[DataFile], shards: list[MdsShard]) -> None:
+        self.files = files
+        self.shards = shards
+        self.get_offsets = lru_cache(OPEN_INDEXES)(self._read_offsets)
+        columns = list(zip(shards[0].column_names, shards[0].column_encodings, strict=True))
+        file = files[0].name
+        self.decoders = {name: find_decoder(encoding, file, name) for name, encoding in columns}
+        self.ragged = frozenset(name for name, encoding in columns if has_lengths(encoding))
+
+    def get_counts(self) -> list[int]:
+        """Return the number of samples of each shard."""
+        return [shard.samples for shard in self.shards]
+
+    def parse(
+        self,
+        number: int,
+        data: bytes,
+        names: frozenset[str] | None,
+    ) -> Sample:
+        """Return the values of a sample; before them are the lengths of those without a fixed one.
+
+        Raises:
+            ValueError: The sample is damaged.
+        """
+        shard = self.shards[number]
+        sizes = list(shard.column_sizes)
+        position = 0
+        for place, size in enumerate(sizes):
+            if not size:
+                sizes[place] = int.from_bytes(data[position : position + 4], "little")
+                position += 4
+        if position + sum(sizes) != len(data):
+            raise ValueError(f"it has {len(data)} bytes, its columns {position + sum(sizes)}")
+        sample = {}
+        for name, size in zip(shard.column_names, sizes, strict=True):
+            if names is None or name in names:
+                sample[name] = self._decode(name, data[position : position + size])
+            position += size
+        return sample
+
+    def _decode(self, name: str, data: bytes) -> Any:
+        try:
+            return self.decoders[name](data)
+        except (IndexError, TypeError) as error:
+            raise ValueError(f"column {name}: {error}") from error
+
+    def _read_offsets(self, number: int) -> IndexArray:
+        """Return where the samples of a shard begin, and where the last one ends."""
+        file = self.files[number]
+        count = self.shards[number].samples
+        data = file.read(0, min(file.size, 4 * (count + 2)))
+        numbers = np.frombuffer(data[: len(data) // 4 * 4], LENGTH_TYPE).astype(np.int64)
+        offsets = numbers[1:]
+        is_whole = len(numbers) == count + 2 and numbers[0] == count
+        if not is_whole or offsets[-1] > file.size or (np.diff(offsets) < 0).any():
+            raise Damage(file.name, 0, count, "where its samples begin is damaged").as_error()
+        return offsets
+
+
+class MdsSource(RecordSource):
+    """A source over MDS shards, which have checksums of whole files."""
+
+    def __init__(self, samples: MdsSamples, options: OpenOptions) -> None:
+        super().__init__(samples.files, samples, options)
+        self.shards = samples.shards
+
+    def find_damage(self) -> Iterator[Damage]:
+        """Compare shards with their checksums, read all samples, and yield what is damaged."""
+        for number, shard in enumerate(self.shards):
+            problem = verify_file(self.files[number], shard.raw_data)
+            if problem:
+                yield Damage(self.files[number].name, 0, shard.samples, problem)
+            else:
+                yield from self.find_damage_in(number)
+
+
+def verify_file(file: DataFile, expected: MdsFile) -> str:
+    """Return why a file is not the one that index.json describes, or ""."""
+    if file.size != expected.bytes:
+        return f"it has {file.size:,} bytes, not {expected.bytes:,}"
+    for name, digest in expected.hashes.items():
+        make = getattr(xxhash, name, None) or getattr(hashlib, name, None)
+        if make is not None and make(file.read(0, file.size)).hexdigest() != digest:
+            return f"its {name} is wrong"
+    return ""
+
+
+def open_mds(folders: list[str], options: OpenOptions) -> MdsSource:
+    """Return the samples of MDS folders.
+
+    Args:
+        folders: Folders or their URLs, each with an index.json.
+        options: What the caller of `open_data` has set.
+
+    Raises:
+        InputError: An index or a shard is damaged or missing, or of a kind that is not read.
+    """
+    files: list[DataFile] = []
+    shards: list[MdsShard] = []
+    for folder in folders:
+        base = folder.rstrip("/")
+        index = options.open_file(f"{base}/{MDS_INDEX}")
+        try:
+            parsed = parse_json(index.read(0, index.size), MdsIndex)
+        except ValueError as error:
+            raise InputError(f"{index.name} cannot be used: {error}", DAMAGE_HINT) from error
+        for shard in parsed.shards:
+            validate_shard(index.name, shard, parsed.shards[0])
+            files.append(options.open_file(f"{base}/{shard.raw_data.basename}"))
+            shards.append(shard)
+    if not shards:
+        raise InputError(f"{folders[0]} has no shards", "a folder with some")
+    return MdsSource(MdsSamples(files, shards), options)
+
+
+def validate_shard(
+    index: str,
+    shard: MdsShard,
+    first: MdsShard,
+) -> None:
+    """Raise InputError for a shard that is not read."""
+    name = shard.raw_data.basename
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise InputError(f"{index} names a file outside of its folder: {name}", DAMAGE_HINT)
+    if shard.format != "mds" or shard.compression:
+        problem = f"{index}: {name} is {shard.compression or shard.format}, not plain MDS"
+        raise InputError(problem, "MDSWriter(compression=None), or decompress the shards")
+    if shard.column_encodings != first.column_encodings or shard.column_names != first.column_names:
+        raise InputError(f"{index}: {name} has other columns than the first shard", DAMAGE_HINT)
+    lengths = {len(shard.column_names), len(shard.column_encodings), len(shard.column_sizes)}
+    if len(lengths) != 1:
+        raise InputError(f"{index}: the columns of {name} are damaged", DAMAGE_HINT)
+
+
+def find_decoder(
+    encoding: str,
+    file: str,
+    column: str,
+) -> Callable[[bytes], Any]:
+    """Return the function that makes a value of bytes.
+
+    Raises:
+        InputError: The encoding is not read.
+    """
+    kind, _, rest = encoding.partition(":")
+    simple: dict[str, Callable[[bytes], Any]] = {
+        "bytes": bytes,
+        "str": bytes.decode,
+        "int": partial(decode_scalar, np.dtype("<i8")),
+        "json": json.loads,
+        "jpeg": decode_image,
+        "png": decode_image,
+        "str_int": int,
+        "str_float": float,
+    }
+    if kind in simple:
+        return simple[kind]
+    if kind in SCALARS:
+        return partial(decode_scalar, np.dtype(kind).newbyteorder("<"))
+    if kind == "ndarray":
+        dtype, _, shape = rest.partition(":")
+        fixed = tuple(map(int, shape.split(","))) if shape else None
+        return partial(decode_array, np.dtype(dtype) if dtype else None, fixed)
+    reason = "pickles run code" if kind == "pkl" else "it is not known"
+    problem = f"{file}: column {column} has the encoding {encoding!r}, which is not read: {reason}"
+    raise InputError(problem, "columns of numbers, texts, bytes, json, jpeg, png or ndarray")
+
+
+def has_lengths(encoding: str) -> bool:
+    """Return whether the values of an encoding are arrays that say their own shape."""
+    return encoding.startswith("ndarray") and encoding.count(":") < 2
+
+
+def decode_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    """Return one number."""
+    return np.frombuffer(data, dtype, 1)[0]
+
+
+def decode_array(
+    dtype: np.dtype[Any] | None,
+    shape: tuple[int, ...] | None,
+    data: bytes,
+) -> np.ndarray:
+    """Return an array, whose type and shape stand before its values unless they are fixed.
+
+    Raises:
+        ValueError: They do not fit the values.
+    """
+    position = 0
+    if dtype is None:
+        code = data[0]
+        dtype = np.dtype(f"<{KINDS[code & 7]}{(code & BITS_MASK) // 8}")
+        position = 1
+    if shape is None:
+        dimensions = data[position] >> 2
+        length_type = np.dtype(f"<u{1 << (data[position] & 3)}")
+        lengths = np.frombuffer(data, length_type, dimensions, position + 1)
+        shape = tuple(int(length) for length in lengths)
+        position += 1 + lengths.nbytes
+    return np.frombuffer(data, dtype, offset=position).reshape(shape).copy()

@@ -1,0 +1,63 @@
+"""What a caller of `open_data` sets, as readers take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.readers.batches import Decode
+from stepladder.data.readers.block_cache import BlockCache
+from stepladder.data.readers.files import DATA_HINT, DataFile, LocalFile, is_url, list_paths
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """The arguments of `open_data` that readers use.
+
+    Attributes:
+        columns: The columns to read, or None for all.
+        decode: Makes a sample of the dict of a row or record.
+        cache: Holds what is read over the network.
+        chunk_rows: How many records are a chunk, or None for about a megabyte of them.
+        block: The tokens of a sample, for files of tokens.
+        dtype: The type of tokens, where their file does not say it.
+        index_beside: Whether an index is written beside its file, not into the cache.
+    """
+
+    columns: tuple[str, ...] | None = None
+    decode: Decode | None = None
+    cache: BlockCache = field(default_factory=BlockCache)
+    chunk_rows: int | None = None
+    block: int | None = None
+    dtype: str | None = None
+    index_beside: bool = False
+
+    def open_file(self, name: str) -> DataFile:
+        """Open a file of this machine, or one behind a URL."""
+        if not is_url(name):
+            return LocalFile(Path(name))
+        from stepladder.data.readers.remote import UrlFile
+
+        return UrlFile(name, self.cache)
+
+
+def list_names(path: str) -> list[str]:
+    """Return the files that a path, a pattern or a URL names."""
+    if not is_url(path):
+        return list_paths(path)
+    from stepladder.data.readers.remote import list_urls
+
+    return list_urls(path)
+
+
+def validate_local(file: DataFile, kind: str) -> Path:
+    """Return the path of a file that a library opens by itself.
+
+    Raises:
+        InputError: It lies behind a URL.
+    """
+    if not isinstance(file, LocalFile):
+        raise InputError(f"{file.name}: {kind} is read from a disk", "copy it to a folder")
+    with as_input_error(f"cannot read {file.name}", DATA_HINT):
+        return Path(file.name).resolve(strict=True)

@@ -1,0 +1,113 @@
+"""Where the records of a file begin: found once, kept in a file, and mapped from there."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from stepladder.core.durable import replace_file
+from stepladder.core.errors import as_input_error
+from stepladder.core.folders import get_cache_folder
+from stepladder.core.order import IndexArray
+from stepladder.data.readers.block_cache import SPACE_HINT
+from stepladder.data.readers.files import DataFile, LocalFile, shorten
+
+INDEX_HEADER = struct.Struct(
+    "<16sQ8s"
+)  # what it is, the size of the data file, a checksum of its ends
+INDEX_MAGIC = b"stepladder-idx-1"
+INDEX_SUFFIX = ".stepladder-index"
+ENDS_BYTES = 4096  # of the first and last bytes of the data file, by which an index belongs to it
+
+FindOffsets = Callable[[DataFile], Iterator[IndexArray]]
+
+
+def load_index(
+    file: DataFile,
+    find_offsets: FindOffsets,
+    beside: bool = False,
+) -> IndexArray:
+    """Return where the records of a file begin, and where the last one ends; shape (n + 1,).
+
+    The index beside the file is taken, or that in the cache; without one it is made. Of several
+    processes one makes it, and the others wait.
+
+    Args:
+        file: The file.
+        find_offsets: Yields the positions of a file, in parts.
+        beside: Whether a new index is written beside the file, not into the cache.
+    """
+    header = make_header(file)
+    path = get_cache_folder() / "indexes" / shorten(file.identity)
+    if isinstance(file, LocalFile):
+        neighbour = Path(file.name + INDEX_SUFFIX)
+        found = map_index(neighbour, header)
+        if found is not None:
+            return found
+        path = neighbour if beside else path
+    found = map_index(path, header)
+    if found is None:
+        with (
+            as_input_error(f"cannot write the index {path}", SPACE_HINT),
+            lock_index(file),
+        ):
+            if map_index(path, header) is None:
+                write_index(path, header, find_offsets(file))
+        found = map_index(path, header)
+    assert found is not None, f"{path} was written, and is not there"
+    return found
+
+
+def make_header(file: DataFile) -> bytes:
+    """Return the first bytes of the index of a file."""
+    head = file.read(0, min(ENDS_BYTES, file.size))
+    tail = file.read(max(0, file.size - ENDS_BYTES), file.size)
+    return INDEX_HEADER.pack(INDEX_MAGIC, file.size, xxhash.xxh64_digest(head + tail))
+
+
+def map_index(path: Path, header: bytes) -> IndexArray | None:
+    """Return the positions of an index file, in the kernel's memory; None if it is not that."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
+    if mapped[: len(header)] != header or (len(mapped) - len(header)) % 8:
+        return None
+    return np.frombuffer(mapped, np.int64, offset=len(header))
+
+
+def write_index(
+    path: Path,
+    header: bytes,
+    parts: Iterator[IndexArray],
+) -> None:
+    """Write an index file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as temporary, temporary.open("wb") as out:
+        out.write(header)
+        for part in parts:
+            out.write(part.astype(np.int64).tobytes())
+
+
+@contextmanager
+def lock_index(file: DataFile) -> Iterator[None]:
+    """Let no other process of this machine make the index of a file during the block."""
+    folder = get_cache_folder() / "indexes"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    place = int(shorten(file.identity)[:7], 16)
+    try:
+        with suppress(OSError):  # some file systems have no locks: both make it, with one result
+            fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, place)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,253 @@
+"""A source over Arrow tables, read one at a time: row groups of Parquet, batches of Arrow files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import types
+
+from stepladder.core.errors import InputError, get_reason
+from stepladder.core.order import IndexArray
+from stepladder.data.formats.parquet import PARQUET_DAMAGE, convert_array, parse_type
+from stepladder.data.readers.batches import (
+    DECODE_HINT,
+    Decode,
+    collate_decoded,
+    decode_image,
+    join_lists,
+    stack_values,
+)
+from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.open_options import OpenOptions
+from stepladder.data.table import Column, Ragged, select_columns
+
+POOL_BYTES = 48 << 20  # of tables in the memory of a process
+MIN_TABLES = 4
+MAX_TABLES = 64
+IMAGE_FIELDS = {"bytes", "path"}  # of a struct, in the files of Hugging Face's datasets
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """A part of a file that is read at once.
+
+    Attributes:
+        file: The file's name.
+        first_row: The number of its first row in that file.
+        rows: The number of its rows.
+        size: Its bytes in memory, about.
+        read: Returns these columns as a table.
+    """
+
+    file: str
+    first_row: int
+    rows: int
+    size: int
+    read: Callable[[list[str]], Any]
+
+
+class TableSource:
+    """Rows of many tables, some of which are in memory."""
+
+    def __init__(
+        self,
+        format_name: str,
+        files: list[DataFile],
+        parts: list[TablePart],
+        schema: Any,
+        options: OpenOptions,
+    ) -> None:
+        self.format = format_name
+        self.files = files
+        self.parts = parts
+        self.decode: Decode | None = options.decode
+        self.as_list = options.columns is not None
+        self.names = select_columns(options.columns or (), schema.names, parts[0].file)
+        self.types = {name: schema.field(name).type for name in self.names}
+        self.numbers = {name: find_numbers(name, kind) for name, kind in self.types.items()}
+        self.is_list = {
+            name: column is not None and column.is_list for name, column in self.numbers.items()
+        }
+        self.edges: IndexArray = np.cumsum([0, *(part.rows for part in parts)])
+        largest = max(part.size for part in parts)
+        self.chunks_in_memory = min(MAX_TABLES, max(MIN_TABLES, POOL_BYTES // max(1, largest)))
+        self._load = lru_cache(self.chunks_in_memory)(self._read_part)
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    @property
+    def chunk_edges(self) -> IndexArray:
+        """The first row of each table, and the number of rows."""
+        return self.edges
+
+    @property
+    def num_files(self) -> int:
+        """The number of files."""
+        return len(self.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns and their types, for people."""
+        return {name: str(kind) for name, kind in self.types.items()}
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return the batch of these rows: by column, or of what `decode` makes of them."""
+        indices = np.asarray(indices)
+        numbers = self.edges.searchsorted(indices, "right") - 1
+        batch = TakenRows(len(indices))
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            rows = indices[places] - self.edges[number]
+            batch.add(places, self._take(number, rows))
+        if self.decode is not None:
+            return collate_decoded(batch.columns["rows"], self.decode)
+        columns = {name: batch.finish(name, self.is_list[name]) for name in self.names}
+        return list(columns.values()) if self.as_list else columns
+
+    def find_damage(self) -> Iterator[Damage]:
+        """Read all rows, and yield those that cannot be read."""
+        images = [name for name, kind in self.types.items() if is_image(kind)]
+        for part in self.parts:
+            try:
+                table = read_part(part, self.names)
+            except InputError as error:
+                yield Damage(part.file, part.first_row, part.rows, error.problem)
+                continue
+            for name in images:
+                for row, value in enumerate(table.column(name).to_pylist()):
+                    try:
+                        decode_struct(value)
+                    except ValueError as error:
+                        yield Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+
+    def _take(self, number: int, rows: IndexArray) -> dict[str, Any]:
+        part = self.parts[number]
+        if self.decode is not None:
+            return {"rows": self._load(number).take(pa.array(rows)).to_pylist()}
+        return {
+            name: take_rows(part, name, column, rows) for name, column in self._load(number).items()
+        }
+
+    def _read_part(self, number: int) -> Any:
+        part = self.parts[number]
+        table = read_part(part, self.names)
+        if self.decode is not None:
+            return table
+        return {
+            name: self._convert(part, name, table.column(name).combine_chunks())
+            for name in self.names
+        }
+
+    def _convert(
+        self,
+        part: TablePart,
+        name: str,
+        array: Any,
+    ) -> Any:
+        column = self.numbers[name]
+        if column is None:
+            return array
+        return convert_array(part.file, name, column, array, part.first_row, DECODE_HINT)
+
+
+def find_numbers(name: str, arrow_type: Any) -> Column | None:
+    """Return the column of a type of numbers or lists of them; None for another type."""
+    try:
+        return parse_type(name, name, arrow_type)
+    except InputError:
+        return None
+
+
+def take_rows(
+    part: TablePart,
+    name: str,
+    column: Any,
+    rows: IndexArray,
+) -> Any:
+    """Return rows of a column: an array, or a list."""
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    if isinstance(column, Ragged):
+        begins = column.offsets[rows].tolist()
+        ends = column.offsets[rows + 1].tolist()
+        return [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    values = column.take(pa.array(rows)).to_pylist()
+    if not is_image(column.type):
+        return values
+    images = []
+    for row, value in zip(rows.tolist(), values, strict=True):
+        try:
+            images.append(decode_struct(value))
+        except ValueError as error:
+            damage = Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+            raise damage.as_error() from error
+    return images
+
+
+def read_part(part: TablePart, names: list[str]) -> Any:
+    """Return columns of a part as a table.
+
+    Raises:
+        InputError: It is damaged; the message has its file and its rows.
+    """
+    try:
+        table = part.read(names)
+    except PARQUET_DAMAGE as error:
+        raise Damage(part.file, part.first_row, part.rows, get_reason(error)).as_error() from error
+    if len(table) != part.rows:
+        problem = f"there are {len(table)} rows"
+        raise Damage(part.file, part.first_row, part.rows, problem).as_error()
+    return table
+
+
+def is_image(arrow_type: Any) -> bool:
+    """Return whether a column holds images as Hugging Face's datasets write them."""
+    is_struct = types.is_struct(arrow_type)
+    return is_struct and {field.name for field in arrow_type} == IMAGE_FIELDS
+
+
+def decode_struct(value: Any) -> np.ndarray:
+    """Return the array of an image, or raise ValueError."""
+    if not value or not value["bytes"]:
+        raise ValueError("it has no bytes")
+    return decode_image(value["bytes"])
+
+
+class TakenRows:
+    """Rows of a batch that come from several tables."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.columns: dict[str, Any] = {}
+
+    def add(self, places: IndexArray, taken: dict[str, Any]) -> None:
+        """Put rows of one table to their places in the batch."""
+        for name, values in taken.items():
+            if isinstance(values, np.ndarray):
+                if name not in self.columns:
+                    shape = (self.count, *values.shape[1:])
+                    self.columns[name] = np.empty(shape, values.dtype)
+                self.columns[name][places] = values
+                continue
+            items = self.columns.setdefault(name, [None] * self.count)
+            for place, value in zip(places.tolist(), values, strict=True):
+                items[place] = value
+
+    def finish(self, name: str, is_list: bool) -> Any:
+        """Return a column of the batch; lists of numbers become Ragged."""
+        values = self.columns[name]
+        if isinstance(values, np.ndarray):
+            return values
+        return join_lists(values) if is_list else stack_values(name, values)

@@ -1,0 +1,223 @@
+"""Each format gives the rows that were written, names what is damaged, and keeps the contract of a
+source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_files import CHUNK, LIBRARIES, PER_FILE, ROWS, WRITERS, make_rows
+from stepladder import InputError, open_data
+from stepladder.data.readers import lines
+from stepladder.data.readers.open_data import OpenedSource
+from stepladder.testing import check_source
+
+INDICES = np.array([ROWS - 1, 3, 81, 80, 3])
+TAR_COLUMNS = ("id.cls", "x.npy", "y.cls", "text.txt")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "stepladder"
+
+
+def write(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    WRITERS[name](folder)
+    return folder
+
+
+def expect_rows(source: OpenedSource) -> None:
+    """The source has the rows of data_files, in every column that its format has."""
+    assert len(source) == ROWS
+    batch = source.read(INDICES)
+    rows = [make_rows()[index] for index in INDICES]
+    names = {name.partition(".")[0]: name for name in batch}
+    for name in names.keys() & {"id", "y"}:
+        assert batch[names[name]].tolist() == [row[name] for row in rows]
+    for name in names.keys() & {"x", "array"}:
+        assert np.array_equal(batch[names[name]], np.stack([row["x"] for row in rows]))
+    if "text" in names:
+        assert batch[names["text"]] == [row["text"] for row in rows]
+    assert names.keys() & {"id", "array"}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    source = open_data(write(tmp_path / "data", name), chunk_rows=CHUNK)
+    assert source.format == name
+    expect_rows(source)
+    edges = source.chunk_edges
+    assert edges is not None and list(edges) == list(range(0, ROWS + 1, CHUNK))
+    assert list(source.find_damage()) == []
+    numbers = [name for name in source.columns if name.partition(".")[0] in ("id", "x", "array")]
+    check_source(open_data(tmp_path / "data", columns=numbers))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_files_of_the_formats_own_library_are_read(library: str, tmp_path: Path) -> None:
+    name, write_files = LIBRARIES[library]
+    write_files(tmp_path)
+    source = open_data(tmp_path)
+    assert source.format == name
+    if name == "arrow":  # datasets writes lists of any length, as float64
+        batch = source.read(INDICES)
+        assert batch["id"].tolist() == INDICES.tolist()
+        assert batch["x"].offsets.tolist() == [0, 4, 8, 12, 16, 20]
+    else:
+        expect_rows(source)
+    assert list(source.find_damage()) == []
+
+
+def test_array_records_are_bytes_for_decode(tmp_path: Path) -> None:
+    module = pytest.importorskip("array_record.python.array_record_module")
+    for number in range(2):
+        out = module.ArrayRecordWriter(str(tmp_path / f"{number}.arrayrecord"), "group_size:1")
+        for index in range(50):
+            out.write(str(50 * number + index).encode())
+        out.close()
+    source = open_data(tmp_path, decode=lambda record: int(record["record"]))
+    assert source.read(np.array([99, 0, 50])).tolist() == [99, 0, 50]
+    assert list(source.find_damage()) == []
+    check_source(source)
+
+
+def cut(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) - 700])
+
+
+def flip(pattern: bytes, into: bytes) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        data = file.read_bytes()
+        assert data.count(pattern) == 1
+        file.write_bytes(data.replace(pattern, into))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "damage", "place"),
+    [
+        ("arrow", "data-1.arrow", cut, "data-1.arrow"),
+        (
+            "webdataset",
+            "part-1.tar",
+            flip(b"000088.y.cls", b"00008?.y.cls"),
+            "part-1.tar: record 8: ",
+        ),
+        ("mds", "shard.00001.mds", cut, "shard.00001.mds"),
+        ("jsonl", "part-1.jsonl", flip(b'"id": 85,', b'"id": 85'), "part-1.jsonl: record 5: "),
+        ("jsonl", "part-1.jsonl", flip(b'"id": 85,', b'"id": "",'), "part-1.jsonl: record 5: "),
+        ("csv", "part-1.csv", flip(b"\n85,", b"\n8x,"), "part-1.csv: record 5: "),
+        ("npy", "part-1.npy", cut, "part-1.npy: records 36 to 79: "),
+        ("safetensors", "part-1.safetensors", cut, "part-1.safetensors: record"),
+    ],
+)
+def test_damage_is_named_by_file_and_record(
+    name: str, file: str, damage: Callable[[Path], None], place: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "data", name)
+    damage(folder / file)
+    try:
+        source = open_data(folder)
+    except InputError as error:
+        found = [error.problem]
+    else:
+        found = [str(damage) for damage in source.find_damage()]
+        with pytest.raises(InputError, match=file):
+            source.read(np.arange(PER_FILE, 2 * PER_FILE))
+    assert len(found) == 1
+    assert place in found[0]
+
+
+def test_an_index_is_made_once_and_beside_a_file_only_when_asked(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "data", "jsonl")
+    monkeypatch.setattr(
+        lines, "SCANNED_BYTES", 1000
+    )  # lines lie across the ends of what is scanned
+    expect_rows(open_data(folder))
+    assert len(list(folder.iterdir())) == 3
+    kept = [file for file in (cache / "indexes").iterdir() if file.name != "lock"]
+    assert len(kept) == 3
+    for file in kept:
+        file.unlink()
+    expect_rows(open_data(folder, index_beside=True))
+    assert len(list(folder.iterdir())) == 6
+    monkeypatch.setattr(lines, "find_lines", None)
+    expect_rows(open_data(folder))
+
+
+def test_tokens_are_blocks_that_share_their_ends(tmp_path: Path) -> None:
+    tokens = np.arange(1001, dtype=np.uint16)
+    header = np.zeros(256, np.int32)
+    header[:3] = (20240520, 1, len(tokens))
+    files = {"nano.bin": tokens.tobytes(), "modded.bin": header.tobytes() + tokens.tobytes()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    np.save(tmp_path / "tokens.npy", tokens)
+    for name in (*files, "tokens.npy"):
+        source = open_data(tmp_path / name, block=50)
+        assert len(source) == 20
+        batch = source.read(np.array([19, 0]))["tokens"]
+        assert batch[:, 0].tolist() == [950, 0]
+        assert batch[:, -1].tolist() == [1000, 50]
+        check_source(source)
+    with pytest.raises(InputError, match="block is None"):
+        open_data(tmp_path / "nano.bin")
+
+
+def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+    for number, name in enumerate(("cats/1", "cats/2", "dogs/1")):
+        path = tmp_path / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 3), (number, 0, 0)).save(path)
+    source = open_data(tmp_path, columns=("image", "label"))
+    images, labels = source.read(np.array([2, 0]))
+    assert (images.shape, labels.tolist()) == ((2, 3, 4, 3), [1, 0])
+    assert images[0, 0, 0].tolist() == [2, 0, 0]
+    check_source(source)
+    (tmp_path / "cats/2.png").write_bytes(b"no image")
+    (damage,) = source.find_damage()
+    assert str(damage).startswith(f"{tmp_path}/cats/2.png: record 1: ")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"x": 1.5}', "x has another type than in the first records"),
+        ("[]", "it is no JSON object"),
+        ('{"y": 1}', "has no x"),
+    ],
+)
+def test_a_later_record_of_another_kind_is_one_line(
+    record: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "TYPED_RECORDS", 2)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"x": 1}\n{"x": 2}\n' + record)
+    source = open_data(file)
+    assert source.read(np.array([1, 0]))["x"].tolist() == [2, 1]
+    with pytest.raises(InputError, match=message):
+        source.read(np.array([0, 2]))
+
+
+def open_pickles(folder: Path) -> Any:
+    WRITERS["mds"](folder)
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('"str"', '"pkl"'))
+    return open_data(folder)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="pickles run code"):
+        open_pickles(tmp_path)
