@@ -76,6 +76,13 @@ def collectives(size: int) -> dict[str, Callable[[], object]]:
         for work in reversed(works):
             work.wait()
 
+    def messages() -> None:
+        for source in range(1, RANKS):
+            if rank == source:
+                dist.send(own, 0)
+            elif rank == 0:
+                dist.recv(own, source)
+
     return {
         "all_reduce": lambda: dist.all_reduce(own),
         "all_reduce, three at once": overlapped,
@@ -89,6 +96,9 @@ def collectives(size: int) -> dict[str, Callable[[], object]]:
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(own, wide),
         "all_to_all_single": lambda: dist.all_to_all_single(wide, wide.clone()),
         "barrier": dist.barrier,
+        # gloo carries these
+        "all_reduce, sparse": lambda: dist.all_reduce(own[:1000].to_sparse()),
+        "send and recv": messages,
     }
 
 

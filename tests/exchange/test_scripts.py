@@ -118,15 +118,28 @@ if rank == 2:  # it comes to the collective when the other has gone already
     select.select([ended], [], [])
 for attempt in range(2):
     try:
-        dist.all_reduce(torch.ones(4))
+        CALL
     except RuntimeError as error:
         print(f"rank {rank}: {error}", flush=True)
 """
 
 
-def test_a_killed_rank_is_named_in_the_exception_of_all_others(tmp_path: Path) -> None:
+CALLS = {  # all but the first are carried by gloo
+    "shared": "dist.all_reduce(torch.ones(4))",
+    "sparse": "dist.all_reduce(torch.ones(4).to_sparse())",
+    "future": "dist.all_reduce(torch.ones(4).to_sparse(), async_op=True).get_future().wait()",
+    "monitored": "dist.monitored_barrier()",
+    "message": "dist.recv(torch.ones(1), 1)",
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["shared", "sparse", *(pytest.param(n, marks=pytest.mark.slow) for n in CALLS if n[0] != "s")],
+)
+def test_a_killed_rank_is_named_in_the_exception_of_all_others(tmp_path: Path, call: str) -> None:
     script = tmp_path / "killed.py"
-    script.write_text(KILLED)
+    script.write_text(KILLED.replace("CALL", CALLS[call]))
     ended = run("run", "--nproc", 3, script, cwd=tmp_path)
     assert ended.returncode != 0
     for rank in (0, 2):
@@ -186,3 +199,28 @@ def test_a_rank_that_is_ahead_may_form_the_next_group(tmp_path: Path, backend: s
         ended = run("--nproc-per-node", 2, script, backend, cwd=tmp_path, command=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended") == 2
+
+
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+
+
+@pytest.mark.parametrize(
+    ("nproc", "env"),
+    [
+        (3, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(4, DETAIL, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_some_ranks_get_what_gloo_gives(
+    tmp_path: Path, nproc: int, env: dict[str, str]
+) -> None:
+    printed = []
+    for exchange in ("memory", "gloo"):
+        flags = "--nproc", nproc, "--exchange", exchange
+        ended = run("run", *flags, JOBS / "sub_groups.py", cwd=tmp_path, env=env)
+        assert ended.returncode == 0, ended.stderr
+        assert (IN_MEMORY in ended.stderr) == (exchange == "memory" and not env)
+        assert ("DETAIL compares" in ended.stderr) == (exchange == "memory" and bool(env))
+        printed.append(sorted(ended.stdout.splitlines()))
+    assert printed[0] == printed[1] and len(printed[0]) == nproc

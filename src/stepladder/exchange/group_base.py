@@ -22,6 +22,7 @@ from stepladder.exchange.plan import make_large_halves
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import can_share, find_reduction
 from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.rank.torch_fixes import list_tcp_connections
 from stepladder.rank.torch_fixes_groups import record_collective
 
 C10D: Any = distributed_c10d  # torch's types of it name neither all classes nor all arguments
@@ -67,10 +68,12 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)  # with a store, torch does not accept a class of Python
         self.obstacle = "there is no gloo group for tensors in the host's memory"
         self._own_store = store
+        self._backends: list[tuple[torch.device, Any, Any]] = []
         self._announces = announces
         self._memory: SharedMemory | None = None
         self._queue: CollectiveQueue | None = None
         self._gloo: ProcessGroupGloo | None = None
+        self._connections = list_tcp_connections()  # of the process; then of the gloo group
 
     def get_group_store(self) -> Store:
         """Return the store of this group."""
@@ -89,9 +92,16 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Take a back end for a device, and share memory beside a gloo group for the host."""
         super()._register_backend(device, backend_type, backend)
-        if device.type == "cpu" and self._gloo is None and isinstance(backend, ProcessGroupGloo):
+        self._backends.append((device, backend_type, backend))
+        if device.type != "cpu" or self._gloo is not None:
+            return
+        if isinstance(backend, ProcessGroupGloo):
             self._gloo = backend
+            self._connections = list_tcp_connections() - self._connections
             self._share_memory(backend)
+        elif isinstance(backend, C10D._ProcessGroupWrapper):
+            self.obstacle = "TORCH_DISTRIBUTED_DEBUG=DETAIL compares all collectives there"
+            self._announce(backend.wrapped_pg)
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
         store = PrefixStore(STORE_PREFIX, self._own_store)
@@ -101,9 +111,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self.size(),
         )
         self.obstacle = meeting.obstacle
-        is_default = not gloo.options.global_ranks_in_group
-        if self._announces and is_default and self.rank() == 0:
-            announce(meeting.obstacle)
+        self._announce(gloo)
         if meeting.memory is None:
             return
         self._memory = SharedMemory(
@@ -116,6 +124,11 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             make_large_halves(LARGE_HALF_BYTES),
         )
         self._queue = CollectiveQueue(self._memory)
+
+    def _announce(self, gloo: ProcessGroupGloo) -> None:
+        is_default = not gloo.options.global_ranks_in_group
+        if self._announces and is_default and self.rank() == 0:
+            announce(self.obstacle)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -168,24 +181,6 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
 
         with record_collective(f"gloo:{name}", inputs):
             return queue.start(enqueue_with_timeout, GroupWork(outputs, finish), opts.asyncOp)
-
-    def _carry(
-        self,
-        method: str,
-        device: torch.device,
-        *args: object,
-    ) -> Any:
-        """Let the back end of a device start a collective that shared memory does not carry.
-
-        Args:
-            method: The name of its method.
-            device: Where the tensors are.
-            *args: The arguments of the method.
-
-        Returns:
-            The work.
-        """
-        return getattr(self._get_backend(device), method)(*args)
 
     def _find_reduction(self, tensors: Tensors, opts: Any) -> Reduction | None:
         """Return the reduction that shared memory does with these tensors, None if gloo does it."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from stepladder.exchange.group_base import C10D, GroupBase, Tensors
+from stepladder.exchange.carrying import CarryingGroup
+from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import FlatTensors, get_flat, have_length
 from stepladder.exchange.shared_memory import SharedMemory
@@ -19,7 +20,7 @@ SCATTER = C10D.ScatterOptions()
 REDUCE_SCATTER = C10D.ReduceScatterOptions()
 
 
-class ScatteringGroup(GroupBase):
+class ScatteringGroup(CarryingGroup):
     """A group with the collectives whose result is on one rank, or in parts on all."""
 
     def reduce(

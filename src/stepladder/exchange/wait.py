@@ -184,19 +184,30 @@ class PeerWaiter:
         if self.has_left:
             raise RuntimeError("this rank has left the process group")
         for peer in self.peers:
-            slot = SLOT_WORDS * peer
-            has_left = (
-                peer in self.process_watch.ended or self.slots[slot + LEFT_WORD] == self.group_id
-            )
-            if has_left and self.slots[slot] < count:
-                lost = self._find_lost(peer)
-                self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
-                raise RuntimeError(f"rank {self.names[lost]} has gone")
+            if self._has_gone(peer) and self.slots[SLOT_WORDS * peer] < count:
+                raise RuntimeError(f"rank {self._record_lost(peer)} has gone")
 
-    def _find_lost(self, peer: int) -> int:
-        """Return the rank whose loss was the reason why a peer has gone; often the peer itself."""
+    def find_lost(self) -> int | None:
+        """Return the name of the rank that was lost first, None if all are in the group."""
+        for peer in self.peers:
+            if self._has_gone(peer):
+                return self._record_lost(peer)
+        return None
+
+    def _has_gone(self, peer: int) -> bool:
+        has_left = self.slots[SLOT_WORDS * peer + LEFT_WORD] == self.group_id
+        return has_left or peer in self.process_watch.ended
+
+    def _record_lost(self, peer: int) -> int:
+        """Tell the others why a peer has gone.
+
+        Returns:
+            The name of the rank whose loss was the reason; often it is the peer itself.
+        """
         reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
-        return peer if reason in (-1, self.rank) else reason
+        lost = peer if reason in (-1, self.rank) else reason
+        self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
+        return self.names[lost]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -1,0 +1,182 @@
+"""What gloo carries for a group that shares memory: messages, and what shared memory does badly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import Work as TorchWork
+from torch.futures import Future
+
+from stepladder.exchange.group_base import C10D, GroupBase, Tensors
+from stepladder.exchange.group_work import NO_TIMEOUT
+from stepladder.rank.torch_fixes import shut_down_connections
+
+# The kernel closes the connections of a process before it reports the end of the process, and the
+# thread that hears of it may have to wait for a core.
+LOSS_REPORT_S = 0.3
+LOSS_POLL_S = 0.001
+MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can still be sent
+Explain = Callable[[RuntimeError], RuntimeError]
+
+
+@contextmanager
+def explaining(explain: Explain) -> Iterator[None]:
+    """Raise in place of an error in the block the one that explains it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise explain(error) from None
+
+
+class CarriedWork(TorchWork):
+    """The work of a call that gloo carries; its error names the rank that was lost."""
+
+    def __init__(self, work: Any, explain: Explain) -> None:
+        """Create the work.
+
+        Args:
+            work: The work of gloo.
+            explain: Returns the error to raise in place of one of gloo's.
+        """
+        super().__init__()
+        self._work = work
+        self._explain = explain
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait for the result, as gloo's work does."""
+        with explaining(self._explain):
+            is_done: bool = self._work.wait(timeout)
+        return is_done
+
+    def synchronize(self) -> None:
+        """Wait for the result, as `wait` does."""
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future whose value is the list of the result's tensors."""
+        future: Future[Any] = self._work.get_future()
+        return future.then(self._get_value)
+
+    def _get_value(self, future: Future[Any]) -> Any:
+        with explaining(self._explain):
+            return future.value()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has finished or failed."""
+        is_done: bool = self._work.is_completed()
+        return is_done
+
+    def is_success(self) -> bool:
+        """Return whether the call has finished."""
+        has_succeeded: bool = self._work.is_success()
+        return has_succeeded
+
+    def exception(self) -> Any:
+        """Return why the call has failed, or None."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """Return the tensors that hold the result."""
+        return self._work.result()
+
+    def _source_rank(self) -> int:
+        """Return from which rank a message came."""
+        rank: int = self._work._source_rank()
+        return rank
+
+
+class CarryingGroup(GroupBase):
+    """A group whose gloo group carries calls, and in which their errors name a lost rank."""
+
+    def send(
+        self,
+        tensors: Tensors,
+        rank: int,
+        tag: int,
+    ) -> Any:
+        """Send a tensor to a rank."""
+        return self._carry("send", tensors[0].device, tensors, rank, tag)
+
+    def recv(
+        self,
+        tensors: Tensors,
+        rank: int,
+        tag: int,
+    ) -> Any:
+        """Receive a tensor from a rank."""
+        return self._carry("recv", tensors[0].device, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receive a tensor from any rank."""
+        return self._carry("recv_anysource", tensors[0].device, tensors, tag)
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """Wait until all ranks have come here; the first rank names those that do not come."""
+        with explaining(partial(self._explain_loss, is_collective=True)):
+            super().monitored_barrier(*args, **options)
+
+    def split_group(self, *args: Any, **options: Any) -> Any:
+        """Return a group of some of the ranks, which torch makes of its back ends alone.
+
+        torch reads the store of the group that it splits, and this one has none there.
+        """
+        group = C10D.ProcessGroup(self._own_store, self.rank(), self.size())
+        for backend in self._backends:
+            group._register_backend(*backend)
+        group._set_default_backend(self._backends[0][1])
+        group._set_group_name(self.group_name)
+        group._set_group_desc(self.group_desc)
+        return group.split_group(*args, **options)
+
+    def _carry(
+        self,
+        method: str,
+        device: torch.device,
+        *args: object,
+    ) -> Any:
+        """Let the back end of a device start a call that shared memory does not carry.
+
+        Args:
+            method: The name of its method.
+            device: Where the tensors are.
+            *args: The arguments of the method.
+
+        Returns:
+            The work.
+        """
+        start = getattr(self._get_backend(device), method)
+        if device.type != "cpu" or not self.is_shared:
+            return start(*args)
+        explain = partial(self._explain_loss, is_collective=method not in MESSAGES)
+        with explaining(explain):
+            return CarriedWork(start(*args), explain)
+
+    def _explain_loss(
+        self,
+        error: RuntimeError,
+        is_collective: bool,
+    ) -> RuntimeError:
+        """Return the error of a call that gloo has carried: it names a lost rank, if there is one.
+
+        After a collective no other rank waits for this one any more: such a rank, which waits for
+        this one and not for the lost one, would do so until its timeout.
+        """
+        memory = self._memory
+        if memory is None:
+            return error
+        deadline = time.monotonic() + LOSS_REPORT_S
+        lost = memory.waiter.find_lost()
+        while lost is None and time.monotonic() < deadline:
+            time.sleep(LOSS_POLL_S)
+            lost = memory.waiter.find_lost()
+        if lost is None:
+            return error
+        if is_collective:
+            shut_down_connections(self._connections)
+        return RuntimeError(f"rank {lost} has gone")
