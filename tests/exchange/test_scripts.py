@@ -127,7 +127,6 @@ for attempt in range(2):
 CALLS = {  # all but the first are carried by gloo
     "shared": "dist.all_reduce(torch.ones(4))",
     "sparse": "dist.all_reduce(torch.ones(4).to_sparse())",
-    "future": "dist.all_reduce(torch.ones(4).to_sparse(), async_op=True).get_future().wait()",
     "monitored": "dist.monitored_barrier()",
     "message": "dist.recv(torch.ones(1), 1)",
 }
