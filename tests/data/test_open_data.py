@@ -177,8 +177,8 @@ def test_a_command_makes_an_index_in_the_cache_or_beside_the_file(
         ("nothing", "there is no nothing"),
         (__file__, "is of no format"),
         ("nothing.parquet", "there is no nothing.parquet"),
-        ("gopher://host/a.parquet", "rotocol"),
-        ("http://127.0.0.1:9/a.parquet", "attempts"),
+        ("ftp://host/a.parquet", "only http:// and https:// are read"),
+        ("http://127.0.0.1:9/a.parquet", r"5 attempts: .*Connect call failed"),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(

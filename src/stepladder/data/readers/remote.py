@@ -31,24 +31,23 @@ class FileSystems:
         """Return the file system of a URL.
 
         Raises:
-            InputError: A library for it is missing, or no library knows it.
+            InputError: A library for it is missing, or it is no URL of HTTP.
         """
         protocol = url.split("://")[0]
+        if protocol not in ("http", "https"):
+            raise InputError(f"{url}: only http:// and https:// are read", "copy it to a folder")
         key = (os.getpid(), protocol)
         if key not in self.by_process:
             try:
                 import fsspec  # an extra, as aiohttp for HTTP
 
-                options = make_http_options() if protocol in ("http", "https") else {}
                 self.by_process[key] = fsspec.filesystem(
                     protocol,
                     skip_instance_cache=True,
-                    **options,
+                    **make_http_options(),
                 )
             except ImportError as error:
                 raise InputError(f"{url}: {get_reason(error)}", INSTALL_HINT) from error
-            except ValueError as error:
-                raise InputError(f"{url}: {get_reason(error)}", "https://...") from error
         return self.by_process[key]
 
 
@@ -181,17 +180,26 @@ def call_again(name: str, call: Any) -> Any:
         except Exception as error:  # of aiohttp, asyncio, the system, or another library
             raise_final(name, error)
             if attempt == ATTEMPTS:
-                message = f"{name} cannot be read, {ATTEMPTS} attempts: {get_reason(error)}"
+                reason = get_reason(find_cause(error))
+                message = f"{name} cannot be read, {ATTEMPTS} attempts: {reason}"
                 raise StorageFault(message) from error
         time.sleep(delay)
         delay *= 2
 
 
+def find_cause(error: Exception) -> Exception:
+    """Return what happened.
+
+    fsspec raises FileNotFoundError for any error, such as a refused connection.
+    """
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
 def raise_final(name: str, error: Exception) -> None:
     """Raise InputError for an error that another attempt would meet too."""
-    cause = error
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__  # fsspec says so of any error, such as a refused connection
+    cause = find_cause(error)
     status = getattr(cause, "status", 0)
     if isinstance(cause, FileNotFoundError) or status in GONE_STATUSES:
         raise InputError(f"there is no {name}", "a URL of a file") from error
