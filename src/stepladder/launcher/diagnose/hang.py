@@ -256,7 +256,7 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
         if first.progress.awaited:
             awaited = _describe_awaited(first)
         sentence = f"{subject} {_inflect(statuses, 'waits', 'wait')} in {awaited}"
-        cause = causes.NETWORK if has_all_ranks else causes.OTHER_NODE
+        cause = _find_cause_of_common_wait(first) if has_all_ranks else causes.OTHER_NODE
         return Explanation(None, sentence, cause, statuses)
     position = first.describe_position()
     if any(status.describe_position() != position for status in statuses):
@@ -271,6 +271,12 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
     verb = _inflect(statuses, "is", "are")
     sentence = f"{subject} {verb}{_describe_own_step(first, ',')} {position}"
     return Explanation(first.rank, sentence, cause, statuses)
+
+
+def _find_cause_of_common_wait(status: RankStatus) -> str:
+    """Return why all ranks wait in one collective; a script may wait in several groups."""
+    is_past_first_group = not status.progress.awaited and not status.is_connecting
+    return causes.OTHER_GROUPS if is_past_first_group else causes.NETWORK
 
 
 def _describe_awaited(status: RankStatus) -> str:
@@ -316,14 +322,15 @@ def find_cause(status: RankStatus) -> str:
         return causes.EXTRA_COLLECTIVE
     if status.progress.phase == READING or status.is_loading_data:
         return causes.DATA_LOADER
-    if _is_in_lock(status):
+    if is_in_lock(status):
         return causes.LOCK
     if status.progress.phase == STARTING and status.progress.num_collectives == 0:
         return causes.STARTING
     return causes.BUSY
 
 
-def _is_in_lock(status: RankStatus) -> bool:
+def is_in_lock(status: RankStatus) -> bool:
+    """Return whether a rank waits for a lock, a queue, a thread or a process of its own."""
     code = ""
     if status.frame is not None:
         code, _, _ = status.frame.source.partition("  #")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from stepladder.launcher.diagnose.deadlock import PAUSE_S, QUIET_S, DeadlockFinder
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
@@ -26,6 +28,7 @@ POLLS_UNTIL_REPORTED = 5
 MIN_POLLS_BETWEEN_STACKS = 5  # to print its stack takes a rank's time
 DEFAULT_EXPLAIN_AFTER_S = 60.0
 TIMEOUT_GRACE_S = 5.0  # ranks that wait end by themselves at the timeout, and say more
+GPU_DEVICE = Path("/dev/nvidiactl")  # where it is, a rank that sleeps may wait for its GPU
 WORKING_CPU_SHARE = 0.05  # a rank that writes no progress and uses less of a core does nothing
 
 
@@ -96,6 +99,7 @@ class Monitor:
         self._polls_since_inspection = math.inf
         self._hang: Hang | None = None
         self._reported = ReportedHang(None, ())
+        self._deadlock_finder = DeadlockFinder()
         # A node that has only some of the ranks reports a hang when it does so for all nodes.
         self._reports_hang = ranks.has_all_ranks
 
@@ -127,7 +131,7 @@ class Monitor:
             self._hang = None
             self._reports_hang = self._ranks.has_all_ranks
         elif self._hang is None and alive:
-            self._hang = self._find_hang(alive)
+            self._hang = self._find_deadlock(alive) or self._find_hang(alive)
             if self._hang is not None and self._reports_hang:
                 texts.append(self._format_hang(self._hang.explanation))
         return "\n".join(texts) or None
@@ -142,6 +146,19 @@ class Monitor:
             f"rank {observed.rank} (pid {pid}) is stopped (SIGSTOP): `kill -CONT {pid}` within"
             f" {self._limits.timeout:g} s (--timeout), or all ranks are restarted"
         )
+
+    def _find_deadlock(self, alive: Collection[int]) -> Hang | None:
+        """Return the hang if no rank can go on, which is certain long before the usual time."""
+        if self._limits.explain_after is not None or not self._ranks.has_all_ranks:
+            return None
+        quiet_polls = [self._ranks[number].idle_meter.count(IdleKind.QUIET) for number in alive]
+        is_quiet = min(quiet_polls) >= math.ceil(QUIET_S / MONITOR_INTERVAL_S)
+        pause_polls = math.ceil(PAUSE_S / MONITOR_INTERVAL_S)
+        if not is_quiet or self._polls_since_inspection < pause_polls or GPU_DEVICE.exists():
+            return None
+        self._polls_since_inspection = 0
+        explanation = self._deadlock_finder.examine(self._ranks.inspect(alive))
+        return Hang(explanation, dict.fromkeys(alive, IdleKind.QUIET)) if explanation else None
 
     def _find_hang(self, alive: Collection[int]) -> Hang | None:
         """Return the hang if no rank makes progress, or if ranks have waited in one collective."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import psutil
 
 T = TypeVar("T")
+POLLS_LOST_BY_NOISE = 10
 IDLE_CPU_S = 0.015  # between two polls: at most one tick of the kernel's clock
 
 
@@ -27,6 +28,15 @@ def query_process(
     with suppress(psutil.NoSuchProcess):
         return query(psutil.Process(pid))
     return default
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, and is no zombie."""
+    return query_process(
+        pid,
+        lambda process: process.status() != "zombie",
+        False,
+    )
 
 
 def is_stopped(pid: int) -> bool:
@@ -47,6 +57,19 @@ def read_cpu_seconds(pid: int) -> float:
     )
 
 
+def read_busy_seconds(pid: int) -> float:
+    """Return the time for which the threads of a process have computed, or waited for a core.
+
+    On a busy machine a process may compute little, and yet be anything but idle.
+    """
+    busy_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # the thread has ended
+            computed, waited, _ = path.read_text(encoding="utf-8").split()
+            busy_ns += int(computed) + int(waited)
+    return busy_ns / 1e9
+
+
 def count_context_switches(pid: int) -> tuple[int, int]:
     """Return how often the kernel has taken the main thread of a process off a core.
 
@@ -57,6 +80,18 @@ def count_context_switches(pid: int) -> tuple[int, int]:
         lambda process: tuple(process.num_ctx_switches()),
         (0, 0),
     )
+
+
+def sleeps(pid: int) -> bool:
+    """Return whether all threads of a process sleep: none of them runs, or would if it could.
+
+    So a process that computes and gets no core, on a busy machine, does not sleep.
+    """
+    states = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            states.append(path.read_text(encoding="utf-8").rpartition(") ")[2][:1])
+    return set(states) == {"S"}
 
 
 def find_children(pid: int) -> list[int]:
@@ -89,6 +124,9 @@ class IdleKind(Enum):
     # It has hardly computed, but may wake up to check for something, as the first rank does while
     # the process group forms.
     IDLE = auto()
+    # None of its threads was seen to run. A rank that waits in shared memory wakes up now and then
+    # to look, and is not asleep, but quiet.
+    QUIET = auto()
 
 
 class IdleMeter:
@@ -97,7 +135,7 @@ class IdleMeter:
     def __init__(self) -> None:
         self.context_switches = (-1, -1)
         self._cpu_s = -1.0
-        self._counts = {IdleKind.ASLEEP: 0, IdleKind.IDLE: 0}
+        self._counts = dict.fromkeys(IdleKind, 0)
 
     def count(self, kind: IdleKind) -> int:
         """Return for how many polls the process has been idle in this way."""
@@ -105,8 +143,8 @@ class IdleMeter:
 
     @property
     def max_count(self) -> int:
-        """The number of polls for which the process has been idle in either way."""
-        return max(self._counts.values())
+        """The number of polls for which the process has been asleep or idle."""
+        return max(self._counts[IdleKind.ASLEEP], self._counts[IdleKind.IDLE])
 
     def poll(self, pid: int) -> None:
         """Compare the process with its state at the last poll."""
@@ -117,6 +155,9 @@ class IdleMeter:
         is_idle = self._cpu_s - previous_cpu_s <= IDLE_CPU_S
         self._counts[IdleKind.ASLEEP] = self.count(IdleKind.ASLEEP) + 1 if is_asleep else 0
         self._counts[IdleKind.IDLE] = self.count(IdleKind.IDLE) + 1 if is_idle else 0
+        # A thread of a library that wakes up for a moment does not end the quiet.
+        change = 1 if sleeps(pid) else -POLLS_LOST_BY_NOISE
+        self._counts[IdleKind.QUIET] = max(0, self.count(IdleKind.QUIET) + change)
 
     def reset(self, pid: int) -> None:
         """Ignore the activity since the last poll, such as that of printing a stack."""

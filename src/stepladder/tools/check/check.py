@@ -52,7 +52,7 @@ MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one proc
 SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
-EXPLAINS_A_HANG = ("uneven-steps", "collective-order")
+EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
 DAMAGE_OF_A_SNAPSHOT = ("resume-lr", "resume-differs")
 
 
@@ -306,6 +306,9 @@ class Check:
         outcome = run.outcome
         is_explained = any(finding.rule in EXPLAINS_A_HANG for finding in findings)
         has_error = any(finding.severity == "error" for finding in findings)
+        where = f": {outcome.position}" if outcome.position else ""
+        if where and not outcome.has_stalled:
+            self.notes.append(f"ranks have waited long{where}")
         if outcome.late:
             self.notes.append(
                 f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
@@ -313,7 +316,7 @@ class Check:
         elif outcome.has_stalled and not is_explained and not has_error:
             line = (
                 f"the script failed by itself: it stood still for {self.request.patience:g} s, and "
-                f"was ended; or --patience 100"
+                f"was ended{where}; or --patience 100"
             )
             return NotChecked("script", line)
         elif outcome.failed and not is_explained:

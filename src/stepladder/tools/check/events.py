@@ -238,6 +238,9 @@ class ModelMoved(ProbeEvent, kind="placed"):
     after: str
 
 
+WEIGHT_HAS_IT = "has it before this pass"
+
+
 class NotFinite(ProbeEvent, kind="notfinite"):
     """The first loss or gradient of a process that is nan or infinite."""
 

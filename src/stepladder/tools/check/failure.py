@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -36,6 +37,14 @@ MISSING_GPU = re.compile(
     r"|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'|0 active drivers"
     r"|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
     r"|If capturable=|CUDA_HOME"
+    # Its operators for tensors of several ranks are those of CUDA, and the CPU has others.
+    r"|does not have a sharding strategy"
+)
+NOT_INSTALLED = re.compile(r"(?:ModuleNotFound|Import)Error: No module named '(?P<name>\w+)")
+NO_NETWORK = re.compile(
+    r"Name or service not known|Temporary failure in name resolution|Network is unreachable"
+    r"|No address associated with hostname|check your (?:internet )?connection",
+    re.IGNORECASE,
 )
 # A script that insists on where a tensor is: with simulated GPUs it says that it is on the CPU.
 INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
@@ -85,7 +94,10 @@ class Folders:
 
     def show_original(self, text: str) -> str:
         """Return a text with the original folder in place of the copy."""
-        return text.replace(self.copy, self.original)
+        return text.replace(
+            self.copy,
+            self.original,
+        )
 
 
 def classify_failure(
@@ -101,19 +113,39 @@ def classify_failure(
         simulates: Whether CUDA and NCCL were simulated in this run.
     """
     for traceback in last_traceback_chain(output):
-        if is_caused_by_check(traceback, folders, simulates):
+        if is_caused_by_check(
+            traceback,
+            folders,
+            simulates,
+        ):
             line = f"this check cannot run it: {exception_line(traceback)}"
             return NotChecked(
                 "check",
                 folders.show_original(line),
                 folders.show_original(output),
             )
-    shown = hide_check_frames(output, folders)
+    shown = hide_check_frames(
+        output,
+        folders,
+    )
     return NotChecked(
         "script",
-        "the script failed by itself, as above",
+        describe_failure(output),
         shown,
     )
+
+
+def describe_failure(output: str) -> str:
+    """Return who failed, in one line: the script, or what is missing on this machine."""
+    chain = last_traceback_chain(output)
+    if match := NOT_INSTALLED.search(chain[0] if chain else ""):
+        return (
+            f"the script cannot run here, as above: {match['name']} is not installed for "
+            f"{sys.executable}"
+        )
+    if any(NO_NETWORK.search(traceback) for traceback in chain):
+        return "the script cannot run here, as above: it needs a network that is not there"
+    return "the script failed by itself, as above"
 
 
 def last_traceback_chain(output: str) -> list[str]:
@@ -129,9 +161,16 @@ def last_traceback_chain(output: str) -> list[str]:
 
 def frames_of(traceback: str) -> Iterator[TracebackFrame]:
     lines = traceback.splitlines()
-    for line, source in zip_longest(lines, lines[1:], fillvalue=""):
+    for line, source in zip_longest(
+        lines,
+        lines[1:],
+        fillvalue="",
+    ):
         if match := FRAME.match(line):
-            yield TracebackFrame(match["file"], RANK_PREFIX.sub("", source).strip())
+            yield TracebackFrame(
+                match["file"],
+                RANK_PREFIX.sub("", source).strip(),
+            )
 
 
 def is_caused_by_check(
@@ -145,7 +184,11 @@ def is_caused_by_check(
     outside of it does.
     """
     frames = list(frames_of(traceback))
-    if simulates and lacks_simulation(traceback, frames, folders):
+    if simulates and lacks_simulation(
+        traceback,
+        frames,
+        folders,
+    ):
         return True
     for frame in reversed(frames):
         if frame.file.startswith((CHECK_PREFIX, PARITY_PREFIX)):
@@ -177,7 +220,13 @@ def exception_line(traceback: str) -> str:
     frame_numbers = [number for number, line in enumerate(lines) if FRAME.match(line)]
     after_frames = lines[frame_numbers[-1] + 1 :] if frame_numbers else lines
     exceptions = (line for line in after_frames if line and not line[0].isspace())
-    exception = OWN_MODULE.sub("", next(exceptions, "")).strip()
+    exception = OWN_MODULE.sub(
+        "",
+        next(
+            exceptions,
+            "",
+        ),
+    ).strip()
     if exception == "AssertionError":  # without a message: the line says what was expected
         sources = [frame.source for frame in frames_of(traceback)]
         return ": ".join([exception, *sources[-1:]])

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 PROBE_SETTINGS = "STEPLADDER_CHECK"
 SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
 SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"  # "1" or "0"
+STACKS_SUFFIX = ".stacks"  # of the file into which a process writes its stacks
 RANK_AND_WORLD_SIZE = ("RANK", "WORLD_SIZE")
 
 

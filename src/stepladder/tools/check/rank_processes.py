@@ -14,6 +14,8 @@ from pathlib import Path
 
 from stepladder.core.address import find_free_port
 from stepladder.core.process_count import count_cores
+from stepladder.launcher.diagnose.deadlock import are_stuck
+from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.events import (
     Backward,
@@ -33,12 +35,15 @@ from stepladder.tools.check.probe_settings import (
     ProbeSettings,
 )
 from stepladder.tools.check.recording import read_events
+from stepladder.tools.check.standstill import ObservedProcesses
 from stepladder.tools.probe.attach import prepend_startup_folder
 
 POLL_INTERVAL_S = 0.1
 # Without an event of any rank after one has halted: another may not have come so far yet.
 HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
+MOST_FAILURE_DELAY_S = 20.0  # even if the others go on
+JUDGEMENT_INTERVAL_S = 2.0
 LAST_LINE_BYTES = 4000
 BLOCKING_EVENTS = (ScriptCollective, Backward, GroupInit, Forward, GroupDestroy)
 RANK_VARIABLES_OF_TORCHRUN = (
@@ -64,6 +69,8 @@ class LaunchOutcome:
         spawns: Whether the script makes its ranks itself.
         halted: Whether a rank has halted after its snapshot.
         late: Whether the timeout was over.
+        deadlock: Why ranks could not go on together, where that is certain.
+        position: Where the ranks were when they were ended, or while some waited long for others.
     """
 
     folder: Path
@@ -72,6 +79,8 @@ class LaunchOutcome:
     spawns: bool = False
     halted: bool = False
     late: bool = False
+    deadlock: Explanation | None = None
+    position: str = ""
 
     @property
     def failed(self) -> bool:
@@ -213,7 +222,13 @@ def run_ranks(
     try:
         for rank in range(1 if launch.is_alone else launch.nproc):
             processes.append(start_rank(launch, rank, port))
-        return follow(processes, launch, watch)
+        ranks = RunningRanks(processes, launch)
+        ranks.look()
+        while not ranks.are_over:
+            watch(ranks.outcome.folder)
+            time.sleep(POLL_INTERVAL_S)
+            ranks.look()
+        return ranks.conclude()
     finally:
         for process in processes:
             kill_with_children(process)
@@ -225,7 +240,11 @@ def start_rank(
     port: int,
 ) -> subprocess.Popen[bytes]:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
-    folder = Path(launch.settings.copy) / launch.folder
+    # In a mount namespace the copy is at the path of the original too, where `..` leads to the
+    # user's own folders.
+    has_namespace = launch.sandbox.mechanism == "namespace"
+    root = launch.settings.original if has_namespace else launch.settings.copy
+    folder = Path(root) / launch.folder
     with output.open("wb") as file:
         return subprocess.Popen(
             launch.sandbox.command(launch.command(rank), folder),
@@ -246,48 +265,99 @@ def read_refused_paths(folder: Path) -> list[str]:
     return sorted({event.path for event in events if isinstance(event, Refusal)})
 
 
-def follow(
-    processes: Processes, launch: RankLaunch, watch: Callable[[Path], None]
-) -> LaunchOutcome:
-    """Wait until the ranks have ended, or must be ended, and return the outcome."""
-    files = GrowingFiles(Path(launch.settings.folder))
-    began = time.monotonic()
-    last_growth = began
-    spawns = False
-    halted = False
-    while True:
-        codes = [process.poll() for process in processes]
+class RunningRanks:
+    """The processes of one start of the script, until they have ended or must be ended.
+
+    Args:
+        processes: The processes.
+        launch: How they were started.
+    """
+
+    def __init__(self, processes: Processes, launch: RankLaunch) -> None:
+        self.processes = processes
+        self.launch = launch
+        self.observed = ObservedProcesses(Path(launch.settings.folder))
+        self.files = GrowingFiles(self.observed)
+        self.began = time.monotonic()
+        self.grown_at = self.judged_at = self.well_at = self.began
+        self.outcome = LaunchOutcome(self.observed.folder)
+
+    @property
+    def idle_s(self) -> float:
+        """The seconds without an event and without output."""
+        return time.monotonic() - self.grown_at
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def look(self) -> None:
+        """Learn what the processes have done since the last look."""
         now = time.monotonic()
-        if added := files.read_added():
-            last_growth = now
-            spawns |= SpawnsRanks.marker() in added
-            halted |= Halt.marker() in added
-        idle_s = now - last_growth
-        has_ended = None not in codes
-        has_failed = any(code not in (0, None) for code in codes)
-        is_idle = idle_s > launch.patience_s
-        outcome = LaunchOutcome(
-            files.folder,
-            codes,
-            has_stalled=is_idle and not has_ended and is_blocked(files.folder),
-            spawns=spawns,
-            halted=halted,
-            late=now - began > launch.timeout_s,
+        if added := self.files.read_added():
+            self.grown_at = now
+        self.outcome = replace(
+            self.outcome,
+            codes=self.codes,
+            spawns=self.outcome.spawns or SpawnsRanks.marker() in added,
+            halted=self.outcome.halted or Halt.marker() in added,
+            late=now - self.began > self.launch.timeout_s,
+            deadlock=self.observed.look(),
         )
-        if has_ended or spawns or outcome.has_stalled or outcome.late:
-            break
-        if (halted and idle_s > HALT_DELAY_S) or (has_failed and idle_s > FAILURE_DELAY_S):
-            break
-        watch(files.folder)
-        time.sleep(POLL_INTERVAL_S)
-    return replace(outcome, codes=[process.poll() for process in processes])
+        if not self.outcome.failed:
+            self.well_at = now
+        is_idle = min(self.idle_s, self.observed.idle_s) > self.launch.patience_s
+        if is_idle and now - self.judged_at > JUDGEMENT_INTERVAL_S:
+            self.judge_standstill()
+
+    def judge_standstill(self) -> None:
+        """Judge ranks that have done nothing for long.
+
+        They stand still, unless some only wait for another that downloads, sleeps or computes.
+        """
+        statuses = self.observed.inspect()
+        can_go_on = any(status.is_waiting for status in statuses) and not are_stuck(statuses)
+        self.outcome = replace(
+            self.outcome,
+            position=self.observed.describe_position(),
+            has_stalled=not can_go_on and is_blocked(self.outcome.folder),
+        )
+        self.judged_at = time.monotonic()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether they have ended, or must be ended."""
+        outcome = self.outcome
+        if None not in outcome.codes or outcome.spawns or outcome.late:
+            return True
+        if outcome.has_stalled or outcome.deadlock:
+            return True
+        if outcome.failed:
+            failed_s = time.monotonic() - self.well_at
+            return self.idle_s > FAILURE_DELAY_S or failed_s > MOST_FAILURE_DELAY_S
+        return outcome.halted and self.idle_s > HALT_DELAY_S
+
+    def conclude(self) -> LaunchOutcome:
+        """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
+        outcome = self.outcome
+        if outcome.late and not outcome.position:
+            outcome = replace(outcome, position=self.observed.describe_position())
+        if outcome.failed:
+            outcome = replace(outcome, deadlock=self.observed.explain_failure())
+        has_stalled = outcome.has_stalled or outcome.deadlock is not None
+        return replace(outcome, codes=self.codes, has_stalled=has_stalled)
 
 
 class GrowingFiles:
-    """The recordings and outputs in a folder, of which only what is new is read."""
+    """The recordings and outputs in a folder, of which only what is new is read.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        observed: The processes that write them; they learn which rank each is.
+    """
+
+    def __init__(self, observed: ObservedProcesses) -> None:
+        self.folder = observed.folder
+        self.observed = observed
         self.sizes: dict[str, int] = {}
 
     def read_added(self) -> bytes:
@@ -299,7 +369,10 @@ class GrowingFiles:
             if size > known:
                 with path.open("rb") as file:
                     file.seek(known)
-                    added += file.read(size - known)
+                    grown = file.read(size - known)
+                added += grown
+                if path.suffix == ".jsonl":
+                    self.observed.add_events(path, grown)
                 self.sizes[path.name] = size
         return added
 

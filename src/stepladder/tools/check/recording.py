@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.tools.check.events import (
     AutogradCall,
     Backward,
@@ -193,6 +194,7 @@ class Recording:
         original: The working folder.
         copy: The copy of it in which the script ran.
         has_stalled: Whether the run was ended because nothing had happened for a while.
+        deadlock: Why ranks could not go on together, where that is certain.
         has_finished: Whether the script ended by itself, on all ranks.
         is_single_process: Whether the script was run as one process.
         other_processes: Processes that are no rank, of a script that starts its own.
@@ -203,6 +205,7 @@ class Recording:
     original: str = ""
     copy: str = ""
     has_stalled: bool = False
+    deadlock: Explanation | None = None
     has_finished: bool = True
     is_single_process: bool = False
     other_processes: list[RankLog] = field(default_factory=list)

@@ -241,6 +241,7 @@ class ScriptRuns:
         recording = replace(
             self.read_recording(outcome.folder, launch),
             has_stalled=outcome.has_stalled or outcome.failed,
+            deadlock=outcome.deadlock,
             has_finished=all(code == 0 for code in outcome.codes),
         )
         return ScriptRun(launch, outcome, recording)

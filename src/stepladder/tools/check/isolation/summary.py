@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +31,8 @@ REFUSAL_TEXTS = (
     "stepladder check changes nothing there",
     "no kernel keeps it from that here",
 )
+# What Python and torch keep in TMPDIR themselves, under names that are new in each run.
+OWN_TEMPORARY = re.compile(r"^(?:torchinductor_|pymp-|listener-|pytorch-errorfile-|torch_|tmp)")
 READ_ONLY_TEXT = os.strerror(errno.EROFS)  # of a program in C
 MOST_FOLDERS_SHOWN = 8
 MOST_NAMES_SHOWN = 4
@@ -97,11 +101,27 @@ def summarize(sandbox: Sandbox) -> Isolation:
         elif isinstance(event, ProgramRefusal):
             programs.add(event.name)
     changes = merge_changes([*sandbox.earlier_changes, *sandbox.read_changes()])
+    without_own = map(drop_own_temporary, changes)
     return Isolation(
         sandbox.mechanism,
-        tuple(changes),
+        tuple(change for change in without_own if change.written or change.removed),
         tuple(sorted(refused)),
         tuple(sorted(programs)),
+    )
+
+
+def drop_own_temporary(changes: FolderChanges) -> FolderChanges:
+    """Return changes without what Python and torch keep in the temporary folder themselves."""
+    folder = Path(changes.folder)
+    temporary = Path(tempfile.gettempdir())
+    if folder != temporary and not OWN_TEMPORARY.match(folder.name):
+        return changes
+    if not folder.is_relative_to(temporary):
+        return changes
+    written = tuple(name for name in changes.written if not OWN_TEMPORARY.match(name))
+    return replace(
+        changes,
+        written=written,
     )
 
 
@@ -109,7 +129,14 @@ def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
     """Return changes with one entry for each folder, sorted."""
     merged: dict[str, FolderChanges] = {}
     for changes in all_changes:
-        known = merged.get(changes.folder, FolderChanges(changes.folder, (), ()))
+        known = merged.get(
+            changes.folder,
+            FolderChanges(
+                changes.folder,
+                (),
+                (),
+            ),
+        )
         written = sorted({*known.written, *changes.written})
         removed = sorted({*known.removed, *changes.removed})
         merged[changes.folder] = FolderChanges(
@@ -133,4 +160,8 @@ def blame_refusal(reason: NotChecked | None, isolation: Isolation) -> NotChecked
     if reason is None or reason.cause != "script" or not isolation.may_explain(reason.output):
         return reason
     line = "the script failed, as above, where a change outside the copy was refused"
-    return replace(reason, cause="check", line=line)
+    return replace(
+        reason,
+        cause="check",
+        line=line,
+    )

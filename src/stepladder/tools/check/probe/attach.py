@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import suppress
+from pathlib import Path
 
+from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.torch_fixes import wait_for_gloo
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
@@ -20,6 +23,7 @@ from stepladder.tools.check.probe import (
     hooks_wrapper,
 )
 from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 
 
 def attach() -> None:
@@ -35,6 +39,13 @@ def attach() -> None:
     hooks_train.attach()
     hooks_wrapper.attach()
     atexit.register(record_exit)
+    answer_stack_requests()
+    os.register_at_fork(after_in_child=answer_stack_requests)
+
+
+def answer_stack_requests() -> None:
+    """Write this process's stacks into a file of its own, whenever the checker asks for them."""
+    answer_stack_signal(Path(current_log().settings.folder) / f"{os.getpid()}{STACKS_SUFFIX}")
 
 
 def record_exit() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stepladder.tools.check.events import WEIGHT_HAS_IT
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import default_on_error
 
@@ -68,7 +69,7 @@ class LayerOutputs:
         for name, parameter in self.model.named_parameters():
             if is_not_finite(parameter):
                 bare_name = name.removeprefix("module.")
-                return f"the weight {bare_name} has it before this pass: an earlier step broke it"
+                return f"the weight {bare_name} {WEIGHT_HAS_IT}"
         names = {id(layer): name for name, layer in self.model.named_modules()}
         is_like = is_nan if value == "nan" else is_not_finite
         for is_first in (is_like, is_not_finite):

@@ -17,6 +17,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.hangs import has_left_loop_of
 from stepladder.tools.check.script_source import find_nodes
 
 HAS_A_CPU_PATH = (
@@ -66,14 +67,33 @@ def collective_order(evidence: RunEvidence) -> Findings:
         [event for event in log.select(ScriptCollective) if not event.group]
         for log in evidence.run.ranks[:2]
     )
-    for number, (first, second) in enumerate(zip_longest(first_calls, second_calls), 1):
+    for number, (first, second) in enumerate(
+        zip_longest(
+            first_calls,
+            second_calls,
+        ),
+        1,
+    ):
         if first is None:
-            yield from unanswered_collective(evidence, 1, second, number)
+            yield from unanswered_collective(
+                evidence,
+                1,
+                second,
+                number,
+            )
             return
         if second is None:
-            yield from unanswered_collective(evidence, 0, first, number)
+            yield from unanswered_collective(
+                evidence,
+                0,
+                first,
+                number,
+            )
             return
-        if first.op != second.op or have_different_shapes(first, second):
+        if first.op != second.op or have_different_shapes(
+            first,
+            second,
+        ):
             yield evidence.finding(
                 "collective-order",
                 first.at,
@@ -82,7 +102,7 @@ def collective_order(evidence: RunEvidence) -> Findings:
                 0,
             )
             return
-    if evidence.run.has_stalled:
+    if evidence.run.has_stalled and not evidence.run.deadlock:  # whose own finding says more
         yield from unanswered_backward(evidence)
 
 
@@ -111,7 +131,10 @@ def unanswered_collective(
         return
     if list(uneven_end(evidence)):  # which has its own finding
         return
-    test = test_of_rank(evidence, event)
+    test = test_of_rank(
+        evidence,
+        event,
+    )
     where = f", under `if {test}`" if test else ""
     yield evidence.finding(
         "collective-order",
@@ -125,6 +148,12 @@ def unanswered_collective(
 def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
     if log.has_ended:
         return "it has ended"
+    collectives = log.select(ScriptCollective)
+    if collectives and collectives[-1].group:
+        return f"it is in {describe_collective(evidence, collectives[-1])}, of another group"
+    for status in evidence.run.deadlock.ranks if evidence.run.deadlock else ():
+        if status.rank == log.rank:
+            return f"it is {status.describe_position()}"
     events = [event for event in log.events if event.at]
     if not events:
         return "it has done nothing"
@@ -151,9 +180,24 @@ def uneven_end(evidence: RunEvidence) -> Findings:
     # That rank is done with the pass, and does something else before the next one.
     if passes[0] != passes[1] and last_pass.end is not None:
         return
-    if is_at_collective_of_one_rank(evidence, logs[fewer]):
+    if is_at_collective_of_one_rank(
+        evidence,
+        logs[fewer],
+    ):
         return
-    if logs[fewer].has_ended or has_left_loop(evidence, logs[fewer], last_pass):
+    if evidence.run.deadlock:
+        has_left = has_left_loop_of(
+            evidence,
+            fewer,
+            1 - fewer,
+        )
+    else:
+        has_left = logs[fewer].has_ended or has_left_loop(
+            evidence,
+            logs[fewer],
+            last_pass,
+        )
+    if has_left:
         steps = len(logs[fewer].select(OptimizerStep))
         yield evidence.finding(
             "uneven-steps",
@@ -167,16 +211,28 @@ def uneven_end(evidence: RunEvidence) -> Findings:
 def is_at_collective_of_one_rank(evidence: RunEvidence, log: RankLog) -> bool:
     """Return whether the last collective of a rank is one that only some ranks call."""
     collectives = log.select(ScriptCollective)
-    return bool(collectives) and bool(test_of_rank(evidence, collectives[-1]))
+    return bool(collectives) and bool(
+        test_of_rank(
+            evidence,
+            collectives[-1],
+        )
+    )
 
 
 def test_of_rank(evidence: RunEvidence, event: ScriptCollective) -> str:
     """Return the `if` of the source that lets only some ranks come to a collective, if any."""
     calls = {frame for frame in event.way.split(" < ") if frame}
     for file in evidence.source.files:
-        for node in find_nodes(file.tree, ast.If):
+        for node in find_nodes(
+            file.tree,
+            ast.If,
+        ):
             test = ast.unparse(node.test)
-            function = getattr(file.enclosing_function(node), "name", "<module>")
+            function = getattr(
+                file.enclosing_function(node),
+                "name",
+                "<module>",
+            )
             lines = range(node.body[0].lineno, (node.body[-1].end_lineno or node.lineno) + 1)
             is_around = any(f"{function}:{line}" in calls for line in lines)
             if is_around and CHOOSES_ONE_RANK.search(test.lower()):
@@ -191,7 +247,10 @@ def has_left_loop(
 ) -> bool:
     """Return whether the last collective of a rank is outside of the loop over a pass."""
     collectives = [e for e in log.select(ScriptCollective) if e.n > last_pass.start.n]
-    loop = find_loop(evidence, last_pass)
+    loop = find_loop(
+        evidence,
+        last_pass,
+    )
     if not collectives or loop is None:
         return False
     first_line, last_line = loop
@@ -247,6 +306,12 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
     counts = [len(events) for events in backwards]
     if is_at_end and counts[0] != counts[1] and min(counts) > 1:
         more = 0 if counts[0] > counts[1] else 1
+        if run.deadlock and not has_left_loop_of(
+            evidence,
+            1 - more,
+            more,
+        ):
+            return
         yield evidence.finding(
             "uneven-steps",
             backwards[more][-1].at,

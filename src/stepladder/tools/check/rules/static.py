@@ -161,10 +161,17 @@ def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
     return any(name in text for name in SNAPSHOT_NAMES)
 
 
+# Ranks that are started by hand, each with its number, as one process of each node.
+RANK_IS_A_NODE = ('"--rank"', "'--rank'", '"--node-rank"', "'--node-rank'")
+KNOWS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "spawn")
+
+
 @source_rule("device-per-rank")
 def device_per_rank(source: ScriptSource) -> Findings:
     """Find a GPU by a constant name, where no GPU is chosen by the rank."""
     if source.contains(*CHOOSES_DEVICES) or not source.contains(*HAS_SEVERAL_RANKS):
+        return
+    if source.contains(*RANK_IS_A_NODE) and not source.contains(*KNOWS_LOCAL_RANK):
         return
     choices = [
         (file, node, device_choice(node)) for file in source.files for node in ast.walk(file.tree)

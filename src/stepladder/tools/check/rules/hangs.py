@@ -1,0 +1,98 @@
+"""The rule for ranks that wait for each other, and what the stacks of such ranks tell."""
+
+from __future__ import annotations
+
+import ast
+
+from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
+from stepladder.rank.stacks import Frame
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.probe.events import CodeLine
+
+
+@run_rule("hang")
+def hang(evidence: RunEvidence) -> Findings:
+    """Find ranks that wait for each other, so that none can go on."""
+    deadlock = evidence.run.deadlock
+    if deadlock is None:
+        return
+    frames = {status.rank: status.frame for status in deadlock.ranks}
+    rank = deadlock.rank if deadlock.rank is not None else min(frames)
+    # A rank that has ended has no line: that of a rank that waits for it.
+    frame = frames[rank] or next(
+        filter(None, frames.values()),
+        None,
+    )
+    line = line_of(frame) if frame else None
+    yield evidence.finding(
+        "hang",
+        line,
+        deadlock.with_cause,
+        rank,
+    )
+
+
+def line_of(frame: Frame) -> CodeLine:
+    return CodeLine(
+        frame.file,
+        frame.line,
+        frame.function,
+    )
+
+
+def has_left_loop_of(
+    evidence: RunEvidence,
+    rank: int,
+    peer: int,
+) -> bool:
+    """Return whether a rank of a deadlock has ended, or left the loop in which a peer waits."""
+    deadlock = evidence.run.deadlock
+    statuses = {status.rank: status for status in deadlock.ranks} if deadlock else {}
+    if rank not in statuses or peer not in statuses:
+        return False
+    if statuses[rank].state is ProcessState.DONE:
+        return True
+    for frame in statuses[peer].stack:
+        if loop := innermost_loop(
+            evidence,
+            frame,
+        ):
+            return not is_in_lines(
+                statuses[rank],
+                frame,
+                loop,
+            )
+    return False
+
+
+def innermost_loop(evidence: RunEvidence, frame: Frame) -> range | None:
+    """Return the lines of the innermost loop around a call; None where the script has none."""
+    file = evidence.source.file(evidence.location(line_of(frame)).file)
+    loops = [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for node in ast.walk(
+            file.tree
+            if file
+            else ast.Module(
+                [],
+                [],
+            )
+        )
+        if isinstance(node, (ast.For, ast.While))
+    ]
+    around = [lines for lines in loops if frame.line in lines]
+    return min(around, key=len, default=None)
+
+
+def is_in_lines(
+    status: RankStatus,
+    peer_frame: Frame,
+    lines: range,
+) -> bool:
+    """Return whether a rank is in these lines of the function in which its peer is."""
+    return any(
+        frame.file == peer_frame.file
+        and frame.function == peer_frame.function
+        and frame.line in lines
+        for frame in status.stack
+    )

@@ -1,0 +1,48 @@
+"""The hangs of tests/jobs/hangs_of_scripts.py, and what is to be said of each."""
+
+from __future__ import annotations
+
+from processes import JOBS
+
+SCRIPT = JOBS / "hangs_of_scripts.py"
+SAVED = r"all_gather, called by save_on_first\(\)"
+BACKWARD = r"in backward, called by main\(\), hangs_of_scripts.py:\d+"
+# kind: the rank, the function and the reason, as `run` says them where ranks wait in gloo
+SAID_BY_GLOO = {
+    "metric": rf"rank 0 .* aborted in all_reduce, called by sum_metric\(\).* rank 1 .* {BACKWARD}",
+    "early": rf"rank 1 .* waits in barrier, called by main\(\).* rank 0 .* {BACKWARD}",
+    "barrier": rf"rank 1 .* {BACKWARD}, while rank 0 .* in barrier, called by wait_as_first\(\)",
+    "uneven": rf"rank 1 \(pid \d+\) ended well .*; rank 0 .* {BACKWARD}",
+    "save": rf"rank 1 .* {BACKWARD}, while rank 0 .* in {SAVED}, hangs_of_scripts.py:\d+",
+    "worker": r"rank 1 .*: it is in read_queue\(\), hangs_of_scripts.py:\d+ `queue.get\(\)`",
+    "lock": r"rank 1 .*: it is in wait_for_lock\(\), hangs_of_scripts.py:\d+",
+    "group": r"all ranks wait in all_reduce, called by use_wrong_group\(\).*\n.* groups that differ",
+    "recv": rf"rank 1 .* waits in recv, called by receive\(\).* rank 0 .* {BACKWARD}",
+    "new-group": rf"rank 1 .* {BACKWARD}, while rank 0 .* called by group_on_first\(\)",
+    "group-order": r"wait in new_group, called by group_in_other_order\(\).*\n.* in one order",
+}
+# Shared memory sees at once that ranks call different collectives, and raises; the traceback has the line.
+DIFFERENT = r"rank [01] calls a different collective here than rank [01]"
+SAID_IN_MEMORY = SAID_BY_GLOO | dict.fromkeys(("metric", "early", "barrier", "save"), DIFFERENT)
+# kind: the rule, the function at whose line the finding is, and what was seen, by `check`
+SAID_BY_CHECK = {
+    "metric": ("collective-order", "sum_metric", "rank 0 waits in all_reduce (its collective 1)"),
+    "early": ("uneven-steps", "main", "rank 0 makes 5 backward passes and rank 1 4"),
+    "barrier": ("collective-order", "wait_as_first", "under `if RANK == 0`"),
+    "uneven": ("uneven-steps", "main", "rank 0 makes 7 backward passes and rank 1 6"),
+    "save": ("collective-order", "save_on_first", "under `if RANK == 0`"),
+    "worker": ("hang", "read_queue", "rank 1: it is in read_queue()"),
+    "lock": ("hang", "wait_for_lock", "rank 1: it is in wait_for_lock()"),
+    "group": ("collective-order", "use_wrong_group", "of another group"),
+    "recv": ("hang", "receive", "rank 1 waits in recv, called by receive()"),
+    "new-group": ("hang", "main", "rank 0 waits in new_group, called by group_on_first()"),
+    "group-order": ("hang", "group_in_other_order", "groups that differ"),
+    "timeout": ("hang", "download", "rank 0: it is in download()"),
+}
+
+
+def function_at(line: int) -> str:
+    """Return the function of the script that a line is in."""
+    before = SCRIPT.read_text(encoding="utf-8").splitlines()[:line]
+    heads = [text for text in before if text.startswith("def ")]
+    return heads[-1].removeprefix("def ").partition("(")[0]

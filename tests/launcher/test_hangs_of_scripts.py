@@ -1,0 +1,37 @@
+"""Scripts whose ranks hang, through `run`: what is said as soon as no rank can go on; and two that
+are only slow, of which nothing is said.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hang_kinds import SAID_BY_GLOO, SAID_IN_MEMORY, SCRIPT
+from processes import run, started, wait_until
+
+pytestmark = pytest.mark.ranks
+SAID = {"memory": SAID_IN_MEMORY, "gloo": SAID_BY_GLOO}
+FAST = ("memory", "lock")
+CASES = [(exchange, kind) for exchange, kinds in SAID.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kind"),
+    [case if case == FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_a_hang_is_explained_without_a_flag(exchange: str, kind: str, tmp_path: Path) -> None:
+    flags = "--nproc", 2, "--exchange", exchange, "--max-restarts", 0
+    explained = re.compile(rf"^stepladder: .*{SAID[exchange][kind]}", re.MULTILINE)
+    with started("run", *flags, SCRIPT, kind, cwd=tmp_path) as running:
+        wait_until(lambda: explained.search(running.err.read_text()), running.err.read_text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["download", "evaluate"])
+def test_of_a_rank_that_is_only_slow_nothing_is_said(kind: str, tmp_path: Path) -> None:
+    done = run("run", "--nproc", 2, "--max-restarts", 0, SCRIPT, kind, 9, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "usual cause" not in done.stderr

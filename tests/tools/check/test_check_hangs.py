@@ -1,0 +1,46 @@
+"""Scripts whose ranks hang, through `check`: the rank, the line and the reason; and two that are
+only slow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hang_kinds import SAID_BY_CHECK, SCRIPT, function_at
+from processes import started
+
+pytestmark = pytest.mark.ranks
+FAST = ("barrier",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in SAID_BY_CHECK
+    ],
+)
+def test_a_hang_is_named_with_its_line(kind: str, tmp_path: Path) -> None:
+    with started("check", "--json", SCRIPT, kind, cwd=tmp_path) as running:
+        assert running.end() == 1
+        report = json.loads(running.out.read_text().splitlines()[-1])
+    rule, function, seen = SAID_BY_CHECK[kind]
+    (finding,) = report["findings"]
+    assert (finding["rule"], function_at(finding["line"])) == (rule, function)
+    assert seen in finding["evidence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["download", "evaluate"])
+def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Path) -> None:
+    """The patience is over long before the rank goes on."""
+    with started("check", "--json", "--patience", 1, SCRIPT, kind, 9, cwd=tmp_path) as running:
+        assert running.end() == 0
+        report = json.loads(running.out.read_text().splitlines()[-1])
+    assert report["findings"] == []
+    (note,) = [note for note in report["notes"] if "waited long" in note]
+    assert re.search(rf"rank 0: it is in {kind}\(\)", note)
