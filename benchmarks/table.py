@@ -29,6 +29,7 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
     "goodput": "torchrun, torchft",
     "gpt_time_to_188": "a well-known small recipe",
     "launch_time": "torchrun",
+    "loader": "torchdata's StatefulDataLoader",
     "mnist_time_to_99": "the PyTorch example",
     "movielens_quality": "published figures",
     "movielens_speed": "a plain loop over a DataLoader",

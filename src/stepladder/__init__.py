@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stepladder.core.plan_sampler import PlanSampler
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
+    from stepladder.data.mixture import Mixture
     from stepladder.data.packed import Packed
     from stepladder.data.readers.open_data import open_data
     from stepladder.data.shards.dataset import Shards
@@ -39,6 +40,7 @@ _NAMES_OF_MODULE = {
     "core.plan_sampler": ("PlanSampler",),
     "core.settings": ("Settings",),
     "core.world": ("World",),
+    "data.mixture": ("Mixture",),
     "data.packed": ("Packed",),
     "data.readers.open_data": ("open_data",),
     "data.shards.dataset": ("Shards",),
@@ -68,6 +70,7 @@ __all__ = [
     "Job",
     "Loader",
     "Logger",
+    "Mixture",
     "Optimizers",
     "Packed",
     "PeerLost",

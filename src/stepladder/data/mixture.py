@@ -1,0 +1,100 @@
+"""`Mixture`: several sources as one, each read a given number of times in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import IndexArray
+from stepladder.data.source import Source, is_source, make_chunks
+
+ROWS_PER_CHUNK = 1024  # of a source without chunks, beside others that have some
+
+
+class Mixture:
+    """A source of the samples of several sources, of which an epoch reads each `passes` times.
+
+    The plan shuffles all of them together, so a step has samples of each source in proportion to
+    its length times its passes. Whatever the number of ranks, an epoch has every sample of a source
+    exactly as often as the source has passes.
+
+    Args:
+        sources: The sources. Their batches have the same form: tensors or arrays, or lists or
+            dicts of them.
+        passes: How often an epoch reads each source, 1 or more. To give a small source the weight
+            of one that is ten times as long, read it ten times.
+
+    Raises:
+        InputError: There is no source, one of them is none, or a number of passes is missing.
+    """
+
+    def __init__(self, sources: Sequence[Source], passes: Sequence[int] | None = None) -> None:
+        self._sources = list(sources)
+        counts = [1] * len(self._sources) if passes is None else list(passes)
+        if not self._sources or len(counts) != len(self._sources) or min(counts) < 1:
+            raise InputError(
+                f"a Mixture of {len(self._sources)} sources with passes={counts}",
+                "a source or more, and a number of passes of 1 or more for each",
+            )
+        for source in self._sources:
+            if not is_source(source):
+                raise InputError(
+                    f"a Mixture's source is a {type(source).__name__}",
+                    "objects with __len__, chunk_edges and read(indices)",
+                )
+        lengths = [len(source) for source in self._sources]
+        self._source_of_pass = np.repeat(np.arange(len(lengths)), counts)
+        self._pass_edges = np.cumsum([0, *np.repeat(lengths, counts)])
+
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch, over all passes."""
+        return int(self._pass_edges[-1])
+
+    @property
+    def chunk_edges(self) -> IndexArray | None:
+        """The chunks of each pass, one after the other; None if no source has any."""
+        chunks = [make_chunks(source) for source in self._sources]
+        if not any(chunks):
+            return None
+        parts = []
+        for number, first in zip(self._source_of_pass, self._pass_edges, strict=False):
+            of_source = chunks[number]
+            if of_source is None:
+                starts = np.arange(0, len(self._sources[number]), ROWS_PER_CHUNK)
+            else:
+                starts = of_source.edges[:-1]
+            parts.append(starts + first)
+        return np.concatenate([*parts, self._pass_edges[-1:]])
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return the batch of these samples, in this order."""
+        passes = np.searchsorted(self._pass_edges, indices, "right") - 1
+        sources = self._source_of_pass[passes]
+        rows = indices - self._pass_edges[passes]
+        places = [np.flatnonzero(sources == number) for number in range(len(self._sources))]
+        batches = [
+            source.read(rows[place])
+            for source, place in zip(self._sources, places, strict=True)
+            if len(place)
+        ]
+        if len(batches) == 1:
+            return batches[0]
+        return select_rows(batches, np.argsort(np.concatenate(places)))
+
+
+def select_rows(batches: list[Any], order: IndexArray) -> Any:
+    """Return the rows of batches of one form as one batch.
+
+    Args:
+        batches: The batches.
+        order: The rows of the result, counted over all batches.
+    """
+    first = batches[0]
+    if isinstance(first, dict):
+        return {name: select_rows([batch[name] for batch in batches], order) for name in first}
+    if isinstance(first, (list, tuple)):
+        return [select_rows(list(columns), order) for columns in zip(*batches, strict=True)]
+    return np.concatenate([np.asarray(batch) for batch in batches])[order]

@@ -1,0 +1,71 @@
+"""`stepladder.Mixture`: each source as often as it has passes, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from stepladder import InputError, Loader, Mixture
+from stepladder.storage.audit import audit
+from stepladder.testing import check_source
+
+
+class Numbers:
+    """A Source of the numbers from `first` on, each with its half."""
+
+    def __init__(self, first: int, count: int, edges: Sequence[int] | None = None) -> None:
+        self.first = first
+        self.count = count
+        self.chunk_edges = edges
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: NDArray[np.int64]) -> dict[str, Any]:
+        numbers = torch.from_numpy(indices + self.first)
+        return {"number": numbers, "half": numbers / 2}
+
+
+@pytest.mark.parametrize("edges", [None, [0, 8, 16, 20]])
+def test_an_epoch_has_each_source_as_often_as_it_has_passes(
+    edges: list[int] | None, tmp_path: Path
+) -> None:
+    mixture = Mixture([Numbers(0, 20, edges), Numbers(100, 3)], passes=[1, 5])
+    check_source(mixture)
+    loader = Loader(mixture, 7, run_dir=tmp_path / "run")
+    batches = list(loader)
+    loader.close()
+    numbers = np.concatenate([batch["number"] for batch in batches])
+    assert Counter(numbers.tolist()) == {**dict.fromkeys(range(20), 1), 100: 5, 101: 5, 102: 5}
+    halves = np.concatenate([batch["half"] for batch in batches])
+    assert halves.tolist() == (numbers / 2).tolist()
+    assert audit(tmp_path / "run").ok
+
+
+def test_a_source_without_chunks_beside_one_that_has_some_gets_chunks() -> None:
+    mixture = Mixture([Numbers(0, 5, [0, 2, 5]), Numbers(0, 1500)], passes=[2, 1])
+    assert mixture.chunk_edges is not None
+    assert mixture.chunk_edges.tolist() == [0, 2, 5, 7, 10, 10 + 1024, 1510]
+
+
+@pytest.mark.parametrize(
+    ("sources", "passes", "named"),
+    [
+        ([], None, "a Mixture of 0 sources"),
+        ([Numbers(0, 1)], [0], r"passes=\[0\]"),
+        ([Numbers(0, 1)], [1, 2], r"a Mixture of 1 sources with passes=\[1, 2\]"),
+        ([[1, 2]], None, "a Mixture's source is a list"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(
+    sources: list[Any], passes: list[int] | None, named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        Mixture(sources, passes)
