@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from data_files import CHUNK, LIBRARIES, PER_FILE, ROWS, WRITERS, make_rows
+from nginx import serve
 from stepladder import InputError, open_data
 from stepladder.data.readers import lines
 from stepladder.data.readers.open_data import OpenedSource
@@ -59,6 +60,23 @@ def test_rows_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     assert list(source.find_damage()) == []
     numbers = [name for name in source.columns if name.partition(".")[0] in ("id", "x", "array")]
     check_source(open_data(tmp_path / "data", columns=numbers))
+
+
+def test_over_http_they_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'stepladder[http]'")
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in WRITERS:
+        write(root / name, name)
+    with serve(root, tmp_path / "nginx") as server:
+        for name in WRITERS.keys() - {"arrow"}:
+            source = open_data(f"{server.url}{name}/")
+            assert source.format == name
+            expect_rows(source)
+        expect_rows(open_data(f"{server.url}mds/index.json"))
+        assert set(server.ranges().values()) == {1}, "each part is sent once"
+        with pytest.raises(InputError, match="Arrow is read from a disk"):
+            open_data(f"{server.url}arrow/")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -209,6 +227,20 @@ def test_a_later_record_of_another_kind_is_one_line(
     assert source.read(np.array([1, 0]))["x"].tolist() == [2, 1]
     with pytest.raises(InputError, match=message):
         source.read(np.array([0, 2]))
+
+
+def test_decode_gets_json_as_it_is_and_csv_as_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": [2, 3]}\n')
+    (tmp_path / "a.csv").write_text("x\n1\n2\n")
+    values = []
+
+    def decode(sample: dict[str, Any]) -> int:
+        values.append(sample["x"])
+        return 0
+
+    for name in ("a.jsonl", "a.csv"):
+        open_data(tmp_path / name, decode=decode).read(np.arange(2))
+    assert values == [1, [2, 3], "1", "2"]
 
 
 def open_pickles(folder: Path) -> Any:

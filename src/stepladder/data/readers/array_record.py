@@ -23,7 +23,11 @@ OPEN_RECORD_FILES = 32  # at once
 class ArrayRecordSource(FileRows):
     """Records of ArrayRecord files."""
 
-    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
+    def __init__(
+        self,
+        files: list[DataFile],
+        options: OpenOptions,
+    ) -> None:
         self.format = "array_record"
         self.decode = options.decode
         self.as_list = options.columns is not None
@@ -57,14 +61,28 @@ class ArrayRecordSource(FileRows):
                 try:
                     self._read_records(number, [row])
                 except InputError as error:
-                    yield Damage(self.files[number].name, row, 1, error.problem)
+                    yield Damage(
+                        self.files[number].name,
+                        row,
+                        1,
+                        error.problem,
+                    )
 
-    def _read_records(self, number: int, rows: list[int]) -> list[bytes]:
+    def _read_records(
+        self,
+        number: int,
+        rows: list[int],
+    ) -> list[bytes]:
         try:
             records: list[bytes] = self.open_again(number).read(rows)
         except (ValueError, IndexError, RuntimeError, OSError) as error:
             reason = get_reason(error)
-            raise Damage(self.files[number].name, rows[0], len(rows), reason).as_error() from error
+            raise Damage(
+                self.files[number].name,
+                rows[0],
+                len(rows),
+                reason,
+            ).as_error() from error
         return records
 
     def _open(self, number: int) -> Any:

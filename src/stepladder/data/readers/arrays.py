@@ -17,7 +17,7 @@ from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
-from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.files import DataFile, read_pieces
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
@@ -87,7 +87,12 @@ class ArraySource(FileRows):
         self.as_list = options.columns is not None
         self.names = select_columns(options.columns or (), arrays[0], files[0].name)
         self.arrays = [
-            validate_arrays(file, self.names, rows, arrays[0])
+            validate_arrays(
+                file,
+                self.names,
+                rows,
+                arrays[0],
+            )
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
@@ -121,11 +126,21 @@ class ArraySource(FileRows):
         """Read all files, and yield those that cannot be read; their numbers have no checksum."""
         for number, file in enumerate(self.files):
             try:
-                file.read(0, file.size)
+                for _ in read_pieces(file):
+                    pass
             except InputError as error:
-                yield Damage(file.name, 0, self.count_rows(number), error.problem)
+                yield Damage(
+                    file.name,
+                    0,
+                    self.count_rows(number),
+                    error.problem,
+                )
 
-    def _read_column(self, name: str, places: list[list[int]]) -> torch.Tensor:
+    def _read_column(
+        self,
+        name: str,
+        places: list[list[int]],
+    ) -> torch.Tensor:
         parts = bytearray()
         for number, row in places:
             rows = self.arrays[number][name]
@@ -159,7 +174,12 @@ def validate_arrays(
             )
         if rows.count and rows.end > file.size:
             fits = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
-            raise Damage(file.name, fits, rows.count - fits, "the file ends before").as_error()
+            raise Damage(
+                file.name,
+                fits,
+                rows.count - fits,
+                "the file ends before",
+            ).as_error()
         selected[name] = rows
     counts = {name: rows.count for name, rows in selected.items()}
     if len(set(counts.values())) > 1:
@@ -184,12 +204,27 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
         magic = int.from_bytes(head[:4], "little")
         if magic in TOKEN_TYPES and len(head) == TOKEN_HEADER_BYTES:
             count = int.from_bytes(head[8:12], "little")
-            rows = divide_tokens(TOKEN_HEADER_BYTES, count, TOKEN_TYPES[magic], block)
+            rows = divide_tokens(
+                TOKEN_HEADER_BYTES,
+                count,
+                TOKEN_TYPES[magic],
+                block,
+            )
         else:
             dtype = options.dtype or DEFAULT_TOKEN_TYPE
-            rows = divide_tokens(0, file.size // np.dtype(dtype).itemsize, dtype, block)
+            rows = divide_tokens(
+                0,
+                file.size // np.dtype(dtype).itemsize,
+                dtype,
+                block,
+            )
         arrays.append({"tokens": rows})
-    return ArraySource("tokens", files, arrays, options)
+    return ArraySource(
+        "tokens",
+        files,
+        arrays,
+        options,
+    )
 
 
 def require_block(file: DataFile, options: OpenOptions) -> int:
@@ -207,7 +242,13 @@ def divide_tokens(
 ) -> Rows:
     """Return the blocks of tokens, whose last one is the first of the next block."""
     size = np.dtype(dtype).itemsize
-    return Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
+    return Rows(
+        begin,
+        block * size,
+        max(0, (count - 1) // block),
+        (block + 1,),
+        dtype,
+    )
 
 
 def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
@@ -221,11 +262,35 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
     for file in files:
         begin, shape, dtype = read_npy_header(file)
         if len(shape) == 1 and options.block is not None:
-            arrays.append({"tokens": divide_tokens(begin, shape[0], dtype, options.block)})
+            arrays.append(
+                {
+                    "tokens": divide_tokens(
+                        begin,
+                        shape[0],
+                        dtype,
+                        options.block,
+                    )
+                }
+            )
             continue
         row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-        arrays.append({"array": Rows(begin, row, shape[0], shape[1:], dtype)})
-    return ArraySource("npy", files, arrays, options)
+        arrays.append(
+            {
+                "array": Rows(
+                    begin,
+                    row,
+                    shape[0],
+                    shape[1:],
+                    dtype,
+                )
+            }
+        )
+    return ArraySource(
+        "npy",
+        files,
+        arrays,
+        options,
+    )
 
 
 def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
@@ -279,8 +344,20 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
             count, *shape = map(int, entry["shape"])
             dtype = SAFETENSORS_TYPES[entry["dtype"]]
             begin = 8 + length + int(entry["data_offsets"][0])
-            rows = Rows(begin, 0, count, tuple(shape), dtype)
-            tensors[name] = Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
+            rows = Rows(
+                begin,
+                0,
+                count,
+                tuple(shape),
+                dtype,
+            )
+            tensors[name] = Rows(
+                begin,
+                rows.row_bytes,
+                count,
+                tuple(shape),
+                dtype,
+            )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
     return tensors

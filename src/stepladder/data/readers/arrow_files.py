@@ -38,13 +38,33 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
             raise InputError(problem, "files that belong together")
         first_row = 0
         for batch in table.to_batches():
-            read = partial(slice_table, open_again, number, first_row, len(batch))
+            read = partial(
+                slice_table,
+                open_again,
+                number,
+                first_row,
+                len(batch),
+            )
             if len(batch):
-                parts.append(TablePart(file.name, first_row, len(batch), batch.nbytes, read))
+                parts.append(
+                    TablePart(
+                        file.name,
+                        first_row,
+                        len(batch),
+                        batch.nbytes,
+                        read,
+                    )
+                )
             first_row += len(batch)
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
-    return TableSource("arrow", files, parts, schema, options)
+    return TableSource(
+        "arrow",
+        files,
+        parts,
+        schema,
+        options,
+    )
 
 
 def map_arrow(file: DataFile) -> Any:

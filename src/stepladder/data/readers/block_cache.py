@@ -104,7 +104,11 @@ class BlockCache:
             self.mapped.popitem(last=False)
         return block
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(
+        self,
+        path: Path,
+        data: bytes,
+    ) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with as_input_error(f"cannot write the cache in {self.folder}", SPACE_HINT):
             temporary.write_bytes(data + xxhash.xxh64_digest(data))
@@ -144,5 +148,10 @@ def lock_blocks(folder: Path, numbers: list[int]) -> Iterator[None]:
     with file:
         with suppress(OSError):
             for number in sorted(numbers):
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
+                fcntl.lockf(
+                    file,
+                    fcntl.LOCK_EX,
+                    1,
+                    number,
+                )
         yield

@@ -47,7 +47,14 @@ class FileRows:
         edges = []
         first = 0
         for count in counts:
-            edges.append(np.arange(first, first + count, rows, dtype=np.int64))
+            edges.append(
+                np.arange(
+                    first,
+                    first + count,
+                    rows,
+                    dtype=np.int64,
+                )
+            )
             first += count
         self.edges: IndexArray = np.concatenate([*edges, np.array([total], np.int64)])
 

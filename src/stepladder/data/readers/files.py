@@ -15,6 +15,7 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.local_files import validate_readable
 
 OPEN_FILES = 128  # at once; a process may have a thousand
+PIECE_BYTES = 16 << 20
 MAX_READ = 1 << 30  # bytes of one call: Linux reads no more than two gigabytes
 DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
 
@@ -32,8 +33,20 @@ class DataFile(Protocol):
     size: int
     identity: str
 
-    def read(self, begin: int, end: int) -> bytes:
+    def read(
+        self,
+        begin: int,
+        end: int,
+    ) -> bytes:
         """Return the bytes [begin, end), all of which the file must have."""
+        ...
+
+    def prepare(
+        self,
+        begins: list[int],
+        ends: list[int],
+    ) -> None:
+        """Fetch these parts, several at once, if reading them one by one would be slow."""
         ...
 
 
@@ -47,7 +60,18 @@ class LocalFile:
         self.size = status.st_size
         self.identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
-    def read(self, begin: int, end: int) -> bytes:
+    def prepare(
+        self,
+        begins: list[int],
+        ends: list[int],
+    ) -> None:
+        """Do nothing: the operating system reads ahead."""
+
+    def read(
+        self,
+        begin: int,
+        end: int,
+    ) -> bytes:
         """Return the bytes [begin, end).
 
         Raises:
@@ -117,6 +141,12 @@ class FileView(io.RawIOBase):
         begin = min(self.position, end)
         self.position = end
         return self.file.read(begin, end) if begin < end else b""
+
+
+def read_pieces(file: DataFile) -> Iterator[bytes]:
+    """Yield all bytes of a file, in pieces that fit into memory."""
+    for begin in range(0, file.size, PIECE_BYTES):
+        yield file.read(begin, min(begin + PIECE_BYTES, file.size))
 
 
 def is_url(path: str | Path) -> bool:

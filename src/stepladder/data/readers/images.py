@@ -102,8 +102,17 @@ class ImageFolder:
             raise ValueError(get_reason(error)) from error
         return decode_image(data)
 
-    def _make_damage(self, index: int, error: ValueError) -> Damage:
-        return Damage(str(self._path(index)), index, 1, str(error))
+    def _make_damage(
+        self,
+        index: int,
+        error: ValueError,
+    ) -> Damage:
+        return Damage(
+            str(self._path(index)),
+            index,
+            1,
+            str(error),
+        )
 
     def _path(self, index: int) -> Path:
         begin = int(self.ends[index])

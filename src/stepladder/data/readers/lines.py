@@ -71,11 +71,16 @@ class JsonLines(IndexedFiles):
 
     name = "jsonl"
 
-    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
+    def __init__(
+        self,
+        files: list[DataFile],
+        options: OpenOptions,
+    ) -> None:
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
         self.types: dict[str, ValueType] = {}
-        first = list(self._read_first())
-        self.types = {name: find_value_type(first, name) for name in collect_names(first)}
+        if options.decode is None:  # which takes values as they are
+            first = list(self._read_first())
+            self.types = {name: find_value_type(first, name) for name in collect_names(first)}
         self.ragged = frozenset(name for name, kind in self.types.items() if kind.is_ragged)
 
     def parse(
@@ -131,7 +136,11 @@ class ValueType:
     shape: tuple[int, ...] = ()
     is_ragged: bool = False
 
-    def convert(self, name: str, value: Any) -> Any:
+    def convert(
+        self,
+        name: str,
+        value: Any,
+    ) -> Any:
         """Return a value as one of this type.
 
         Raises:
@@ -188,12 +197,17 @@ class CsvLines(IndexedFiles):
     name = "csv"
     ragged: frozenset[str] = frozenset()
 
-    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
+    def __init__(
+        self,
+        files: list[DataFile],
+        options: OpenOptions,
+    ) -> None:
         super().__init__(files, self._find_rows, options)
         self.delimiter = "\t" if files[0].name.endswith(".tsv") else ","
         self.header = self._read_header(files[0])[0]
         self.converters: list[Callable[[str], Any]] = [str] * len(self.header)
-        self.converters = self._find_types()
+        if options.decode is None:  # which takes texts
+            self.converters = self._find_types()
 
     def parse(
         self,

@@ -43,7 +43,13 @@ def open_parquet_files(files: list[DataFile], options: OpenOptions) -> TableSour
         parts += list_row_groups(file.name, opened, partial(open_again, number))
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
-    return TableSource("parquet", files, parts, schema, options)
+    return TableSource(
+        "parquet",
+        files,
+        parts,
+        schema,
+        options,
+    )
 
 
 def open_parquet_file(file: DataFile) -> Any:
@@ -66,7 +72,13 @@ def list_row_groups(
         group = opened.metadata.row_group(number)
         if group.num_rows:
             read = partial(read_row_group, open_again, number)
-            part = TablePart(name, first_row, group.num_rows, group.total_byte_size, read)
+            part = TablePart(
+                name,
+                first_row,
+                group.num_rows,
+                group.total_byte_size,
+                read,
+            )
             parts.append(part)
         first_row += group.num_rows
     return parts

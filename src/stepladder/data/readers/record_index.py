@@ -107,7 +107,12 @@ def lock_index(file: DataFile) -> Iterator[None]:
     place = int(shorten(file.identity)[:7], 16)
     try:
         with suppress(OSError):  # some file systems have no locks: both make it, with one result
-            fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, place)
+            fcntl.lockf(
+                descriptor,
+                fcntl.LOCK_EX,
+                1,
+                place,
+            )
         yield
     finally:
         os.close(descriptor)

@@ -129,7 +129,12 @@ class RecordSource(FileRows):
             try:
                 self._read_sample(number, row, None)
             except ValueError as error:
-                yield Damage(self.files[number].name, row, 1, str(error))
+                yield Damage(
+                    self.files[number].name,
+                    row,
+                    1,
+                    str(error),
+                )
 
     def _read_samples(
         self,
@@ -141,13 +146,19 @@ class RecordSource(FileRows):
             offsets = self.records.get_offsets(number)
             begins = offsets[rows].tolist()
             ends = offsets[rows + 1].tolist()
+            self.files[number].prepare(begins, ends)
             read = self.files[number].read
             parse = self.records.parse
             for place, begin, end, row in zip(places.tolist(), begins, ends, rows, strict=True):
                 try:
                     samples[place] = parse(number, read(begin, end), names)
                 except ValueError as error:
-                    damage = Damage(self.files[number].name, int(row), 1, str(error))
+                    damage = Damage(
+                        self.files[number].name,
+                        int(row),
+                        1,
+                        str(error),
+                    )
                     raise damage.as_error() from error
         return samples
 

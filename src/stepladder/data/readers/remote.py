@@ -11,6 +11,7 @@ from stepladder.data.readers.block_cache import BLOCK_BYTES, BlockCache
 from stepladder.data.readers.files import shorten
 
 ATTEMPTS = 5
+REQUESTS_AT_ONCE = 16  # whose answers, of a megabyte each, are in memory
 FIRST_DELAY_S = 0.2  # doubled after each attempt
 HTTP_CONNECT_TIMEOUT_S = 10
 HTTP_READ_TIMEOUT_S = 30  # without a byte
@@ -89,7 +90,11 @@ def list_urls(url: str) -> list[str]:
 class UrlFile:
     """A file behind a URL. Its blocks are fetched once, as long as the cache holds them."""
 
-    def __init__(self, url: str, cache: BlockCache) -> None:
+    def __init__(
+        self,
+        url: str,
+        cache: BlockCache,
+    ) -> None:
         self.name = url
         self.cache = cache
         info = call_again(url, lambda: FILE_SYSTEMS.get(url).info(url))
@@ -101,7 +106,11 @@ class UrlFile:
         self.identity = f"{url} {self.size} {version}"
         self.key = shorten(self.identity)
 
-    def read(self, begin: int, end: int) -> bytes:
+    def read(
+        self,
+        begin: int,
+        end: int,
+    ) -> bytes:
         """Return the bytes [begin, end).
 
         Raises:
@@ -120,6 +129,20 @@ class UrlFile:
             return bytes(blocks[0][begin - offset : end - offset])
         last_end = end - numbers[-1] * BLOCK_BYTES
         return b"".join([blocks[0][begin - offset :], *blocks[1:-1], blocks[-1][:last_end]])
+
+    def prepare(
+        self,
+        begins: list[int],
+        ends: list[int],
+    ) -> None:
+        """Fetch the blocks of these parts, several at once."""
+        numbers: set[int] = set()
+        for begin, end in zip(begins, ends, strict=True):
+            numbers.update(range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
+        ordered = sorted(numbers)
+        for first in range(0, len(ordered), REQUESTS_AT_ONCE):
+            part = ordered[first : first + REQUESTS_AT_ONCE]
+            self.cache.read_blocks(self.key, part, self._fetch)
 
     def _fetch(self, numbers: list[int]) -> list[bytes]:
         """Return the bytes of blocks from the server, several at once."""
@@ -150,7 +173,11 @@ class UrlFile:
         is_strong = self.etag and not self.etag.startswith("W/")
         return {"headers": PLAIN_BYTES | {"If-Match": self.etag}} if is_strong else {}
 
-    def _validate(self, answer: bytes, length: int) -> None:
+    def _validate(
+        self,
+        answer: bytes,
+        length: int,
+    ) -> None:
         if len(answer) > length:
             raise InputError(
                 f"{self.name}: the server sends the whole file in place of a part",

@@ -123,16 +123,30 @@ class TableSource:
             try:
                 table = read_part(part, self.names)
             except InputError as error:
-                yield Damage(part.file, part.first_row, part.rows, error.problem)
+                yield Damage(
+                    part.file,
+                    part.first_row,
+                    part.rows,
+                    error.problem,
+                )
                 continue
             for name in images:
                 for row, value in enumerate(table.column(name).to_pylist()):
                     try:
                         decode_struct(value)
                     except ValueError as error:
-                        yield Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+                        yield Damage(
+                            part.file,
+                            part.first_row + row,
+                            1,
+                            f"column {name}: {error}",
+                        )
 
-    def _take(self, number: int, rows: IndexArray) -> dict[str, Any]:
+    def _take(
+        self,
+        number: int,
+        rows: IndexArray,
+    ) -> dict[str, Any]:
         part = self.parts[number]
         if self.decode is not None:
             return {"rows": self._load(number).take(pa.array(rows)).to_pylist()}
@@ -159,7 +173,14 @@ class TableSource:
         column = self.numbers[name]
         if column is None:
             return array
-        return convert_array(part.file, name, column, array, part.first_row, DECODE_HINT)
+        return convert_array(
+            part.file,
+            name,
+            column,
+            array,
+            part.first_row,
+            DECODE_HINT,
+        )
 
 
 def find_numbers(name: str, arrow_type: Any) -> Column | None:
@@ -191,7 +212,12 @@ def take_rows(
         try:
             images.append(decode_struct(value))
         except ValueError as error:
-            damage = Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+            damage = Damage(
+                part.file,
+                part.first_row + row,
+                1,
+                f"column {name}: {error}",
+            )
             raise damage.as_error() from error
     return images
 
@@ -205,10 +231,20 @@ def read_part(part: TablePart, names: list[str]) -> Any:
     try:
         table = part.read(names)
     except PARQUET_DAMAGE as error:
-        raise Damage(part.file, part.first_row, part.rows, get_reason(error)).as_error() from error
+        raise Damage(
+            part.file,
+            part.first_row,
+            part.rows,
+            get_reason(error),
+        ).as_error() from error
     if len(table) != part.rows:
         problem = f"there are {len(table)} rows"
-        raise Damage(part.file, part.first_row, part.rows, problem).as_error()
+        raise Damage(
+            part.file,
+            part.first_row,
+            part.rows,
+            problem,
+        ).as_error()
     return table
 
 
@@ -232,7 +268,11 @@ class TakenRows:
         self.count = count
         self.columns: dict[str, Any] = {}
 
-    def add(self, places: IndexArray, taken: dict[str, Any]) -> None:
+    def add(
+        self,
+        places: IndexArray,
+        taken: dict[str, Any],
+    ) -> None:
         """Put rows of one table to their places in the batch."""
         for name, values in taken.items():
             if isinstance(values, np.ndarray):
@@ -245,7 +285,11 @@ class TakenRows:
             for place, value in zip(places.tolist(), values, strict=True):
                 items[place] = value
 
-    def finish(self, name: str, is_list: bool) -> Any:
+    def finish(
+        self,
+        name: str,
+        is_list: bool,
+    ) -> Any:
         """Return a column of the batch; lists of numbers become Ragged."""
         values = self.columns[name]
         if isinstance(values, np.ndarray):

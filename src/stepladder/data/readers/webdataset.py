@@ -53,7 +53,11 @@ class TarSamples(IndexedFiles):
     name = "webdataset"
     ragged: frozenset[str] = frozenset()
 
-    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
+    def __init__(
+        self,
+        files: list[DataFile],
+        options: OpenOptions,
+    ) -> None:
         super().__init__(files, find_samples, options)
 
     def parse(
@@ -125,7 +129,12 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
                 yield np.array(starts, np.int64)
                 starts = []
     except ValueError as error:
-        raise Damage(file.name, max(0, count - 1), 1, str(error)).as_error() from error
+        raise Damage(
+            file.name,
+            max(0, count - 1),
+            1,
+            str(error),
+        ).as_error() from error
     yield np.array([*starts, end], np.int64)
 
 
@@ -168,7 +177,13 @@ def list_members(
         match = KEY.match(name)
         is_hidden = Path(name).name.startswith("_")
         if header.kind in FILE_TYPES and match and not is_hidden:
-            yield Member(match[1], match[2].lower(), first_header, contents, last)
+            yield Member(
+                match[1],
+                match[2].lower(),
+                first_header,
+                contents,
+                last,
+            )
         begin = round_up(last)
         first_header = begin
         attributes = {}
