@@ -59,7 +59,8 @@ def look(page: Path, scratch: Path) -> None:
         )
         for flags in ((), (DARK,)):
             result = read_findings(browse(scratch, *flags, "--dump-dom", frame.as_uri()))
-            assert result["problems"] == [], f"{page.name}, {width} pixels {flags}"
+            problems = result["problems"]
+            assert not problems, f"{page.name}, {width} pixels {flags}: {problems}"
             assert result["width"] == width and result["texts"] > 50
             backgrounds.add(result["background"])
             picture = scratch / f"{page.stem}-{width}{'-dark' * bool(flags)}.png"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
+from wrong_answers import WRONG_ANSWERS
 
 from stepladder.tools.learn.check import check_exercise
 from stepladder.tools.learn.course import CHECK_LINE, Exercise, extract_check, load_course
@@ -143,6 +145,45 @@ def test_a_plausible_mistake_is_found(
     verdict = check_exercise(COURSE, exercise, file, messages.append)
     assert not verdict.passed
     assert says in "\n".join([*messages, verdict.text])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize(
+    ("name", "function", "says"),
+    [
+        pytest.param(name, function, says, id=f"{name}-{number}")
+        for name, answers in WRONG_ANSWERS.items()
+        for number, (function, says) in enumerate(answers, start=1)
+    ],
+)
+def test_a_typical_wrong_answer_is_rejected(
+    name: str, function: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "exercise.py"
+    file.write_text(replace_function(COURSE.solution_file(EXERCISES[name]).read_text(), function))
+    messages: list[str] = []
+    verdict = check_exercise(COURSE, EXERCISES[name], file, messages.append)
+    assert not verdict.passed
+    assert says in "\n".join([*messages, verdict.text])
+
+
+def replace_function(text: str, function: str) -> str:
+    """Return a file in which this function takes the place of that of its name."""
+    (new,) = ast.parse(function).body
+    assert isinstance(new, ast.FunctionDef)
+    (old,) = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == new.name
+    ]
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[: old.lineno - 1], function, *lines[old.end_lineno :]])
+
+
+def test_each_of_these_exercises_has_five_wrong_answers() -> None:
+    assert {name for name, answers in WRONG_ANSWERS.items() if len(answers) < 5} == set()
 
 
 def test_the_table_lists_what_is_there() -> None:

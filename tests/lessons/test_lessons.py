@@ -26,7 +26,8 @@ from warm import PROGRAMS, SERVER
 LESSONS = REPOSITORY / "lessons"
 QUICK = ("02-one-device", "04-data-parallel-by-hand")
 GUIDES_FLAGS = {"--total_epochs", "--save_every", "--batch_size"}
-TRAIN_NOTHING = ("01-all-reduce", "12-all-reduce-nodes")
+TRAIN_NOTHING = ("01-all-reduce", "12-all-reduce-nodes", "21-collectives")
+KNOW_THE_LIBRARY = ("19-stepladder", "20-shard")
 NODES = {  # what lessons on several nodes must say
     "12-all-reduce-nodes": "on every rank of 2 nodes",
     "13-multinode": "4 ranks on 2 nodes, 16 steps each, one writer",
@@ -130,6 +131,18 @@ WRONG = {  # a change to a lesson, and what its claim says then
         "if rank == 0 and ((epoch",
         'if os.environ["LOCAL_RANK"] == "0" and ((epoch',
         r"written by ranks \[0, 2\]|snapshot.tmp",  # or one was in the other's way
+    ),
+    "every piece is sent": (
+        "23-precision",
+        "nullcontext() if is_last else model.no_sync()",
+        "nullcontext()",
+        "a piece was sent",
+    ),
+    "a layer stays whole": (
+        "22-memory",
+        "for layer in (model[0], model[2], model):  # each is gathered by itself",
+        "for layer in (model[2],):",
+        "AssertionError",
     ),
     "a chunk is kept": (
         "17-streaming",
@@ -292,9 +305,9 @@ def test_the_guides_flags_are_there(folder: str) -> None:
 
 
 @FOLDERS
-def test_only_the_last_lessons_know_the_library(folder: str) -> None:
+def test_two_lessons_know_the_library(folder: str) -> None:
     knows = re.search(r"^(from|import) stepladder", MAKE.code(folder), re.MULTILINE)
-    assert bool(knows) == (folder >= "19")
+    assert bool(knows) == (folder in KNOW_THE_LIBRARY)
 
 
 def test_every_folder_is_a_lesson() -> None:

@@ -63,15 +63,11 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> None:
 
 
 def name_runs(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths, or the whole paths if these are not all different."""
-    short = [path.absolute().name for path in run_dirs]
-    if len(set(short)) == len(short):
-        return short
-    whole = [str(path) for path in run_dirs]
-    return [
-        f"{name} ({number})" if whole.count(name) > 1 else name
-        for number, name in enumerate(whole, start=1)
-    ]
+    """Return the last parts of the paths, with a number where these are not all different."""
+    names = [path.absolute().name for path in run_dirs]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
 def describe_verdict(first: str, second: str, comparison: RecordComparison) -> tuple[str, bool]:
@@ -91,8 +87,8 @@ def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[
         if record.result and record.result.best:
             best = f"{record.result.best.metric} {record.result.best.value:.6g}"
         begun = format_time(starts[0].begun) if starts else "-"
-        rows.append([name, record.progress, sizes, best, begun])
-    return {"head": ["run", "steps", "processes", "best", "begun"], "rows": rows}
+        rows.append([name, record.progress, sizes, best, begun, record.run_dir])
+    return {"head": ["run", "steps", "processes", "best", "begun", "folder"], "rows": rows}
 
 
 def make_differences_table(
