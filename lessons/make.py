@@ -1,4 +1,4 @@
-"""python lessons/make.py diffs|outputs|pictures|--check
+"""python lessons/make.py diffs|outputs|pictures|slides FILE|notebooks FOLDER|--check
 
 diffs     writes the generated parts of the READMEs: the table of lessons, and for each lesson its
           command, its changes to the lesson that it starts from, and its exercises
@@ -6,6 +6,8 @@ outputs   runs each lesson and writes what it printed into its README; with numb
           those lessons
 pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
           pip install 'stepladder[lessons]'
+slides    writes one HTML file of all lessons: text, pictures and output
+notebooks writes a notebook for each of the first six lessons
 --check   writes nothing, and fails if `diffs` would change a file
 """
 
@@ -21,6 +23,8 @@ import tempfile
 import tomllib
 from functools import cache
 from pathlib import Path
+
+import handouts
 
 HERE = Path(__file__).parent
 GENERATED = re.compile(
@@ -276,9 +280,20 @@ def draw():
         print(f"wrote {HERE / folder / name}")
 
 
+def write_notebooks(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for lesson in list(ladder().values())[: handouts.NOTEBOOK_LESSONS]:
+        (folder / f"{lesson['folder']}.ipynb").write_text(handouts.make_notebook(lesson))
+
+
 def main():
     actions = {"diffs": write, "pictures": draw, "--check": check}
-    if sys.argv[1:2] == ["outputs"]:
+    if sys.argv[1:2] == ["slides"] and len(sys.argv) == 3:
+        slides = handouts.make_slides(list(ladder().values()))
+        Path(sys.argv[2]).write_text(slides, encoding="utf-8")
+    elif sys.argv[1:2] == ["notebooks"] and len(sys.argv) == 3:
+        write_notebooks(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["outputs"]:
         run_lessons(sys.argv[2:])
     elif len(sys.argv) == 2 and sys.argv[1] in actions:
         actions[sys.argv[1]]()

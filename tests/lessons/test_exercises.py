@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from wrong_answers import WRONG_ANSWERS
 
+from stepladder.tools.learn import check
 from stepladder.tools.learn.check import check_exercise
 from stepladder.tools.learn.course import CHECK_LINE, Exercise, extract_check, load_course
 from warm import Server
@@ -41,6 +42,8 @@ def server() -> Server:
 @pytest.fixture
 def warm_python(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(server.commands() / "python"))
+    # What the server forks is not below the process that waits for it: that one only sleeps.
+    monkeypatch.setattr(check, "HANG_TIMEOUT_S", None)
 
 
 @pytest.mark.ranks

@@ -11,7 +11,7 @@ WRONG_ANSWERS: dict[str, list[tuple[str, str]]] = {
         ("def mean_loss(losses):\n    return losses.mean().item()\n", "is 2.0, reported is 1.0"),
         (
             "def mean_loss(losses):\n    dist.all_reduce(losses)\n    return losses.mean().item()\n",
-            "exit code 1",
+            "exit code",
         ),
         (
             "def mean_loss(losses):\n    total = losses.sum()\n    dist.all_reduce(total)\n"
@@ -176,7 +176,7 @@ WRONG_ANSWERS: dict[str, list[tuple[str, str]]] = {
             "    model.load_state_dict(snapshot['model'])\n"
             "    scaler.load_state_dict(snapshot['scaler'])\n"
             "    return snapshot['next_step']\n",
-            "ends with other weights",
+            "another loss scale",
         ),
         (
             "def load(path, model, optimizer, scaler):\n    snapshot = torch.load(path)\n"

@@ -1,0 +1,66 @@
+"""Slides and notebooks of the lessons' own files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from browsers import look, needs_browser
+from pages import LESSONS
+
+
+def make(*args: object) -> None:
+    command = [sys.executable, LESSONS / "make.py", *args]
+    subprocess.run(list(map(str, command)), check=True)
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("markdown")
+    path = tmp_path_factory.mktemp("slides") / "slides.html"
+    make("slides", path)
+    return path
+
+
+def test_each_lesson_has_slides_with_its_claim(slides: Path) -> None:
+    text = slides.read_text()
+    folders = sorted(path.parent for path in LESSONS.glob("[0-9]*/lesson.py"))
+    numbers = [int(number) for number in re.findall(r'<section id="lesson-(\d+)"', text)]
+    assert numbers == list(range(1, len(folders) + 1))
+    assert text.count("claim holds: ") >= len(folders)
+    assert text.count('src="data:image/svg+xml;base64,') >= 12
+    assert re.findall(r'href="(?!#|https://)[^"]*"', text) == [], "nothing leads out of the file"
+    assert "<!--" not in text and "generated:" not in text
+
+
+@pytest.mark.slow
+@needs_browser
+def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:
+    look(slides, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    make("notebooks", tmp_path)
+    paths = sorted(tmp_path.glob("*.ipynb"))
+    assert [path.stem[:2] for path in paths] == ["01", "02", "03", "04", "05", "06"]
+    for path in paths:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        resources = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+        printed = "".join(
+            output.get("text", "")
+            for cell in notebook.cells
+            if cell.cell_type == "code"
+            for output in cell.outputs
+        )
+        assert "claim holds: " in printed, path.name
