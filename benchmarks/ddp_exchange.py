@@ -1,4 +1,4 @@
-"""python benchmarks/ddp_exchange.py [--starts N] [--short] [--write]
+"""python benchmarks/ddp_exchange.py [--starts N] [--mnist DIR] [--shakespeare DIR] [--short] [--write]
 
 What do unmodified scripts gain from shared memory, beside gloo?
 
@@ -6,8 +6,9 @@ Each figure is of fresh processes, started by `stepladder run`, with and without
 in turn, one thread a process. First a step of DistributedDataParallel on an MLP 20-64-1, a small
 conv net and a small character GPT, and a step of FSDP2 on that GPT. On two processes there are ten
 starts, each alone and with a neighbour that keeps one core busy for a third of the time; beside
-them the trainer's `--sync ddp` and `--sync exact`. Then each collective from 8 bytes to 100 MB.
-Ratios are taken within a round."""
+them the trainer's `--sync ddp` and `--sync exact`. Then each collective from 8 bytes to 100 MB. Last,
+where there are data, a net for MNIST and a character GPT under plain DDP with a DataLoader, from the
+command to its end. Ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from report import Report, bar, table
 from exchange import MODES, TWO, of_stepladder
 
 SCRIPT = Path(__file__).parent / "ddp_exchange_rank.py"
+TRAININGS = Path(__file__).parent / "ddp_exchange_scripts.py"
 MEMORY, GLOO = "shared memory", "gloo"
 FLAGS: dict[str, list[str]] = {MEMORY: [], GLOO: ["--exchange", "gloo"]}
 ALONE, BUSY = "alone", "busy neighbour"
@@ -48,6 +51,15 @@ STEPS_HEADER = [
     "(most)",
     "times faster (median)",
     "(least)",
+]
+TRAININGS_HEADER = [
+    "processes, training",
+    "seconds of the command on gloo (median)",
+    "in shared memory (median)",
+    "times faster (median)",
+    "(least)",
+    "of its steps alone",
+    "last losses",
 ]
 CALLS_HEADER = ["collective", "bytes", "us on gloo", "us", "GB/s on gloo", "GB/s", "times faster"]
 # Median and least of how much faster the steps of two processes have to be than on gloo.
@@ -74,10 +86,10 @@ def busy_neighbour() -> Iterator[None]:
             process.kill()
 
 
-def run_script(way: str, nproc: int, what: str, is_short: bool) -> dict[str, float]:
-    """Start the ranks of ddp_exchange_rank.py; return what the first one has measured."""
+def run_script(way: str, nproc: int, script: Path, *arguments: object) -> dict[str, float]:
+    """Start the ranks of a script; return what the first one has measured."""
     command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(nproc), *FLAGS[way]]
-    command += [str(SCRIPT), what, *(["--short"] if is_short else [])]
+    command += [str(script), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if "{" in line]
@@ -88,9 +100,14 @@ def run_script(way: str, nproc: int, what: str, is_short: bool) -> dict[str, flo
 
 
 def run_both(nproc: int, what: str, number: int, is_short: bool) -> dict[str, dict[str, float]]:
-    """Run the script both ways, the other one first in every second round."""
-    ways = list(FLAGS)[:: 1 if number % 2 else -1]
-    return {way: run_script(way, nproc, what, is_short) for way in ways}
+    """Run the script both ways."""
+    flags = ["--short"] if is_short else []
+    return {way: run_script(way, nproc, SCRIPT, what, *flags) for way in ways_of(number)}
+
+
+def ways_of(number: int) -> list[str]:
+    """Return both ways, the other one first in every second round."""
+    return list(FLAGS)[:: 1 if number % 2 else -1]
 
 
 def measure_steps(nproc: int, starts: int, neighbour: str, is_short: bool) -> dict[str, Starts]:
@@ -198,6 +215,41 @@ def call_bars(nproc: int, times: dict[str, Starts], idle: Starts) -> list[str]:
     return lines
 
 
+def measure_training(nproc: int, name: str, folder: Path, starts: int, is_short: bool) -> list[str]:
+    """Return a row of the table of whole trainings."""
+    found: dict[str, dict[str, list[float]]] = {way: {} for way in FLAGS}
+    steps = 20 if is_short else 400
+    for number in range(starts):
+        for way in ways_of(number):
+            began = time.perf_counter()
+            values = run_script(way, nproc, TRAININGS, name, folder, "--steps", steps)
+            values["command"] = time.perf_counter() - began
+            for key, value in values.items():
+                found[way].setdefault(key, []).append(value)
+    gains = gains_of({way: found[way]["command"] for way in FLAGS})
+    steps_gains = gains_of({way: found[way]["seconds"] for way in FLAGS})
+    losses = [found[way]["loss"][0] for way in FLAGS]
+    return [
+        f"{nproc}, {name}, {steps} steps",
+        *(f"{median(found[way]['command']):.1f}" for way in (GLOO, MEMORY)),
+        *(f"{value:.2f}" for value in (median(gains), min(gains), median(steps_gains))),
+        "the same bits" if losses[0] == losses[1] else " and ".join(map(repr, losses)),
+    ]
+
+
+def measure_trainings(
+    starts: int, sizes: list[int], folders: dict[str, Path | None], is_short: bool
+) -> list[str]:
+    """Return the section of the whole trainings; none without data."""
+    rows = [
+        measure_training(nproc, name, folder, starts, is_short)
+        for nproc in sizes
+        for name, folder in folders.items()
+        if folder is not None
+    ]
+    return [f"## Whole trainings\n\n{table(TRAININGS_HEADER, rows)}"] if rows else []
+
+
 def measure(starts: int, sizes: list[int], is_short: bool) -> list[str]:
     """Measure everything; return the sections of the report."""
     rows = []
@@ -227,6 +279,10 @@ def main() -> None:
         "--starts", type=int, default=10, help="with two processes; a fifth with more"
     )
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument(
+        "--mnist", type=Path, help="the folder of MNIST; without it, it is left out"
+    )
+    parser.add_argument("--shakespeare", type=Path, help="the folder of the text input.txt")
     parser.add_argument("--short", action="store_true", help="one start, few steps, up to 1 MB")
     parser.add_argument("--write", action="store_true", help="save the report")
     args = parser.parse_args()
@@ -234,7 +290,10 @@ def main() -> None:
         "ddp_exchange.py", "Unmodified scripts in shared memory", ["torch", "stepladder"], "all"
     )
     starts = 1 if args.short else args.starts
-    report.finish(measure(starts, args.nproc, args.short), args.write)
+    *sections, bars = measure(starts, args.nproc, args.short)
+    folders = {"mnist": args.mnist, "gpt": args.shakespeare}
+    trainings = measure_trainings(min(starts, 3), args.nproc, folders, args.short)
+    report.finish([*sections, *trainings, bars], args.write)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from stepladder.exchange.wait import (
     SLOT_WORDS,
     PeerWaiter,
 )
-from stepladder.exchange.work import Chunk, MessageFormat, Work
+from stepladder.exchange.work import Chunk, MessageFormat, Tensors, Work
 from stepladder.rank.futex import wake_all
 
 MAX_PLANS = 64
@@ -54,6 +54,8 @@ class ExchangeRunner:
             RuntimeError: If the process of a rank has ended already.
         """
         self.rank = rank
+        self.ranks = len(pids)
+        self.one_row_each = (1,) * len(pids)
         self.memory = memory
         self.slots = memoryview(memory).cast("q")
         memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -68,8 +70,12 @@ class ExchangeRunner:
         self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
         self.remaining: deque[Exchange] = deque()
         self.is_published = False  # whether this rank has written its data of the first of them
-        self.planner = ExchangePlanner(memory_bytes, rank, len(pids), large_halves)
+        self.planner = ExchangePlanner(memory_bytes, rank, self.ranks, large_halves)
         self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
+        self.arena_used_bytes = 0
+        # For the address of each vector of this rank in the arena: the vector's offset within a
+        # slot, and the same vector of every rank.
+        self.vectors: dict[int, tuple[int, Tensors]] = {}
 
     def leave_group(self) -> None:
         """Leave the group: no peer needs to wait for this rank any more."""

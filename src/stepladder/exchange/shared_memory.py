@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from stepladder.exchange.plan import SMALL_HALVES, Halves, round_up_to_cache_line
+from stepladder.exchange.plan import round_up_to_cache_line
 from stepladder.exchange.reduction import SUM, Reduction
 from stepladder.exchange.runner import ExchangeRunner
 from stepladder.exchange.wait import EXCHANGE_WORD, SLOT_WORDS
@@ -61,33 +61,6 @@ class SharedMemory(ExchangeRunner):
 
     A method only starts its collective. The result is there after `wait` of the returned `Work`.
     """
-
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        rank: int,
-        pids: list[int],
-        group_id: int,
-        timeout_seconds: float,
-        names: Sequence[int] = (),
-        large_halves: Halves = SMALL_HALVES,
-    ) -> None:
-        """Join a group; the arguments are those of `ExchangeRunner`."""
-        super().__init__(
-            memory,
-            rank,
-            pids,
-            group_id,
-            timeout_seconds,
-            names,
-            large_halves,
-        )
-        self.ranks = len(pids)
-        self.one_row_each = (1,) * len(pids)
-        self.arena_used_bytes = 0
-        # For the address of each vector of this rank in the arena: the vector's offset within a
-        # slot, and the same vector of every rank.
-        self.vectors: dict[int, tuple[int, Tensors]] = {}
 
     def allocate_vector(
         self,
