@@ -18,7 +18,7 @@ from processes import wait_until
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.local.monitor import POLLS_UNTIL_REPORTED, Limits, Monitor
 from stepladder.launcher.local.observed_ranks import ObservedRanks
-from stepladder.launcher.local.process_stats import read_cpu_seconds
+from stepladder.launcher.local.process_stats import read_busy_seconds, read_cpu_seconds, sleeps
 from stepladder.rank.progress import (
     AWAITED,
     COLLECTIVE,
@@ -172,3 +172,13 @@ def test_one_that_goes_on_in_time_is_forgiven(monitor: Monitor, sleeper: int) ->
     wait_until(lambda: psutil.Process(sleeper).status() != psutil.STATUS_STOPPED)
     monitor.poll([0, 1])
     assert not monitor.overdue
+
+
+def test_a_process_that_waits_for_a_core_is_not_idle(sleeper: int) -> None:
+    wait_until(lambda: sleeps(sleeper))
+    before = read_busy_seconds(sleeper)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
+        wait_until(lambda: read_busy_seconds(worker.pid) > 0.2)
+        assert not sleeps(worker.pid)
+        worker.kill()
+    assert read_busy_seconds(sleeper) == before

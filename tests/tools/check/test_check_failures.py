@@ -110,3 +110,30 @@ def test_the_users_frames_are_shown_without_the_probes_and_in_the_users_folder()
         traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS, simulates=True
     ).output
     assert shown == traceback(SCRIPT, TORCH).replace("/t/copy", "/home/u/work").rstrip()
+
+
+NOT_OF_THE_SCRIPT = {
+    "a package that is not installed": (
+        "ModuleNotFoundError: No module named 'apex.parallel'",
+        "cannot run here, as above: apex is not installed",
+    ),
+    "no network": (
+        "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>",
+        "cannot run here, as above: it needs a network",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "line"), NOT_OF_THE_SCRIPT.values(), ids=NOT_OF_THE_SCRIPT)
+def test_what_the_machine_lacks_is_not_said_to_be_the_scripts_failure(
+    error: str, line: str
+) -> None:
+    assert line in classify_failure(traceback(SCRIPT, error=error), FOLDERS, simulates=True).line
+
+
+def test_an_operator_that_only_cuda_divides_is_not_simulated() -> None:
+    error = (
+        "NotImplementedError: Operator aten.x.default does not have a sharding strategy registered."
+    )
+    reason = classify_failure(traceback(SCRIPT, TORCH, error=error), FOLDERS, simulates=True)
+    assert reason.cause == "check"

@@ -44,3 +44,26 @@ def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Pa
     assert report["findings"] == []
     (note,) = [note for note in report["notes"] if "waited long" in note]
     assert re.search(rf"rank 0: it is in {kind}\(\)", note)
+
+
+BESIDE = """
+import pathlib, torch
+rows = torch.tensor([float(line) for line in pathlib.Path("../data/rows").read_text().split()])
+also = pathlib.Path(__file__).resolve().parent.parent / "data" / "rows"
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(rows[:, None]).square().mean().backward()
+    optimizer.step()
+assert also.exists()
+"""
+
+
+def test_paths_beside_the_working_folder_lead_to_the_users_own_files(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("1\n2\n")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text(BESIDE)
+    with started("check", "--json", "train.py", cwd=tmp_path / "work") as running:
+        assert running.end() == 0, running.out.read_text()

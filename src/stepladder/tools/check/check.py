@@ -21,6 +21,7 @@ from stepladder.tools.check.launch_style import (
     find_styles,
     finds_what_is_missing,
     is_for_fabric_run,
+    is_for_one_node,
     local_rank_option,
 )
 from stepladder.tools.check.probe_settings import ProbeSettings
@@ -269,7 +270,7 @@ class Check:
             self.notes.append("the script knows no other ranks: it was run as one process")
         spawns = self.source.contains(*SPAWNS_RANKS) and not self.source.contains("RANK")
         # Lightning refuses nodes that it has not counted itself.
-        nodes = 1 if self.source.contains("lightning") else 2
+        nodes = 1 if self.source.contains("lightning") or is_for_one_node(self.source) else 2
         local_rank = local_rank_option(self.source, request.args)
         if local_rank:
             self.notes.append(f"started as torch.distributed.launch does it, with {local_rank}")
@@ -288,6 +289,8 @@ class Check:
             simulates_gpus=request.simulate_gpus or self.source.contains(*USES_GPUS),
             gpus_available=request.simulate_gpus,
             is_alone=is_single_process or spawns,
+            spawns_by_variables=self.source.contains("spawn(")
+            and not self.source.contains("MASTER_ADDR"),
             nodes=nodes,
             timeout_s=request.timeout,
             patience_s=request.patience,

@@ -23,6 +23,16 @@ MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(?P<top>\w+)
 MISSING_FILE = re.compile(r"FileNotFoundError: .*: '(?P<path>[^']+)'")
 IMPORTS_FROM_ITS_PACKAGE = "attempted relative import with no known parent package"
 LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
+KNOWS_ALL_NODES = (
+    "get_rank",
+    "get_world_size",
+    '"RANK"',
+    "'RANK'",
+    "WORLD_SIZE",
+    "nodes",
+    "spawn(",
+    "accelerate",
+)
 CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
 
 
@@ -207,6 +217,11 @@ def local_rank_option(
             if option in LOCAL_RANK_OPTIONS:
                 return str(option)
     return ""
+
+
+def is_for_one_node(source: ScriptSource) -> bool:
+    """Return whether a script takes its local rank for its rank, and the GPUs of a node for all."""
+    return source.contains("device_count()") and not source.contains(*KNOWS_ALL_NODES)
 
 
 def is_for_fabric_run(source: ScriptSource) -> bool:

@@ -107,6 +107,8 @@ class RankLaunch:
         simulates_gpus: Whether CUDA is simulated.
         gpus_available: The answer of `torch.cuda.is_available()`.
         is_alone: Whether one process is started, which may make its ranks itself.
+        spawns_by_variables: Whether the ranks that the script makes meet at the address that its
+            user has set.
         nodes: The number of nodes that the ranks simulate.
     """
 
@@ -121,6 +123,7 @@ class RankLaunch:
     simulates_fabric: bool = False
     gpus_available: bool = False
     is_alone: bool = False
+    spawns_by_variables: bool = False
     nodes: int = 2
     timeout_s: float = 600.0
     patience_s: float = 25.0
@@ -146,7 +149,7 @@ class RankLaunch:
         if self.is_alone:
             for name in RANK_VARIABLES_OF_TORCHRUN:
                 env.pop(name, None)
-            return env
+            return env | (self.meeting_place(port) if self.spawns_by_variables else {})
         if self.simulates_fabric:
             env |= self.fabric_variables()
         return env | self.torchrun_variables(rank, port)
@@ -154,6 +157,10 @@ class RankLaunch:
     @property
     def ranks_per_node(self) -> int:
         return max(1, self.nproc // self.nodes)
+
+    @staticmethod
+    def meeting_place(port: int) -> dict[str, str]:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def fabric_variables(self) -> dict[str, str]:
         """Return the variables that `fabric run` sets."""
@@ -189,8 +196,7 @@ class RankLaunch:
             "GROUP_WORLD_SIZE": str(self.nproc // ranks_per_node),
             "ROLE_WORLD_SIZE": str(self.nproc),
             "ROLE_NAME": "default",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            **self.meeting_place(port),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": "check",

@@ -121,6 +121,9 @@ def describe_gradients(steps: list[Steps[BeforeStep]], key: StepKey) -> str:
     )
 
 
+SHARDED_NAME = "_fsdp_wrapped_module"
+
+
 @run_rule("replicas-differ", "changed-outside")
 def replicas_differ(evidence: RunEvidence) -> Findings:
     """Find weights that diverge between two ranks, by training or by a change outside of it."""
@@ -217,8 +220,17 @@ def evaluated_models(log: RankLog) -> list[Forward]:
 
 
 def is_sharded(logs: list[RankLog]) -> bool:
+    """Return whether each rank holds a part of the weights, also of a model inside of another."""
     wrappers = {event.wrapped for log in logs for event in log.select(Forward)}
-    return not wrappers <= {"", "DistributedDataParallel"}
+    if not wrappers <= {"", "DistributedDataParallel"}:
+        return True
+    return any(SHARDED_NAME in name for name in names_of_weights(logs))
+
+
+def names_of_weights(logs: list[RankLog]) -> set[str]:
+    """Return the names of the weights in the first steps of the ranks."""
+    first_steps = [step for log in logs for step in log.select(BeforeStep)[:1]]
+    return {name for step in first_steps for name in step.before}
 
 
 def is_averaged_later(before: list[Steps[BeforeStep]], key: StepKey) -> bool:

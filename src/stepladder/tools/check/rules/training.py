@@ -13,7 +13,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.rules.model import exchanges_gradients
+from stepladder.tools.check.rules.model import exchanges_gradients, is_sharded
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.probe.events import CodeLine
 
@@ -35,6 +35,8 @@ def no_gradient(evidence: RunEvidence) -> Findings:
             continue
         trained = set(events[-1].before) - frozen_parameters(events)
         with_gradient = {name for event in events for name in event.grads}
+        if is_sharded(evidence.run.ranks):  # the part with the gradient may be another rank's
+            with_gradient |= names_of_gradients(evidence)
         without_gradient = [
             name
             for name in sorted(trained - with_gradient)
@@ -48,6 +50,11 @@ def no_gradient(evidence: RunEvidence) -> Findings:
                 f"{len(without_gradient)} of {len(trained)} parameters have no gradient in any of "
                 f"{len(events)} steps: {', '.join(without_gradient[:4])}{dots}",
             )
+
+
+def names_of_gradients(evidence: RunEvidence) -> set[str]:
+    """Return the parameters that had a gradient on any rank."""
+    return {name for _, event in evidence.run.select(BeforeStep) for name in event.grads}
 
 
 def frozen_parameters(events: list[BeforeStep]) -> set[str]:
