@@ -16,6 +16,9 @@ from check_recordings import (
     step,
     train_pass,
 )
+from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.rank_status import RankStatus
+from stepladder.rank.stacks import Frame
 from stepladder.tools.check.rules.all_rules import apply_rules, apply_source_rules
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 
@@ -661,8 +664,35 @@ def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not()
     assert rules_of(zero, events, text=line + "\n") == ["collective-order"]
 
 
+MAIN = [Frame("main", "train.py", 4), Frame("<module>", "train.py", 9)]
+
+
+def waits_in(function: str, stack: list[Frame] = MAIN) -> list[list[Frame]]:
+    return [[Frame(function, "/v/site-packages/torch/distributed/distributed_c10d.py", 1), *stack]]
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_the_line() -> None:
+    receiving = [Frame("receive", "train.py", 2), *MAIN]
+    statuses = [
+        RankStatus(0, 0, threads=waits_in("barrier")),
+        RankStatus(1, 0, threads=waits_in("recv", receiving)),
+    ]
+    (finding,) = apply_rules(
+        evidence_of(
+            [],
+            [],
+            text="def receive():\n    dist.recv(x)\n",
+            has_stalled=True,
+            deadlock=explain_hang(statuses),
+        )
+    )
+    assert (finding.rule, finding.location.line, finding.location.rank) == ("hang", 2, 1)
+    assert "rank 1 waits in recv, called by receive()" in finding.evidence
+
+
 def test_every_rule_has_a_text_of_its_own() -> None:
     assert {rule for rule, *_ in CASES.values()} | set(STATIC) | {
+        "hang",
         "local-count",
         "mean-divided-twice",
         "resume-samples",
