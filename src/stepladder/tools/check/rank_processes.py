@@ -17,16 +17,8 @@ from stepladder.core.process_count import count_cores
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.tools.check.events import (
-    Backward,
-    Forward,
-    GroupDestroy,
-    GroupInit,
-    Halt,
-    Refusal,
-    ScriptCollective,
-    SpawnsRanks,
-)
+from stepladder.tools.check.events import Halt, Refusal, SpawnsRanks
+from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
@@ -44,8 +36,6 @@ HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
 MOST_FAILURE_DELAY_S = 20.0  # even if the others go on
 JUDGEMENT_INTERVAL_S = 2.0
-LAST_LINE_BYTES = 4000
-BLOCKING_EVENTS = (ScriptCollective, Backward, GroupInit, Forward, GroupDestroy)
 RANK_VARIABLES_OF_TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -352,47 +342,6 @@ class RunningRanks:
             outcome = replace(outcome, deadlock=self.observed.explain_failure())
         has_stalled = outcome.has_stalled or outcome.deadlock is not None
         return replace(outcome, codes=self.codes, has_stalled=has_stalled)
-
-
-class GrowingFiles:
-    """The recordings and outputs in a folder, of which only what is new is read.
-
-    Args:
-        observed: The processes that write them; they learn which rank each is.
-    """
-
-    def __init__(self, observed: ObservedProcesses) -> None:
-        self.folder = observed.folder
-        self.observed = observed
-        self.sizes: dict[str, int] = {}
-
-    def read_added(self) -> bytes:
-        """Return what has been added to the files since the last call."""
-        added = b""
-        for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.out")]:
-            known = self.sizes.get(path.name, 0)
-            size = path.stat().st_size
-            if size > known:
-                with path.open("rb") as file:
-                    file.seek(known)
-                    grown = file.read(size - known)
-                added += grown
-                if path.suffix == ".jsonl":
-                    self.observed.add_events(path, grown)
-                self.sizes[path.name] = size
-        return added
-
-
-def is_blocked(folder: Path) -> bool:
-    """Return whether the last event of any rank is one in which it may block."""
-    for path in folder.glob("*.jsonl"):
-        with path.open("rb") as file:
-            with suppress(OSError):  # a shorter file is read from its beginning
-                file.seek(-LAST_LINE_BYTES, os.SEEK_END)
-            lines = file.read().splitlines()
-        if lines and any(event.marker() in lines[-1] for event in BLOCKING_EVENTS):
-            return True
-    return False
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
