@@ -310,12 +310,11 @@ class Check:
         is_explained = any(finding.rule in EXPLAINS_A_HANG for finding in findings)
         has_error = any(finding.severity == "error" for finding in findings)
         where = f": {outcome.position}" if outcome.position else ""
-        if where and not outcome.has_stalled:
-            self.notes.append(f"ranks have waited long{where}")
         if outcome.late:
-            self.notes.append(
-                f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
-            )
+            seconds = f"{self.request.timeout:g} s"
+            self.notes.append(f"the script was ended after {seconds}{where}; --timeout, --steps 20")
+        elif where and not outcome.has_stalled:
+            self.notes.append(f"ranks have waited long{where}")
         elif outcome.has_stalled and not is_explained and not has_error:
             line = (
                 f"the script failed by itself: it stood still for {self.request.patience:g} s, and "
