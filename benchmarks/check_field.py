@@ -202,9 +202,9 @@ def count_results(scripts: list[CheckedScript], title: str) -> str:
     return (
         f"{title}: {len(scripts)} scripts, of which {len(runs)} ran to where they train. Mistakes that a"
         f" person found or confirmed: {len(rules)}, named {len(named)}. Findings: {len(findings)}, true"
-        f" {sum(found['true'] is True for finding in findings)}, false"
-        f" {sum(found['true'] is False for finding in findings)}, not judged"
-        f" {sum(found['true'] is None for finding in findings)}. Scripts without a mistake:"
+        f" {sum(finding['true'] is True for finding in findings)}, false"
+        f" {sum(finding['true'] is False for finding in findings)}, not judged"
+        f" {sum(finding['true'] is None for finding in findings)}. Scripts without a mistake:"
         f" {len(clean)}, without a finding {sum(not script.findings for script in clean)}."
     )
 
