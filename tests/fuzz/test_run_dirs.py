@@ -198,6 +198,7 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     prepared = prepare(fuzz.sandbox)
 

@@ -86,7 +86,9 @@ def all_checked(comm: Comm, odd: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size, odd", [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    "world_size, odd", [(2, 1), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_the_first_differing_tensor_is_named_with_its_rank_and_cause(
     world_size: int, odd: int
 ) -> None:
