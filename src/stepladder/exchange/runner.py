@@ -171,6 +171,9 @@ class ExchangeRunner:
             if not has_arrived:
                 return False
             if slots[slot + DIGEST_WORD + half] != digest:
+                lost = self.waiter.find_lost()
+                if lost is not None:
+                    raise RuntimeError(f"rank {lost} has gone")
                 peer_name = self.names[peer]
                 raise RuntimeError(
                     f"rank {peer_name} calls a different collective here"

@@ -192,6 +192,10 @@ class PeerWaiter:
         for peer in self.peers:
             if self._has_gone(peer):
                 return self._record_lost(peer)
+        for peer in self.peers:  # one may know it already, and have gone on to its next collective
+            reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
+            if reason not in (-1, self.rank):
+                return self.names[reason]
         return None
 
     def _has_gone(self, peer: int) -> bool:

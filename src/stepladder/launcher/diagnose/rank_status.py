@@ -17,7 +17,7 @@ COLLECTIVE_FILES = (
     "stepladder/exchange/",
     "stepladder/rank/futex.py",
 )
-STORE_FILE = "stepladder/rank/torch_fixes.py"
+STORE_FILE = "stepladder/rank/torch_fixes_store.py"
 STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0
 BACKWARD_FILE = "torch/autograd/graph.py"
 DATA_LOADER_FILES = ("torch/utils/data/",)
