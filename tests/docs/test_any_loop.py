@@ -20,7 +20,6 @@ SCRIPTS = {
     "loader_lightning": ("lightning", "loader_lightning/last.ckpt"),
     "loader_trainer": ("transformers", "loader_trainer/checkpoint-*/loader.json"),
 }
-SLOW = [name for name, (package, _) in SCRIPTS.items() if package]
 BEFORE = ("plain.py", "lightning_before.py", "trainer_before.py")
 SPARE_EPOCHS = 1000
 
@@ -31,9 +30,8 @@ def command(name: str, nproc: int, epochs: int) -> list[object]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_script_resumes_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     package, checkpoint = SCRIPTS[name]
     if package and find_spec(package) is None:

@@ -14,14 +14,11 @@ from processes import run, started, wait_until
 
 pytestmark = pytest.mark.ranks
 SAID = {"memory": SAID_IN_MEMORY, "gloo": SAID_BY_GLOO}
-FAST = ("memory", "lock")
 CASES = [(exchange, kind) for exchange, kinds in SAID.items() for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("exchange", "kind"),
-    [case if case == FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "kind"), CASES)
 def test_a_hang_is_explained_without_a_flag(exchange: str, kind: str, tmp_path: Path) -> None:
     flags = "--nproc", 2, "--exchange", exchange, "--max-restarts", 0
     explained = re.compile(rf"^stepladder: .*{SAID[exchange][kind]}", re.MULTILINE)

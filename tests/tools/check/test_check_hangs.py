@@ -14,16 +14,10 @@ from hang_kinds import SAID_BY_CHECK, SCRIPT, function_at
 from processes import started
 
 pytestmark = pytest.mark.ranks
-FAST = ("barrier",)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in SAID_BY_CHECK
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAID_BY_CHECK)
 def test_a_hang_is_named_with_its_line(kind: str, tmp_path: Path) -> None:
     with started("check", "--json", SCRIPT, kind, cwd=tmp_path) as running:
         assert running.end() == 1
