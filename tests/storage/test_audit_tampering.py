@@ -15,7 +15,6 @@ from ledgers import FakeRun, Indices
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
 from stepladder.storage.ledger import extend_chain, format_line
-from stepladder.storage.ledger_attempts import parse_header
 
 PLAN = Plan(num_samples=24, global_batch=8, microbatch=2)  # 3 steps per epoch
 Tamper = Callable[[FakeRun], object]
@@ -424,10 +423,3 @@ def test_a_newest_snapshot_of_superseded_steps_is_not_what_the_ledger_leads_to(
     run.snapshot(first, 6)
     run.attempt(2, range(4, 6), after=first)
     assert "does not lead to the snapshot of step 6" in problems(run)
-
-
-@pytest.mark.parametrize(("parent", "is_read"), [(0, True), (1, True), (2, False), (3, False)])
-def test_the_parent_of_an_attempt_is_an_earlier_one(parent: int, is_read: bool) -> None:
-    """Else the line of attempts that led to the newest would never end."""
-    header = {"world_size": 2, "resumed_from_step": 4, "chain": "", "parent": parent}
-    assert (parse_header(json.dumps(header).encode(), 2) is not None) is is_read

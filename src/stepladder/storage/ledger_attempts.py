@@ -104,7 +104,7 @@ def parse_header(text: bytes, number: int) -> Attempt | None:
         return None
     in_rounds = header.get("in_rounds") is True
     parent = header.get("parent", 0)
-    if not (is_count(parent) and parent < number):
+    if not is_count(parent):
         return None
     return Attempt(number, world_size, start, chain, start, in_rounds=in_rounds, parent=parent)
 
