@@ -69,7 +69,11 @@ def test_ddp_gives_the_bits_of_gloo_on_two_ranks(tmp_path: Path, options: str) -
 
 
 @pytest.mark.parametrize(
-    "arguments", ["dist.init_process_group()", 'dist.init_process_group("cpu:gloo,cuda:gloo")']
+    "arguments",
+    [
+        "dist.init_process_group()",
+        pytest.param('dist.init_process_group("cpu:gloo,cuda:gloo")', marks=pytest.mark.slow),
+    ],
 )
 def test_whatever_names_gloo_shares_memory(tmp_path: Path, arguments: str) -> None:
     said, _ = trained(tmp_path, "--nproc", 3, "--start-method", "spawn", arguments=arguments)

@@ -117,6 +117,7 @@ def calls(draw: st.DrawFn, name: str, command: click.Command) -> tuple[str, ...]
 LEAVES = dict(leaves(cli))
 
 
+@pytest.mark.slow
 def test_a_command_with_odd_values_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     prepared = prepare(fuzz.sandbox, CHECKOUT)
 

@@ -73,8 +73,9 @@ def by_name(pairs: list[dict[str, Any]]) -> list[Any]:
     return [pytest.param(pair, id=pair["name"]) for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("fast")]))
+@pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("by_command")]))
 def test_the_first_difference_is_named_and_nothing_is_left(
     pair: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -91,7 +92,7 @@ def test_a_script_that_spawns_its_processes_is_compared(
     expect(pair, *compare(pair, tmp_path))
 
 
-OTHERS = [pair for pair in PAIRS if not pair.get("fast") and not pair.get("spawns")]
+OTHERS = [pair for pair in PAIRS if not pair.get("by_command") and not pair.get("spawns")]
 
 
 @pytest.mark.corpus
