@@ -63,10 +63,11 @@ def read_busy_seconds(pid: int) -> float:
     On a busy machine a process may compute little, and yet be anything but idle.
     """
     busy_ns = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError):  # the thread has ended
-            computed, waited, _ = path.read_text(encoding="utf-8").split()
-            busy_ns += int(computed) + int(waited)
+    with suppress(OSError):  # the process has ended
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with suppress(OSError, ValueError):  # the thread has ended
+                computed, waited, _ = path.read_text(encoding="utf-8").split()
+                busy_ns += int(computed) + int(waited)
     return busy_ns / 1e9
 
 
@@ -87,11 +88,12 @@ def sleeps(pid: int) -> bool:
 
     So a process that computes and gets no core, on a busy machine, does not sleep.
     """
-    states = []
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # the thread has ended
-            states.append(path.read_text(encoding="utf-8").rpartition(") ")[2][:1])
-    return set(states) == {"S"}
+    states = set()
+    with suppress(OSError):  # the process has ended
+        for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with suppress(OSError):  # the thread has ended
+                states.add(path.read_text(encoding="utf-8").rpartition(") ")[2][:1])
+    return states == {"S"}
 
 
 def find_children(pid: int) -> list[int]:

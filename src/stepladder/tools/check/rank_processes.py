@@ -313,11 +313,11 @@ class RunningRanks:
         """
         statuses = self.observed.inspect()
         can_go_on = any(status.is_waiting for status in statuses) and not are_stuck(statuses)
-        self.outcome = replace(
-            self.outcome,
-            position=self.observed.describe_position(),
-            has_stalled=not can_go_on and is_blocked(self.outcome.folder),
-        )
+        has_stalled = not can_go_on and is_blocked(self.outcome.folder)
+        position = self.outcome.position
+        if can_go_on or has_stalled:  # else they are between two steps, or about to end
+            position = self.observed.describe_position()
+        self.outcome = replace(self.outcome, position=position, has_stalled=has_stalled)
         self.judged_at = time.monotonic()
 
     @property

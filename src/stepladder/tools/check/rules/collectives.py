@@ -6,6 +6,7 @@ import ast
 import re
 from itertools import zip_longest
 
+from stepladder.launcher.diagnose.rank_status import ProcessState
 from stepladder.tools.check.events import (
     Backward,
     EnoughPasses,
@@ -146,14 +147,17 @@ def unanswered_collective(
 
 
 def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
-    if log.has_ended:
+    statuses = evidence.run.deadlock.ranks if evidence.run.deadlock else ()
+    status = next((status for status in statuses if status.rank == log.rank), None)
+    # A rank that waits when no rank can go on is ended by us, and may write that down.
+    was_running = status is not None and status.state is ProcessState.RUNNING
+    if log.has_ended and not was_running:
         return "it has ended"
     collectives = log.select(ScriptCollective)
     if collectives and collectives[-1].group:
         return f"it is in {describe_collective(evidence, collectives[-1])}, of another group"
-    for status in evidence.run.deadlock.ranks if evidence.run.deadlock else ():
-        if status.rank == log.rank:
-            return f"it is {status.describe_position()}"
+    if status is not None:
+        return f"it is {status.describe_position()}"
     events = [event for event in log.events if event.at]
     if not events:
         return "it has done nothing"
