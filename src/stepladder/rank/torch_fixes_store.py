@@ -55,7 +55,7 @@ def keep_stores_of_groups() -> None:
     server of the group before, and loses it, or reads in a store of torchrun's what a rank has
     written there for that group. Now the server stays for as long as its process, and each group
     after the first has keys of its own. All ranks must form their groups in the same order. Seen
-    with torch 2.11 to 2.15. Can go when a script that forms and destroys a group a hundred times
+    with torch 2.13. Can go when a script that forms and destroys a group a hundred times
     ends well under torchrun.
     """
     call_after_import(RENDEZVOUS_MODULE, _keep_stores)
