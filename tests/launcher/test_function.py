@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ class Refused(Exception):
 def by_rank(values: list[str]) -> str:
     print("here", os.environ["RANK"])
     return values[int(os.environ["RANK"])] + os.environ["WORLD_SIZE"]
+
+
+def remove_folder(folder: str) -> str:
+    shutil.rmtree(folder)
+    return "a value"
+
+
+def return_what_only_a_rank_has() -> object:
+    module = types.ModuleType("only_there")
+    sys.modules["only_there"] = module
+    exec("class Value: pass", module.__dict__)
+    module.__file__ = __file__
+    return module.Value()
 
 
 def test_values_come_back_in_rank_order_and_prints_appear(
@@ -62,6 +77,18 @@ def test_bad_input_and_an_early_end_are_told_apart() -> None:
         launch(print, nproc="none")
     with pytest.raises(InputError, match="--nproc 1000000 on a machine"):
         launch(print, nproc=10**6)
+
+
+def test_a_value_does_not_depend_on_the_temporary_directory_and_its_class_has_to_be_there(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary directory is gone when the function has its value."""
+    (temporary := short_folder / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert launch(remove_folder, str(temporary)) == ["a value"]
+    assert not temporary.exists()
+    with pytest.raises(ModuleNotFoundError, match="only_there"):
+        launch(return_what_only_a_rank_has)
 
 
 @pytest.mark.slow

@@ -1,20 +1,20 @@
 """`stepladder.launch(fn, nproc=2)`: ranks from Python, also from a notebook's cell.
 
 The ranks are started by a separate launcher process, `main` here: nothing of the caller's process,
-which may have used torch already, is forked. Function, arguments and values travel in files of a
-temporary folder.
+which may have used torch already, is forked. Function, arguments and values travel in files in
+memory, so that a value does not depend on a temporary directory with space for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,15 @@ import cloudpickle
 
 from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.core.process_count import parse_process_count, validate_process_count
-from stepladder.core.scratch import get_scratch_folder
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
 from stepladder.launcher.stdin import END_WITH_STDIN_VARIABLE, end_with_stdin
+from stepladder.rank.open_file import MemoryFile
 
 LAUNCHER_CODE = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
-FUNCTION_FILE = "function.pkl"
-FAILURE_FILE = "failure.pkl"
 
 
 class RankFailed(RuntimeError):
@@ -51,37 +49,53 @@ class RankFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class CallFiles:
+    """The paths of a call's files, which its launcher and its ranks open.
+
+    Attributes:
+        call: The pickled sys.path, function and arguments.
+        failure: The exception of the launcher for the caller, pickled.
+        results: For each rank the pickled (value, None) or (None, exception). The file is empty if
+            there is neither.
+    """
+
+    call: str
+    failure: str
+    results: list[str]
+
+
+@dataclass(frozen=True)
 class FunctionCall(Script):
     """A function in a file, which the ranks run in place of a script.
 
     Attributes:
-        name: The folder of the file.
+        name: The paths of its files, as JSON.
     """
 
     kind: str = "function"
 
     def work(self) -> int:
-        """Call the function, and write its value or its exception to the folder."""
+        """Call the function, and write its value or its exception to the rank's file."""
         self.become_main()
-        folder = Path(self.name)
-        rank = os.environ["RANK"]
-        sys.path[:], call = pickle.loads((folder / FUNCTION_FILE).read_bytes())
+        files = CallFiles(**json.loads(self.name))
+        result_file = Path(files.results[int(os.environ["RANK"])])
+        sys.path[:], call = pickle.loads(Path(files.call).read_bytes())
         function, args = cloudpickle.loads(call)
         try:
             value = function(*args)
         except Exception as error:
             with suppress(Exception):  # if it cannot be pickled, the caller gets its text only
-                (folder / f"error-{rank}.pkl").write_bytes(cloudpickle.dumps(error))
+                result_file.write_bytes(cloudpickle.dumps((None, error)))
             raise
-        (folder / f"value-{rank}.pkl").write_bytes(cloudpickle.dumps(value))
+        result_file.write_bytes(cloudpickle.dumps((value, None)))
         return 0
 
 
-def write_failure(folder: Path, failure: Failure) -> None:
-    """Write a failure to the folder, for the caller to raise, and print nothing."""
+def write_failure(path: str, failure: Failure) -> None:
+    """Write a failure to a file, for the caller to raise, and print nothing."""
     trace = failure.error.trace if isinstance(failure, Raised) else ""
     text = "\n".join(filter(None, [failure.text, failure.cause, trace]))
-    (folder / FAILURE_FILE).write_bytes(pickle.dumps(RankFailed(text, failure.rank)))
+    Path(path).write_bytes(pickle.dumps(RankFailed(text, failure.rank)))
 
 
 def launch(
@@ -108,26 +122,23 @@ def launch(
     """  # noqa: DOC501 - read_failure makes a RankFailed
     rank_count = parse_process_count(str(nproc))
     validate_process_count(rank_count)
-    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder_name:
-        folder = Path(folder_name)
-        call = cloudpickle.dumps((function, args))
-        (folder / FUNCTION_FILE).write_bytes(pickle.dumps((sys.path, call)))
-        code = run_launcher(folder, rank_count, timeout)
-        if code:
-            raise read_failure(folder, code)
-        return [read_pickle(folder / f"value-{rank}.pkl") for rank in range(rank_count)]
+    names = ["call", "failure", *(f"rank {rank}" for rank in range(rank_count))]
+    memory_files = [MemoryFile(name) for name in names]  # each is closed with its object
+    call_path, failure_path, *result_paths = [str(file.path) for file in memory_files]
+    files = CallFiles(call_path, failure_path, result_paths)
+    Path(call_path).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
+    code = run_launcher(files, rank_count, timeout)
+    if code:
+        raise read_failure(files, code)
+    return [read_pickle(path, (None, None))[0] for path in result_paths]
 
 
-def run_launcher(
-    folder: Path,
-    rank_count: int,
-    timeout: float,
-) -> int:
+def run_launcher(files: CallFiles, rank_count: int, timeout: float) -> int:
     """Run the launcher process, print its output, and return its exit code."""
     package_parent = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")]))
     with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER_CODE, str(folder), str(rank_count), str(timeout)],
+        [sys.executable, "-c", LAUNCHER_CODE, json.dumps(asdict(files)), str(timeout)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -144,42 +155,41 @@ def run_launcher(
     return launcher.returncode
 
 
-def read_failure(folder: Path, code: int) -> RankFailed | InputError:
+def read_failure(files: CallFiles, code: int) -> RankFailed | InputError:
     """Return the exception for the caller.
 
     Args:
-        folder: The folder of the launcher.
+        files: The files of the call.
         code: The launcher's exit code, for a launcher that has written no failure.
     """
-    failure: RankFailed | InputError | None = read_pickle(folder / FAILURE_FILE)
-    if failure is None:
-        failure = RankFailed(f"the launcher ended with exit code {code}")
-    if isinstance(failure, RankFailed):
-        failure.__cause__ = read_pickle(folder / f"error-{failure.rank}.pkl")
+    text = f"the launcher ended with exit code {code}"
+    failure: RankFailed | InputError = read_pickle(files.failure, RankFailed(text))
+    if isinstance(failure, RankFailed) and failure.rank is not None:
+        with suppress(Exception):  # its class may be missing here: the text has its name
+            _, failure.__cause__ = read_pickle(files.results[failure.rank], (None, None))
     return failure
 
 
-def read_pickle(path: Path) -> Any:
-    """Return an object from a file, or None if the file or the object's class is missing."""
-    with suppress(Exception):
-        return cloudpickle.loads(path.read_bytes())
+def read_pickle(path: str, default: Any) -> Any:
+    """Return the object in a file, or `default` if the file is empty."""
+    data = Path(path).read_bytes()
+    return cloudpickle.loads(data) if data else default
 
 
-def main(folder_name: str, nproc: str, timeout: str) -> int:
+def main(files_json: str, timeout: str) -> int:
     """Run the ranks in the launcher process, and return its exit code."""
     end_with_stdin()
-    folder = Path(folder_name)
-    rank_count = int(nproc)
-    options = Options(timeout=float(timeout))
+    files = CallFiles(**json.loads(files_json))
+    rank_count = len(files.results)
     group = make_script_group(
-        FunctionCall(folder_name),
-        options,
+        FunctionCall(files_json),
+        Options(timeout=float(timeout)),
         rank_count,
         alone=rank_count == 1,
-        report_failure=partial(write_failure, folder),
+        report_failure=partial(write_failure, files.failure),
     )
     try:
         return run_local(group, rank_count)
     except InputError as error:
-        (folder / FAILURE_FILE).write_bytes(pickle.dumps(error))
+        Path(files.failure).write_bytes(pickle.dumps(error))
         return BAD_INPUT
