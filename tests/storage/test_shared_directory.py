@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from processes import JOBS, refused, run
 from stepladder.core import durable, jsonl
@@ -18,6 +19,8 @@ from stepladder.core.safe_open import is_foreign_link, open_without_links
 from stepladder.launcher.local.output import LogFiles
 from stepladder.storage.ledger import Ledger, LedgerHeader, ledger_path
 from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_files import MANIFEST_FILE
+from stepladder.storage.snapshot import MODEL_FILE, STATE_FILE, write_snapshot_files
 
 STRANGER = 64000
 ONLY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -114,6 +117,29 @@ def test_a_link_in_the_place_of_what_is_written_aside_is_not_followed(
         with pytest.raises(OSError, match="it is a link"):
             durable.write(tmp_path / "result.json", "{}")
     assert victims.read_text() == "the user's\n" and not (tmp_path / "result.json").exists()
+
+
+def test_nobody_else_enters_a_snapshot_that_is_being_written(tmp_path: Path) -> None:
+    """The group may read it, and write to it, once it is complete."""
+    before = os.umask(0o002)
+    try:
+        with durable.replace_folder(tmp_path / "step_00000001") as aside:
+            assert oct(aside.stat().st_mode & 0o777) == "0o700"
+    finally:
+        os.umask(before)
+    assert oct((tmp_path / "step_00000001").stat().st_mode & 0o777) == "0o775"
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, STATE_FILE, MANIFEST_FILE])
+def test_a_link_in_the_place_of_a_snapshot_s_file_is_not_followed(
+    tmp_path: Path, victims: Path, name: str
+) -> None:
+    """Somebody was faster than the folder's mode."""
+    (tmp_path / name).symlink_to(victims)
+    with pytest.raises(OSError) as error:
+        write_snapshot_files(tmp_path, {"model": {"w": torch.ones(1)}, "state": {}}, {}, [])
+    assert error.value.filename == str(tmp_path / name)
+    assert victims.read_text() == "the user's\n"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/null")])

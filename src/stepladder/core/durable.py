@@ -89,6 +89,9 @@ def replace_file(path: Path, fsync: bool = True) -> Iterator[Path]:
 def replace_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield an empty folder that replaces `path` at the end of the block, unless the block raises.
 
+    Meanwhile nobody but this user may enter it: somebody who shares `path.parent` can put no link
+    in the place of its files.
+
     Args:
         path: The folder to replace.
         check: Called when all files are on disk; if it raises, `path` stays as it was.
@@ -98,7 +101,10 @@ def replace_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iter
     """
     with _temporary_path(path) as temporary:
         temporary.mkdir()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        _set_folder_mode(temporary, mode & ~(stat.S_IRWXG | stat.S_IRWXO))
         yield temporary
+        _set_folder_mode(temporary, mode)
         sync_tree(temporary)
         check()
         replaced = path.with_name(path.name + REPLACED_SUFFIX)
@@ -186,6 +192,13 @@ def _set_mode(
 ) -> None:
     """Set the mode of an open file; by its path only on Windows, which knows no other way."""
     os.chmod(file if os.chmod in os.supports_fd else path, mode)  # noqa: PTH101
+
+
+def _set_folder_mode(path: Path, mode: int) -> None:
+    """Set the mode of a folder, except on a file system that has no modes of its own."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        with suppress(PermissionError):  # as on a mount with `file_mode` and `dir_mode`
+            path.chmod(mode)
 
 
 @contextmanager

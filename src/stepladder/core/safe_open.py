@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT_USER_ID = 0
 
@@ -48,6 +49,15 @@ def open_without_links(
         return file
     os.close(file)
     raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Return a new file, open for writing.
+
+    Raises:
+        OSError: The file cannot be made, or there is one of its name, or a link.
+    """
+    return os.fdopen(open_without_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
 
 def is_foreign_link(path: Path) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from stepladder.core.safe_open import create_file
+
 DTYPE_PREFIXES = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U", "complex": "C"}
 DTYPE_NAMES = {"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
@@ -55,7 +57,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with create_file(path) as file:
         for data in (len(text).to_bytes(8, "little"), text):
             file.write(data)
             digest.update(data)

@@ -32,6 +32,7 @@ from stepladder.core.errors import (
     StorageFault,
     to_one_line,
 )
+from stepladder.core.safe_open import create_file
 from stepladder.storage import snapshot_slices
 from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots
 from stepladder.storage.safetensors_file import get_bytes, write_tensors
@@ -215,13 +216,15 @@ def write_snapshot_files(
     buffer = io.BytesIO()
     torch.save(copies["state"], buffer)
     state = buffer.getvalue()
-    (folder / STATE_FILE).write_bytes(state)
+    with create_file(folder / STATE_FILE) as file:
+        file.write(state)
     files[MODEL_FILE] = write_tensors(folder / MODEL_FILE, copies["model"])
     files[STATE_FILE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
     manifest = {"format": SNAPSHOT_FORMAT, **entries, "files": files}
     if parts:
         manifest["slices"] = slices
-    (folder / MANIFEST_FILE).write_bytes(_seal_manifest(manifest))
+    with create_file(folder / MANIFEST_FILE) as file:
+        file.write(_seal_manifest(manifest))
 
 
 def read_newest_snapshot(run_dir: Path, with_model: bool = True) -> Snapshot:
