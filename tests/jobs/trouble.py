@@ -134,6 +134,12 @@ def take_memory(_step: int) -> float:
     return float(torch.zeros(16 << 30, dtype=torch.uint8).sum())
 
 
+def take_the_kernels_memory(_step: int) -> float:
+    """More than the control group in the variable MEMORY_GROUP may have."""
+    Path(os.environ["MEMORY_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+    return float(torch.ones(1 << 30, dtype=torch.uint8).sum())
+
+
 def abort(step: int) -> float:
     os.abort()
 
@@ -142,5 +148,5 @@ TROUBLES = {
     "abort": abort,
     "raise": fail, "hold": hold, "deaf": deaf, "bad_input": bad_input, "assert": plain_assert, "die": die,
     "leave": leave, "hangup": hang_up, "print": say,
-    "memory": take_memory, "print-and-hold": say_and_hold, "nan": lambda _: float("nan"),
+    "memory": take_memory, "kernel-memory": take_the_kernels_memory, "print-and-hold": say_and_hold, "nan": lambda _: float("nan"),
 }  # fmt: skip

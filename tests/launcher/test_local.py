@@ -324,6 +324,43 @@ def test_memory_that_a_rank_does_not_get_is_named_and_recovered_from(tmp_path: P
     assert audited(tmp_path / "runs/trouble")["ok"]
 
 
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group whose processes may have 64 MB in all."""
+    group = Path(f"/sys/fs/cgroup/memory/stepladder-test-{os.getpid()}")
+    limits = {"memory.limit_in_bytes": 64 << 20, "memory.swappiness": 0}
+    if not group.parent.exists():
+        group = Path(f"/sys/fs/cgroup/stepladder-test-{os.getpid()}")
+        limits = {"memory.max": 64 << 20, "memory.swap.max": 0}
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        for name, value in limits.items():
+            (group / name).write_text(str(value))
+    except OSError as error:
+        group.rmdir()
+        pytest.skip(f"no control group limits memory here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced_and_the_cause_is_named(
+    memory_group: Path, tmp_path: Path
+) -> None:
+    env = {
+        "TROUBLE": f"kernel-memory 1 7 {tmp_path / 'marker'}",
+        "MEMORY_GROUP": str(memory_group),
+    }
+    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert "cause: out of memory, so the kernel ended it" in done.stderr
+    assert "in-place recovery: continuing with 1 process" in done.stderr
+    assert audited(tmp_path / "runs/trouble")["ok"]
+
+
 def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:

@@ -24,7 +24,6 @@ from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S, Limits, Monito
 from stepladder.launcher.local.observed_ranks import ObservedRanks
 from stepladder.launcher.local.outcome import Outcome
 from stepladder.launcher.local.outcome_rules import Evidence, determine_outcome
-from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.rank_starter import RankStarter
 from stepladder.launcher.local.restart_policy import RestartPolicy
@@ -74,8 +73,6 @@ class GroupContext:
         stop_request: The signal that asked the group to stop, once there is one.
         release_locks: Releases the locks of the run directory.
         dump_prefix: How the names of files begin that NCCL's flight recorder writes.
-        oom_kills: How often the kernel had killed a process for lack of memory when the group was
-            made.
     """
 
     spec: GroupSpec
@@ -85,7 +82,6 @@ class GroupContext:
     stop_request: StopRequest
     release_locks: Callable[[], None]
     dump_prefix: Path
-    oom_kills: int
 
 
 @dataclass(frozen=True)
@@ -294,7 +290,8 @@ class GroupAttempt:
 
     def end(self) -> Outcome:
         """End the ranks that still run, and return how the attempt ended."""
-        exit_codes = {member.rank: member.process.exitcode for member in self._counted_members()}
+        members = self._counted_members()
+        exit_codes = {member.rank: member.process.exitcode for member in members}
         has_failed = any(is_failure(code) for code in exit_codes.values() if code is not None)
         explanation = self._explain_end() if has_failed or self.monitor.overdue else None
         self.kill()
@@ -305,7 +302,7 @@ class GroupAttempt:
             explanation,
             was_explained_first=was_explained_first,
             mismatch=self._find_mismatch() if has_failed else None,
-            is_out_of_memory=count_oom_kills() > self._context.oom_kills,
+            is_out_of_memory=any(member.has_seen_oom_kill for member in members),
             stop_signal=self._stop_signal_of_script(),
         )
         return determine_outcome(evidence)

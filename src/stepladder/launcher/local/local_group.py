@@ -24,7 +24,6 @@ from stepladder.launcher.local.fork_server_watch import ForkServerWatch
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import Outcome
-from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.launcher.local.rank_starter import RankStarter
 from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.fd_store import make_fd_store, remove_all_fds
@@ -74,7 +73,6 @@ class LocalGroup:
             stop_request=StopRequest(),
             release_locks=self.release_locks,
             dump_prefix=self._scratch / "progress",
-            oom_kills=count_oom_kills(),
         )
         self.attempt = GroupAttempt(AttemptSpec(), self._context)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from stepladder.launcher.local.outcome import BadInput, Failure, Success
 from stepladder.launcher.local.outcome_rules import Evidence, determine_outcome
+from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.rank.error_record import ErrorKind, RankError
 
 KINDS_THAT_END_ALL = (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST, ErrorKind.STATE_LOST)
@@ -25,17 +26,25 @@ class RankProcess:
         local_rank: Its position among the ranks of its node.
         process: A process of multiprocessing, which has no common public type.
         errors: The file in which ranks record their errors.
+        oom_kills: How often the kernel had killed a process for lack of memory when this one was
+            started.
     """
 
     rank: int
     local_rank: int
     process: Any
     errors: Path
+    oom_kills: int
 
     @property
     def pid(self) -> int:
         """The process id; 0 before the process is started."""
         return self.process.pid or 0
+
+    @property
+    def has_seen_oom_kill(self) -> bool:
+        """Whether the kernel has killed a process for lack of memory since this one was started."""
+        return count_oom_kills() > self.oom_kills
 
     def read_error(self) -> RankError | None:
         """Return the error that the rank has recorded, or None."""
@@ -56,7 +65,11 @@ class RankProcess:
     def determine_failure(self) -> Failure:
         """Return how this rank has failed."""
         error = self.read_error()
-        evidence = Evidence({self.rank: self.process.exitcode}, [error] if error else [])
+        evidence = Evidence(
+            {self.rank: self.process.exitcode},
+            [error] if error else [],
+            is_out_of_memory=self.has_seen_oom_kill,
+        )
         outcome = determine_outcome(evidence)
         assert not isinstance(outcome, Success | BadInput)
         return outcome

@@ -18,6 +18,7 @@ from stepladder.launcher.local.fork_server_socket import reach_fork_server
 from stepladder.launcher.local.fork_server_watch import continue_fork_server
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S
+from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.session_guard import SessionGuard
 from stepladder.rank.fd_store import FdStore
@@ -82,8 +83,9 @@ class RankStarter:
                 args=(self._work, env, errors, pipes, shared, self._spec.is_script),
             )
             continue_fork_server()
+            oom_kills = count_oom_kills()
             start_process(process)
-        return RankProcess(rank, local_rank, process, errors)
+        return RankProcess(rank, local_rank, process, errors, oom_kills)
 
     def guard_session(self, member: RankProcess) -> None:
         """Have the processes of the rank's session end with the launcher."""
