@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from stepladder.core.output_file import write_output
 
 END_FILE_VARIABLE = "STEPLADDER_END_FILE"  # JOB:FILE, set by the batch script
 END_FILE_NAME = "ended.json"
+RECORD_TIMEOUT_S = 10.0  # Slurm kills 30 seconds after it has sent SIGTERM, by its default
+RECORD_RETRY_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,29 @@ def write_end(
         return
     record = json.dumps({"code": code, "step": step, "late": late, **identify_start()})
     try:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_output(path, f"{record}\n", END_FILE_VARIABLE)
-    except InputError as error:  # the run has ended all the same
-        print_message(f"{error.problem}; the batch script takes the ranks' exit code instead")
+        _write_record(path, f"{record}\n")
+    except (InputError, StorageFault) as error:  # the run has ended all the same
+        problem = error.problem if isinstance(error, InputError) else str(error)
+        print_message(f"{problem}; the batch script takes the ranks' exit code instead")
+
+
+def _write_record(path: Path, record: str) -> None:
+    """Write the file, and try again for some seconds if its network file system is down.
+
+    Raises:
+        InputError: It cannot be written.
+        StorageFault: The file system did not come back in time.
+    """
+    deadline = time.monotonic() + RECORD_TIMEOUT_S
+    while True:
+        try:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            return write_output(path, record, END_FILE_VARIABLE)
+        except StorageFault:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RECORD_RETRY_INTERVAL_S)
 
 
 def choose_end_code(error: BaseException) -> int:

@@ -42,12 +42,18 @@ def explain_hang(statuses: Sequence[RankStatus], has_all_ranks: bool = True) -> 
         statuses: The ranks that can be inspected from this node.
         has_all_ranks: False if other nodes have ranks too, which cannot be inspected.
     """
+    newest = select_newest_group(statuses)
+    return find_rank_to_blame(statuses) or _explain_common_position(newest, has_all_ranks)
+
+
+def find_rank_to_blame(statuses: Sequence[RankStatus]) -> Explanation | None:
+    """Return which rank the others wait for; None if none of them stands out."""
     statuses = select_newest_group(statuses)
     for rule in RULES:
         explanation = rule(statuses)
         if explanation is not None:
             return explanation
-    return _explain_ended_ranks(statuses) or _explain_common_position(statuses, has_all_ranks)
+    return _explain_ended_ranks(statuses)
 
 
 def _find_stopped(statuses: Sequence[RankStatus]) -> Explanation | None:

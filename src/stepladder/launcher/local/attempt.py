@@ -14,7 +14,7 @@ from typing import Any
 from stepladder.core.console import print_message
 from stepladder.core.errors import DONE, is_failure
 from stepladder.launcher.diagnose.explanation import Explanation
-from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.hang import explain_hang, find_rank_to_blame
 from stepladder.launcher.diagnose.mismatch import find_mismatch
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.consensus import Consensus
@@ -328,9 +328,16 @@ class GroupAttempt:
             return self._explain(self.inspect_ranks())
         is_peer_silent = any(error.kind is ErrorKind.PEER_SILENT for error in errors)
         if self.monitor.overdue or self._observed.has_dumps or is_peer_silent:
-            known = self.monitor.explanation
-            return known or self._explain(self._observed.inspect(self._find_alive()))
+            return self.monitor.explanation or self._explain_where_ranks_are()
         return None
+
+    def _explain_where_ranks_are(self) -> Explanation | None:
+        """Return why the ranks make no progress; None if all have ended with errors that say it."""
+        alive = self._find_alive()
+        statuses = self._observed.inspect(alive)
+        if alive:
+            return self._explain(statuses)
+        return find_rank_to_blame(statuses)
 
     def _explain(self, statuses: Sequence[RankStatus]) -> Explanation:
         return explain_hang(statuses, self._observed.has_all_ranks)

@@ -105,10 +105,13 @@ def find_early_stall(evidence: Evidence) -> Outcome | None:
     """Return the stall, if it came before any rank failed.
 
     The ranks then failed because they waited in vain, so their errors do not tell the cause. Only
-    an error of the rank that they waited for does.
+    an error of the rank that they waited for does. Where no rank stands out, as where the network
+    is broken, their errors are all that is known.
     """
     if not evidence.was_explained_first or evidence.explanation is None:
         return None
+    if evidence.explanation.rank is None and evidence.errors:
+        return find_exception(evidence) or find_lost_peer(evidence)
     lost_peers = {error.rank for error in evidence.errors if error.is_consequence}
     has_own_failure = evidence.explanation.rank in evidence.failed_codes.keys() - lost_peers
     if has_own_failure:
