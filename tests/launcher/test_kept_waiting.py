@@ -61,7 +61,10 @@ def test_a_rank_that_is_an_interpreter_of_its_own_is_named_too(tmp_path: Path) -
 def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "raise", cwd=tmp_path)
     assert done.returncode == 1
-    assert len(re.findall(WAITED + " in step", done.stderr, re.MULTILINE)) == 1, done.stderr
+    lines = [match.string[match.end() :] for match in re.finditer(WAITED, done.stderr, re.M)]
+    facts = [text.partition("\n")[0] for text in lines]
+    assert len(facts) == len(set(facts)), done.stderr
+    assert len([fact for fact in facts if fact.startswith(" in step")]) == 1, done.stderr
     assert "stepladder: rank 1 failed: ValueError: the metric has no meaning\n" in done.stderr
 
 

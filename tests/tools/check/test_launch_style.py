@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from check_recordings import source
 from stepladder.core.errors import InputError
 from stepladder.tools.check.failure import NotChecked
+from stepladder.tools.check.isolation.sandbox import MECHANISM_VARIABLE
 from stepladder.tools.check.launch_style import (
     LaunchStyle,
     find_styles,
@@ -41,10 +43,16 @@ def write_files(folder: Path, **texts: str) -> None:
         path.write_text(text)
 
 
-def checked(folder: Path, *args: str) -> tuple[int, dict[str, Any]]:
+def checked(folder: Path, *args: str, mechanism: str | None = None) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "stepladder", "check", "--json", *args]
     ran = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+        command,
+        cwd=folder,
+        env={**os.environ, **({MECHANISM_VARIABLE: mechanism} if mechanism else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert ran.stdout, ran.stderr
     return ran.returncode, json.loads(ran.stdout)
@@ -121,7 +129,8 @@ def test_the_variables_of_fabric_run_are_for_scripts_that_leave_it_the_choice() 
 
 
 @pytest.mark.slow
-def test_a_module_beside_the_working_folder_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mechanism", [None, "audit"])
+def test_a_module_beside_the_working_folder_is_found(mechanism: str | None, tmp_path: Path) -> None:
     """At the script's own path, or where that cannot be laid, in a copy of the repository."""
     (tmp_path / ".git").mkdir()
     write_files(
@@ -130,12 +139,15 @@ def test_a_module_beside_the_working_folder_is_found(tmp_path: Path) -> None:
         trainer__train="import sys\nsys.path.append('../model')\nimport net\n"
         + TRAINS.replace("    optimizer.zero_grad()\n", ""),
     )
-    code, report = checked(tmp_path / "trainer", "train.py")
+    code, report = checked(tmp_path / "trainer", "train.py", mechanism=mechanism)
     (finding,) = report["findings"]
     assert (code, finding["rule"], finding["file"]) == (1, "missing-zero-grad", "train.py")
-    for note in report["notes"]:
-        if note.startswith("started as"):
-            assert f"a copy of {tmp_path}, because a module or a file was not found" in note
+    copied = [note for note in report["notes"] if note.startswith("started as")]
+    if report["isolation"]["mechanism"] == "namespace":
+        assert not copied
+    else:
+        (note,) = copied
+        assert f"a copy of {tmp_path}, because a module or a file was not found" in note
 
 
 @pytest.mark.slow
