@@ -4,10 +4,13 @@ cannot lack it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 from processes import COMMAND, JOBS, SECONDS, audited, refused, run, started, train
 from stepladder.core.errors import InputError
 from stepladder.core.machine_limits import validate_fork_server
+from stepladder.tools.check.isolation import kernel
 
 SHORT = "train", "mlp", "--steps", "3", "--run-dir", "run"
 needs_root = pytest.mark.skipif(
@@ -269,6 +273,46 @@ def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> Non
     if done.returncode == 77:
         pytest.skip("this machine mounts no tmpfs")
     refused(done, "place/run cannot be written: Read-only file system")
+
+
+CONTAINER = sys.executable, str(Path(__file__).parents[1] / "as_container.py")
+WRITES_OUTSIDE = """
+import sys, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+open(sys.argv[1], "w").write("changed")
+"""
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize(
+    ("denied", "mechanism"), [("", "landlock"), ("landlock_create_ruleset", "audit")]
+)
+def test_in_a_container_jobs_train_and_check_changes_no_file(
+    denied: str, mechanism: str, tmp_path: Path
+) -> None:
+    needs("setpriv")
+    if find_library("seccomp") is None:
+        pytest.skip("this machine has no libseccomp")
+    if mechanism == "landlock" and not kernel.landlock_abi():
+        pytest.skip("this kernel has no Landlock")
+    command = *CONTAINER, "--deny", denied, *COMMAND
+    done = under(*command, *SHORT, "--nproc", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert audited(tmp_path / "run")["ok"]
+    (script := tmp_path / "script.py").write_text(WRITES_OUTSIDE)
+    # On a disk: Landlock leaves /dev/shm open, where the folders of tests lie.
+    with tempfile.NamedTemporaryFile("w+", dir="/var/tmp") as theirs:
+        theirs.write("theirs")
+        theirs.flush()
+        done = under(*command, "check", "--json", str(script), theirs.name, cwd=tmp_path)
+        assert Path(theirs.name).read_text() == "theirs"
+    assert json.loads(done.stdout)["isolation"]["mechanism"] == mechanism
 
 
 def test_a_jobs_own_end_of_file_is_no_end_of_what_is_typed(tmp_path: Path) -> None:
