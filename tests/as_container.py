@@ -1,7 +1,7 @@
-"""python tests/as_container.py [--deny CALL,...] COMMAND...: a command with what Docker gives by default.
+"""python tests/as_container.py KIND COMMAND...: a command with what a container has by default.
 
-Fewer system calls than the kernel has, by libseccomp, and fewer capabilities, by setpriv. --deny
-takes further calls away, as an old kernel would.
+Fewer system calls than the kernel has, by libseccomp, and fewer capabilities, by setpriv. KIND is a
+key of KINDS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ REFUSED = (
     " kexec_file_load kexec_load keyctl lookup_dcookie mbind mount mount_setattr move_mount"
     " move_pages nfsservctl open_by_handle_at open_tree perf_event_open pivot_root query_module"
     " quotactl reboot request_key set_mempolicy setns settimeofday swapoff swapon sysfs umount2"
-    " unshare uselib userfaultfd ustat"
+    " uselib userfaultfd ustat"
 )
+MAKES_NAMESPACES = "clone unshare"
+KINDS = {
+    "docker": f"{REFUSED} {MAKES_NAMESPACES}",
+    "docker on an old kernel": f"{REFUSED} {MAKES_NAMESPACES} landlock_create_ruleset",
+    # As Ubuntu's AppArmor lets users have them: nothing can be mounted there.
+    "useless namespaces": REFUSED,
+}
 CAPABILITIES = (
     "chown dac_override fowner fsetid kill setgid setuid setpcap net_bind_service net_raw"
     " sys_chroot mknod audit_write setfcap"
@@ -43,7 +50,7 @@ class Comparison(ctypes.Structure):
     ]
 
 
-def refuse_calls(denied: list[str]) -> None:
+def refuse_calls(refused: list[str]) -> None:
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
@@ -58,25 +65,23 @@ def refuse_calls(denied: list[str]) -> None:
         )
         assert code == 0, call
 
-    for call in (*REFUSED.split(), *denied):
-        add(call, errno.EPERM)
-    add("clone3", errno.ENOSYS)  # so that a C library takes clone, whose flags can be read
-    for flag in NEW_NAMESPACES:
-        add("clone", errno.EPERM, Comparison(0, IS_MASKED, flag, flag))
+    for call in refused:
+        if call != "clone":
+            add(call, errno.EPERM)
+            continue
+        add("clone3", errno.ENOSYS)  # so that a C library takes clone, whose flags can be read
+        for flag in NEW_NAMESPACES:
+            add("clone", errno.EPERM, Comparison(0, IS_MASKED, flag, flag))
     assert library.seccomp_load(rules) == 0
 
 
 def main(words: list[str]) -> None:
     if words[0] == "--inside":
-        refuse_calls([call for call in words[1].split(",") if call])
+        refuse_calls(KINDS[words[1]].split())
         os.execvp(words[2], words[2:])
-    denied = ""
-    if words[0] == "--deny":
-        denied = words[1]
-        words = words[2:]
     bounding_set = ",".join(["-all", *(f"+{name}" for name in CAPABILITIES.split())])
     limits = "--bounding-set", bounding_set, "--inh-caps", "-all"
-    os.execvp("setpriv", ["setpriv", *limits, sys.executable, __file__, "--inside", denied, *words])
+    os.execvp("setpriv", ["setpriv", *limits, sys.executable, __file__, "--inside", *words])
 
 
 if __name__ == "__main__":
