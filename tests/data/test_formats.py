@@ -4,6 +4,7 @@ source.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from PIL import Image
 
 from data_files import CHUNK, LIBRARIES, PER_FILE, ROWS, WRITERS, make_rows
 from nginx import serve
+from processes import run
 from stepladder import InputError, open_data
-from stepladder.data.readers import lines
+from stepladder.data.readers import json_values, lines
 from stepladder.data.readers.open_data import OpenedSource
 from stepladder.testing import check_source
 
@@ -121,7 +123,7 @@ def flip(pattern: bytes, into: bytes) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(
+DAMAGES = pytest.mark.parametrize(
     ("name", "file", "damage", "place"),
     [
         ("arrow", "data-1.arrow", cut, "data-1.arrow"),
@@ -135,10 +137,15 @@ def flip(pattern: bytes, into: bytes) -> Callable[[Path], None]:
         ("jsonl", "part-1.jsonl", flip(b'"id": 85,', b'"id": 85'), "part-1.jsonl: record 5: "),
         ("jsonl", "part-1.jsonl", flip(b'"id": 85,', b'"id": "",'), "part-1.jsonl: record 5: "),
         ("csv", "part-1.csv", flip(b"\n85,", b"\n8x,"), "part-1.csv: record 5: "),
+        ("csv", "part-1.csv", flip(b"\n85,", b"\n85,,"), "part-1.csv: record 5: "),
+        ("parquet", "part-1.parquet", cut, "part-1.parquet"),
         ("npy", "part-1.npy", cut, "part-1.npy: records 36 to 79: "),
         ("safetensors", "part-1.safetensors", cut, "part-1.safetensors: record"),
     ],
 )
+
+
+@DAMAGES
 def test_damage_is_named_by_file_and_record(
     name: str, file: str, damage: Callable[[Path], None], place: str, tmp_path: Path
 ) -> None:
@@ -154,6 +161,24 @@ def test_damage_is_named_by_file_and_record(
             source.read(np.arange(PER_FILE, 2 * PER_FILE))
     assert len(found) == 1
     assert place in found[0]
+
+
+@pytest.mark.slow
+@DAMAGES
+def test_check_ends_with_one_line_and_exit_code_2(
+    name: str, file: str, damage: Callable[[Path], None], place: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "data", name)
+    good = run("data", "check", "data", cwd=tmp_path)
+    assert (good.returncode, good.stdout) == (
+        0,
+        f"data: {ROWS} records of {name}, all can be read\n",
+    )
+    damage(folder / file)
+    done = run("data", "check", "data", cwd=tmp_path)
+    assert done.returncode == 2
+    assert place in (done.stdout + done.stderr).splitlines()[0]
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_index_is_made_once_and_beside_a_file_only_when_asked(
@@ -227,6 +252,43 @@ def test_a_later_record_of_another_kind_is_one_line(
     assert source.read(np.array([1, 0]))["x"].tolist() == [2, 1]
     with pytest.raises(InputError, match=message):
         source.read(np.array([0, 2]))
+
+
+def read_numbers(file: Path) -> list[Any]:
+    batch = open_data(file).read(np.arange(3))
+    return [batch["x"].tolist(), batch["y"].tolist(), batch["z"]]
+
+
+def test_a_faster_library_for_json_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = "[0.1, 2]", "[NaN, 1e400]", "[9007199254740993, -0.0]"
+    texts = [f'{{"x": {x}, "y": {y}, "z": "{x}"}}' for x, y in zip(lists, (1, 2.5, 7), strict=True)]
+    (tmp_path / "a.jsonl").write_text("\n".join(texts))
+    rows = "1,.5,a", "-0,1_0,b", '" 3",1e400,"c, d"'
+    (tmp_path / "a.csv").write_text("\n".join(["x,y,z", *rows]))
+    for name in ("a.jsonl", "a.csv"):
+        fast = read_numbers(tmp_path / name)
+        with monkeypatch.context() as patch:
+            patch.setattr(json_values, "decode_fast", json.loads)
+            assert repr(read_numbers(tmp_path / name)) == repr(fast)
+
+
+def test_a_sample_of_json_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+    lists = "[0.5]", "[9007199791611905]"  # which lies between two float32
+    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"x": {x}}}' for x in lists))
+    source = open_data(tmp_path / "a.jsonl")
+    alone = source.read(np.array([1]))["x"][0]
+    assert source.read(np.array([0, 1]))["x"][1] == alone
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_number_of_more_than_64_bits_is_not_rounded(name: str, tmp_path: Path) -> None:
+    rows = {"a.jsonl": ['{"x": 1}', '{"x": 9223372036854775808}'], "a.csv": ["x", "1", str(2**63)]}
+    (tmp_path / name).write_text("\n".join(rows[name]))
+    source = open_data(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name}: record 1: x has a number of more than 64 bits"):
+        source.read(np.arange(2))
 
 
 def test_decode_gets_json_as_it_is_and_csv_as_texts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
-from stepladder.data.readers.open_data import TOKENS, OpenedSource, find_format, open_data
+from stepladder.data.readers.open_data import MDS, TOKENS, OpenedSource, find_format, open_data
 from stepladder.data.readers.open_options import list_names
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import ShardReader
@@ -147,13 +147,20 @@ def find_shard_folders(path: Path) -> dict[str, Path]:
 
     The path itself is ".". Where it is no data set, its subfolders may be, such as train and test.
     """
-    if is_shards(path):
+    if holds_shards(path):
         return {".": path}
     if not path.is_dir():
         return {}
     return {
-        child.name: child for child in sorted(path.iterdir()) if child.is_dir() and is_shards(child)
+        child.name: child
+        for child in sorted(path.iterdir())
+        if child.is_dir() and holds_shards(child)
     }
+
+
+def holds_shards(path: Path) -> bool:
+    """Return whether a path is a sharded data set; MDS has an index.json of the same name."""
+    return is_shards(path) and find_format(list_names(str(path))) != MDS
 
 
 def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:

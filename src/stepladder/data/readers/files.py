@@ -78,6 +78,18 @@ class LocalFile:
             InputError: The file has become shorter since it was opened, or cannot be read.
         """
         # Not mapped: a file that somebody truncates would end the process with SIGBUS.
+        try:
+            data = os.pread(open_file(self.name).fileno(), end - begin, begin)
+        except OSError:
+            data = b""  # the error is raised again below, where entering a block costs more time
+        return data if len(data) == end - begin else self._read_parts(begin, end)
+
+    def _read_parts(
+        self,
+        begin: int,
+        end: int,
+    ) -> bytes:
+        """Return bytes that one call of the system does not give."""
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
             descriptor = open_file(self.name).fileno()
             parts = []
@@ -87,7 +99,7 @@ class LocalFile:
                     raise InputError(f"{self.name} ends at byte {begin:,}", "copy it again")
                 parts.append(part)
                 begin += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
 
 @lru_cache(maxsize=OPEN_FILES)

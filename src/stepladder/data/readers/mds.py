@@ -16,7 +16,7 @@ import xxhash
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
-from stepladder.data.readers.batches import Sample, decode_image
+from stepladder.data.readers.batches import Sample, decode_image, join_lists, stack_values
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.files import DataFile, read_pieces
 from stepladder.data.readers.open_options import OpenOptions
@@ -114,6 +114,14 @@ class MdsSamples:
                 sample[name] = self._decode(name, data[position : position + size])
             position += size
         return sample
+
+    def make_column(
+        self,
+        name: str,
+        values: list[Any],
+    ) -> Any:
+        """Return values of a column as one; arrays that say their own shape as Ragged."""
+        return join_lists(values) if name in self.ragged else stack_values(name, values)
 
     def _decode(
         self,

@@ -14,15 +14,13 @@ from stepladder.data.readers.batches import (
     DECODE_HINT,
     Sample,
     collate_decoded,
-    join_lists,
-    stack_values,
 )
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.record_index import FindOffsets, load_index
-from stepladder.data.table import select_columns
+from stepladder.data.table import Ragged, select_columns
 
 OPEN_INDEXES = 64  # at once
 
@@ -32,11 +30,9 @@ class RecordFormat(Protocol):
 
     Attributes:
         name: The name of the format.
-        ragged: The columns whose arrays differ in length.
     """
 
     name: str
-    ragged: frozenset[str]
 
     def get_offsets(self, number: int) -> IndexArray:
         """Return where the records of a file begin, and where the last one ends."""
@@ -56,6 +52,18 @@ class RecordFormat(Protocol):
 
         Raises:
             ValueError: It is damaged.
+        """
+        ...
+
+    def make_column(
+        self,
+        name: str,
+        values: list[Any],
+    ) -> Any:
+        """Return values of one column as an array, as Ragged, or as the list that they are.
+
+        Raises:
+            ValueError: One of them is of another type than the column.
         """
         ...
 
@@ -107,7 +115,13 @@ class RecordSource(FileRows):
     @property
     def columns(self) -> dict[str, str]:
         """The columns and their types, for people."""
-        return {name: describe_value(self.first[name]) for name in self.names}
+        texts = {}
+        for name in self.names:
+            value = self.first[name]
+            if self.decode is None:
+                value = self._make_column(name, [self.first], np.zeros(1, np.int64))
+            texts[name] = describe_column(value)
+        return texts
 
     def read(self, indices: IndexArray) -> Any:
         """Return the batch of these records: by column, or of what `decode` makes of them."""
@@ -127,7 +141,10 @@ class RecordSource(FileRows):
         """Read all records of one file, and yield those that cannot be read."""
         for row in range(self.count_rows(number)):
             try:
-                self._read_sample(number, row, None)
+                sample = self._read_sample(number, row)
+                if self.decode is None:
+                    for name in sample.keys() & self.names:
+                        self.records.make_column(name, [sample[name]])
             except ValueError as error:
                 yield Damage(
                     self.files[number].name,
@@ -166,13 +183,12 @@ class RecordSource(FileRows):
         self,
         number: int,
         row: int,
-        names: frozenset[str] | None,
     ) -> Sample:
         """Return one record. Raises ValueError if it is damaged."""
         offsets = self.records.get_offsets(number)
         begin = int(offsets[row])
         data = self.files[number].read(begin, int(offsets[row + 1]))
-        return self.records.parse(number, data, names)
+        return self.records.parse(number, data, None)
 
     def _make_column(
         self,
@@ -181,17 +197,48 @@ class RecordSource(FileRows):
         indices: IndexArray,
     ) -> Any:
         try:
-            values = [sample[name] for sample in samples]
+            return self.records.make_column(name, [sample[name] for sample in samples])
         except KeyError:
             lacking = next(place for place, sample in enumerate(samples) if name not in sample)
-            number, _, row = next(self.locate(indices[lacking : lacking + 1]))
-            problem = f"{self.files[number].name}: record {row[0]} has no {name}"
+            file, row = self._find_record(indices[lacking])
+            problem = f"{file}: record {row} has no {name}"
             raise InputError(problem, f"columns= without it, or {DECODE_HINT}") from None
-        return join_lists(values) if name in self.records.ragged else stack_values(name, values)
+        except ValueError:
+            for index, sample in zip(indices, samples, strict=True):
+                self._validate_value(name, sample, index)
+            raise
+
+    def _validate_value(
+        self,
+        name: str,
+        sample: Sample,
+        index: np.int64,
+    ) -> None:
+        """Raise InputError, with the place of a record, if its value makes no column."""
+        try:
+            self.records.make_column(name, [sample[name]])
+        except ValueError as error:
+            file, row = self._find_record(index)
+            damage = Damage(
+                file,
+                row,
+                1,
+                str(error),
+            )
+            raise damage.as_error() from error
+
+    def _find_record(self, index: np.int64) -> tuple[str, int]:
+        """Return the file of a sample, and the number of its record there."""
+        number, _, rows = next(self.locate(np.array([index])))
+        return self.files[number].name, int(rows[0])
 
 
-def describe_value(value: Any) -> str:
-    """Return the type of a value, for people."""
+def describe_column(value: Any) -> str:
+    """Return the type of a column of one value, or of a value for `decode`, for people."""
+    if isinstance(value, Ragged):
+        return f"lists of {value.values.dtype}"
     if isinstance(value, np.ndarray):
-        return f"{' x '.join(map(str, value.shape))} {value.dtype}"
+        return f"{' x '.join(map(str, value.shape[1:]))} {value.dtype}".strip()
+    if isinstance(value, list) and value:
+        return type(value[0]).__name__
     return type(value).__name__

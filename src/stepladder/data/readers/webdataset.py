@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.batches import Sample, decode_image
+from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
@@ -51,7 +51,6 @@ class TarSamples(IndexedFiles):
     """Samples in tar files."""
 
     name = "webdataset"
-    ragged: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -79,6 +78,14 @@ class TarSamples(IndexedFiles):
                 contents = bytes(view[member.begin : member.end])
                 sample[member.suffix] = decode_field(member.suffix, contents)
         return sample
+
+    def make_column(
+        self,
+        name: str,
+        values: list[Any],
+    ) -> Any:
+        """Return the fields of one suffix as an array, or as the list that they are."""
+        return stack_values(name, values)
 
 
 def open_tar_files(files: list[DataFile], options: OpenOptions) -> RecordSource:
