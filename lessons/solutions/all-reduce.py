@@ -25,7 +25,8 @@ def mean_of_all(value):
 def rank_main(rank, num_ranks, store, results):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     mean = mean_of_all(torch.tensor([NUMBERS[rank], -NUMBERS[rank]]))
-    results.put((rank, mean.tolist()))
+    other = mean_of_all(torch.tensor([NUMBERS[rank] + rank]))  # other numbers have another mean
+    results.put((rank, mean.tolist() + other.tolist()))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -42,9 +43,9 @@ def main():
     means = dict(results.get() for _ in NUMBERS)
     for rank in sorted(means):
         print(f"rank {rank} holds {means[rank]}")
-    wrong = [rank for rank, mean in sorted(means.items()) if mean != [3.0, -3.0]]
+    wrong = [rank for rank, mean in sorted(means.items()) if mean != [3.0, -3.0, 4.0]]
     if wrong:
-        sys.exit(f"not yet: not every process holds the mean [3.0, -3.0]; wrong on {wrong}")
+        sys.exit(f"not yet: not every process holds the means [3.0, -3.0, 4.0]; wrong on {wrong}")
     print("passed: every process holds the mean")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from wrong_answers import WRONG_ANSWERS
 
 from stepladder.tools.learn import check
 from stepladder.tools.learn.check import check_exercise
@@ -18,6 +19,9 @@ COURSE = load_course()
 EXERCISES = {exercise.name: exercise for exercise in COURSE.exercises}
 QUICK = ("save-by-local-rank",)
 MOST_LINES = 90
+WRONG_ANSWERS: dict[str, list[dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("wrong_answers.toml").read_text()
+)
 
 every_exercise = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
 run_exercises = pytest.mark.parametrize(
@@ -63,130 +67,63 @@ def test_its_solution_passes(exercise: Exercise) -> None:
     assert verdict.passed, verdict.text
 
 
-# What a learner might try, beginning with the solution or with the file as shipped, and what the
-# check must say.
-TRIES = {
-    "sum for mean": (
-        "all-reduce",
-        True,
-        " / dist.get_world_size()",
-        "",
-        "not every process holds the mean",
-    ),
-    "all log": ("collective-on-one-rank", False, "if rank == 0:", "if True:", "rank 0 alone logs"),
-    "no DDP": (
-        "spawn",
-        True,
-        "DistributedDataParallel(torch",
-        "(torch",
-        "ended with different weights",
-    ),
-    "no sampler": ("spawn", True, "sampler=sampler", "shuffle=True", "did not share the samples"),
-    "own count": (
-        "padded-evaluation",
-        False,
-        "len(share)",
-        "len(CORRECT) / num_ranks",
-        "counted were [9",
-    ),
-    "drop_last": ("padded-evaluation", False, "shuffle=False", "drop_last=True", "counted were 9"),
-    "all by rank": (
-        "same-augmentation",
-        False,
-        "manual_seed(SEED",
-        "manual_seed(SEED + rank",
-        "the first weights",
-    ),
-    "too high a rate": ("learning-rate", True, "LR * num_ranks", "LR * num_ranks**2", "the loss"),
-    "no group": (
-        "torchrun",
-        True,
-        'dist.init_process_group("gloo")',
-        "pass",
-        "Default process group",
-    ),
-    "saved only": (
-        "optimizer-left-out",
-        True,
-        'load_state_dict(snapshot["optimizer"])',
-        "state_dict()",
-        "other weights",
-    ),
-    "rank, not local": ("all-on-gpu-0", True, '["LOCAL_RANK"]', '["RANK"]', "node 1 has no GPU 2"),
-    "rank 0 only": (
-        "schedule",
-        True,
-        "    scheduler.step()",
-        "    rank or scheduler.step()",
-        "different weights",
-    ),
-    "nobody saves": ("save-by-local-rank", True, "rank == 0", "rank == 9", "0 processes wrote"),
-    "one noise": (
-        "own-generator",
-        False,
-        "generator=NOISE",
-        "generator=NOISE.manual_seed(7)",
-        "noise of its own",
-    ),
-    "another driver": ("hdf5-fork", False, ', driver="stdio"', "", "no row was wrong this time"),
-}
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("attempt", TRIES.values(), ids=TRIES)
-def test_a_plausible_mistake_is_found(
-    attempt: tuple[str, bool, str, str, str], tmp_path: Path
-) -> None:
-    name, from_solution, old, new, says = attempt
-    exercise = EXERCISES[name]
-    text = (COURSE.solution_file(exercise) if from_solution else shipped(exercise)).read_text()
-    assert old in text
-    file = tmp_path / "exercise.py"
-    file.write_text(text.replace(old, new))
-    messages: list[str] = []
-    verdict = check_exercise(COURSE, exercise, file, messages.append)
-    assert not verdict.passed
-    assert says in "\n".join([*messages, verdict.text])
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
-    ("name", "function", "says"),
+    ("name", "answer"),
     [
-        pytest.param(name, function, says, id=f"{name}-{number}")
+        pytest.param(name, answer, id=f"{name}-{number}")
         for name, answers in WRONG_ANSWERS.items()
-        for number, (function, says) in enumerate(answers, start=1)
+        for number, answer in enumerate(answers, start=1)
     ],
 )
 def test_a_typical_wrong_answer_is_rejected(
-    name: str, function: str, says: str, tmp_path: Path
+    name: str, answer: dict[str, Any], tmp_path: Path
 ) -> None:
+    exercise = EXERCISES[name]
     file = tmp_path / "exercise.py"
-    file.write_text(replace_function(COURSE.solution_file(EXERCISES[name]).read_text(), function))
+    file.write_text(answer_wrongly(exercise, answer))
     messages: list[str] = []
-    verdict = check_exercise(COURSE, EXERCISES[name], file, messages.append)
+    verdict = check_exercise(COURSE, exercise, file, messages.append)
     assert not verdict.passed
-    assert says in "\n".join([*messages, verdict.text])
+    assert answer["says"] in "\n".join([*messages, verdict.text])
 
 
-def replace_function(text: str, function: str) -> str:
-    """Return a file in which this function takes the place of that of its name."""
-    (new,) = ast.parse(function).body
-    assert isinstance(new, ast.FunctionDef)
-    (old,) = [
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name == new.name
-    ]
+def answer_wrongly(exercise: Exercise, answer: dict[str, Any]) -> str:
+    """Return the learner's file with a wrong answer of the table."""
+    is_shipped = answer.get("shipped", False)
+    path = shipped(exercise) if is_shipped else COURSE.solution_file(exercise)
+    text = path.read_text()
+    if "old" in answer:
+        assert answer["old"] in text
+        return text.replace(answer["old"], answer["new"], 1)
+    return replace_definition(text, answer["answer"])
+
+
+def replace_definition(text: str, definition: str) -> str:
+    """Return a file in which these lines take the place of what they define first."""
+    name = get_name(ast.parse(definition).body[0])
+    (old,) = [node for node in ast.parse(text).body if get_name(node) == name]
     lines = text.splitlines(keepends=True)
-    return "".join([*lines[: old.lineno - 1], function, *lines[old.end_lineno :]])
+    return "".join([*lines[: old.lineno - 1], definition, *lines[old.end_lineno :]])
 
 
-def test_each_of_these_exercises_has_five_wrong_answers() -> None:
-    assert {name for name, answers in WRONG_ANSWERS.items() if len(answers) < 5} == set()
+def get_name(node: ast.stmt) -> str | None:
+    return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+
+
+def test_each_exercise_has_five_wrong_answers() -> None:
+    assert [name for name in EXERCISES if len(WRONG_ANSWERS.get(name, ())) < 5] == []
+
+
+@every_exercise
+def test_the_wrong_answers_change_its_solution(exercise: Exercise) -> None:
+    solution = COURSE.solution_file(exercise).read_text()
+    texts = [answer_wrongly(exercise, answer) for answer in WRONG_ANSWERS[exercise.name]]
+    assert solution not in texts
+    assert len(set(texts)) == len(texts)
+    assert {extract_check(text) for text in texts} == {extract_check(solution)}
 
 
 def test_the_table_lists_what_is_there() -> None:

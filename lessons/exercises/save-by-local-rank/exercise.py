@@ -35,7 +35,7 @@ def rank_main(rank, num_ranks, store, results):
     for turn in range(num_ranks):
         if turn == rank:
             save({"weights": torch.arange(3.0), "written by": rank}, path, rank, rank % PER_NODE)
-            results.put((rank, torch.load(path)["written by"] if path.exists() else None))
+            results.put((rank, torch.load(path)["written by"]))
         dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -45,6 +45,7 @@ def rank_main(rank, num_ranks, store, results):
 def main():
     results = mp.get_context(START).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
+        torch.save({"written by": None}, Path(folder, "snapshot.pt"))  # that of an earlier epoch
         args = (NUM_RANKS, f"{folder}/store", results)
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
     turns = sorted(results.get() for _ in range(NUM_RANKS))

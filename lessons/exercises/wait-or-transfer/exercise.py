@@ -35,7 +35,12 @@ def rank_main(rank, num_ranks, store, results):
     if rank == 1:
         time.sleep(DELAY_S)  # it may be reading its data
     number = torch.tensor([rank + 1.0])
-    results.put((rank, seconds_in_transfer(number), number.item()))
+    seconds = seconds_in_transfer(number)
+    dist.barrier()
+    start = time.perf_counter()
+    counted = seconds_in_transfer(torch.ones(4_000_000))  # nobody is late: all of it is transfer
+    taken = time.perf_counter() - start
+    results.put((rank, seconds, number.item(), counted, taken))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -48,13 +53,16 @@ def main():
         args = (NUM_RANKS, f"{folder}/store", results)
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
     answers = sorted(results.get() for _ in range(NUM_RANKS))
-    for rank, seconds, total in answers:
+    for rank, seconds, total, *_ in answers:
         print(f"rank {rank}: {seconds:.4f} s, the sum is {total}")
         if total != 3:
             sys.exit(f"not yet: the sum is 3, rank {rank} has {total}")
-    longest = max(seconds for _, seconds, _ in answers)
+    longest = max(seconds for _, seconds, *_ in answers)
     if longest > DELAY_S / 2:
         sys.exit(f"not yet: {longest:.1f} s in transfer, where one number was sent")
+    *_, counted, taken = max(answers, key=lambda answer: answer[-2])
+    if counted < taken / 4:
+        sys.exit(f"not yet: {counted:.4f} s were counted of an all_reduce that took {taken:.4f} s")
     print("passed: the wait for the late process is not counted")
 
 
