@@ -5,6 +5,7 @@ source.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,17 @@ def test_over_http_they_are_the_same(tmp_path: Path) -> None:
     root.mkdir()
     for name in WRITERS:
         write(root / name, name)
+    write_images(root / "images")
     with serve(root, tmp_path / "nginx") as server:
         for name in WRITERS.keys() - {"arrow"}:
             source = open_data(f"{server.url}{name}/")
             assert source.format == name
             expect_rows(source)
         expect_rows(open_data(f"{server.url}mds/index.json"))
+        images, labels = open_data(f"{server.url}images/", columns=("image", "label")).read(
+            np.array([2, 0, 2])
+        )
+        assert (images[:, 0, 0, 0].tolist(), labels.tolist()) == ([2, 0, 2], [1, 0, 1])
         assert set(server.ranges().values()) == {1}, "each part is sent once"
         with pytest.raises(InputError, match="Arrow is read from a disk"):
             open_data(f"{server.url}arrow/")
@@ -200,6 +206,26 @@ def test_an_index_is_made_once_and_beside_a_file_only_when_asked(
     expect_rows(open_data(folder))
 
 
+def test_an_index_beside_a_file_that_was_edited_is_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "data/a.txt"
+    file.parent.mkdir()
+    lines = [f'{{"x": {number}}}\n' for number in range(2000)]
+    file.write_text("".join(lines))
+    before = open_data(file, format="jsonl", index_beside=True)
+    index = tmp_path / "data/a.txt.stepladder-index"
+    first_bytes = index.read_bytes()
+    lines[1000] = '{"x":\n}    \n'  # as long as before, in two lines
+    file.write_text("".join(lines))
+    assert file.stat().st_size == before.num_bytes
+    written = file.stat().st_mtime_ns
+    os.utime(index, ns=(written, written - 1))
+    edited = open_data(tmp_path / "data", format="jsonl", index_beside=True)
+    assert index.read_bytes() != first_bytes
+    assert edited.num_files == 1, "the index is no data"
+    assert edited.read(np.array([2, 1999]))["x"].tolist() == [2, 1998]
+    assert [damage.first for damage in edited.find_damage()] == [1000, 1001]
+
+
 def test_tokens_are_blocks_that_share_their_ends(tmp_path: Path) -> None:
     tokens = np.arange(1001, dtype=np.uint16)
     header = np.zeros(256, np.int32)
@@ -219,11 +245,15 @@ def test_tokens_are_blocks_that_share_their_ends(tmp_path: Path) -> None:
         open_data(tmp_path / "nano.bin")
 
 
-def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+def write_images(folder: Path) -> None:
     for number, name in enumerate(("cats/1", "cats/2", "dogs/1")):
-        path = tmp_path / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
+        path = folder / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 3), (number, 0, 0)).save(path)
+
+
+def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+    write_images(tmp_path)
     source = open_data(tmp_path, columns=("image", "label"))
     images, labels = source.read(np.array([2, 0]))
     assert (images.shape, labels.tolist()) == ((2, 3, 4, 3), [1, 0])

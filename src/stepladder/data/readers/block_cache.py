@@ -120,7 +120,7 @@ class BlockCache:
     def _remove_oldest(self) -> None:
         """Remove the blocks that were read longest ago, if all are more than the limit."""
         entries = []
-        for path in self.folder.glob("*/*[0-9]"):
+        for path in self.folder.glob("*/[0-9]*"):  # also what a killed process left half written
             with suppress(OSError):  # another process has removed it
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))

@@ -51,14 +51,19 @@ class DataFile(Protocol):
 
 
 class LocalFile:
-    """A file on a disk of this machine, or on a file system that it has mounted."""
+    """A file on a disk of this machine, or on a file system that it has mounted.
+
+    Attributes:
+        modified_ns: When it was written last.
+    """
 
     def __init__(self, path: Path) -> None:
         validate_readable(path)
         status = path.stat()
         self.name = str(path)
         self.size = status.st_size
-        self.identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        self.modified_ns = status.st_mtime_ns
+        self.identity = f"{path.resolve()} {status.st_size} {self.modified_ns}"
 
     def prepare(
         self,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError, get_reason
+from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample, collate_decoded, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.files import DataFile, is_url
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 IMAGE_COLUMNS = ("image", "label", "path")
+OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 
 
 class ImageFolder:
@@ -28,17 +31,24 @@ class ImageFolder:
         paths: list[str],
         options: OpenOptions,
     ) -> None:
+        """Sort images by class.
+
+        Args:
+            folder: The folder, or its URL, with a slash at the end.
+            paths: The images below it, relative to it.
+            options: What the caller of `open_data` has set.
+        """
         self.format = "images"
-        self.folder = Path(folder)
+        self.folder = folder
+        self.open_again = lru_cache(OPEN_IMAGES)(options.open_file)
         self.decode = options.decode
         self.as_list = options.columns is not None
         self.names = select_columns(options.columns or ("image", "label"), IMAGE_COLUMNS, folder)
-        relative = [str(Path(path).relative_to(folder)) for path in paths]
-        classes = [path.split("/")[0] for path in relative]
+        classes = [path.split("/")[0] for path in paths]
         self.classes = sorted(set(classes))
         self.labels: IndexArray = np.searchsorted(self.classes, classes)
         # One text and where each path ends: a million Python strings would need 100 MB.
-        encoded = [path.encode() for path in relative]
+        encoded = [path.encode() for path in paths]
         self.text = b"".join(encoded)
         self.ends: IndexArray = np.cumsum([0, *map(len, encoded)])
 
@@ -58,7 +68,7 @@ class ImageFolder:
     @property
     def num_bytes(self) -> int:
         """The bytes of all files."""
-        return sum(self._path(index).stat().st_size for index in range(len(self)))
+        return sum(self._open(index).size for index in range(len(self)))
 
     @property
     def columns(self) -> dict[str, str]:
@@ -87,7 +97,7 @@ class ImageFolder:
                 yield self._make_damage(index, error)
 
     def _read_sample(self, index: int) -> Sample:
-        sample = {"label": self.labels[index], "path": str(self._path(index))}
+        sample = {"label": self.labels[index], "path": self._path(index)}
         if self.decode is not None or "image" in self.names:
             try:
                 sample["image"] = self._read_image(index)
@@ -97,9 +107,10 @@ class ImageFolder:
 
     def _read_image(self, index: int) -> np.ndarray:
         try:
-            data = self._path(index).read_bytes()
-        except OSError as error:
-            raise ValueError(get_reason(error)) from error
+            file = self._open(index)
+            data = file.read(0, file.size)
+        except InputError as error:
+            raise ValueError(error.problem) from error
         return decode_image(data)
 
     def _make_damage(
@@ -108,17 +119,20 @@ class ImageFolder:
         error: ValueError,
     ) -> Damage:
         return Damage(
-            str(self._path(index)),
+            self._path(index),
             index,
             1,
             str(error),
         )
 
-    def _path(self, index: int) -> Path:
+    def _open(self, index: int) -> DataFile:
+        return self.open_again(self._path(index))
+
+    def _path(self, index: int) -> str:
         begin = int(self.ends[index])
         end = int(self.ends[index + 1])
         text = self.text[begin:end]
-        return self.folder / text.decode()
+        return self.folder + text.decode()
 
 
 def open_images(
@@ -129,9 +143,15 @@ def open_images(
     """Return the images below a folder.
 
     Raises:
-        InputError: It is not one folder of this machine.
+        InputError: It is not one folder.
     """
-    if len(paths) != 1 or not Path(paths[0]).is_dir():
-        raise InputError(f"{paths[0]} is not one folder of images", "a folder of this machine")
-    images = [name for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
-    return ImageFolder(paths[0], images, options)
+    folder = paths[0]
+    if len(paths) != 1 or not (folder.endswith("/") if is_url(folder) else Path(folder).is_dir()):
+        raise InputError(
+            f"{folder} is not one folder of images", "a folder, or a URL with / at its end"
+        )
+    if not is_url(folder):
+        names = [str(Path(name).relative_to(folder)) for name in names]
+        folder = f"{folder.rstrip('/')}/"
+    images = [name.removeprefix(folder) for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
+    return ImageFolder(folder, images, options)

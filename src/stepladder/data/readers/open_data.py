@@ -16,6 +16,7 @@ from stepladder.data.readers.files import DATA_HINT, DataFile
 from stepladder.data.readers.images import IMAGE_SUFFIXES, open_images
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
 from stepladder.data.readers.open_options import OpenOptions, list_names
+from stepladder.data.readers.record_index import INDEX_SUFFIX
 from stepladder.data.source import Source
 
 CACHED_PREFIX = "cache-"  # of what Hugging Face's datasets keep beside their files
@@ -146,7 +147,8 @@ def open_named(
     Raises:
         InputError: They are of no format that is known.
     """
-    names = [name for path in paths for name in list_names(path)]
+    listed = [name for path in paths for name in list_names(path)]
+    names = [name for name in listed if not name.endswith(INDEX_SUFFIX)]
     chosen = format or find_format(names)
     if chosen == MDS:
         indexes = [name for name in names if Path(name).name == MDS_INDEX]

@@ -38,7 +38,8 @@ def load_index(
     """Return where the records of a file begin, and where the last one ends; shape (n + 1,).
 
     The index beside the file is taken, or that in the cache; without one it is made. Of several
-    processes one makes it, and the others wait.
+    processes one makes it, and the others wait. An index beside a file that was written later is
+    not taken: an edit may have kept the size. The name of one in the cache has that time in it.
 
     Args:
         file: The file.
@@ -47,19 +48,22 @@ def load_index(
     """
     header = make_header(file)
     path = get_cache_folder() / "indexes" / shorten(file.identity)
+    oldest_ns = 0
+    found = None
     if isinstance(file, LocalFile):
         neighbour = Path(file.name + INDEX_SUFFIX)
-        found = map_index(neighbour, header)
-        if found is not None:
-            return found
-        path = neighbour if beside else path
-    found = map_index(path, header)
+        found = map_index(neighbour, header, file.modified_ns)
+        if beside:
+            path = neighbour
+            oldest_ns = file.modified_ns
+    if found is None:
+        found = map_index(path, header, oldest_ns)
     if found is None:
         with (
             as_input_error(f"cannot write the index {path}", SPACE_HINT),
             lock_index(file),
         ):
-            if map_index(path, header) is None:
+            if map_index(path, header, oldest_ns) is None:
                 write_index(path, header, find_offsets(file))
         found = map_index(path, header)
     assert found is not None, f"{path} was written, and is not there"
@@ -73,10 +77,22 @@ def make_header(file: DataFile) -> bytes:
     return INDEX_HEADER.pack(INDEX_MAGIC, file.size, xxhash.xxh64_digest(head + tail))
 
 
-def map_index(path: Path, header: bytes) -> IndexArray | None:
-    """Return the positions of an index file, in the kernel's memory; None if it is not that."""
+def map_index(
+    path: Path,
+    header: bytes,
+    oldest_ns: int = 0,
+) -> IndexArray | None:
+    """Return the positions of an index file, in the kernel's memory; None if it is not that.
+
+    Args:
+        path: The index file.
+        header: The bytes with which it begins.
+        oldest_ns: When it must have been written, or later.
+    """
     try:
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime_ns < oldest_ns:
+                return None
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):  # an empty file cannot be mapped
         return None
