@@ -129,7 +129,7 @@ class Way(ABC):
         attempt, step = max(places, default=(0, 0))
         return len([1 for position in places if position >= (attempt, step - 1)]) == NPROC
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Called often."""
         return
 
@@ -286,7 +286,7 @@ class Torchft(Rival):
         command = self.programs / "python", RIVALS, "torchft", self.folder
         return self.open(*command, REPLICA=str(rank), TORCHFT_LIGHTHOUSE=f"http://{self.address}")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         for rank, process in enumerate(self.replicas):
             if process.poll() is not None:
                 self.replicas[rank] = self.replica(rank)
@@ -374,7 +374,7 @@ def undisturbed_pace(way: Way, seconds: float) -> float:
 
 def until(way: Way, deadline: float, condition: Callable[[], bool] = lambda: False) -> None:
     while time.monotonic() < deadline and not condition():
-        way.look()
+        way.poll()
         time.sleep(0.02)
 
 

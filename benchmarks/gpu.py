@@ -116,7 +116,7 @@ def run(parts: list[Part], machine: Machine) -> int:
     title = describe(machine)
     name = None
     at_end = time.monotonic() + SECONDS
-    if not machine.rehearsal:
+    if not machine.is_trial_on_cpu:
         name = "gpu_" + re.sub(r"\W+", "_", title.partition(",")[0].lower()).strip("_")
     packages = ["torch", "accelerate", "lightning"]
     report = Report("gpu.py", f"On a GPU: {title}", packages, str(cores()), name)
@@ -136,7 +136,7 @@ def describe(machine: Machine) -> str:
     """The card first: it names the report."""
     import torch
 
-    if machine.rehearsal:
+    if machine.is_trial_on_cpu:
         return "rehearsal on a CPU, no result"
     card = torch.cuda.get_device_name(0)
     gigabytes = torch.cuda.get_device_properties(0).total_memory / 2**30

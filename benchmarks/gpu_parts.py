@@ -60,7 +60,7 @@ class Machine:
     shakespeare: Path | None = None
 
     @property
-    def rehearsal(self) -> bool:
+    def is_trial_on_cpu(self) -> bool:
         return self.device == "cpu"
 
     def job(self) -> tuple[object, ...]:
@@ -103,7 +103,7 @@ def step(machine: Machine) -> str:
     """
     from step_overhead import OTHERS, measured, sections
 
-    rounds, epochs = (1, (1, 2)) if machine.rehearsal else (7, (1, 11))
+    rounds, epochs = (1, (1, 2)) if machine.is_trial_on_cpu else (7, (1, 11))
     return "\n\n".join(sections(measured(OTHERS, machine.device, rounds, epochs), rounds, epochs))
 
 
@@ -114,7 +114,7 @@ def mnist(machine: Machine) -> str:
     if machine.mnist is None:
         raise Skipped("no MNIST files")
     train, test = read(machine.mnist, machine.device)
-    if machine.rehearsal:
+    if machine.is_trial_on_cpu:
         few = (test[0][:1000], test[1][:1000])
         return trial(
             machine.mnist, partial(example, train, few, 1, 2), "--steps", 20, "--device", "cpu"
@@ -136,7 +136,7 @@ def recommender(machine: Machine) -> str:
     flags = ("--task", "ranking", "--device", machine.device)
     models = ("mf", "hybrid", "neumf")
     rounds = 3
-    if machine.rehearsal:
+    if machine.is_trial_on_cpu:
         flags = (*flags, "--epochs", 1)
         models = ("mf",)
         rounds = 1
@@ -144,9 +144,9 @@ def recommender(machine: Machine) -> str:
     data = read_leave_one_out(machine.movielens)
     rates = []
     for _ in range(rounds):
-        slow = plain(data, 0.5 if machine.rehearsal else 4, machine.device)
+        slow = plain(data, 0.5 if machine.is_trial_on_cpu else 4, machine.device)
         rates.append(
-            (slow, recipe(machine.movielens, 1 if machine.rehearsal else 10, machine.device))
+            (slow, recipe(machine.movielens, 1 if machine.is_trial_on_cpu else 10, machine.device))
         )
     pairs = [
         [f"round {i}", f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1f}"]
@@ -169,7 +169,7 @@ def language(machine: Machine) -> str:
     if machine.shakespeare is None:
         raise Skipped("no input.txt of Shakespeare")
     flags_of_size = LARGER
-    if machine.rehearsal:
+    if machine.is_trial_on_cpu:
         flags_of_size = LARGER | {"layers": 1, "heads": 1, "width": 8, "epochs": 1}
     flags = [word for name, value in flags_of_size.items() for word in (f"--{name}", value)]
     job = ("gpt", "--data-dir", machine.shakespeare, "--device", machine.device)
@@ -196,13 +196,13 @@ def exact(machine: Machine) -> str:
     """Exact mode on processes that share the card, and what it costs beside ddp; all sizes and
     modes in turns.
     """
-    sizes = SHARED_CARD[:2] if machine.rehearsal else SHARED_CARD
-    steps, rounds = (5, 1) if machine.rehearsal else (40, 2)
+    sizes = SHARED_CARD[:2] if machine.is_trial_on_cpu else SHARED_CARD
+    steps, rounds = (5, 1) if machine.is_trial_on_cpu else (40, 2)
     common = (*machine.job(), "--device", machine.device, "--global-batch", 128)
     counted = ("--nproc", ",".join(map(str, sizes)), "--rounds", 1, "--steps", steps)
     modes = dict(MODES)
     failed = []
-    for name, flags in {} if machine.rehearsal else CAPTURED.items():
+    for name, flags in {} if machine.is_trial_on_cpu else CAPTURED.items():
         try:
             result_of("train", *common, "--steps", 2, *flags)
             modes[name] = flags
@@ -231,7 +231,7 @@ def exact(machine: Machine) -> str:
     if len(set(hashes.values())) > 1:
         raise Failed(f"the weights differ with the number of processes: {hashes}")
     head = [cell for n in sizes for cell in (f"ms/step, {n}", "to ddp")]
-    costs = failed + ([] if machine.rehearsal else bars_of_exact(seconds))
+    costs = failed + ([] if machine.is_trial_on_cpu else bars_of_exact(seconds))
     same = f"- PASS: exact mode has the same weights on {', '.join(map(str, sizes))} processes: {hashes[1][:16]}"
     return "\n\n".join(
         [
@@ -277,9 +277,9 @@ def roofline(machine: Machine) -> str:
     from roofline import sections, tasks
 
     parts = list(
-        tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal)
+        tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.is_trial_on_cpu)
     )
-    text = sections(parts, machine.device, rounds=1 if machine.rehearsal else 3)
+    text = sections(parts, machine.device, rounds=1 if machine.is_trial_on_cpu else 3)
     return "\n\n".join(text).replace("\n## ", "\n### ")
 
 
@@ -295,9 +295,9 @@ def profile(machine: Machine) -> str:
         [f"`{operator['name'][:60]}`", f"{operator['calls']:.1f}", ms(operator["seconds"])]
         for operator in result["operators"]
     ]
-    num_ranks = 2 if machine.rehearsal else torch.cuda.device_count()
+    num_ranks = 2 if machine.is_trial_on_cpu else torch.cuda.device_count()
     sizes = ",".join(str(2**power) for power in range(int(math.log2(num_ranks)) + 1))
-    steps = 5 if machine.rehearsal else 60
+    steps = 5 if machine.is_trial_on_cpu else 60
     scaled, _ = result_of("scale", *common, "--nproc", sizes, "--rounds", 1, "--steps", steps)
     speeds = [
         [str(o["nproc"]), ms(o["seconds_per_step"]), f"{o['speedup']:.2f}"] for o in scaled["sizes"]
@@ -323,8 +323,8 @@ def lessons(machine: Machine) -> str:
 
     from stepladder.tools.learn.course import load_course
 
-    num_ranks = 1 if machine.rehearsal else torch.cuda.device_count()
-    every = load_course().lessons[: 2 if machine.rehearsal else None]
+    num_ranks = 1 if machine.is_trial_on_cpu else torch.cuda.device_count()
+    every = load_course().lessons[: 2 if machine.is_trial_on_cpu else None]
     commands = {lesson: on_one_node(lesson.folder, lesson.command) for lesson in every}
     fit = [
         lesson

@@ -80,7 +80,7 @@ def make_theirs(data: Rows, batch: int, rank: int, ranks: int, workers: int) -> 
 READERS: dict[str, Make] = {"stepladder.Loader": make_ours, "StatefulDataLoader": make_theirs}
 
 
-def take(loader: Any, steps: int | None = None) -> Iterator[int]:
+def read_indices(loader: Any, steps: int | None = None) -> Iterator[int]:
     """Yield the indices of the rest of the epoch, or of some steps."""
     for number, (indices, _) in enumerate(loader):
         yield from indices.tolist()
@@ -104,14 +104,14 @@ def lost_and_repeated(
     states = []
     for rank in range(before[0]):
         loader = make(data, GLOBAL_BATCH, rank, *before)
-        given.update(take(loader, stop))
+        given.update(read_indices(loader, stop))
         states.append(loader.state_dict())
         close(loader)
     for rank in range(after[0]):
         loader = make(data, GLOBAL_BATCH, rank, *after)
         try:
             loader.load_state_dict(states[min(rank, len(states) - 1)])
-            given.update(take(loader))
+            given.update(read_indices(loader))
         except AssertionError:
             return "refused"
         finally:
@@ -145,9 +145,9 @@ def at_step(state: dict[str, Any], step: int) -> dict[str, Any]:
 
 def rows_a_second(make: Make, workers: int) -> float:
     loader = make(Rows(RATE_ROWS), GLOBAL_BATCH, 0, 1, workers)
-    list(take(loader))  # the first epoch starts the workers
+    list(read_indices(loader))  # the first epoch starts the workers
     start = time.perf_counter()
-    count = sum(1 for _ in take(loader))
+    count = sum(1 for _ in read_indices(loader))
     seconds = time.perf_counter() - start
     close(loader)
     return count / seconds

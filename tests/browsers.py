@@ -45,7 +45,7 @@ def browse(scratch: Path, *flags: str) -> str:
     return done.stdout
 
 
-def look(page: Path, scratch: Path) -> None:
+def check_readable(page: Path, scratch: Path) -> None:
     """Fail if any text of the page overflows, is cut or cannot be read, at any width and theme."""
     probed = scratch / f"probed-{page.name}"
     probed.write_text(page.read_text().replace("</body>", f"<script>{PROBE}</script></body>"))

@@ -191,7 +191,7 @@ def session_lab() -> Iterator[TestLab]:
 def lab(session_lab: TestLab) -> Iterator[TestLab]:
     """A Slurm cluster of four nodes; whatever a test does to it is mended."""
     yield session_lab
-    session_lab.mend()
+    session_lab.restore()
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ class Sandbox:
                 )
             else:
                 path.mkdir()
-            self.own(path)
+            self.give_to_stranger(path)
 
     def keep(self) -> Path:
         """What `reset` makes copies of: all that is here now."""
@@ -156,7 +156,7 @@ class Sandbox:
         self.cwd.rename(kept)
         return kept
 
-    def own(self, path: Path) -> None:
+    def give_to_stranger(self, path: Path) -> None:
         if os.geteuid() == 0:
             subprocess.run(["chown", "-Rh", f"{STRANGER}:{STRANGER}", path], check=True)
 
@@ -237,7 +237,7 @@ class Ended:
         report = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])
         return Failure(kind, f"{self.command}\nexit code {self.code}, new: {self.new}\n{report}")
 
-    def judge(self, foreign: bool = False) -> str:
+    def validate_end(self, foreign: bool = False) -> str:
         """As the rule for bad input has it. foreign: the exit code may be that of a program of the
         user's.
         """
@@ -254,10 +254,10 @@ class Ended:
             and not self.err.startswith("Usage: ")
             and (not foreign or "error: " in self.err)
         ):
-            self.judge_refusal(self.err.splitlines())
+            self.validate_refusal(self.err.splitlines())
         return f"exit code {self.code}"
 
-    def judge_refusal(self, lines: list[str]) -> None:
+    def validate_refusal(self, lines: list[str]) -> None:
         errors = [line for line in lines if line.startswith("error: ")]
         if (
             errors != lines[-1:] or errors[0].count(". HINT: ") != 1

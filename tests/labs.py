@@ -91,7 +91,7 @@ class TestLab:
     def is_idle(self) -> bool:
         return set(self.states().values()) == {"idle"}
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """No job, no cut cable, no failed node: as after `lab up`."""
         # SIGKILL first: what has to end is no longer looked at, and a SIGTERM would give it ten
         # seconds.

@@ -133,7 +133,7 @@ class Started:
     def process(self) -> psutil.Process:
         return psutil.Process(self.popen.pid)
 
-    def look(self) -> None:
+    def record_family(self) -> None:
         """Remember every process below this one: after a kill they have another parent."""
         with suppress(psutil.NoSuchProcess):  # it has ended this moment
             if self.popen.poll() is None:
@@ -145,7 +145,7 @@ class Started:
             lambda: self.popen.poll() is not None or (path.exists() and path.stat().st_size > 0)
         )
         assert self.popen.poll() is None, f"ended early:\n{self.err.read_text()}"
-        self.look()
+        self.record_family()
 
     def end(self) -> int:
         """Its exit code, when it and all below it have ended."""
@@ -169,7 +169,7 @@ def started(
     try:
         yield running
     finally:
-        running.look()
+        running.record_family()
         for process in running.alive():
             with suppress(psutil.NoSuchProcess):  # it has ended this moment
                 process.send_signal(signal.SIGKILL)

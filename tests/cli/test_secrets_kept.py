@@ -28,7 +28,7 @@ def read_all(folder: Path) -> list[str]:
     ]
 
 
-def given(folder: Path) -> dict[str, object]:
+def read_recorded_flags(folder: Path) -> dict[str, object]:
     values: dict[str, object] = json.loads((folder / "given.json").read_text())
     return values
 
@@ -39,7 +39,10 @@ def test_a_run_keeps_no_secret_and_goes_on_with_it(tmp_path: Path) -> None:
         done = run(*typed, "--steps", steps, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert not [text for text in SECRETS if text in done.stdout + done.stderr]
-        assert (given(tmp_path)["hf_token"], given(tmp_path)["data_url"]) == (TOKEN, URL)
+        assert (
+            read_recorded_flags(tmp_path)["hf_token"],
+            read_recorded_flags(tmp_path)["data_url"],
+        ) == (TOKEN, URL)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["config"]["hf_token"] == config["definition"]["hf_token"] == "***"
     assert config["config"]["data_url"] == "https://me:***@host/data"
@@ -81,12 +84,12 @@ def test_verify_of_a_run_asks_for_no_mask(tmp_path: Path) -> None:
     )
     assert run(*train_arguments, cwd=tmp_path).returncode == 0
     assert (
-        given(tmp_path)["hf_token"],
-        given(tmp_path)["data_url"],
-        given(tmp_path)["max_tokens"],
+        read_recorded_flags(tmp_path)["hf_token"],
+        read_recorded_flags(tmp_path)["data_url"],
+        read_recorded_flags(tmp_path)["max_tokens"],
     ) == ("", "", 9)
     assert run(*train_arguments, "--hf-token", TOKEN, cwd=tmp_path).returncode == 0
-    assert given(tmp_path)["hf_token"] == TOKEN
+    assert read_recorded_flags(tmp_path)["hf_token"] == TOKEN
 
 
 def test_a_page_about_an_older_run_shows_no_secret(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(
     flags = "--workers", "1", "--epochs", "1", "--nproc", nproc
     done = run(
         "train",
-        JOBS / "own.py",
+        JOBS / "augmented.py",
         *flags,
         cwd=tmp_path,
         env={"TMPDIR": str(folder)},

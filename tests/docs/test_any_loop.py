@@ -43,7 +43,7 @@ def test_a_killed_script_resumes_on_another_number_of_ranks(name: str, tmp_path:
         wait_until(lambda: any(tmp_path.glob(checkpoint)) or killed.popen.poll() is not None)
         size = ledger.stat().st_size
         wait_until(lambda: ledger.stat().st_size > size)  # so that steps are done again
-        killed.look()
+        killed.record_family()
     epochs = 3 + ledger.read_text().count("\n") // 23
     done = run(*command(name, 3, epochs), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ NO_TEXT = re.compile(
 )
 
 
-def words(name: str) -> re.Pattern[str]:
+def make_anchor_pattern(name: str) -> re.Pattern[str]:
     """An anchor's word as it stands in a text: with a space or a hyphen, in the plural too."""
     return re.compile(rf"(?<![\w-]){name.replace('-', '[- ]')}s?(?![\w-])", re.IGNORECASE)
 
@@ -38,7 +38,7 @@ def words(name: str) -> re.Pattern[str]:
 def first_use(text: str, name: str) -> int | None:
     """Where the running text first has this word without a link."""
     plain = NO_TEXT.sub(lambda found: re.sub(r"\S", " ", found.group()), text)
-    found = words(name).search(plain)
+    found = make_anchor_pattern(name).search(plain)
     return found.start() if found else None
 
 

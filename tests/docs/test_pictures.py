@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
-def words(picture: Path) -> list[str]:
+def list_labels(picture: Path) -> list[str]:
     return [unescape(one) for one in re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())]
 
 
@@ -37,7 +37,7 @@ def test_a_picture_is_small_still_text_and_shown_with_words(picture: Path) -> No
     text = picture.read_text()
     assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
     assert len(text) < 60_000
-    assert "prefers-color-scheme: dark" in text and "<title>" in text and words(picture)
+    assert "prefers-color-scheme: dark" in text and "<title>" in text and list_labels(picture)
     assert not re.search(r"<script|href|@import|url\(", text)
     shown = {
         (page.parent / target).resolve(): alt
@@ -62,7 +62,7 @@ def test_a_picture_is_what_its_script_draws(name: str, script: Any) -> None:
 def test_the_picture_of_the_kill_can_be_made_again(tmp_path: Path, script: Any) -> None:
     """The script draws nothing unless the hashes are equal."""
     script("kill_and_resume")["main"](tmp_path)
-    labels = words(tmp_path / "kill_and_resume.svg")
+    labels = list_labels(tmp_path / "kill_and_resume.svg")
     assert any(label.startswith("kill -9 after step") for label in labels)
     hashes = [label for label in labels if re.fullmatch(r"[0-9a-f]{12}…", label)]
     assert len(hashes) == 2 and len(set(hashes)) == 1

@@ -46,7 +46,7 @@ QUIET = (
 )
 
 pytestmark = pytest.mark.slow
-Seen = dict[str, dict[str, Any]]
+Pages = dict[str, dict[str, Any]]
 
 
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -79,8 +79,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Handler(SimpleHTTPRequestHandler):
     """Serves the site, and the page that looks at all others."""
 
-    def __init__(self, *args: Any, site: Path, seen: queue.Queue[Seen]) -> None:
-        self.site, self.seen = site, seen
+    def __init__(self, *args: Any, site: Path, rendered_pages: queue.Queue[Pages]) -> None:
+        self.site, self.rendered_pages = site, rendered_pages
         super().__init__(*args, directory=str(site))
 
     def do_GET(self) -> None:
@@ -104,7 +104,7 @@ class Handler(SimpleHTTPRequestHandler):
         return [page.replace("/./", "/") for page in sorted(f"/{f.as_posix()}/" for f in folders)]
 
     def do_POST(self) -> None:
-        self.seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.rendered_pages.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.answer(b"", "text/plain")
 
     def answer(self, body: bytes, kind: str) -> None:
@@ -119,9 +119,9 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
+def serving(site: Path, rendered_pages: queue.Queue[Pages]) -> Iterator[str]:
     """The site over HTTP, with the page that looks at all others."""
-    handler = partial(Handler, site=site, seen=seen)
+    handler = partial(Handler, site=site, rendered_pages=rendered_pages)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -134,11 +134,11 @@ def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def rendered_pages(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Pages:
     """Every page as the browser saw it, by its path."""
     if BROWSER is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
-    answers: queue.Queue[Seen] = queue.Queue()
+    answers: queue.Queue[Pages] = queue.Queue()
     profile = tmp_path_factory.mktemp("profile")
     with serving(site, answers) as address, (profile / "stderr").open("w") as stderr:
         browser = subprocess.Popen(
@@ -166,64 +166,69 @@ def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             psutil.wait_procs(members, SECONDS)
 
 
-def origin(seen: Seen) -> str:
-    parts = urlsplit(next(iter(seen.values()))["fetched"][0])
+def origin(rendered_pages: Pages) -> str:
+    parts = urlsplit(next(iter(rendered_pages.values()))["fetched"][0])
     return f"{parts.scheme}://{parts.netloc}/"
 
 
-def test_every_page_has_a_heading_and_its_pictures(seen: Seen) -> None:
-    assert {"/", "/docs/architecture/", "/lessons/", "/benchmarks/"} <= seen.keys()
-    assert not [page for page, facts in seen.items() if not facts["heading"]]
+def test_every_page_has_a_heading_and_its_pictures(rendered_pages: Pages) -> None:
+    assert {"/", "/docs/architecture/", "/lessons/", "/benchmarks/"} <= rendered_pages.keys()
+    assert not [page for page, facts in rendered_pages.items() if not facts["heading"]]
     missing = {
-        p: [src for src, there in facts["pictures"] if not there] for p, facts in seen.items()
+        p: [src for src, there in facts["pictures"] if not there]
+        for p, facts in rendered_pages.items()
     }
     assert not {page: sources for page, sources in missing.items() if sources}
 
 
-def test_every_link_leads_somewhere(seen: Seen, site: Path) -> None:
-    here = origin(seen)
+def test_every_link_leads_somewhere(rendered_pages: Pages, site: Path) -> None:
+    here = origin(rendered_pages)
     broken = []
-    for page, facts in seen.items():
+    for page, facts in rendered_pages.items():
         for link in facts["links"]:
             if not link.startswith(here):
                 continue
             parts = urlsplit(link)
             target, name = unquote(parts.path), unquote(parts.fragment)
-            there = target in seen or (site / target.lstrip("/")).is_file()
-            if not there or (name and target in seen and name not in seen[target]["names"]):
+            there = target in rendered_pages or (site / target.lstrip("/")).is_file()
+            if not there or (
+                name and target in rendered_pages and name not in rendered_pages[target]["names"]
+            ):
                 broken.append(f"{page} -> {link}")
     assert not broken
 
 
-def test_old_addresses_lead_to_a_page_and_a_heading(seen: Seen, site: Path) -> None:
+def test_old_addresses_lead_to_a_page_and_a_heading(rendered_pages: Pages, site: Path) -> None:
     moved = runpy.run_path(str(REPOSITORY / "docs" / "site.py"))["MOVED"]
     for old, new in moved.items():
         page, _, heading = new.partition("#")
         assert f"url=../{new}" in (site / "docs" / old / "index.html").read_text()
-        assert f"/docs/{page}" in seen and (
-            not heading or heading in seen[f"/docs/{page}"]["names"]
+        assert f"/docs/{page}" in rendered_pages and (
+            not heading or heading in rendered_pages[f"/docs/{page}"]["names"]
         )
 
 
-def test_the_site_has_a_summary_for_language_models(seen: Seen, site: Path) -> None:
+def test_the_site_has_a_summary_for_language_models(rendered_pages: Pages, site: Path) -> None:
     links = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
     assert len(links) > 40
-    assert not [link for link in links if f"/{link}" not in seen]
+    assert not [link for link in links if f"/{link}" not in rendered_pages]
 
 
-def test_nothing_comes_from_elsewhere(seen: Seen) -> None:
-    here = origin(seen)
+def test_nothing_comes_from_elsewhere(rendered_pages: Pages) -> None:
+    here = origin(rendered_pages)
     foreign = {
         page: [f for f in facts["fetched"] if not f.startswith((here, "data:"))]
-        for page, facts in seen.items()
+        for page, facts in rendered_pages.items()
     }
     assert not {page: addresses for page, addresses in foreign.items() if addresses}
 
 
-def test_a_phone_shows_every_page_without_scrolling_sideways(seen: Seen) -> None:
-    assert not {page: facts["width"] for page, facts in seen.items() if facts["width"] > WIDTH}
-    assert not {page: facts["cut"] for page, facts in seen.items() if facts["cut"]}
-    assert min(facts["letters"] for facts in seen.values()) >= 14
+def test_a_phone_shows_every_page_without_scrolling_sideways(rendered_pages: Pages) -> None:
+    assert not {
+        page: facts["width"] for page, facts in rendered_pages.items() if facts["width"] > WIDTH
+    }
+    assert not {page: facts["cut"] for page, facts in rendered_pages.items() if facts["cut"]}
+    assert min(facts["letters"] for facts in rendered_pages.values()) >= 14
 
 
 def test_a_broken_link_is_no_site(tmp_path: Path) -> None:

@@ -136,19 +136,21 @@ def prepare(sandbox: Sandbox, checkout: Path) -> Path:
         ("train", "mlp", "--steps", "4", "--samples", "512", "--run-dir", "run"),
         ("doctor", "--save", "bundle.json"),
     ):
-        sandbox.call(words).judge()
+        sandbox.call(words).validate_end()
     (here / "table.csv").write_text("a,b,c\n1,2.5,x\n2,3.5,y\n3,4.5,z\n")
     (here / "numbers.csv").write_text("a,b\n" + "".join(f"{n},{n / 2}\n" for n in range(100)))
-    sandbox.own(here)
-    sandbox.call(("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")).judge()
+    sandbox.give_to_stranger(here)
+    sandbox.call(
+        ("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")
+    ).validate_end()
     np.savez(here / "arrays.npz", x=np.arange(12).reshape(4, 3), y=np.arange(4))
     (here / "script.py").write_text("import sys\nsys.exit(0)\n")
     (here / "job.sh").write_text("#!/bin/bash\n#SBATCH --nodes=2\nsrun python train.py\n")
-    (here / "own.py").write_bytes((checkout / "tests" / "jobs" / "own.py").read_bytes())
+    (here / "augmented.py").write_bytes((checkout / "tests" / "jobs" / "augmented.py").read_bytes())
     for name in ("lessons", "docs"):
         shutil.copytree(checkout / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
     odd_files(here)
-    sandbox.own(here)
+    sandbox.give_to_stranger(here)
     return sandbox.keep()
 
 

@@ -23,7 +23,7 @@ NAMES = [*COMMANDS, *HIDDEN_COMMANDS]
 QUICK = ("--warmup", "1", "--steps", "5", "--rounds", "1", "--nproc", "1", "--sync", "ddp")
 # Words that a command needs in order to do little; what is drawn comes behind them, and counts.
 NEEDED: dict[str, list[tuple[str, ...]]] = {
-    "train": [("mlp", "--steps", "1"), ("own.py", "--steps", "1")],
+    "train": [("mlp", "--steps", "1"), ("augmented.py", "--steps", "1")],
     "scale": [("mlp", *QUICK)],
     "verify": [("mlp", "--steps", "2", "--nproc", "1"), ("run", "--steps", "2", "--nproc", "1")],
     "profile": [("mlp", "--warmup", "1", "--steps", "1")],
@@ -124,7 +124,7 @@ def test_a_command_with_odd_values_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(args: tuple[str, ...]) -> str:
         fuzz.sandbox.reset(prepared)
         names = {" ".join(args[:count]) for count in (1, 2)}
-        return fuzz.sandbox.call(args, works=bool(names & WORKING)).judge(
+        return fuzz.sandbox.call(args, works=bool(names & WORKING)).validate_end(
             foreign=bool(names & FOREIGN)
         )
 

@@ -202,10 +202,10 @@ def commands(name: str) -> st.SearchStrategy[tuple[str, ...]]:
 def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
     here = fuzz.sandbox.cwd
     prepare(here)
-    fuzz.sandbox.own(here)
+    fuzz.sandbox.give_to_stranger(here)
     fuzz.sandbox.call(
         ("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")
-    ).judge()
+    ).validate_end()
     prepared = fuzz.sandbox.keep()
 
     def attempt(case: tuple[tuple[str, Any], tuple[str, ...]]) -> str:
@@ -215,8 +215,8 @@ def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
             (here / name).write_bytes(what)
         elif what is not None:
             what(here / name)
-        fuzz.sandbox.own(here)
-        return fuzz.sandbox.call(words, works=words[0] == "train").judge()
+        fuzz.sandbox.give_to_stranger(here)
+        return fuzz.sandbox.call(words, works=words[0] == "train").validate_end()
 
     fuzz.each(
         sources().flatmap(lambda source: st.tuples(st.just(source), commands(source[0]))), attempt

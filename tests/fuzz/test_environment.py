@@ -70,7 +70,7 @@ def test_odd_variables_end_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(case: tuple[dict[str, str], tuple[str, ...]]) -> str:
         env, words = case
         fuzz.sandbox.reset()
-        return fuzz.sandbox.call(words, env, works=words[0] != "status").judge(
+        return fuzz.sandbox.call(words, env, works=words[0] != "status").validate_end(
             foreign=words[0] == "run"
         )
 

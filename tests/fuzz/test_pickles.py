@@ -121,7 +121,7 @@ def test_a_pickle_is_read_as_a_description_or_refused(fuzz: Fuzz) -> None:
     (fuzz.sandbox.cwd / "theirs").mkdir()
     for key, tensor in WEIGHTS.items():
         torch.save(tensor, fuzz.sandbox.cwd / "theirs" / f"{key}.distcp")
-    fuzz.sandbox.own(fuzz.sandbox.cwd)
+    fuzz.sandbox.give_to_stranger(fuzz.sandbox.cwd)
     prepared = fuzz.sandbox.keep()
 
     def attempt(case: tuple[str, bytes]) -> str:
@@ -130,7 +130,7 @@ def test_a_pickle_is_read_as_a_description_or_refused(fuzz: Fuzz) -> None:
         ended = fuzz.sandbox.call(("import", "theirs", "--run-dir", "new", "job.py"))
         if any(path.endswith("called") for path in ended.new):
             raise ended.make_failure("code of the folder's maker has run")
-        return ended.judge()
+        return ended.validate_end()
 
     places = st.sampled_from(["planner", "tensors", "storage", "an entry", "all"])
     fuzz.each(st.tuples(places, instructions), attempt)

@@ -74,7 +74,7 @@ def prepare(sandbox: Sandbox) -> Path:
     ):
         for name, source in (("script.py", "script.py"), ("slow.py", "slow_rank.py")):
             (sandbox.cwd / name).write_bytes((JOBS / source).read_bytes())
-        sandbox.call(words, works=True).judge(foreign=True)
+        sandbox.call(words, works=True).validate_end(foreign=True)
     end = {"code": 75, "step": 8, "late": False, "job": "7", "restart": 0}
     (sandbox.cwd / "job/ended.json").write_text(f"{json.dumps(end)}\n")
     line = {
@@ -90,7 +90,7 @@ def prepare(sandbox: Sandbox) -> Path:
     (sandbox.cwd / "job/requeues.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
     (sandbox.cwd / "job/loggers.json").write_text("{}")
     (sandbox.cwd / "job/rendezvous.json").write_text('{"number": 1, "host": "x", "port": 1}')
-    sandbox.own(sandbox.cwd)
+    sandbox.give_to_stranger(sandbox.cwd)
     return sandbox.keep()
 
 
@@ -207,13 +207,13 @@ def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
         fuzz.sandbox.reset(prepared)
         folder = fuzz.sandbox.cwd / next(name for name in FOLDERS if name in args)
         names = damage(folder, random.Random(number))
-        fuzz.sandbox.own(fuzz.sandbox.cwd)
+        fuzz.sandbox.give_to_stranger(fuzz.sandbox.cwd)
         try:
             ended = fuzz.sandbox.call(
                 args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING
             )
             ended.new = [path for path in ended.new if not is_of_lock(path)]
-            return ended.judge(foreign=args[0] in FOREIGN)
+            return ended.validate_end(foreign=args[0] in FOREIGN)
         except AssertionError as error:
             error.args = (f"{error}\ndamaged: {names}, case {number}",)
             raise
@@ -265,7 +265,7 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
         }  # fmt: skip
         ended = fuzz.sandbox.call(args, env, works=args[0] in WORKING)
         ended.new = []  # it had begun
-        return ended.judge(foreign=args[0] in FOREIGN)
+        return ended.validate_end(foreign=args[0] in FOREIGN)
 
     uses, counts = st.integers(0, 30), st.sampled_from([0, 1, 3])
     fuzz.each(
@@ -310,7 +310,7 @@ def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz
             is_over.set()
             changes.join()
         ended.new = []  # of whomever
-        return ended.judge(foreign=args[0] in FOREIGN)
+        return ended.validate_end(foreign=args[0] in FOREIGN)
 
     fuzz.each(st.tuples(st.sampled_from(COMMANDS), st.integers(0, 2**32)), attempt)
 

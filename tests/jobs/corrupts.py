@@ -1,5 +1,5 @@
 """A small job in which one rank computes wrongly: for `--replay-every`, in tests and in
-benchmarks/replay.py.
+benchmarks/recompute_check.py.
 
 PLANT="KIND MODE RANK STEP" in the environment: what goes wrong, how often, on which rank, from
 which step on. kinds: product (a matrix product of forward), backward (one of backward), weight (in

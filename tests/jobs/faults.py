@@ -30,7 +30,7 @@ class Fault:
     def end(self) -> None:
         self.left = 0
 
-    def meet(self, path: object, names_it: bool = True) -> None:
+    def fail_if_matching(self, path: object, names_it: bool = True) -> None:
         """Fail as the kernel would. names_it: as of what is opened; a write's error names no file."""
         if self.left == 0 or not isinstance(path, str | bytes | os.PathLike):
             return
@@ -51,14 +51,14 @@ is_hooked: list[bool] = []  # no hook is ever removed
 def hook(event: str, args: tuple[object, ...]) -> None:
     if FAULT.left != 0 and event in EVENTS:
         for path in args[:2]:
-            FAULT.meet(path)
+            FAULT.fail_if_matching(path)
 
 
 def meet_open(number: int) -> None:
     """Fail at an open file, whose errors name none."""
     if FAULT.left != 0:
         link = Path(f"/proc/self/fd/{number}")
-        FAULT.meet(link.readlink() if link.is_symlink() else None, names_it=False)
+        FAULT.fail_if_matching(link.readlink() if link.is_symlink() else None, names_it=False)
 
 
 def by_number(function):

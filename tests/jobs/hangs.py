@@ -102,14 +102,14 @@ def deadlock() -> None:
     """Two locks, taken in different orders by two threads."""
     first, second, taken = threading.Lock(), threading.Lock(), threading.Event()
 
-    def other() -> None:
+    def lock_in_other_order() -> None:
         with second:
             taken.set()
             with first:
                 pass
 
     with first:
-        threading.Thread(target=other, daemon=True).start()
+        threading.Thread(target=lock_in_other_order, daemon=True).start()
         taken.wait()
         with second:
             pass

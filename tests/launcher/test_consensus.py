@@ -21,7 +21,7 @@ from stepladder.rank.membership import Membership
 Assemble = Callable[..., list[StoreConsensus]]
 
 
-def word(
+def make_vote(
     *members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0
 ) -> NodeVote:
     return NodeVote(
@@ -37,57 +37,59 @@ def word(
 
 @pytest.fixture
 def assembled() -> Iterator[Callable[..., list[StoreConsensus]]]:
-    """The councils of a launch on as many nodes as it is given numbers of ranks."""
+    """Return a function that makes the consensus member of each node of a launch."""
     with ExitStack() as stack:
 
         def assemble(*nprocs: int, least: int = 1) -> list[StoreConsensus]:
             store = HashStore()
             lines = [stack.enter_context(closing(LivenessConnections("127.0.0.1"))) for _ in nprocs]
             peers = [Peers(store, number, len(nprocs), "secret") for number in range(len(nprocs))]
-            words = [
+            infos = [
                 NodeInfo(n, liveness_address=line.address, node_id=7 + n)
                 for n, line in zip(nprocs, lines, strict=True)
             ]
             with ThreadPoolExecutor(len(nprocs)) as threads:
-                list(threads.map(Peers.introduce, peers, words))
+                list(threads.map(Peers.introduce, peers, infos))
             return [
-                StoreConsensus(one, least, line) for one, line in zip(peers, lines, strict=True)
+                StoreConsensus(own_peers, least, line)
+                for own_peers, line in zip(peers, lines, strict=True)
             ]
 
         yield assemble
 
 
 def test_the_ranks_of_all_nodes_meet_on_the_first_one_s_node() -> None:
-    answer = form_quorum(3, {0: word(1, lost=1), 1: word(2, 3)})
+    answer = form_quorum(3, {0: make_vote(1, lost=1), 1: make_vote(2, 3)})
     assert answer.membership == Membership(3, [1, 2, 3], [0, 1, 1], "tcp://node-of-1:1")
 
 
 def test_the_step_of_a_failure_is_known_on_all_nodes() -> None:
-    assert form_quorum(1, {0: replace(word(0, lost=1), failed_step=5), 1: word(1)}).failed_step == 5
+    failed = replace(make_vote(0, lost=1), failed_step=5)
+    assert form_quorum(1, {0: failed, 1: make_vote(1)}).failed_step == 5
 
 
 def test_those_of_one_node_meet_there() -> None:
-    answer = form_quorum(1, {0: word(lost=2), 1: word(2, 3)})
+    answer = form_quorum(1, {0: make_vote(lost=2), 1: make_vote(2, 3)})
     assert answer.membership == Membership(1, [2, 3], [1, 1], "file:///meeting")
 
 
 @pytest.mark.parametrize(
-    ("words", "forms"),
+    ("votes", "forms"),
     [
-        ([word(0), word(1, lost=1)], True),
-        ([word(0), word(1)], False),  # it broke without a loss, and would again
-        ([word(0, reasons="late"), word(1, reasons="broken")], True),  # a slow meeting
+        ([make_vote(0), make_vote(1, lost=1)], True),
+        ([make_vote(0), make_vote(1)], False),  # it broke without a loss, and would again
+        ([make_vote(0, reasons="late"), make_vote(1, reasons="broken")], True),  # a slow meeting
         (
-            [word(0, reasons="left"), word(1, 2, trained=1, reasons="broken left")],
+            [make_vote(0, reasons="left"), make_vote(1, 2, trained=1, reasons="broken left")],
             True,
         ),  # another one joins
-        ([word(lost=1), word(lost=1)], False),  # nobody has the state
-        ([word(3, trained=0, reasons="left", lost=1), word(lost=1)], False),
-        ([word(0), replace(word(1, lost=1), is_permanent=True)], False),
+        ([make_vote(lost=1), make_vote(lost=1)], False),  # nobody has the state
+        ([make_vote(3, trained=0, reasons="left", lost=1), make_vote(lost=1)], False),
+        ([make_vote(0), replace(make_vote(1, lost=1), is_permanent=True)], False),
     ],
 )
-def test_a_group_is_formed_only_where_it_may_last(words: list[NodeVote], forms: bool) -> None:
-    assert (form_quorum(1, dict(enumerate(words))).membership is not None) == forms
+def test_a_group_is_formed_only_where_it_may_last(votes: list[NodeVote], forms: bool) -> None:
+    assert (form_quorum(1, dict(enumerate(votes))).membership is not None) == forms
 
 
 def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None:
@@ -95,12 +97,12 @@ def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None
     first.report_loss()
     second.poll()
     assert second.loss_reported
-    assert first.vote(word(1, lost=1)) is None
-    assert second.vote(word(2)) is None  # the first one says what all agree on
-    result = first.vote(word(1, lost=1))
+    assert first.vote(make_vote(1, lost=1)) is None
+    assert second.vote(make_vote(2)) is None  # the first one says what all agree on
+    result = first.vote(make_vote(1, lost=1))
     assert (
         result
-        == second.vote(word(2))
+        == second.vote(make_vote(2))
         == Quorum(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
     )
     assert (first.group_number, second.loss_reported, second.join_requested) == (2, False, False)
@@ -108,40 +110,40 @@ def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None
 
 def test_a_word_may_change_until_all_agree(assembled: Assemble) -> None:
     first, second = assembled(1, 2)
-    second.vote(word(1, 2))
-    second.vote(word(1, lost=1))
-    assert first.vote(word(0)) == Quorum(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
+    second.vote(make_vote(1, 2))
+    second.vote(make_vote(1, lost=1))
+    assert first.vote(make_vote(0)) == Quorum(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_the_others_go_on_without_a_node_that_has_ended(
     assembled: Assemble, lost: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    councils = assembled(1, 1, 1)
-    remaining = [council for council in councils if council.node != lost]
-    for council in remaining:
-        council.poll()
-        assert not council.loss_reported
-    councils[lost].liveness.close()
-    for council in remaining:
-        council.poll()
+    members = assembled(1, 1, 1)
+    remaining = [member for member in members if member.node != lost]
+    for member in remaining:
+        member.poll()
+        assert not member.loss_reported
+    members[lost].liveness.close()
+    for member in remaining:
+        member.poll()
     assert remaining[0].loss_reported
-    words = {council.node: word(council.node) for council in remaining}
-    for council in remaining:
-        council.vote(words[council.node])
-    members = [council.node for council in remaining]
-    answers = [council.vote(words[council.node]) for council in remaining]
-    expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1", ["1 node was lost"])
+    votes = {member.node: make_vote(member.node) for member in remaining}
+    for member in remaining:
+        member.vote(votes[member.node])
+    nodes = [member.node for member in remaining]
+    answers = [member.vote(votes[member.node]) for member in remaining]
+    expected = Membership(1, nodes, nodes, f"tcp://node-of-{nodes[0]}:1", ["1 node was lost"])
     assert answers == [Quorum(expected, 1)] * 2
     assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
-    assert councils[lost].vote(word(lost)) == Quorum(None)
-    assert councils[lost].excluded
+    assert members[lost].vote(make_vote(lost)) == Quorum(None)
+    assert members[lost].excluded
 
 
 def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
     first, _ = assembled(1, 1, least=2)
     first.mark_lost(1)
-    answer = first.vote(word(0))
+    answer = first.vote(make_vote(0))
     assert answer is not None
     assert answer.membership is None
 
@@ -149,15 +151,15 @@ def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
 def test_a_node_whose_ranks_have_failed_lets_nobody_wait(assembled: Assemble) -> None:
     first, second = assembled(1, 1)
     second.report_ended(well=False)
-    assert first.vote(word(0)) == Quorum(None)
+    assert first.vote(make_vote(0)) == Quorum(None)
 
 
 @pytest.mark.parametrize("done", [0, 1])
 def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done: int) -> None:
-    councils = assembled(2, 2)
-    councils[done].report_ended(well=True)
-    survivor = councils[1 - done]
-    answer = survivor.vote(word(2 * survivor.node, lost=1))
+    members = assembled(2, 2)
+    members[done].report_ended(well=True)
+    survivor = members[1 - done]
+    answer = survivor.vote(make_vote(2 * survivor.node, lost=1))
     assert answer is not None
     assert answer.membership is not None
     assert answer.membership.members == [2 * survivor.node]
@@ -176,15 +178,15 @@ def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> N
         third, ranks = newcomer(store, line)
         assert (third.node, third.group_number, ranks) == (2, 1, [2])
         third.request_join()
-        for council in (first, second):
-            council.poll()
-            assert council.join_requested
-        joining = word(2, trained=0, reasons="left")
+        for member in (first, second):
+            member.poll()
+            assert member.join_requested
+        joining = make_vote(2, trained=0, reasons="left")
         assert third.vote(joining) is None
-        assert second.vote(word(1, reasons="left")) is None
-        result = first.vote(word(0, reasons="left"))
+        assert second.vote(make_vote(1, reasons="left")) is None
+        result = first.vote(make_vote(0, reasons="left"))
         assert result == Quorum(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
-        assert result == second.vote(word(1, reasons="left")) == third.vote(joining)
+        assert result == second.vote(make_vote(1, reasons="left")) == third.vote(joining)
         first.liveness.close()
         second.poll()
         third.poll()
@@ -212,11 +214,11 @@ def newcomer(store: Store, line: LivenessConnections) -> tuple[StoreConsensus, l
 
 
 def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:
-    councils = assembled(3, 1, 2)
+    members = assembled(3, 1, 2)
     numbers = []
-    for council, largest in zip(councils, (2, 3, 5), strict=True):
+    for member, largest in zip(members, (2, 3, 5), strict=True):
         for _ in range(4):
-            largest = council.new_rank(largest)
+            largest = member.new_rank(largest)
             numbers.append(largest)
     assert len(set(numbers)) == 12
     assert min(numbers) == 6
@@ -231,7 +233,7 @@ def test_a_port_is_chosen_when_ranks_are_to_meet_there(
     monkeypatch.setattr(
         "stepladder.launcher.nodes.store_consensus.find_free_port", lambda: next(chosen)
     )
-    (council,) = assembled(1)
+    (member,) = assembled(1)
     assert next(chosen) == 20_000, "none was taken before"
-    assert council.address.endswith(":20001")
-    assert council.address.endswith(":20001")  # all words of one group name it
+    assert member.address.endswith(":20001")
+    assert member.address.endswith(":20001")  # all votes of one group name it

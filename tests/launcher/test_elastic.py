@@ -143,9 +143,9 @@ class Nodes:
         return self.agents[-1]
 
     def wait_at(self, step: int) -> None:
-        wait_until((self.folder / f"at-{step}").exists, self.said)
+        wait_until((self.folder / f"at-{step}").exists, self.read_output)
         for agent in self.agents:
-            agent.look()
+            agent.record_family()
 
     def open(self, *steps: int) -> None:
         for step in steps:
@@ -168,7 +168,7 @@ class Nodes:
         agent.process.kill()
         assert agent.end() == -signal.SIGKILL
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return "\n".join(agent.err.read_text() for agent in self.agents)
 
     def end(self) -> list[int]:
@@ -194,7 +194,7 @@ def test_two_nodes_give_the_bits_of_one_process(nodes: Any, tmp_path: Path, unbr
         cluster.start(2)
         cluster.open(7, 14)
         assert cluster.end() == [0, 0]
-        assert "generation 1: nodes 2, ranks 4" in cluster.said()
+        assert "generation 1: nodes 2, ranks 4" in cluster.read_output()
         printed = sorted(agent.out.read_text() for agent in cluster.agents)
     assert printed[0] == "" and json.loads(printed[1])["weights_sha256"] == unbroken
     assert ends_well(tmp_path, unbroken)["world_size"] == 4
@@ -205,18 +205,18 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
     with nodes("--nodes", "1:3") as cluster:
         cluster.start(3, TOGETHER="3")
         cluster.wait_at(7)
-        assert "generation 1: nodes 3, ranks 3" in cluster.said()
+        assert "generation 1: nodes 3, ranks 3" in cluster.read_output()
         cluster.kill(next(agent for agent in cluster.running() if agent is not cluster.of_store()))
         cluster.open(7)
         cluster.wait_at(14)
-        assert "is lost: the others go on without it" in cluster.said()
-        assert "in-place recovery: continuing with 2 processes" in cluster.said()
+        assert "is lost: the others go on without it" in cluster.read_output()
+        assert "in-place recovery: continuing with 2 processes" in cluster.read_output()
         assert audited(tmp_path / RUN_DIR)["attempts"] == 1
         wait_until((tmp_path / RUN_DIR / "snapshots/step_00000012").exists)
         cluster.kill(cluster.of_store())
         cluster.open(14)
         assert sorted(cluster.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
-        assert "generation 2: nodes 1, ranks 1" in cluster.said()
+        assert "generation 2: nodes 1, ranks 1" in cluster.read_output()
     result = ends_well(tmp_path, unbroken)
     assert (result["world_size"], result["resumed_from_step"]) == (1, 12)
 
@@ -239,8 +239,8 @@ def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(
         cluster.start(2)
         cluster.open(7, 14)
         assert cluster.end() == [0, 0]
-        assert "rank 3 was killed by SIGKILL" in cluster.said()
-        assert "a rank on another node was lost" in cluster.said()
+        assert "rank 3 was killed by SIGKILL" in cluster.read_output()
+        assert "a rank on another node was lost" in cluster.read_output()
     ends_well(tmp_path, unbroken)
 
 
@@ -255,8 +255,10 @@ def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
         cluster.open(7, 14)
         cluster.start(2)
         assert cluster.end() == [0, 0]
-        assert f"rank {lost} was killed by SIGKILL" in cluster.said()
-        assert f"in-place recovery: continuing with {2 * nproc - 1} process" in cluster.said()
+        assert f"rank {lost} was killed by SIGKILL" in cluster.read_output()
+        assert (
+            f"in-place recovery: continuing with {2 * nproc - 1} process" in cluster.read_output()
+        )
     ends_well(tmp_path, unbroken)
     audit = audited(tmp_path / RUN_DIR)
     assert (audit["attempts"], audit["superseded"]) == (1, 0)
@@ -276,7 +278,7 @@ def test_a_node_that_joins_costs_no_step(
         cluster.wait_at(7)
         second = cluster.start(**gates)
         ready = "are ready: they join after this step" if in_place else "other nodes are waiting"
-        wait_until(lambda: ready in cluster.said(), cluster.said)
+        wait_until(lambda: ready in cluster.read_output(), cluster.read_output)
         cluster.open(7)
         cluster.wait_at(14)
         if in_place:
@@ -285,18 +287,18 @@ def test_a_node_that_joins_costs_no_step(
                 process.suspend()
             cluster.open(14)
             cluster.wait_at(17)
-            assert "node 1 is lost: the others go on without it" in cluster.said()
+            assert "node 1 is lost: the others go on without it" in cluster.read_output()
             cluster.start(**gates)
-            wait_until(lambda: cluster.said().count(ready) == 2, cluster.said)
+            wait_until(lambda: cluster.read_output().count(ready) == 2, cluster.read_output)
             for process in silent:
                 process.resume()
             wait_until(
                 lambda: "continued without it: it joins them again" in second.err.read_text(),
-                cluster.said,
+                cluster.read_output,
             )
         cluster.open(14, 17)
-        assert cluster.end() == [0] * (2 + in_place), cluster.said()
-        assert ("generation 1: nodes 2, ranks 2" in cluster.said()) != in_place
+        assert cluster.end() == [0] * (2 + in_place), cluster.read_output()
+        assert ("generation 1: nodes 2, ranks 2" in cluster.read_output()) != in_place
     result = ends_well(tmp_path, unbroken)
     assert (result["world_size"], result["resumed_from_step"]) == (2, 0 if in_place else 7)
     audit = audited(tmp_path / RUN_DIR)
@@ -324,7 +326,7 @@ def test_a_signal_while_nodes_are_missing_ends_the_wait(nodes: Any) -> None:
         agent.wait_for(cluster.folder / RUN_DIR / "rendezvous.json")
         agent.process.terminate()
         assert cluster.end() == [75]
-        assert cluster.said() == "stepladder: stopped before its ranks had started\n"
+        assert cluster.read_output() == "stepladder: stopped before its ranks had started\n"
 
 
 @pytest.mark.slow
@@ -333,9 +335,9 @@ def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
         cluster.start(2, RAISES="any 5")
         cluster.open(7, 14)
         assert cluster.end() == [1, 1]
-        assert "a bug, not a fault" in cluster.said()
-        assert "Traceback" in cluster.said()
-        assert "PeerLost" not in cluster.said()
+        assert "a bug, not a fault" in cluster.read_output()
+        assert "Traceback" in cluster.read_output()
+        assert "PeerLost" not in cluster.read_output()
 
 
 def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
@@ -355,7 +357,7 @@ def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
         refused(run(*second, cwd=tmp_path), "in use by a launch that has its 2 nodes")
         cluster.open(7, 14)
         assert cluster.end() == [0, 0]
-        assert "other nodes are waiting" not in cluster.said()
+        assert "other nodes are waiting" not in cluster.read_output()
     ends_well(tmp_path, unbroken)
     assert audited(tmp_path / RUN_DIR)["attempts"] == 1
     assert not (tmp_path / "runs/gates.old-1").exists()
@@ -436,7 +438,7 @@ def test_a_launch_that_loses_a_node_keeps_its_directory_from_another(
             flags = ("--seed", 1), ("--seed", 2, "--fresh")
             late = [stack.enter_context(started(*other, *more, cwd=tmp_path)) for more in flags]
             cluster.start()
-            assert [one.end() for one in late] == [2, 2], cluster.said()
+            assert [one.end() for one in late] == [2, 2], cluster.read_output()
             for one in late:
                 said = one.err.read_text()
                 assert (

@@ -250,18 +250,18 @@ def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
 def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(
     nproc: int, tmp_path: Path
 ) -> None:
-    command = ("train", JOBS / "own.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
+    command = ("train", JOBS / "augmented.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
     with started(*command, cwd=tmp_path) as running:
-        running.wait_for(tmp_path / "runs/own/metrics.jsonl")
+        running.wait_for(tmp_path / "runs/augmented/metrics.jsonl")
         running.signal_group(signal.SIGTERM)
         assert running.end() == 75, running.err.read_text()
 
 
 def test_kill_9_of_the_launcher_leaves_no_data_loading_worker_alive(tmp_path: Path) -> None:
     with started(
-        "train", JOBS / "own.py", "--workers", 1, *NPROC, "--epochs", 10**6, cwd=tmp_path
+        "train", JOBS / "augmented.py", "--workers", 1, *NPROC, "--epochs", 10**6, cwd=tmp_path
     ) as running:
-        running.wait_for(tmp_path / "runs/own/metrics.jsonl")
+        running.wait_for(tmp_path / "runs/augmented/metrics.jsonl")
         assert len(running.family) >= 6  # launcher, server, two ranks, a worker each
         kill_launcher(running)
         running.end()
@@ -424,7 +424,7 @@ def test_what_other_ranks_print_can_be_followed_and_outlives_the_launcher(tmp_pa
     env = {"TROUBLE": f"print-and-hold 1 7 {tmp_path / 'marker'}"}
     with started("train", TROUBLE, *NPROC, cwd=tmp_path, env=env) as running:
         wait_until(lambda: log.exists() and "here at step 7\n" in log.read_text())
-        running.look()
+        running.record_family()
         kill_launcher(running)
         running.end()
     assert "here at step 7\n" in log.read_text()

@@ -12,7 +12,7 @@ from tasks import RANKS, said_by, tasks
 pytestmark = pytest.mark.ranks
 
 SLOW = pytest.mark.slow
-OWN = "train", JOBS / "own.py"
+OWN = "train", JOBS / "augmented.py"
 CASES = {
     "a job that is not there": (("train", "nowhere.py"), "job file nowhere.py does not exist"),
     "other seeds": (
@@ -26,7 +26,10 @@ CASES = {
         (*OWN, "--steps", "100000{rank}"),
         "steps is 1000000 on rank 0, and 1000001 on rank 1",
     ),
-    "other jobs": (("train", "own-{rank}.py"), "recipe is own-0 on rank 0, and own-1 on rank 1"),
+    "other jobs": (
+        ("train", "augmented-{rank}.py"),
+        "recipe is augmented-0 on rank 0, and augmented-1 on rank 1",
+    ),
     "other microbatches": (
         (*OWN, "--microbatch", "{rank}1"),
         "microbatch is 1 on rank 0, and 11 on rank 1",
@@ -47,7 +50,7 @@ CASES = {
 )
 def test_it_is_one_line_of_all_ranks(case: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
-        (tmp_path / f"own-{rank}.py").write_bytes((JOBS / "own.py").read_bytes())
+        (tmp_path / f"augmented-{rank}.py").write_bytes((JOBS / "augmented.py").read_bytes())
     command, message = CASES[case]
     with tasks(
         tmp_path, *command, OMP_DYNAMIC="false"

@@ -206,14 +206,14 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     done = run_lesson(f"{torchrun} 4 2 --folder run", tmp_path)
     assert "from the snapshot in run: epoch 2 is next" in done.stdout
     assert "to the bit" in claim_of(done)
-    pretend_unfinished(tmp_path / "run" / "snapshot.pt", next_epoch=3)
+    mark_unfinished(tmp_path / "run" / "snapshot.pt", next_epoch=3)
     refused = run_lesson(f"{torchrun} 6 2 --folder run", tmp_path)
     assert refused.returncode
     assert "error: run holds a run with {'total_epochs': 4" in refused.stderr
     assert "HINT: --folder run-2" in refused.stderr
 
 
-def pretend_unfinished(path: Path, next_epoch: int) -> None:
+def mark_unfinished(path: Path, next_epoch: int) -> None:
     import torch
 
     torch.save({**torch.load(path, weights_only=True), "next_epoch": next_epoch}, path)

@@ -113,7 +113,7 @@ def test_a_profile_is_replaced_and_a_failure_leaves_it(folder: Path, tmp_path: P
 def test_ranks_that_cannot_meet_leave_no_folder(is_there: bool, tmp_path: Path) -> None:
     """Of another launcher: then their traces lie beside the profile."""
 
-    def meet(shared: Path) -> int:
+    def fail_to_connect(shared: Path) -> int:
         assert shared.is_dir()
         raise InputError("MASTER_PORT 29500 is taken", "MASTER_PORT=0")
 
@@ -121,7 +121,7 @@ def test_ranks_that_cannot_meet_leave_no_folder(is_there: bool, tmp_path: Path) 
     if is_there:
         mine.mkdir()
     with pytest.raises(InputError):
-        record_profile("job", meet, mine / "profiles" / "p", World(rank=0, world_size=2))
+        record_profile("job", fail_to_connect, mine / "profiles" / "p", World(rank=0, world_size=2))
     assert list(tmp_path.rglob("*")) == [mine] * is_there
 
 

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from browsers import look, needs_browser
+from browsers import check_readable, needs_browser
 from processes import refused, run, train
 from ranks import run_ranks
 from stepladder.core.errors import InputError
@@ -399,10 +399,10 @@ def test_the_pages_are_readable_in_a_browser(run_dir: Path, tmp_path: Path) -> N
     for runs in ([run_dir], [run_dir, run_dir, run_dir]):
         page = tmp_path / "page.html"
         assert run("report", *runs, "-o", page, cwd=tmp_path).returncode == 0
-        look(page, tmp_path)
+        check_readable(page, tmp_path)
     flags = "--nproc", "1,2", "--rounds", 1, "--steps", 8, "--samples", 512
     assert run("scale", "mlp", *flags, "--html", "scale.html", cwd=tmp_path).returncode == 0
-    look(tmp_path / "scale.html", tmp_path)
+    check_readable(tmp_path / "scale.html", tmp_path)
 
 
 @pytest.mark.slow
@@ -419,4 +419,4 @@ def test_the_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path
     page = tmp_path / "bad.html"
     page.write_text(f"<!doctype html><title></title><body>{body}</body>")
     with pytest.raises(AssertionError, match=problem):
-        look(page, tmp_path)
+        check_readable(page, tmp_path)

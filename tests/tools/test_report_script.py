@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from browsers import look, needs_browser
+from browsers import check_readable, needs_browser
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.probe.step_clock import StepClock
@@ -80,7 +80,7 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
 def test_its_page_is_readable_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
-    look(page, tmp_path)
+    check_readable(page, tmp_path)
 
 
 @pytest.mark.ranks
@@ -101,7 +101,7 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
         assert describe_script(read_script_run(tmp_path / "its"))[0].startswith(
             "script.py: 0 optimizer steps, running"
         )
-        launcher.look()
+        launcher.record_family()
         launcher.process.kill()
         wait_until(lambda: read_script_run(tmp_path / "its").state != "running")
     assert (

@@ -140,7 +140,7 @@ def test_ctrl_c_ends_it_and_its_ranks(
     temporary = {"TMPDIR": str(short_folder)}
     with started("scale", *args, "--steps", 10**6, cwd=tmp_path, env=temporary) as scale:
         wait_until(lambda: has_begun(tmp_path) or has_begun(short_folder))
-        scale.look()
+        scale.record_family()
         scale.signal_group(signal.SIGINT)
         assert scale.end() == 130
         assert scale.err.read_text().endswith("stopped\n")

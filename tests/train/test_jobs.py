@@ -15,7 +15,7 @@ from processes import JOBS, SECONDS, refused, run, train
 
 pytestmark = pytest.mark.ranks
 
-OWN = JOBS / "own.py"
+OWN = JOBS / "augmented.py"
 STEPS_PER_EPOCH = 4  # 40 samples, 12 per step
 
 
@@ -36,7 +36,7 @@ def test_the_config_of_a_job_file_becomes_flags(tmp_path: Path) -> None:
     ):
         assert flag in shown
     train(OWN, "--no-augment", "--activation", "relu", "--epochs", 1, cwd=tmp_path)
-    config = json.loads((tmp_path / "runs/own/config.json").read_text())["config"]
+    config = json.loads((tmp_path / "runs/augmented/config.json").read_text())["config"]
     assert (config["augment"], config["activation"], config["epochs"], config["workers"]) == (
         False,
         "relu",
@@ -99,11 +99,11 @@ def test_an_item_is_the_same_on_any_number_of_processes_and_workers_and_new_in_e
 def test_a_mean_loss_on_a_short_last_batch_counts_with_its_true_weight(runs: Runs) -> None:
     curves = []
     for _, folder in runs.values():
-        losses = [line["loss"] for line in lines(folder / "runs/own") if "loss" in line]
+        losses = [line["loss"] for line in lines(folder / "runs/augmented") if "loss" in line]
         assert len(losses) == 2 * STEPS_PER_EPOCH
         curves.append(losses)
         mean = next(
-            line["train_loss"] for line in lines(folder / "runs/own") if "train_loss" in line
+            line["train_loss"] for line in lines(folder / "runs/augmented") if "train_loss" in line
         )
         assert mean == pytest.approx((12 * sum(losses[:3]) + 4 * losses[3]) / 40)
     assert all(losses == pytest.approx(curves[0], rel=1e-5) for losses in curves)
@@ -111,7 +111,7 @@ def test_a_mean_loss_on_a_short_last_batch_counts_with_its_true_weight(runs: Run
 
 def test_a_schedule_per_epoch_moves_only_there(runs: Runs) -> None:
     for _, folder in runs.values():
-        rates = [line["lr"] for line in lines(folder / "runs/own") if "lr" in line]
+        rates = [line["lr"] for line in lines(folder / "runs/augmented") if "lr" in line]
         assert rates == [0.05] * STEPS_PER_EPOCH + [0.025] * STEPS_PER_EPOCH
 
 
@@ -136,7 +136,7 @@ def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_sa
     assert "global batch 10 = 2 x 5" in done.stderr
     assert "learning rate 0.2 at the start (batch 5 per process, --lr-scale linear)" in done.stderr
     assert "after a linear warm-up of 4 steps" in done.stderr
-    rates = [line["lr"] for line in lines(tmp_path / "runs/own") if "lr" in line]
+    rates = [line["lr"] for line in lines(tmp_path / "runs/augmented") if "lr" in line]
     assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.1, 0.1])  # then halved by the schedule
     refused(run("train", *options, cwd=tmp_path), "global_batch=10", "5", "HINT: --nproc 2")
     assert train(*options, "--nproc", 2, cwd=tmp_path)["resumed_from_step"] == 6

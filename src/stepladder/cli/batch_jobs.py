@@ -148,7 +148,8 @@ def show_submitted(
 ) -> None:
     """Print the number of a job that was submitted."""
     if as_json:
-        echo(json.dumps({"schema": 1, "job_id": int(number) if number.isdigit() else number}))
+        job_id = int(number) if number.isdigit() else number
+        echo(json.dumps({"schema": 1, "job_id": job_id}))
     else:
         echo(f"job {number}: {name}; its output: stepladder logs -f {number}")
 

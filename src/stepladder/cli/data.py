@@ -106,8 +106,8 @@ def check(
         show(describe_shards(Path(path), check=True))
         return
     source = open_described(path)
-    found = list(source.find_damage())
-    for damage in found:
+    damages = list(source.find_damage())
+    for damage in damages:
         echo(str(damage))
     if as_json:
         echo_json(
@@ -115,11 +115,11 @@ def check(
                 "dataset": source.format,
                 "path": path,
                 "rows": len(source),
-                "damaged": [vars(damage) for damage in found],
+                "damaged": [vars(damage) for damage in damages],
             }
         )
-    if found:
-        count = sum(damage.count for damage in found)
+    if damages:
+        count = sum(damage.count for damage in damages)
         raise InputError(
             f"{path}: {count:,} of {len(source):,} records are damaged",
             "copy these files again",
@@ -147,9 +147,9 @@ def index(
 
     source = open_described(path, index_beside=beside)
     text = f"{path}: {len(source):,} records of {source.format} in {source.num_files:,} files"
-    place = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"
+    folder = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"
     if source.format in INDEXED_FORMATS:
-        echo(f"{text}; indexes are {place}")
+        echo(f"{text}; indexes are {folder}")
     else:
         echo(f"{text}, which need no index")
     if as_json:
@@ -216,8 +216,10 @@ def parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
 
 def parse_columns(text: str | None) -> tuple[str, ...]:
     """Return the names of --columns, none for all columns."""
-    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
-    if text is not None and not names:
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
         raise InputError(
             f"--columns {text!r} names no column", "--columns NAME,NAME, or leave it out for all"
         )

@@ -36,30 +36,30 @@ class SubmittedCommand:
     name: str
 
 
-def parse_submitted_command(words: Sequence[str]) -> SubmittedCommand:
+def parse_submitted_command(arguments: Sequence[str]) -> SubmittedCommand:
     """Parse the command after `--` as the job will, to find mistakes before the job waits.
 
     Raises:
         InputError: There is no such command, or a flag of it is wrong.
     """
-    if not words:
+    if not arguments:
         raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
-    if words[0] not in ("train", "run"):
-        if not parse_path("script", words[0]).is_file() or words[0].startswith("-"):
+    if arguments[0] not in ("train", "run"):
+        if not parse_path("script", arguments[0]).is_file() or arguments[0].startswith("-"):
             raise InputError(
-                f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
+                f"script {arguments[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
             )
-        words = ("run", *words)
-    kind, *arguments = words
+        arguments = ("run", *arguments)
+    kind, *kind_arguments = arguments
     command = importlib.import_module(f"stepladder.cli.{kind}").command
-    context = command.make_context(f"stepladder {kind}", list(arguments))
+    context = command.make_context(f"stepladder {kind}", list(kind_arguments))
     validate_own_flags(context)
     params = context.params
     path: Path = command.job if kind == "train" else Path(params["script"])
     if kind == "run":
         validate_script(path, params)
     job_dir = params["run_dir"] or Path("runs") / path.stem
-    return SubmittedCommand(kind, arguments, job_dir, path.stem)
+    return SubmittedCommand(kind, kind_arguments, job_dir, path.stem)
 
 
 def validate_script(path: Path, params: dict[str, Any]) -> None:

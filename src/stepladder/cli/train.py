@@ -84,7 +84,7 @@ def command(
         from stepladder.tools.dry_run import dry_run as estimate  # late: torch
 
         return estimate(request, topology, device_memory)
-    if (code := start_elsewhere(get_typed_words(), hosts, ssh, topology)) is not None:
+    if (code := start_elsewhere(get_typed_arguments(), hosts, ssh, topology)) is not None:
         return code
     show_note(topology)
     return start(request, Launch(topology, max_restarts, explain_after, on_loss))
@@ -96,10 +96,10 @@ def validate_device_memory(device_memory: int | None, dry_run: bool) -> None:
         raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")
 
 
-def get_typed_words() -> list[str]:
-    """Return the words of the command line, which other machines start with."""
-    words: list[str] = click.get_current_context().obj
-    return words
+def get_typed_arguments() -> list[str]:
+    """Return the command line's arguments, with which other machines start."""
+    typed_arguments: list[str] = click.get_current_context().obj
+    return typed_arguments
 
 
 def show_note(topology: Topology) -> None:

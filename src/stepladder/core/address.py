@@ -163,7 +163,11 @@ def resolve_host(host: str) -> list[IPv4Address | IPv6Address]:
     # UnicodeError: a part of the name is empty or longer than 63 letters.
     except (OSError, UnicodeError):
         return []
-    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in matches]
+    addresses = []
+    for *_, address in matches:
+        text, _, _ = str(address[0]).partition("%")  # without the interface
+        addresses.append(ip_address(text))
+    return addresses
 
 
 def is_loopback(host: str) -> bool:

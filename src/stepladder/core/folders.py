@@ -94,7 +94,8 @@ def validate_ownership(path: Path) -> None:
     """Raise InputError if other users than root own a file or its folder, or may write to it."""
     if sys.platform == "win32":  # which has neither
         return
-    for part in dict.fromkeys((path, path.parent, path.resolve(), path.resolve().parent)):
+    resolved = path.resolve()
+    for part in dict.fromkeys((path, path.parent, resolved, resolved.parent)):
         status = part.stat()
         if status.st_uid not in (ROOT_USER_ID, os.geteuid()):
             raise InputError(

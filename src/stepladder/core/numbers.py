@@ -32,7 +32,9 @@ def parse_whole_number(
     Returns:
         The number; None if the text is no number, or is out of range.
     """
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_INTEGER))):
+    if not text.isascii() or not text.isdigit():
+        return None
+    if len(text) > len(str(MAX_INTEGER)):
         return None
     number = int(text)
     return number if minimum <= number <= maximum else None

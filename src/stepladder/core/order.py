@@ -272,9 +272,11 @@ class StreamOrder:
         """Return the shuffled rows of one window."""
         edges = self.chunks.edges
         first_chunk = number * self.chunks_per_window
-        chunks = self.chunk_order(epoch)[first_chunk : first_chunk + self.chunks_per_window]
+        end_chunk = first_chunk + self.chunks_per_window
+        chunks = self.chunk_order(epoch)[first_chunk:end_chunk]
         rows = np.concatenate([np.arange(edges[chunk], edges[chunk + 1]) for chunk in chunks])
-        return rows[make_permutation(len(rows), derive_seed(self.seed, "window", epoch, number))]
+        seed = derive_seed(self.seed, "window", epoch, number)
+        return rows[make_permutation(len(rows), seed)]
 
     def _read_rows(
         self,

@@ -76,9 +76,9 @@ class Mixture:
         rows = indices - self._pass_edges[passes]
         places = [np.flatnonzero(sources == number) for number in range(len(self._sources))]
         batches = [
-            source.read(rows[place])
-            for source, place in zip(self._sources, places, strict=True)
-            if len(place)
+            source.read(rows[positions])
+            for source, positions in zip(self._sources, places, strict=True)
+            if len(positions)
         ]
         if len(batches) == 1:
             return batches[0]

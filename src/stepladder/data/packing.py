@@ -37,7 +37,8 @@ class Pieces:
 def concatenate_pieces(parts: list[Pieces]) -> Pieces:
     """Return the blocks of several parts, one after the other."""
     firsts = np.cumsum([0, *(len(part.documents) for part in parts)])
-    edges = [part.block_edges[:-1] + first for part, first in zip(parts, firsts, strict=False)]
+    pairs = zip(parts, firsts, strict=False)
+    edges = [part.block_edges[:-1] + first for part, first in pairs]
     return Pieces(
         np.concatenate([part.documents for part in parts]),
         np.concatenate([part.starts for part in parts]),
@@ -85,11 +86,12 @@ def assign_blocks(lengths: Integers, block_size: int) -> Integers:
     distinct, counts = np.unique(-lengths, return_counts=True)
     open_blocks = OpenBlocks(block_size)
     end = 0
-    for length, count in zip((-distinct).tolist(), counts.tolist(), strict=True):
+    longest_first = (-distinct).tolist()
+    for length, count in zip(longest_first, counts.tolist(), strict=True):
         begin = end
         end += count
         while begin < end:
-            chosen = open_blocks.place(length, end - begin)
+            chosen = open_blocks.fill(length, end - begin)
             blocks[by_length[begin : begin + len(chosen)]] = chosen
             begin += len(chosen)
     return blocks
@@ -104,7 +106,7 @@ class OpenBlocks:
         self.spaces: list[int] = []  # increasing; the keys of `bins`
         self.bins: Bins = {}
 
-    def place(self, length: int, count: int) -> Integers:
+    def fill(self, length: int, count: int) -> Integers:
         """Place up to `count` pieces into blocks of one space.
 
         Args:
@@ -121,12 +123,12 @@ class OpenBlocks:
             space = self.block_size
             self._add_new(-(-count // (space // length)))
         per_block = space // length
-        blocks = self._take(space, -(-count // per_block))
+        blocks = self._remove(space, -(-count // per_block))
         placed = min(count, len(blocks) * per_block)
-        full, rest = divmod(placed, per_block)
+        full, remaining_count = divmod(placed, per_block)
         self._put(space - per_block * length, blocks[:full])
-        if rest:
-            self._put(space - rest * length, blocks[full:])
+        if remaining_count:
+            self._put(space - remaining_count * length, blocks[full:])
         return np.repeat(blocks, per_block)[:placed]
 
     def _add_new(self, count: int) -> None:
@@ -141,7 +143,7 @@ class OpenBlocks:
             self.bins[space] = []
         self.bins[space].append(blocks)
 
-    def _take(self, space: int, count: int) -> Integers:
+    def _remove(self, space: int, count: int) -> Integers:
         """Remove and return up to `count` blocks with this space."""
         parts = self.bins[space]
         blocks = parts.pop()

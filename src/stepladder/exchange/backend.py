@@ -20,7 +20,9 @@ def make_group(
     size: int,
     timeout: timedelta,
 ) -> SharedMemoryGroup:
-    """Return a group that shares memory, for torch's registry of back ends. A collective.
+    """Return a group that shares memory, for torch's registry of back ends.
+
+    This is a collective: all ranks of the group must call it.
 
     Args:
         store: A store of this group alone.

@@ -1,4 +1,4 @@
-"""What gloo carries for a group that shares memory: messages, and what shared memory does badly."""
+"""The calls that a group which shares memory leaves to gloo, such as messages of two ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stepladder.exchange.group_base import C10D, GroupBase, Tensors
 from stepladder.exchange.group_work import NO_TIMEOUT
 from stepladder.rank.torch_fixes import shut_down_connections
 
-# The kernel closes the connections of a process before it reports the end of the process, and the
-# thread that hears of it may have to wait for a core.
+# A connection breaks before the kernel reports the end of the process, and the thread that gets
+# the report may have to wait for a core.
 LOSS_REPORT_S = 0.3
 LOSS_POLL_S = 0.001
 MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can still be sent
@@ -27,7 +27,7 @@ Explain = Callable[[RuntimeError], RuntimeError]
 
 @contextmanager
 def explaining(explain: Explain) -> Iterator[None]:
-    """Raise in place of an error in the block the one that explains it."""
+    """Replace an error that is raised in the block by the error that explains it."""
     try:
         yield
     except RuntimeError as error:
@@ -35,7 +35,7 @@ def explaining(explain: Explain) -> Iterator[None]:
 
 
 class CarriedWork(TorchWork):
-    """The work of a call that gloo carries; its error names the rank that was lost."""
+    """The work of a call that gloo carries; its error names a rank that was lost."""
 
     def __init__(self, work: Any, explain: Explain) -> None:
         """Create the work.
@@ -122,9 +122,10 @@ class CarryingGroup(GroupBase):
             super().monitored_barrier(*args, **options)
 
     def split_group(self, *args: Any, **options: Any) -> Any:
-        """Return a group of some of the ranks, which torch makes of its back ends alone.
+        """Return a group of some of the ranks, which has torch's back ends alone.
 
-        torch reads the store of the group that it splits, and this one has none there.
+        torch reads the store of the group that it splits. This class keeps its store elsewhere, so
+        a group of torch with the same back ends is split in its place.
         """
         group = C10D.ProcessGroup(self._own_store, self.rank(), self.size())
         for backend in self._backends:
@@ -164,19 +165,19 @@ class CarryingGroup(GroupBase):
     ) -> RuntimeError:
         """Return the error of a call that gloo has carried: it names a lost rank, if there is one.
 
-        After a collective no other rank waits for this one any more: such a rank, which waits for
-        this one and not for the lost one, would do so until its timeout.
+        After a failed collective this rank shuts its connections down. Otherwise a rank that waits
+        for this one, and not for the lost one, would wait until its timeout.
         """
         memory = self._memory
         if memory is None:
             return error
         deadline = time.monotonic() + LOSS_REPORT_S
-        lost = memory.waiter.find_lost()
-        while lost is None and time.monotonic() < deadline:
+        lost_rank = memory.waiter.find_lost()
+        while lost_rank is None and time.monotonic() < deadline:
             time.sleep(LOSS_POLL_S)
-            lost = memory.waiter.find_lost()
-        if lost is None:
+            lost_rank = memory.waiter.find_lost()
+        if lost_rank is None:
             return error
         if is_collective:
             shut_down_connections(self._connections)
-        return RuntimeError(f"rank {lost} has gone")
+        return RuntimeError(f"rank {lost_rank} has gone")

@@ -17,9 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from stepladder.core.console import print_message
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage
-from stepladder.exchange.meeting import share_memory
 from stepladder.exchange.plan import make_large_halves
 from stepladder.exchange.reduction import Reduction
+from stepladder.exchange.rendezvous import share_memory
 from stepladder.exchange.routing import can_share, find_reduction
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.rank.torch_fixes import list_tcp_connections
@@ -37,8 +37,8 @@ def do_nothing() -> None:
 
 
 @cache
-def announce(obstacle: str) -> None:
-    """Say once how the ranks exchange tensors that are in the host's memory."""
+def announce_transport(obstacle: str) -> None:
+    """Print once how the ranks exchange tensors in the host's memory."""
     if torch.cuda.is_available():
         return  # most tensors are on GPUs, and are NCCL's
     if obstacle:
@@ -63,7 +63,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             store: A store of this group alone.
             rank: This rank.
             size: The number of ranks.
-            announces: Whether rank 0 of all ranks says how they exchange tensors.
+            announces: Whether rank 0 prints how the ranks exchange tensors.
         """
         super().__init__(rank, size)  # with a store, torch does not accept a class of Python
         self.obstacle = "there is no gloo group for tensors in the host's memory"
@@ -105,19 +105,19 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
         store = PrefixStore(STORE_PREFIX, self._own_store)
-        meeting = share_memory(
+        rendezvous = share_memory(
             store,
             self.rank(),
             self.size(),
         )
-        self.obstacle = meeting.obstacle
+        self.obstacle = rendezvous.obstacle
         self._announce(gloo)
-        if meeting.memory is None:
+        if rendezvous.memory is None:
             return
         self._memory = SharedMemory(
-            meeting.memory,
+            rendezvous.memory,
             self.rank(),
-            meeting.pids,
+            rendezvous.pids,
             FIRST_GROUP_ID,
             gloo.options._timeout.total_seconds(),
             gloo.options.global_ranks_in_group,
@@ -128,19 +128,19 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
     def _announce(self, gloo: ProcessGroupGloo) -> None:
         is_default = not gloo.options.global_ranks_in_group
         if self._announces and is_default and self.rank() == 0:
-            announce(self.obstacle)
+            announce_transport(self.obstacle)
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._leave()
+        self._leave_group()
         super().shutdown()
 
     def abort(self) -> None:
         """Leave the group, also if a collective is under way."""
-        self._leave()
+        self._leave_group()
         super().abort()
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         if self._queue is not None:
             self._queue.close()
 

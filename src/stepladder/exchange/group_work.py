@@ -16,17 +16,17 @@ from torch.futures import Future
 
 from stepladder.exchange.runner import ExchangeRunner
 
-# How long a collective with async_op=True may keep its caller. A thread takes over then, which
-# costs several wake-ups: most ranks arrive sooner.
+# How long a collective with async_op=True may block its caller. Most ranks arrive sooner. After
+# this time a thread takes over, which costs several wake-ups.
 MAX_CALLER_WAIT_S = 0.005
 Stage = Callable[[], Any]
 NO_TIMEOUT = timedelta(0)
 
 
 def copy_error(error: RuntimeError) -> RuntimeError:
-    """Return an error to keep: the frames of the traceback of one that was raised hold memory.
+    """Return a copy of an error without its traceback, whose frames keep the shared memory alive.
 
-    Torch's own tests look for its word for what a group is given.
+    torch's own tests look for the word "timeout" in the message.
     """
     message = str(error)
     if message.startswith("timed out:"):
@@ -202,7 +202,7 @@ class CollectiveQueue:
         Args:
             enqueue: Its first stage, as of `QueuedCollective`.
             work: The collective's work.
-            is_async: Whether the caller wants to go on before the result is there.
+            is_async: Whether the caller continues before the result is there.
 
         Returns:
             The same work; it has ended if the caller is not asynchronous.
@@ -249,7 +249,7 @@ class CollectiveQueue:
             self._thread.start()
 
     def _run_waiting(self) -> None:
-        """Run what waits, until the queue is closed."""
+        """Run the waiting collectives until the queue is closed."""
         while True:
             with self._lock:
                 while not self._waiting and not self._is_closed:
@@ -259,7 +259,7 @@ class CollectiveQueue:
             self._run_waiting_in_turn()
 
     def _run_waiting_in_turn(self) -> None:
-        """Run what waits until nothing does."""
+        """Run the waiting collectives until none is left."""
         while True:
             collective = self._waiting[0]
             error = self._error

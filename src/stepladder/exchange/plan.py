@@ -19,7 +19,7 @@ FIRST_HALF_OFFSET = 8 * WORDS_PER_SLOT  # bytes from the beginning of a slot to 
 
 
 class Halves(NamedTuple):
-    """Where the two halves of each slot lie that hold the data of exchanges in turn.
+    """The position and size of the two halves of a slot, which exchanges use in turn.
 
     Attributes:
         offset: Bytes from the beginning of a slot to its first half.
@@ -30,13 +30,13 @@ class Halves(NamedTuple):
     size: int
 
 
-SMALL_HALVES = Halves(FIRST_HALF_OFFSET, HALF_BYTES)  # of a size that stays in a core's cache
+SMALL_HALVES = Halves(FIRST_HALF_OFFSET, HALF_BYTES)  # small enough for a core's cache
 
 
 def make_large_halves(size: int) -> Halves:
-    """Return halves of a size at the end of each slot: fewer exchanges, if ranks seldom get a core.
+    """Return halves of `size` bytes at the end of a slot, where the end of the arena would be.
 
-    They take the place of the end of the arena.
+    Large halves need fewer exchanges, which is faster where ranks share cores.
     """
     return Halves(SLOT_BYTES - 2 * size, size)
 
@@ -103,7 +103,8 @@ class ExchangePlanner:
                 lo += width
                 used_bytes += round_up_to_cache_line(width * column_bytes)
         if has_in_place and len(exchanges) == 1:
-            exchanges.append([])  # before it, no rank may read what its peers still write
+            # All ranks have added their slices only when they reach this second, empty exchange.
+            exchanges.append([])
         digest = zlib.crc32(repr(formats).encode())
         return [Exchange(digest, chunks) for chunks in exchanges]
 

@@ -75,7 +75,7 @@ class FlatTensors:
     """Tensors as flat ones, for a collective that writes to them."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._flat_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor whose numbers are those of a tensor after `write_back`."""
@@ -84,12 +84,12 @@ class FlatTensors:
             return data
         flat = data.reshape(-1)
         if not data.is_contiguous():
-            self._copies.append((data, flat))
+            self._flat_copies.append((data, flat))
         return flat
 
     def write_back(self) -> None:
         """Copy what was written, where a tensor does not lie in one row."""
-        for data, flat in self._copies:
+        for data, flat in self._flat_copies:
             data.copy_(flat.view(data.shape))
 
 

@@ -69,7 +69,7 @@ class ExchangeRunner:
         self.queue: list[Work] = []
         self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
         self.remaining: deque[Exchange] = deque()
-        self.is_published = False  # whether this rank has written its data of the first of them
+        self.is_published = False  # whether this rank has written its data of remaining[0]
         self.planner = ExchangePlanner(memory_bytes, rank, self.ranks, large_halves)
         self.plans: dict[tuple[MessageFormat, ...], list[Exchange]] = {}
         self.arena_used_bytes = 0
@@ -106,8 +106,8 @@ class ExchangeRunner:
         """Run the exchanges of the collectives that run now.
 
         Args:
-            until: The time, by `perf_counter`, after which to wait for no peer. The rest runs in
-                the next call.
+            until: The time, by `perf_counter`, at which to stop waiting for peers. The next call
+                runs the exchanges that remain.
 
         Returns:
             Whether they are finished.
@@ -136,7 +136,7 @@ class ExchangeRunner:
         return True
 
     def drop_batch(self) -> None:
-        """Forget the collectives that ran last, which hold this object, and so its memory."""
+        """Drop the last collectives, which keep this object and its memory alive."""
         self.batch = []
 
     def _publish(self, digest: int, chunks: list[Chunk]) -> None:
@@ -171,9 +171,9 @@ class ExchangeRunner:
             if not has_arrived:
                 return False
             if slots[slot + DIGEST_WORD + half] != digest:
-                lost = self.waiter.find_lost()
-                if lost is not None:
-                    raise RuntimeError(f"rank {lost} has gone")
+                lost_rank = self.waiter.find_lost()
+                if lost_rank is not None:
+                    raise RuntimeError(f"rank {lost_rank} has gone")
                 peer_name = self.names[peer]
                 raise RuntimeError(
                     f"rank {peer_name} calls a different collective here"

@@ -140,34 +140,34 @@ class ScatteringGroup(CarryingGroup):
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
-        whole: torch.Tensor,
+        tensor: torch.Tensor,
         opts: Any = REDUCE_SCATTER,
     ) -> Any:
         """Reduce a tensor over the ranks, with one slice of the result on each rank."""
         length = output.numel() * self.size()
-        reduction = self._find_reduction([output, whole], opts)
-        if reduction is None or whole.numel() != length:
-            return self._carry("_reduce_scatter_base", output.device, output, whole, opts)
-        return self._reduce_scatter([output], [self._cut(whole)], reduction, opts)
+        reduction = self._find_reduction([output, tensor], opts)
+        if reduction is None or tensor.numel() != length:
+            return self._carry("_reduce_scatter_base", output.device, output, tensor, opts)
+        return self._reduce_scatter([output], [self._split_by_rank(tensor)], reduction, opts)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
     def reduce_scatter_single_coalesced(
         self,
         outputs: Tensors,
-        wholes: Tensors,
+        tensors: Tensors,
         opts: Any = REDUCE_SCATTER,
     ) -> Any:
         """Reduce several tensors over the ranks, with a slice of each result on each rank."""
-        reduction = self._find_reduction([*outputs, *wholes], opts)
+        reduction = self._find_reduction([*outputs, *tensors], opts)
         if reduction is None:
-            return super().reduce_scatter_single_coalesced(outputs, wholes, opts)
-        sources = [self._cut(whole) for whole in wholes]
+            return super().reduce_scatter_single_coalesced(outputs, tensors, opts)
+        sources = [self._split_by_rank(tensor) for tensor in tensors]
         return self._reduce_scatter(outputs, sources, reduction, opts)
 
-    def _cut(self, whole: torch.Tensor) -> Tensors:
+    def _split_by_rank(self, tensor: torch.Tensor) -> Tensors:
         """Return the slices of all ranks."""
-        return list(get_flat(whole).view(self.size(), -1).unbind())
+        return list(get_flat(tensor).view(self.size(), -1).unbind())
 
     def _reduce_scatter(
         self,
@@ -197,7 +197,7 @@ class ScatteringGroup(CarryingGroup):
         return self._start(
             "_reduce_scatter_base",
             enqueue,
-            [piece for slices in sources for piece in slices],
+            [row for slices in sources for row in slices],
             outputs,
             opts,
             flats.write_back,

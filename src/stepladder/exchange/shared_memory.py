@@ -266,7 +266,7 @@ class SharedMemory(ExchangeRunner):
         message_format: MessageFormat,
         combine: CombineFunction,
     ) -> Work:
-        """Start combining the rows of all ranks by a function; the rows need not lie in one row.
+        """Start combining the rows of all ranks by a function; the rows need not be contiguous.
 
         Args:
             rows: This rank's rows, as flat tensors. Some may be shorter than the format says.

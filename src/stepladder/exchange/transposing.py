@@ -23,25 +23,25 @@ class TransposingGroup(ScatteringGroup):
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        whole: torch.Tensor,
+        tensor: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = ALL_TO_ALL,
     ) -> Any:
         """Send each rank its slice of a tensor."""
-        sent = count_elements(whole, input_splits, self.size())
+        sent = count_elements(tensor, input_splits, self.size())
         received = count_elements(output, output_splits, self.size())
-        if not self._can_share([output, whole]) or sent is None or received is None:
+        if not self._can_share([output, tensor]) or sent is None or received is None:
             splits = output_splits, input_splits
-            return self._carry("alltoall_base", whole.device, output, whole, *splits, opts)
+            return self._carry("alltoall_base", tensor.device, output, tensor, *splits, opts)
         flats = FlatTensors()
         targets = list(flats.add(output).split(received))
-        parts = list(get_flat(whole).split(sent))
+        parts = list(get_flat(tensor).split(sent))
         send = SendLengths(self.rank(), parts, targets)
         return self._start(
             "all_to_all",
             send,
-            [whole],
+            [tensor],
             [output],
             opts,
             flats.write_back,
@@ -127,7 +127,7 @@ class SendLengths:
                 f" {memory.names[target]}, which expects {expected[source, target]}"
             )
         parts = list(self.parts)
-        self.targets[self.rank].copy_(parts.pop(self.rank))  # without a way through memory
+        self.targets[self.rank].copy_(parts.pop(self.rank))  # copied directly
         sent.fill_diagonal_(0)
         message_format = MessageFormat(
             "all_to_all",

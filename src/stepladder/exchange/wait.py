@@ -15,7 +15,7 @@ from stepladder.rank.shared_segment import SLOT_BYTES
 # To sleep and be woken costs both ranks more than 150 us on a virtual machine.
 MAX_SPIN_S = 0.001
 MAX_SLEEP_S = 0.1
-MAX_SKIPPED_SPINS = 64  # on a busy machine; then quiet is noticed within some milliseconds
+MAX_SKIPPED_SPINS = 64  # then a rank tries again whether the machine is still busy
 
 # The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
 # that has lost a peer writes into the lost word that peer's number plus one. There are two digests,
@@ -130,10 +130,11 @@ class PeerWaiter:
         count: int,
         until: float,
     ) -> None:
-        """Compute until a peer has published a number, or until a time.
+        """Poll until a peer has published a number, or until a time.
 
-        Who spins in vain takes a core from the peer that it waits for, if the machine is busy.
-        Therefore the next waits sleep at once: one, two, four ... of them, until a spin succeeds.
+        On a busy machine a rank that spins keeps a core from the peer that it waits for. So after a
+        spin without success the next waits sleep at once: one, two, four ... of them, until a spin
+        succeeds.
         """
         slots = self.slots
         while slots[peer_word] < count:
@@ -203,15 +204,15 @@ class PeerWaiter:
         return has_left or peer in self.process_watch.ended
 
     def _record_lost(self, peer: int) -> int:
-        """Tell the others why a peer has gone.
+        """Tell the other ranks whose loss has made a peer leave the group.
 
         Returns:
-            The name of the rank whose loss was the reason; often it is the peer itself.
+            The name of the lost rank: the peer itself, or the rank that the peer has lost.
         """
         reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
-        lost = peer if reason in (-1, self.rank) else reason
-        self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
-        return self.names[lost]
+        lost_peer = peer if reason in (-1, self.rank) else reason
+        self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost_peer + 1
+        return self.names[lost_peer]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

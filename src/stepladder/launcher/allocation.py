@@ -125,7 +125,7 @@ class Allocation:
             address: The address of the job's first node, where the agents meet.
         """
         min_nodes, max_nodes = nodes
-        name, *rest = arguments
+        name, *command_arguments = arguments
         srun = [
             "srun",
             f"--nodes={max_nodes}",
@@ -141,7 +141,7 @@ class Allocation:
         if self.in_step:
             srun += ["--overlap"]
         flags = self._make_agent_flags(topology, nodes, address)
-        return [*srun, sys.executable, "-m", "stepladder", name, *flags, *rest]
+        return [*srun, sys.executable, "-m", "stepladder", name, *flags, *command_arguments]
 
     def _make_agent_flags(
         self, topology: Topology, nodes: tuple[int, int], address: str
@@ -279,12 +279,12 @@ def run_on_cluster_hosts(arguments: Sequence[str], ssh: str, topology: Topology)
     from stepladder.launcher.ssh import run_on_hosts  # late: asyncio
 
     print_message(topology.note)
-    name, *rest = arguments
+    name, *command_arguments = arguments
     flags = []
     for flag, value in (("--nodes", topology.nodes), ("--nproc", topology.nproc)):
         if value:
             flags += [flag, value]
-    return run_on_hosts([name, *flags, *rest], topology.hosts, ssh, topology)
+    return run_on_hosts([name, *flags, *command_arguments], topology.hosts, ssh, topology)
 
 
 def validate_job_is_alive(job: int) -> None:

@@ -136,7 +136,8 @@ def launch(
 def run_launcher(files: CallFiles, rank_count: int, timeout: float) -> int:
     """Run the launcher process, print its output, and return its exit code."""
     package_parent = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")]))
+    users_path = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [package_parent, users_path]))
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER_CODE, json.dumps(asdict(files)), str(timeout)],
         stdin=subprocess.PIPE,

@@ -73,7 +73,7 @@ def run_on_hosts(
     raise_file_limit(FILES_PER_HOST * count)
     endpoints = probe_all(all_hosts)
     rendezvous_endpoint = topology.endpoint or format_endpoint(*endpoints[0])
-    name, *rest = remove_flag(arguments, "--hosts")
+    name, *command_arguments = remove_flag(arguments, "--hosts")
     commands = []
     for host, (address, _) in zip(all_hosts, endpoints, strict=True):
         flags = [] if topology.nodes else ["--nodes", str(count)]
@@ -81,7 +81,7 @@ def run_on_hosts(
             validate_reachable("--hosts:", address, "")
             flags += ["--rdzv-endpoint", rendezvous_endpoint]
             flags += ["--local-addr", topology.local_addr or address]
-        commands.append((host, [name, *flags, *rest]))
+        commands.append((host, [name, *flags, *command_arguments]))
     is_fixed = min_nodes == max_nodes
     return RemoteAgents(
         commands,

@@ -73,14 +73,14 @@ class Topology:
         if self.nodes or self.hosts or find_launcher(env) is not None:
             return self
         for read in CLUSTERS:
-            found = read(env)
-            if found is not None:
+            topology = read(env)
+            if topology is not None:
                 return replace(
-                    found,
-                    nproc=self.nproc or found.nproc,
-                    endpoint=self.endpoint or found.endpoint,
-                    local_addr=self.local_addr or found.local_addr,
-                    note=f"{found.nodes} nodes ({found.note}); --nodes 1 for this one alone",
+                    topology,
+                    nproc=self.nproc or topology.nproc,
+                    endpoint=self.endpoint or topology.endpoint,
+                    local_addr=self.local_addr or topology.local_addr,
+                    note=f"{topology.nodes} nodes ({topology.note}); --nodes 1 for this one alone",
                 )
         return self
 

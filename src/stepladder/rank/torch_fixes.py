@@ -206,8 +206,8 @@ def _is_defined_in(file: str | None, function: object) -> bool:
 
 # gloo's threads and the GIL.
 #
-# A gloo thread that drops a Python tensor needs the GIL. Whoever joins such a thread with the GIL
-# held waits for ever, and an interpreter that ends before the thread aborts the process. Both are
+# A gloo thread that drops a Python tensor needs the GIL. A thread that joins it with the GIL held
+# waits for ever, and an interpreter that ends before the gloo thread aborts the process. Both are
 # in docs/log.md. Seen with torch 2.13. These can go when torch releases the GIL before it joins
 # gloo's threads, and drops their tensors before a collective counts as done.
 
@@ -237,7 +237,8 @@ def keep_backward_context_from_gloo() -> None:
 def wait_for_gloo_before_destroy() -> None:
     """Make `destroy_process_group` wait until gloo's threads are idle, in this process from now on.
 
-    Whoever frees the last model of a destroyed group joins the group's threads with the GIL held.
+    A process that frees the last model of a destroyed group joins the group's threads with the GIL
+    held.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     destroy = getattr(c10d, "destroy_process_group", None)

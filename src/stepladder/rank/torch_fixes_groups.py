@@ -1,4 +1,4 @@
-"""Changes to torch's process groups that stepladder.exchange needs, as in torch_fixes.py."""
+"""Changes to torch's process groups that stepladder.exchange needs; see torch_fixes.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_RECORD = nullcontext()
 class CollectiveRecord:
     """A block that a running profiler of torch shows as it shows a collective of gloo.
 
-    The profiler takes an event for asynchronous, as gloo's are, if another thread ends it. That
-    costs a thread for each collective while a profiler runs, and nothing else.
+    gloo's events are asynchronous: the profiler takes an event for asynchronous if another thread
+    ends it. So each collective starts a thread, but only while a profiler runs.
     """
 
     def __init__(self, name: str, tensors: Sequence[Any]) -> None:
@@ -30,8 +30,8 @@ class CollectiveRecord:
         self.record = _get_autograd()._record_function_with_args_enter(self.name, *self.tensors)
 
     def __exit__(self, *error: object) -> None:
-        leave = _get_autograd()._record_function_with_args_exit
-        thread = threading.Thread(target=leave, args=(self.record,), name="stepladder-record")
+        end_record = _get_autograd()._record_function_with_args_exit
+        thread = threading.Thread(target=end_record, args=(self.record,), name="stepladder-record")
         thread.start()
         thread.join()
 

@@ -1,4 +1,4 @@
-"""Changes to the store by which torch's ranks meet, as in torch_fixes.py."""
+"""Changes to the store through which torch's ranks meet; see torch_fixes.py."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _listen_on(host: str, port: int) -> int:
 def keep_stores_of_groups() -> None:
     """Make this process, from now on, able to form one process group after another.
 
-    In torch the first rank's store ends with its group. A rank that is a moment ahead finds the
-    server of the group before, and loses it, or reads in a store of torchrun's what a rank has
-    written there for that group. Now the server stays for as long as its process, and each group
+    In torch the store's server on the first rank ends with its group. A rank that forms the next
+    group a moment earlier connects to the old server and loses it; with torchrun's store, it reads
+    keys of the old group. With this change the server runs until its process ends, and each group
     after the first has keys of its own. All ranks must form their groups in the same order. Seen
-    with torch 2.13. Can go when a script that forms and destroys a group a hundred times
-    ends well under torchrun.
+    with torch 2.13. Can go when a script that forms and destroys a group a hundred times ends well
+    under torchrun.
     """
     call_after_import(RENDEZVOUS_MODULE, _keep_stores)
 

@@ -158,11 +158,11 @@ def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any
     Raises:
         InputError: If a flag's value is not valid.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    gpus = given.get("gpus_per_node", "")
+    typed_values = {name: value for name, value in flags.items() if value is not None}
+    gpus = typed_values.get("gpus_per_node", "")
     if gpus and not re.fullmatch(r"([\w.-]+:)?[1-9][0-9]{0,8}", gpus):
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
-    memory = given.get("mem", "")
+    memory = typed_values.get("mem", "")
     if not re.fullmatch(
         r"([0-9]{1,15}([KMGT]B?)?)?",
         memory,
@@ -170,14 +170,14 @@ def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any
     ):
         raise InputError(f"--mem {memory!r} is not an amount of memory", "--mem 64G")
     gpu_count = gpus.rpartition(":")[2]
-    nproc = given.pop("nproc", None) or gpu_count or "1"
+    nproc = typed_values.pop("nproc", None) or gpu_count or "1"
     if nproc not in ("gpu", "cpu", "auto"):
         parse_range("--nproc", nproc)
-    if given.get("time"):
-        parse_time_limit(given["time"])
-    cpus_per_task = 1 if given.get("per_rank") else parse_whole_number(nproc) or 1
+    if typed_values.get("time"):
+        parse_time_limit(typed_values["time"])
+    cpus_per_task = 1 if typed_values.get("per_rank") else parse_whole_number(nproc) or 1
     defaults = {"nproc": nproc, "cpus_per_task": cpus_per_task}
-    return BatchJob(**{**defaults, **computed, **asdict(site), **given})
+    return BatchJob(**{**defaults, **computed, **asdict(site), **typed_values})
 
 
 def measure_margin(run_dir: Path, limit: str = "") -> int:

@@ -64,12 +64,12 @@ class SlurmCluster:
         """Return the batch script."""
         return render_batch_script(job)
 
-    def validate(self, job: BatchJob, given: Container[str]) -> Sequence[str]:
+    def validate(self, job: BatchJob, typed_fields: Container[str]) -> Sequence[str]:
         """Raise InputError if Slurm would refuse the job or never start it; return advice."""
         partitions = list_partitions()
         validate_job_fits(job, partitions)
         validate_node_names(job)
-        advice = describe_cluster_defaults(job, partitions, given)
+        advice = describe_cluster_defaults(job, partitions, typed_fields)
         warnings = find_job_warnings(job)
         return [f"stepladder: {line}" for line in advice] + [
             f"warning: {line}" for line in warnings

@@ -218,14 +218,14 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def describe_cluster_defaults(
-    job: BatchJob, cluster: Mapping[str, Partition], given: Container[str]
+    job: BatchJob, cluster: Mapping[str, Partition], typed_fields: Container[str]
 ) -> list[str]:
     """Return a sentence for each limit of the job that no flag sets and that is often too low.
 
     Args:
         job: The job.
         cluster: The partitions.
-        given: The fields of the job that flags have set.
+        typed_fields: The fields of the job that flags have set.
     """
     partition = find_partition(job, cluster)
     sentences = []
@@ -234,7 +234,7 @@ def describe_cluster_defaults(
             f"no --time: partition {partition.name} ends the job after {partition.default_time},"
             " its default"
         )
-    if job.gpus_per_node and "cpus_per_task" not in given:
+    if job.gpus_per_node and "cpus_per_task" not in typed_fields:
         cores = f"{job.cpus_per_task} CPU core{'s' * (job.cpus_per_task > 1)}"
         unit = "process" if job.per_rank else "node"
         available = max(group.cpus for group in partition.nodes)

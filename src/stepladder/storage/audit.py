@@ -317,7 +317,11 @@ def compare_with_plan(
     epochs = [EpochCount(number) for number in range(last_epoch + 1)]
     for epoch in epochs:
         epoch.add(num_never_seen=plan.num_dropped)
-    unrecorded = [(0, line[0].first - 1), (line[-1].last, last)] if line else [(0, last)]
+    unrecorded = [(0, last)]
+    if line:
+        before_line = (0, line[0].first - 1)
+        after_line = (line[-1].last, last)
+        unrecorded = [before_line, after_line]
     for first, end in unrecorded:
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch

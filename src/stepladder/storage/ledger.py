@@ -74,7 +74,8 @@ def compute_digests(indices: Indices, counts: list[int]) -> Digests:
     values = mix_indices(indices)
     if len(counts) == 1:
         return np.add.reduce(values, keepdims=True)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values, out=sums[1:])
     ends = np.cumsum([0, *counts])
     digests: Digests = sums[ends[1:]] - sums[ends[:-1]]
     return digests

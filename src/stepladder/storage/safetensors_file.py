@@ -70,7 +70,8 @@ def write_tensors(
 
 def get_bytes(tensor: torch.Tensor) -> Any:
     """Return the values as a NumPy array of bytes, without a copy if contiguous and on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
 
 
 def format_dtype(dtype: torch.dtype) -> str:

@@ -151,7 +151,8 @@ class Checkpoint:
                 f"{METADATA} does not say where the piece of {name} at {list(offsets)} is stored"
             )
         tensor = load_chunk(self.folder, self.chunks[name, offsets])
-        slices = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+        bounds = zip(offsets, sizes, strict=True)
+        slices = [slice(start, start + size) for start, size in bounds]
         section = target[tuple(slices)]
         if tensor.shape != section.shape or section.shape != sizes:
             raise ValueError(

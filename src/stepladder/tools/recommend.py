@@ -57,13 +57,15 @@ def recommend(
     else:
         job.model.eval()
         with torch.no_grad():
-            scores = job.model(torch.tensor([user_index]), ratings.in_training[None]).squeeze(0)
+            users = torch.tensor([user_index])
+            scores = job.model(users, ratings.in_training[None]).squeeze(0)
     scores[ratings.rated] = -torch.inf
     num_candidates = int((scores > -torch.inf).sum())
     best = scores.nan_to_num(-torch.inf).topk(min(top, num_candidates))
     title_of = read_titles(titles or Path(config.data_dir))
     items = []
-    for index, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+    best_pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    for index, score in best_pairs:
         movie_id = int(data.item_ids[index])
         items.append({"movie_id": movie_id, "title": title_of.get(movie_id), "score": score})
     return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}

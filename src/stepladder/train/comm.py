@@ -22,7 +22,7 @@ from stepladder.core.world import World
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.work import CombineFunction, Work
 from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
-from stepladder.rank.progress import COLLECTIVE, GROUP, REGROUP, Progress
+from stepladder.rank.progress import COLLECTIVE, GROUP, REGROUP, VARYING_SIZE, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.train.group_setup import (
     init_process_group,
@@ -114,7 +114,7 @@ class Comm:
         sent_sizes: list[int],
     ) -> Pending:
         """Start sending each rank its part of the flat `sent`; shared memory needs equal sizes."""
-        self.progress.record_collective("all_to_all", -1)
+        self.progress.record_collective("all_to_all", VARYING_SIZE)
         if self.shared_memory is None:
             return self._start(
                 dist.all_to_all_single,

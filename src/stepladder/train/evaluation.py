@@ -125,6 +125,7 @@ def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:
 def _means_of(table: np.ndarray, names: list[str]) -> dict[str, float]:
     """Return sum / count of each metric, from a table of shape (batches, names, 2)."""
     means = {}
-    for name, (total, count) in zip(names, np.add.reduce(table, axis=0), strict=True):
+    sums = np.add.reduce(table, axis=0)
+    for name, (total, count) in zip(names, sums, strict=True):
         means[name] = float(total / count) if count else math.nan
     return means

@@ -38,7 +38,9 @@ def is_clip_norm(value: Any) -> bool:
 
 
 def is_best(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and value[1:] in (("max",), ("min",)))
+    if value is None:
+        return True
+    return isinstance(value, tuple) and value[1:] in (("max",), ("min",))
 
 
 def is_classes(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`Loader`: the plan's batches for a training loop of anybody's, with a state of a few bytes."""
+"""`Loader`: the plan's batches for any training loop, with a state of a few bytes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NEW_RUN_HINT = "to begin with the first sample, no load_state_dict"
 class Loader:
     """The batches of this rank, for a loop of your own, of Accelerate, Lightning or Transformers.
 
-    `for batch in loader` yields one batch for each step of the epoch. Every sample is in one batch
-    of one rank, once per epoch. After a `break`, the next loop continues behind the last batch; a
-    loop that has come to the end of the epoch is followed by one of the next epoch, in another
-    order.
+    `for batch in loader` yields one batch for each step of the epoch. In an epoch every sample is
+    in exactly one batch of exactly one rank. After a `break`, the next loop continues with the next
+    batch. After the end of an epoch, the next loop yields the next epoch, in another order.
 
-    `state_dict()` counts the batches that the loop was given. It is the same on every rank, and
-    fits any number of ranks and workers. What was read ahead is read again after a resume.
+    `state_dict()` counts the batches that the loop was given. It is the same on every rank, and can
+    be loaded on any number of ranks and workers. Batches that were read ahead are read again after
+    a resume.
 
     Args:
         data: Tensors (one, or a tuple or dict of them), `Shards`, a `Source`, or a map-style
             Dataset.
         global_batch: The samples of a step on all ranks together, so that a resumed run has the
-            same steps on any number of ranks. Shares of ranks differ by one sample at most.
-        seed: The number from which the order follows, and the random numbers of a Dataset's items.
+            same steps on any number of ranks. The shares of two ranks differ by at most one sample.
+        seed: Determines the order of samples, and the random numbers of a Dataset's items.
         drop_last: Whether the samples at the end of an epoch that do not fill a global batch are
             left out.
         num_workers: The number of processes that read a Dataset; 0 reads it in this process. A
@@ -53,7 +53,7 @@ class Loader:
             else the launcher's.
 
     Raises:
-        InputError: A rank would have no sample in some step, or the data are of no such kind.
+        InputError: A rank would have no sample in some step, or `data` is of another kind.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Loader:
         validate_shares(self._plan, world or find_world())
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._step = 0  # batches that the loop was given
-        self._attempt = 0  # the number in `run_dir` of the start that gave the last one
+        self._attempt = 0  # the attempt of `run_dir` that gave the last batch
         self._batches: Batches | None = None
         self._ledger: LoaderLedger | None = None
         self._loop = 0  # how many loops have begun
@@ -135,14 +135,14 @@ class Loader:
             self.close()
             raise
         if self._ledger is not None:
-            # Written before the loop trains on it: a state of this step, on whichever rank it is
-            # taken, then has the lines of all ranks that have finished the step with it.
+            # Written before the loop trains on the batch. So when any rank saves its state after a
+            # step, every rank that has finished the step has written its line.
             self._ledger.record(self._step + 1, self.epoch, indices)
         self._step += 1
         return batch
 
     def _open(self) -> None:
-        # Not before the first batch: Lightning starts the ranks after the Loader is made.
+        # Called at the first batch: Lightning starts the ranks after the Loader is made.
         world = self._world or find_world()
         validate_shares(self._plan, world)
         if self._run_dir is not None:
@@ -158,7 +158,7 @@ class Loader:
         OPEN_LOADERS.add(self)
 
     def _requests(self, world: World) -> Iterator[Request]:
-        """Yield what this rank reads, step by step, without an end: workers outlive an epoch."""
+        """Yield the epoch and samples of each step, without an end: workers outlive an epoch."""
         for step in count(self._step):
             indices = self._plan.indices_of_rank(step, world.rank, world.world_size)
             yield self._plan.epoch_of_step(step), indices
@@ -173,7 +173,7 @@ class Loader:
             self._ledger = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the last batch that the loop was given, as a dict of JSON values."""
+        """Return the position after the last batch that the loop was given, as JSON values."""
         return {"step": self._step, "attempt": self._attempt, **self._definition}
 
     @property
@@ -189,7 +189,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the place that `state_dict` has returned, on any number of ranks.
+        """Continue at the position that `state_dict` has returned, on any number of ranks.
 
         Raises:
             InputError: The state is of other data, or of a Loader with other arguments.
@@ -207,41 +207,37 @@ OPEN_LOADERS: WeakSet[Loader] = WeakSet()
 
 @atexit.register
 def close_open_loaders() -> None:
-    """End what reads ahead for loaders that the script has not closed."""
+    """Close the loaders that the script has not closed, so that their workers end."""
     for loader in list(OPEN_LOADERS):
         loader.close()
 
 
 def find_world() -> World:
-    """Return this rank: that of the script's process group, else of the launcher's variables."""
+    """Return this rank, from the script's process group, or else from the launcher's variables."""
     if dist.is_available() and dist.is_initialized():
         return get_world_of_script()
     return World.detect()
 
 
 def validate_shares(plan: Plan, world: World) -> None:
-    """Raise InputError if a rank would have no sample in some step, where a model has no loss."""
+    """Raise InputError if a rank would have no sample in some step, and so no loss."""
     lo, hi = plan.batch(plan.steps_per_epoch - 1)
-    fewest = min(hi - lo, plan.global_batch)
-    if world.world_size <= fewest:
+    min_samples = min(hi - lo, plan.global_batch)
+    if world.world_size <= min_samples:
         return
-    if fewest == plan.global_batch:
-        hint = f"global_batch={world.world_size} or more, or {fewest} ranks"
+    if min_samples == plan.global_batch:
+        hint = f"global_batch={world.world_size} or more, or {min_samples} ranks"
     else:
         hint = "drop_last=True, another global_batch, or fewer ranks"
     raise InputError(
-        f"a step of the Loader has {fewest} samples (global_batch={plan.global_batch},"
+        f"a step of the Loader has {min_samples} samples (global_batch={plan.global_batch},"
         f" {plan.num_samples} in all) for {world.world_size} ranks",
         hint,
     )
 
 
 def validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
-    """Raise InputError if a state is of other data, of other arguments, or of something else.
-
-    Raises:
-        InputError: If so.
-    """
+    """Raise InputError if a state was not made by a Loader with the same data and arguments."""
     for name in ("step", "attempt"):
         if not is_count(state.get(name)):
             raise InputError(

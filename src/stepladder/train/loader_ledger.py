@@ -22,17 +22,17 @@ RECIPE = "Loader"
 
 
 class LoaderLedger:
-    """Writes which samples a rank's loop was given, from one start or loaded state on.
+    """Writes which samples a rank's loop was given, since the start or since a state was loaded.
 
-    To make one is a collective: the first rank opens the run directory, and gives the others the
-    number of this attempt, or its error.
+    Creating one is a collective: the first rank opens the run directory, and sends the other ranks
+    the number of this attempt, or its error.
 
     Args:
         path: The run directory.
         plan: The Loader's plan.
         world: This rank.
         step: The number of batches that were given before, by earlier attempts.
-        parent: The attempt that gave the last of them, 0 if none did.
+        parent: The attempt that gave the last of these batches; 0 if there is none.
 
     Raises:
         InputError: The directory is in use, cannot be written, or holds another run.
@@ -97,13 +97,13 @@ class LoaderLedger:
         epoch: int,
         indices: Indices,
     ) -> None:
-        """Write a line of a batch: its step, counted from 1, its epoch and its samples."""
+        """Write the line of one batch: its step, counted from 1, its epoch and its samples."""
         with translate_storage_errors(self.path):
             self.file.record_step(step, epoch, [indices])
             self.file.flush()
 
     def close(self) -> None:
-        """Close the file, and on the first rank free the run directory for another run."""
+        """Close the file, and on the first rank unlock the run directory."""
         self.file.close()
         if self.run_dir is not None:
             self.run_dir.close()
@@ -126,7 +126,7 @@ def validate_group(world: World) -> None:
 
 
 def make_config(plan: Plan) -> dict[str, Any]:
-    """Return what config.json holds of the run of a Loader."""
+    """Return the content of config.json for the run of a Loader."""
     definition = {
         "recipe": RECIPE,
         "num_samples": plan.num_samples,

@@ -132,7 +132,7 @@ class Opening:
             from stepladder.train.checkpoint_blocks import checkpoint_blocks
 
             checkpoint_blocks(self.spec.job)
-        self.layout_class.place(self.spec.job, self.comm)
+        self.layout_class.move_model(self.spec.job, self.comm)
         number = get_joining_rank()
         if number is not None:
             return self._join(number)

@@ -72,7 +72,9 @@ def validate_metrics(result: Any, expected_names: list[str] | None) -> None:
 
 def is_sum_and_count(value: Any) -> bool:
     """Return whether a value is a pair of numbers."""
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
+    if not isinstance(value, (tuple, list)):
+        return False
+    return len(value) == 2 and all(map(is_number, value))
 
 
 def validate_counts(counts: np.ndarray, names: list[str]) -> None:

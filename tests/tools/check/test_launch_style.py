@@ -73,7 +73,7 @@ def test_a_script_of_a_package_can_be_a_module(tmp_path: Path) -> None:
     write_files(tmp_path, pkg____init__="", pkg__train="from .net import f\n")
     script = tmp_path / "pkg" / "train.py"
     styles = find_styles(script, tmp_path, None)
-    assert [style.words for style in styles] == [("pkg/train.py",), ("-m", "pkg.train")]
+    assert [style.python_args for style in styles] == [("pkg/train.py",), ("-m", "pkg.train")]
     missing = failure("ImportError: attempted relative import with no known parent package")
     assert [finds_what_is_missing(style, missing) for style in styles] == [False, True]
 
@@ -85,7 +85,7 @@ def test_a_repository_is_copied_for_what_lies_beside_the_working_folder(tmp_path
     folder = tmp_path / "trainer"
     first, second = find_styles(folder / "train.py", folder, None)
     assert (first.root, second.root, second.folder) == (folder, tmp_path, folder)
-    assert (second.words, second.subfolder) == (("train.py",), "trainer")
+    assert (second.python_args, second.subfolder) == (("train.py",), "trainer")
     for output, helps in {
         "ModuleNotFoundError: No module named 'net'": True,
         "ModuleNotFoundError: No module named 'model.net'": True,

@@ -113,7 +113,9 @@ def index_items(movie_ids: Ints) -> tuple[Ints, Ints]:
 
 def validate_users(users: Ints) -> None:
     """Raise InputError unless users are numbered without gaps and each has two ratings."""
-    counts = np.bincount(users, minlength=1) if users.min() >= 0 else np.zeros(1, np.int64)
+    counts = np.zeros(1, np.int64)
+    if users.min() >= 0:
+        counts = np.bincount(users, minlength=1)
     has_too_few = counts < 2
     if has_too_few.any():
         user = int(np.argmax(has_too_few))
@@ -132,9 +134,11 @@ def format_negatives(
 ) -> str:
     """Return a line for each user: (user,item) of the held-out item, and the negatives."""
     counts = np.bincount(users)
-    rated_by_user = np.split(items[np.argsort(users, kind="stable")], np.cumsum(counts)[:-1])
+    items_by_user = items[np.argsort(users, kind="stable")]
+    rated_by_user = np.split(items_by_user, np.cumsum(counts)[:-1])
     lines = []
-    for (user, item), rated in zip(test[:, :2].tolist(), rated_by_user, strict=True):
+    held_out = test[:, :2].tolist()
+    for (user, item), rated in zip(held_out, rated_by_user, strict=True):
         unrated = np.setdiff1d(np.arange(num_items), rated)
         order = make_permutation(len(unrated), derive_seed("leave-one-out", user))
         negatives = unrated[order[:NEGATIVES_1M]]

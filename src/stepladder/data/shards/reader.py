@@ -326,7 +326,8 @@ def find_extent(h5: Any, dataset: Any) -> Extent:
         return Extent(0, None)
     if dataset.chunks is None:
         offset = dataset.id.get_offset()
-        return Extent(max(1, len(dataset)), None if offset is None else np.array([offset]))
+        offsets = None if offset is None else np.array([offset])
+        return Extent(max(1, len(dataset)), offsets)
     if dataset.chunks[1:] != dataset.shape[1:]:
         return Extent(0, None)
     chunk_rows = dataset.chunks[0]

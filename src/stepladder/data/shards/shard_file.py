@@ -103,7 +103,9 @@ def write_h5(
                     table.total_bytes,
                 )
         file.raise_failure()
-    texts = {name: np.array(values, ">u8").tobytes().hex() for name, values in checksums.items()}
+    texts = {}
+    for name, values in checksums.items():
+        texts[name] = np.array(values, ">u8").tobytes().hex()
     return {"rows": rows, "list_bytes": list_bytes, "checksums": texts}
 
 

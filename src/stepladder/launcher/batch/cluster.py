@@ -51,12 +51,12 @@ class Cluster(Protocol):
         """Return the batch script, for `submit --dry-run`."""
         raise InputError("--dry-run: this cluster shows no batch script", "leave --dry-run out")
 
-    def validate(self, job: BatchJob, given: Container[str]) -> Sequence[str]:
+    def validate(self, job: BatchJob, typed_fields: Container[str]) -> Sequence[str]:
         """Raise InputError if the cluster cannot run the job.
 
         Args:
             job: The job.
-            given: The fields of the job that flags have set.
+            typed_fields: The fields of the job that flags have set.
 
         Returns:
             Lines to print before the job is submitted.

@@ -75,7 +75,8 @@ def find_job(cluster: Cluster, job: str) -> JobInfo:
     # The newest one: a cluster that was set up again counts its jobs from 1 again.
     note = notes[-1]
     if info is None or not is_complete:
-        info = replace(info or JobInfo(job, "", ""), name=note["name"], output=note["output"])
+        info = info or JobInfo(job, "", "")
+        info = replace(info, name=note["name"], output=note["output"])
     if info.output != note["output"]:  # a job of another cluster
         return info
     return replace(info, job_dir=note["job_dir"])

@@ -1,7 +1,7 @@
-"""Finds out that no rank can go on: each waits for another, or for a lock that nobody gives back.
+"""Detects a deadlock: every rank waits for another rank, or for a lock that is never released.
 
-A rank that downloads, computes or sleeps keeps the others waiting, and yet can go on: that is no
-deadlock.
+It is no deadlock if one rank downloads, computes or sleeps while the others wait for it: that rank
+will continue.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from stepladder.launcher.diagnose.hang import LOCK_FILES, MAX_LOCK_DEPTH, explai
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Stack
 
-# For which all ranks were quiet before they are looked at, and between the two looks.
-QUIET_S = 3.0
-PAUSE_S = 1.0
-WAITS_FOR_A_PROGRAM = "subprocess.py"
+QUIET_S = 3.0  # how long all ranks must be idle before the first examination
+PAUSE_S = 1.0  # between the first examination and the second
+PROGRAM_FILE = "subprocess.py"  # in the stack of a thread that waits for a program
 IDLE_THREAD_FILES = (*LOCK_FILES, "concurrent/futures/thread.py")
 
 
 class DeadlockFinder:
-    """Looks at all ranks twice: they are in a deadlock if both looks show the same one."""
+    """Examines all ranks twice: a deadlock is where no rank has moved between the two times."""
 
     def __init__(self) -> None:
-        self._last_look: list[str] = []
+        self._last_positions: list[str] = []
 
     def examine(self, statuses: Sequence[RankStatus]) -> Explanation | None:
-        """Return why no rank can go on; None where one may, and at the first look.
+        """Return why no rank can continue; None if one may, and at the first examination.
 
         Args:
             statuses: All ranks, also those that have ended.
         """
-        last_look = self._last_look
-        self._last_look = [status.describe_position() for status in statuses]
-        if not are_stuck(statuses) or self._last_look != last_look:
+        last_positions = self._last_positions
+        self._last_positions = [status.describe_position() for status in statuses]
+        if not are_stuck(statuses) or self._last_positions != last_positions:
             return None
         return explain_hang(statuses)
 
@@ -53,13 +52,13 @@ def is_stuck(status: RankStatus) -> bool:
         return True
     if status.workers or not is_in_lock(status):
         return False
-    has_program = any(frame.file.endswith(WAITS_FOR_A_PROGRAM) for frame in status.stack)
+    has_program = any(frame.file.endswith(PROGRAM_FILE) for frame in status.stack)
     has_busy_thread = not all(map(_is_idle, status.threads[1:]))
     return not has_program and not has_busy_thread
 
 
 def _is_idle(thread: Stack) -> bool:
-    """Return whether a thread waits for work, or is this package's own."""
+    """Return whether a thread waits for work, or belongs to this package."""
     for frame in thread[:MAX_LOCK_DEPTH]:
         if frame.is_stepladder or frame.file.endswith(IDLE_THREAD_FILES):
             return True

@@ -47,8 +47,8 @@ class Explanation:
         """Return all of it as lines for a terminal.
 
         Args:
-            lead: What has lasted so long.
-            seconds: How long it has lasted.
+            lead: What has happened for so many seconds, the beginning of the report.
+            seconds: For how many.
         """
         lines = [
             f"stepladder: {lead} for {seconds:.0f} s: {self.sentence}",

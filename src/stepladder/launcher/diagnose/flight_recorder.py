@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.rank.progress import RING_SIZE, CallSite, RankProgress
+from stepladder.rank.progress import RING_SIZE, VARYING_SIZE, CallSite, RankProgress
 from stepladder.rank.stacks import Frame, find_user_frame
 
 DUMP_PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -75,9 +75,9 @@ class RecordedCollective:
 
     @property
     def size(self) -> int:
-        """How many numbers the rank passes to it; -1 if ranks may pass different sizes."""
+        """How many numbers the rank passes to it; VARYING_SIZE if these may differ by rank."""
         if any(part in self.name for part in NAMES_WITH_ANY_SIZE):
-            return -1
+            return VARYING_SIZE
         return sum(math.prod(shape) for shape in self.entry["input_sizes"])
 
 

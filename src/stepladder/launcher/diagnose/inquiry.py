@@ -38,7 +38,7 @@ class Board(Protocol):
         """Return a text.
 
         Raises:
-            ValueError: Something else than a member has written it.
+            ValueError: The writer was not a member.
         """
 
     def has(self, key: str) -> bool:
@@ -51,7 +51,7 @@ class Inquiry:
     Args:
         board: What the members share.
         member: The number of this member.
-        count: The number of members.
+        member_count: The number of members.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -60,13 +60,17 @@ class Inquiry:
     """
 
     def __init__(
-        self, board: Board, member: int, count: int, clock: Callable[[], float] = time.monotonic
+        self,
+        board: Board,
+        member: int,
+        member_count: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.current = 0
         self.answered = 0
         self._board = board
         self._member = member
-        self._members: Sequence[int] = range(count)
+        self._members: Sequence[int] = range(member_count)
         self._clock = clock
         self._reports = False  # whether this member reports the current inquiry
         self._polled_at = -INQUIRY_INTERVAL_S

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from stepladder.launcher.diagnose import causes
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.rank_status import RankStatus
-from stepladder.rank.progress import BLOCK_SEPARATOR, RING_SIZE, CallSite
-
-UNKNOWN_SIZE = -1
+from stepladder.rank.progress import BLOCK_SEPARATOR, RING_SIZE, VARYING_SIZE, CallSite
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,8 @@ class CollectiveCall:
     Args:
         status: The rank.
         site: The line that has called it, with its name.
-        size: How many numbers the rank passes to it; UNKNOWN_SIZE if ranks may pass different ones.
+        size: How many numbers the rank passes to it; VARYING_SIZE if ranks may pass different
+            ones.
     """
 
     status: RankStatus
@@ -91,7 +90,7 @@ def _compare(
         is_of_block = BLOCK_SEPARATOR in first.site.name or BLOCK_SEPARATOR in second.site.name
         cause = causes.SKIPPED_BLOCK if is_of_block else causes.DIFFERENT_ORDER
         return Explanation(second.status.rank, sentence, cause, statuses)
-    has_sizes = UNKNOWN_SIZE not in (first.size, second.size)
+    has_sizes = VARYING_SIZE not in (first.size, second.size)
     if has_sizes and first.size != second.size:
         sentence = (
             f"{second.status} passes {second.size} numbers to {first.site.name} {number}{step}"

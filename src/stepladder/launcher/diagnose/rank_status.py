@@ -98,7 +98,7 @@ class RankStatus:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the rank is in a collective, called by our trainer or by itself."""
+        """Whether the rank is in a collective, which the trainer or the user's code has called."""
         return self.progress.awaited > 0 or self.collective is not None
 
     @property

@@ -260,7 +260,7 @@ class InPlaceRecovery:
         consensus = self._consensus
         match action:
             case RecoveryAction.REFUSE:
-                self._refuse_waiting_ranks()
+                self._send_refusals()
             case RecoveryAction.KILL_JOINING:
                 self._kill_joining_ranks()
             case RecoveryAction.REPORT_LOSS:
@@ -288,7 +288,7 @@ class InPlaceRecovery:
         for rank in ranks:
             self._actions.request_regroup(rank)
 
-    def _refuse_waiting_ranks(self) -> None:
+    def _send_refusals(self) -> None:
         for rank in list(self._leave_reasons):
             self._reply(rank, None)
 
@@ -301,7 +301,7 @@ class InPlaceRecovery:
             return True
         if quorum.membership is None:
             self.state = RecoveryState.REFUSED
-            self._refuse_waiting_ranks()
+            self._send_refusals()
             return bool(view.training) and not failures
         self.state = RecoveryState.OPEN
         self._form_group(quorum, quorum.membership, len(view.training))

@@ -62,14 +62,14 @@ def announce_start(peers: Peers, known: NodeInfo) -> None:
 
 
 def join_running_start(
-    shared_store: Store, secret: str, own: NodeInfo
+    shared_store: Store, secret: str, own_info: NodeInfo
 ) -> tuple[Peers, NodeInfo] | None:
     """Make this node one of the nodes of the current start.
 
     Args:
         shared_store: The store of all starts.
         secret: The launch's.
-        own: What this node tells the others.
+        own_info: What this node tells the others.
 
     Returns:
         The nodes of the start and this node's info updated by it. None if no start is published, if
@@ -83,10 +83,10 @@ def join_running_start(
         return None
     start: RunningStart = convert(json.loads(launch_board.read(CURRENT_START_KEY)), RunningStart)
     board = open_start_board(shared_store, start.attempt, secret)
-    took_part = start.attempt <= own.attempt
+    took_part = start.attempt <= own_info.attempt
     if took_part or board.has(BROKEN_KEY) or board.has(ENDED_KEY):
         return None
-    known = replace(own, attempt=start.attempt, failed=start.failed)
+    known = replace(own_info, attempt=start.attempt, failed=start.failed)
     text = json.dumps(asdict(known))
     index = start.nodes
     while board.write_if_absent(f"node-{index}", text) != text:

@@ -86,11 +86,11 @@ class Peers:
         # By node: its heartbeat counter, and when that last changed.
         self._heartbeats: dict[int, tuple[int, float]] = {}
 
-    def introduce(self, own: NodeInfo) -> NodeInfo:
+    def introduce(self, own_info: NodeInfo) -> NodeInfo:
         """Exchange the infos of all nodes, and begin the start.
 
         Args:
-            own: What this node tells the others.
+            own_info: What this node tells the others.
 
         Returns:
             This node's info, with the number of the start and what the nodes agreed on.
@@ -99,12 +99,12 @@ class Peers:
             ForgedError: A value was not written by this launch.
             DistError: A node does not introduce itself.
         """
-        infos = self._exchange_infos(json.dumps(asdict(own)))
+        infos = self._exchange_infos(json.dumps(asdict(own_info)))
         rank_counts = [info["nproc"] for info in infos]
         self.first_rank = sum(rank_counts[: self.index])
         attempt, step = max(info["failed"] for info in infos)
         known = NodeInfo(
-            own.nproc,
+            own_info.nproc,
             1 + max(info["attempt"] for info in infos),
             (attempt, step),
             tuple(infos[0]["master"]),
@@ -112,10 +112,10 @@ class Peers:
         for node, info in enumerate(infos):
             self.register_peer(node, info)
         self.begin_start(known.attempt, sum(rank_counts))
-        self.board.write(f"node-{self.index}", json.dumps(asdict(own)))
+        self.board.write(f"node-{self.index}", json.dumps(asdict(own_info)))
         return known
 
-    def _exchange_infos(self, own: str) -> list[Any]:
+    def _exchange_infos(self, own_json: str) -> list[Any]:
         """Return the info of each node of this start, and of no earlier start.
 
         A store may hold signed values of earlier starts, either because the rendezvous has one
@@ -124,7 +124,7 @@ class Peers:
         was written after this node drew it.
 
         Args:
-            own: The info of this node, as JSON.
+            own_json: The info of this node, as JSON.
 
         Returns:
             The parsed info of each node, in the order of the nodes.
@@ -142,7 +142,7 @@ class Peers:
         while True:
             nonces = board.read_all(nonce_keys)
             if nonces != repeated:
-                board.write(info_keys[self.index], json.dumps({"drawn": nonces, "own": own}))
+                board.write(info_keys[self.index], json.dumps({"drawn": nonces, "own": own_json}))
                 repeated = nonces
             records = [json.loads(text) for text in board.read_all(info_keys)]
             own_slot = slice(self.index, self.index + 1)

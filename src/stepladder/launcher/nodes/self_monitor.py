@@ -248,7 +248,7 @@ class SelfMonitor:
         name = str(self.world.rank)
         if board.write_if_absent("left", name) != name:
             return
-        own = RankStatus(
+        own_status = RankStatus(
             error.rank,
             self.pid,
             ProcessState.ENDED,
@@ -256,7 +256,9 @@ class SelfMonitor:
             parse_traceback(error.trace),
             host=self.host,
         )
-        explanation = explain_hang([own, *(self._inspect_peer(board, rank) for rank in exited)])
+        explanation = explain_hang(
+            [own_status, *(self._inspect_peer(board, rank) for rank in exited)]
+        )
         # torch puts `[rank0]:` before what goes to sys.stderr.
         write_text(f"stepladder: {explanation.with_cause}", sys.__stderr__)
 

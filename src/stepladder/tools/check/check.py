@@ -278,7 +278,7 @@ class Check:
         if simulates_fabric:
             self.notes.append("started as fabric run does it")
         return RankLaunch(
-            self.style.words,
+            self.style.python_args,
             request.args,
             request.nproc,
             settings,

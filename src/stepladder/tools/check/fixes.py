@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.python_file import parse_source
 from stepladder.tools.check.edits import (
     Edits,
     apply_edits,
@@ -22,7 +21,6 @@ from stepladder.tools.check.edits import (
 from stepladder.tools.check.rules.batch_means import iterated_object
 from stepladder.tools.check.rules.source_patterns import is_on_line, keeps_loss
 from stepladder.tools.check.script_source import (
-    Node,
     SourceFile,
     constant_value,
     find_nodes,
@@ -31,21 +29,16 @@ from stepladder.tools.check.script_source import (
 )
 from stepladder.tools.findings.finding import Finding
 
-Fix = Callable[[SourceFile, int], Edits]
-
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch, as text, and the findings that it mends."""
+    """A patch, as text, and the findings that it fixes."""
 
     text: str
     fixed: tuple[Finding, ...]
 
 
-def make_patch(
-    findings: Iterable[Finding],
-    folder: Path,
-) -> Patch:
+def make_patch(findings: Iterable[Finding], folder: Path) -> Patch:
     """Return the patch for all findings whose fix is mechanical.
 
     Args:
@@ -54,105 +47,63 @@ def make_patch(
     """
     by_file: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
-        if finding.rule in FIXES:
+        if finding.rule in CALL_FIXES or finding.rule in STATEMENT_FIXES:
             by_file[finding.location.file].append(finding)
     texts: list[str] = []
     fixed: list[Finding] = []
-    for name, of_file in by_file.items():
-        file = read_file(folder / name, name)
-        if file is not None:
-            edits = mend(
-                file,
-                of_file,
-                fixed,
-            )
-            texts.append(format_diff(file, apply_edits(file.text, edits)))
+    for name, findings_of_file in by_file.items():
+        try:
+            file = SourceFile.read(folder / name, name)
+        except InputError:
+            continue
+        edits: Edits = []
+        for finding in findings_of_file:
+            fix = find_fix(file, finding)
+            if fix and not any(overlap(new, old) for new in fix for old in edits):
+                edits += fix
+                fixed.append(finding)
+        texts.append(format_diff(file, apply_edits(file.text, edits)))
     return Patch("".join(texts), tuple(fixed))
 
 
-def mend(
-    file: SourceFile,
-    findings: list[Finding],
-    fixed: list[Finding],
-) -> Edits:
-    """Return the edits of one file, and add the findings that they mend to a list."""
-    edits: Edits = []
-    for finding in findings:
-        fix = FIXES[finding.rule]
-        of_finding = fix(file, finding.location.line)
-        if of_finding and not any(overlap(new, old) for new in of_finding for old in edits):
-            edits += of_finding
-            fixed.append(finding)
-    return edits
+def find_fix(file: SourceFile, finding: Finding) -> Edits:
+    """Return the edits that fix a finding; none if its line is not of a known form."""
+    return next(filter(None, list_fixes(file, finding.rule, finding.location.line)), [])
 
 
-def read_file(
-    path: Path,
-    name: str,
-) -> SourceFile | None:
-    try:
-        tree = parse_source(path)
-    except InputError:
-        return None
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return SourceFile(
-        path,
-        name,
-        tree,
-        text,
-    )
+def list_fixes(file: SourceFile, rule: str, line: int) -> Iterator[Edits]:
+    """Yield the edits for each call that a line is part of, and each statement that it begins."""
+    if rule in CALL_FIXES:
+        for call in find_nodes(file.tree, ast.Call):
+            if is_on_line(call, line):
+                yield CALL_FIXES[rule](file, call)
+    if rule in STATEMENT_FIXES:
+        for statement in find_nodes(file.tree, ast.stmt):
+            if statement.lineno == line:
+                yield STATEMENT_FIXES[rule](file, statement)
 
 
-def nodes_on_line(
-    file: SourceFile,
-    kind: type[Node],
-    line: int,
-) -> list[Node]:
-    nodes = find_nodes(file.tree, kind)
-    return [node for node in nodes if is_on_line(node, line)]  # type: ignore[arg-type]
-
-
-def statement_of(
-    file: SourceFile,
-    node: ast.AST,
-) -> ast.stmt | None:
-    """Return the statement that is an expression alone, if it is this one."""
-    parent = file.parents.get(node)
-    return parent if isinstance(parent, ast.Expr) else None
-
-
-def tell_epoch(
-    file: SourceFile,
-    line: int,
-) -> Edits:
-    """Give set_epoch the number of the epoch, or call it before the loop over the loader."""
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
-    ):
-        epoch = epoch_name(file, call)
-        if last_name(call.func) == "set_epoch" and len(call.args) == 1 and epoch:
-            return [replace_node(call.args[0], epoch)]
-    for loop in find_nodes(file.tree, ast.For):
-        epoch = epoch_name(file, loop)
-        loader = iterated_object(loop.iter)
-        if loop.lineno == line and epoch and isinstance(loader, ast.Name | ast.Attribute):
-            text = f"{ast.unparse(loader)}.sampler.set_epoch({epoch})"
-            return [
-                insert_before(
-                    file,
-                    line,
-                    text,
-                )
-            ]
+def set_epoch_number(file: SourceFile, call: ast.Call) -> Edits:
+    """Give set_epoch the number of the epoch."""
+    epoch = find_epoch_name(file, call)
+    if last_name(call.func) == "set_epoch" and len(call.args) == 1 and epoch:
+        return [replace_node(call.args[0], epoch)]
     return []
 
 
-def epoch_name(
-    file: SourceFile,
-    node: ast.AST,
-) -> str:
+def call_set_epoch(file: SourceFile, loop: ast.stmt) -> Edits:
+    """Call set_epoch before the loop over the loader."""
+    epoch = find_epoch_name(file, loop)
+    if not isinstance(loop, ast.For) or not epoch:
+        return []
+    loader = iterated_object(loop.iter)
+    if not isinstance(loader, ast.Name | ast.Attribute):
+        return []
+    text = f"{ast.unparse(loader)}.sampler.set_epoch({epoch})"
+    return [insert_before(file, loop.lineno, text)]
+
+
+def find_epoch_name(file: SourceFile, node: ast.AST) -> str:
     """Return the variable of the loop over epochs around a node; empty where there is none."""
     while node in file.parents:
         node = file.parents[node]
@@ -165,112 +116,68 @@ def epoch_name(
     return ""
 
 
-def clear_gradients(
-    file: SourceFile,
-    line: int,
-) -> Edits:
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
+def clear_gradients(file: SourceFile, call: ast.Call) -> Edits:
+    """Call zero_grad after the optimizer's step."""
+    statement = file.parents.get(call)
+    if (
+        last_name(call.func) != "step"
+        or not isinstance(call.func, ast.Attribute)
+        or not isinstance(statement, ast.Expr)
     ):
-        statement = statement_of(file, call)
-        if (
-            last_name(call.func) != "step"
-            or not isinstance(call.func, ast.Attribute)
-            or not statement
-        ):
-            continue
-        optimizer = call.args[0] if call.args else call.func.value  # scaler.step(optimizer)
-        return [
-            insert_after(
-                file,
-                statement,
-                f"{ast.unparse(optimizer)}.zero_grad()",
-            )
-        ]
-    return []
-
-
-def save_beside(
-    file: SourceFile,
-    line: int,
-) -> Edits:
-    """Write a snapshot under another name, and then rename it."""
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
-    ):
-        statement = statement_of(file, call)
-        if ast.unparse(call.func) == "torch.save" and len(call.args) == 2 and statement:
-            path = ast.unparse(call.args[1])
-            temporary = f'str({path}) + ".tmp"'
-            return [
-                replace_node(call.args[1], temporary),
-                insert_after(
-                    file,
-                    statement,
-                    f"os.replace({temporary}, {path})",
-                ),
-                *import_os(file),
-            ]
-    return []
-
-
-def import_os(file: SourceFile) -> Edits:
-    imports = [node for node in file.tree.body if isinstance(node, ast.Import)]
-    if any(alias.name == "os" for node in imports for alias in node.names):
         return []
-    others = [node for node in file.tree.body if isinstance(node, ast.ImportFrom)]
-    ordinary = [node for node in others if node.module != "__future__"]
-    first = min((node.lineno for node in [*imports, *ordinary]), default=1)
+    optimizer = call.args[0] if call.args else call.func.value  # scaler.step(optimizer)
+    return [insert_after(file, statement, f"{ast.unparse(optimizer)}.zero_grad()")]
+
+
+def replace_after_save(file: SourceFile, call: ast.Call) -> Edits:
+    """Write a snapshot under another name, and then rename it."""
+    statement = file.parents.get(call)
+    is_save = ast.unparse(call.func) == "torch.save" and len(call.args) == 2
+    if not is_save or not isinstance(statement, ast.Expr):
+        return []
+    path = ast.unparse(call.args[1])
+    temporary = f'str({path}) + ".tmp"'
     return [
-        insert_before(
-            file,
-            first,
-            "import os",
-        )
+        replace_node(call.args[1], temporary),
+        insert_after(file, statement, f"os.replace({temporary}, {path})"),
+        *import_os(file),
     ]
 
 
-def load_weights_only(
-    file: SourceFile,
-    line: int,
-) -> Edits:
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
-    ):
-        value = keyword_value(call, "weights_only")
-        if last_name(call.func) == "load" and value and constant_value(value) is False:
-            return [replace_node(value, "True")]
+def import_os(file: SourceFile) -> Edits:
+    """Import os before the other imports, if the file does not import it."""
+    imports = [node for node in file.tree.body if isinstance(node, ast.Import)]
+    if any(alias.name == "os" for node in imports for alias in node.names):
+        return []
+    imports_from = [node for node in file.tree.body if isinstance(node, ast.ImportFrom)]
+    lines = [node.lineno for node in imports]
+    lines += [node.lineno for node in imports_from if node.module != "__future__"]
+    return [insert_before(file, min(lines, default=1), "import os")]
+
+
+def load_weights_only(_file: SourceFile, call: ast.Call) -> Edits:
+    """Load tensors, and no other objects, whose code would run."""
+    value = keyword_value(call, "weights_only")
+    if last_name(call.func) == "load" and value and constant_value(value) is False:
+        return [replace_node(value, "True")]
     return []
 
 
-def write_on_rank_0(
-    file: SourceFile,
-    line: int,
-) -> Edits:
+def write_on_rank_0(file: SourceFile, call: ast.Call) -> Edits:
     """Ask for the rank in place of the local rank, around the line that writes."""
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
-    ):
-        node: ast.AST = call
-        while node in file.parents and not isinstance(node, ast.FunctionDef):
-            node = file.parents[node]
-            comparisons = find_nodes(node.test, ast.Compare) if isinstance(node, ast.If) else ()
-            for comparison in comparisons:
-                if "local_rank" in ast.unparse(comparison.left).lower():
-                    return [replace_node(comparison.left, f"{distributed_name(file)}.get_rank()")]
+    node: ast.AST = call
+    while node in file.parents and not isinstance(node, ast.FunctionDef):
+        node = file.parents[node]
+        comparisons = find_nodes(node.test, ast.Compare) if isinstance(node, ast.If) else ()
+        for comparison in comparisons:
+            if "local_rank" in ast.unparse(comparison.left).lower():
+                module = find_distributed_name(file)
+                return [replace_node(comparison.left, f"{module}.get_rank()")]
     return []
 
 
-def distributed_name(file: SourceFile) -> str:
-    """Return under which name a file knows torch.distributed."""
+def find_distributed_name(file: SourceFile) -> str:
+    """Return the name by which a file knows torch.distributed."""
     for node in find_nodes(file.tree, ast.Import):
         for alias in node.names:
             if alias.name == "torch.distributed" and alias.asname:
@@ -278,47 +185,33 @@ def distributed_name(file: SourceFile) -> str:
     return "torch.distributed"
 
 
-def keep_no_graph(
-    file: SourceFile,
-    line: int,
-) -> Edits:
+def disable_gradients(file: SourceFile, call: ast.Call) -> Edits:
     """Put `@torch.no_grad()` on the function that evaluates, if it trains nothing."""
-    for call in nodes_on_line(
-        file,
-        ast.Call,
-        line,
-    )[:1]:
-        function = file.enclosing_function(call)
-        if isinstance(function, ast.FunctionDef) and ".backward(" not in ast.unparse(function):
-            first = min([function.lineno, *(node.lineno for node in function.decorator_list)])
-            return [
-                insert_before(
-                    file,
-                    first,
-                    "@torch.no_grad()",
-                )
-            ]
-    return []
+    function = file.enclosing_function(call)
+    if not isinstance(function, ast.FunctionDef) or ".backward(" in ast.unparse(function):
+        return []
+    first = min([function.lineno, *(node.lineno for node in function.decorator_list)])
+    return [insert_before(file, first, "@torch.no_grad()")]
 
 
-def keep_number(
-    file: SourceFile,
-    line: int,
-) -> Edits:
+def add_loss_as_number(_file: SourceFile, statement: ast.stmt) -> Edits:
     """Add a loss as a number, without its graph."""
-    for node in find_nodes(file.tree, ast.AugAssign):
-        is_loss = isinstance(node.value, ast.Name) and keeps_loss(node, node.value.id)
-        if node.lineno == line and is_loss:
-            return [replace_node(node.value, f"{ast.unparse(node.value)}.item()")]
-    return []
+    if not isinstance(statement, ast.AugAssign) or not isinstance(statement.value, ast.Name):
+        return []
+    if not keeps_loss(statement, statement.value.id):
+        return []
+    return [replace_node(statement.value, f"{statement.value.id}.item()")]
 
 
-FIXES: dict[str, Fix] = {
-    "set-epoch": tell_epoch,
+CALL_FIXES: dict[str, Callable[[SourceFile, ast.Call], Edits]] = {
+    "set-epoch": set_epoch_number,
     "missing-zero-grad": clear_gradients,
-    "in-place-snapshot": save_beside,
+    "in-place-snapshot": replace_after_save,
     "unsafe-load": load_weights_only,
     "many-writers": write_on_rank_0,
-    "eval-keeps-graph": keep_no_graph,
-    "graph-kept": keep_number,
+    "eval-keeps-graph": disable_gradients,
+}
+STATEMENT_FIXES: dict[str, Callable[[SourceFile, ast.stmt], Edits]] = {
+    "set-epoch": call_set_epoch,
+    "graph-kept": add_loss_as_number,
 }

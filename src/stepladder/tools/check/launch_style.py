@@ -53,7 +53,7 @@ class LaunchStyle:
     module: str = ""
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def python_args(self) -> tuple[str, ...]:
         """What comes after `python`."""
         if self.module:
             return ("-m", self.module)
@@ -65,7 +65,7 @@ class LaunchStyle:
         return str(self.folder.relative_to(self.root))
 
     def __str__(self) -> str:
-        return f"python {' '.join(self.words)} in {self.folder}, with a copy of {self.root}"
+        return f"python {' '.join(self.python_args)} in {self.folder}, with a copy of {self.root}"
 
     def with_shown_path(
         self,

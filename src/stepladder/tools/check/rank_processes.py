@@ -88,7 +88,7 @@ class RankLaunch:
     """How the script is started.
 
     Attributes:
-        words: What comes after `python`: the script, or `-m` and a module.
+        python_args: What comes after `python`: the script, or `-m` and a module.
         args: The script's own arguments.
         folder: The working folder, within the copy.
         local_rank_option: The option by which the script wants its local rank, as
@@ -102,7 +102,7 @@ class RankLaunch:
         nodes: The number of nodes that the ranks simulate.
     """
 
-    words: tuple[str, ...]
+    python_args: tuple[str, ...]
     args: tuple[str, ...]
     nproc: int
     settings: ProbeSettings
@@ -167,7 +167,7 @@ class RankLaunch:
         options: list[str] = []
         if self.local_rank_option and not self.is_alone:
             options.append(f"{self.local_rank_option}={rank % self.ranks_per_node}")
-        return [sys.executable, "-u", *self.words, *options, *self.args]
+        return [sys.executable, "-u", *self.python_args, *options, *self.args]
 
     def torchrun_variables(
         self,
@@ -219,11 +219,11 @@ def run_ranks(
         for rank in range(1 if launch.is_alone else launch.nproc):
             processes.append(start_rank(launch, rank, port))
         ranks = RunningRanks(processes, launch)
-        ranks.look()
+        ranks.poll()
         while not ranks.are_over:
             watch(ranks.outcome.folder)
             time.sleep(POLL_INTERVAL_S)
-            ranks.look()
+            ranks.poll()
         return ranks.conclude()
     finally:
         for process in processes:
@@ -287,7 +287,7 @@ class RunningRanks:
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Learn what the processes have done since the last look."""
         now = time.monotonic()
         if added := self.files.read_added():
@@ -298,7 +298,7 @@ class RunningRanks:
             spawns=self.outcome.spawns or SpawnsRanks.marker() in added,
             halted=self.outcome.halted or Halt.marker() in added,
             late=now - self.began > self.launch.timeout_s,
-            deadlock=self.observed.look(),
+            deadlock=self.observed.poll(),
         )
         if not self.outcome.failed:
             self.well_at = now

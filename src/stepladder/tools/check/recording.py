@@ -167,7 +167,7 @@ class RankLog:
 
     def evaluates_with_graph(self, one_pass: LoaderPass) -> bool:
         """Return whether a pass calls a model, and its loader is not one that is trained on."""
-        trained_loaders = {other.start.loader for other in self.training_passes}
+        trained_loaders = {training_pass.start.loader for training_pass in self.training_passes}
         is_training_data = not trained_loaders or one_pass.start.loader in trained_loaders
         if is_training_data or one_pass.takes_gradients or one_pass.calls_no_model:
             return False

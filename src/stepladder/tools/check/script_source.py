@@ -28,6 +28,16 @@ class SourceFile:
     tree: ast.Module
     text: str
 
+    @staticmethod
+    def read(path: Path, name: str) -> SourceFile:
+        """Read a file, and parse it.
+
+        Raises:
+            InputError: It cannot be read, or is no Python.
+        """
+        tree = parse_source(path)
+        return SourceFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
+
     @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
@@ -151,17 +161,15 @@ def read_source(script: Path, folder: Path) -> ScriptSource:
         path = paths.pop()
         if path in files or len(files) > MOST_SOURCE_FILES:
             continue
+        is_in_folder = path.is_relative_to(folder)
+        name = str(path.relative_to(folder) if is_in_folder else path)
         try:
-            tree = parse_source(path)
+            files[path] = SourceFile.read(path, name)
         except InputError:
             if path == script:
                 raise
             continue
-        is_in_folder = path.is_relative_to(folder)
-        name = str(path.relative_to(folder) if is_in_folder else path)
-        text = path.read_text(encoding="utf-8", errors="replace")
-        files[path] = SourceFile(path, name, tree, text)
-        paths += imported_paths(tree, path.parent)
+        paths += imported_paths(files[path].tree, path.parent)
     return ScriptSource(tuple(files.values()))
 
 

@@ -28,7 +28,7 @@ from stepladder.tools.check.failure import RANK_PREFIX
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 from stepladder.tools.probe.events import ProbeEvent
 
-LOOK_INTERVAL_S = 0.2
+OBSERVE_INTERVAL_S = 0.2
 NO_PID = 0  # of ranks in a report, whose text is the same each time
 WORKING_SHARE = 0.05  # of a core
 TELLS_THE_RANK = (ProcessStart.marker(), GroupJoined.marker())
@@ -56,7 +56,7 @@ class ObservedProcesses:
         self.meters: dict[int, IdleMeter] = {}
         self.finder = DeadlockFinder()
         self.known_busy_s = 0.0
-        self.worked_at = self.looked_at = self.examined_at = time.monotonic()
+        self.worked_at = self.polled_at = self.examined_at = time.monotonic()
 
     def add_events(
         self,
@@ -81,12 +81,12 @@ class ObservedProcesses:
         """The seconds for which the processes have hardly done anything."""
         return time.monotonic() - self.worked_at
 
-    def look(self) -> Explanation | None:
+    def poll(self) -> Explanation | None:
         """Look at the processes, now and then, and return why no rank can go on, if so."""
         now = time.monotonic()
-        if now - self.looked_at < LOOK_INTERVAL_S:
+        if now - self.polled_at < OBSERVE_INTERVAL_S:
             return None
-        self.looked_at = now
+        self.polled_at = now
         self.measure_work(now)
         for pid in filter(is_alive, self.pids.values()):
             self.meters.setdefault(
@@ -115,7 +115,7 @@ class ObservedProcesses:
         if self.world_size < 2 or len(self.pids) < self.world_size:
             return False
         polls = [meter.count(IdleKind.QUIET) for pid, meter in self.meters.items() if is_alive(pid)]
-        return min(polls, default=0) * LOOK_INTERVAL_S >= QUIET_S
+        return min(polls, default=0) * OBSERVE_INTERVAL_S >= QUIET_S
 
     def explain_failure(self) -> Explanation | None:
         """Return why ranks have failed together: some were aborted, or have waited too long.

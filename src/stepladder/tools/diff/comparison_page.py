@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stepladder.tools.diff.verdict import (
     shorten,
 )
 from stepladder.tools.pages.figures import COLOURS, Figure
-from stepladder.tools.pages.line_chart import draw_lines
+from stepladder.tools.pages.line_chart import Points, draw_lines
 from stepladder.tools.pages.page import render_page
 from stepladder.tools.report.record import RunRecord, read_run
 from stepladder.tools.report.report import EPOCH_LOSS, format_time
@@ -42,9 +43,9 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> None:
                 f"stepladder report {run_dir}",
             )
     records = [read_run(run_dir) for run_dir in run_dirs]
-    first, *others = [RecordedRun(run_dir) for run_dir in run_dirs]
-    comparisons = [RecordComparison(first, other) for other in others]
-    for run in (first, *others):
+    first, *later_runs = [RecordedRun(run_dir) for run_dir in run_dirs]
+    comparisons = [RecordComparison(first, run) for run in later_runs]
+    for run in (first, *later_runs):
         for problem in run.problems[:1]:
             print_message(f"{run.run_dir}: {problem}")
     names = name_runs(run_dirs)
@@ -121,19 +122,16 @@ def format_value(name: str, value: Any) -> str:
 
 def draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Figure]:
     """Return a figure for the training loss and for each metric that two runs have."""
-    losses = {
-        name: record.metrics.losses.points for name, record in zip(names, records, strict=True)
-    }
+    metrics_of_run = {name: record.metrics for name, record in zip(names, records, strict=True)}
+    losses = {name: metrics.losses.points for name, metrics in metrics_of_run.items()}
     figures = [draw_lines("training loss", losses, "step", "loss")]
-    metrics = dict.fromkeys(metric for record in records for metric in record.metrics.evaluations)
-    metrics.pop(EPOCH_LOSS, None)
-    for metric in metrics:
-        curves = {
-            name: record.metrics.evaluations[metric].points
-            for name, record in zip(names, records, strict=True)
-            if metric in record.metrics.evaluations
-        }
+    evaluated: dict[str, dict[str, Points]] = defaultdict(dict)
+    for name, metrics in metrics_of_run.items():
+        for metric, curve in metrics.evaluations.items():
+            evaluated[metric][name] = curve.points
+    evaluated.pop(EPOCH_LOSS, None)
+    for metric, curves in evaluated.items():
         if len(curves) > 1:
             figures.append(draw_lines(metric, curves, "step", metric, dots=list(curves)))
-    rates = {name: record.metrics.rates.points for name, record in zip(names, records, strict=True)}
+    rates = {name: metrics.rates.points for name, metrics in metrics_of_run.items()}
     return [*figures, draw_lines("learning rate", rates, "step", "learning rate")]

@@ -133,7 +133,10 @@ def absent_device(facts: Facts) -> tuple[Any, ...]:
     """Return the first GPU that CUDA_VISIBLE_DEVICES names and that is absent, and the last GPU."""
     names = [name.strip() for name in facts.env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     last = len(facts.gpus.found) - 1
-    return next(((name, last) for name in names if (parse_whole_number(name) or 0) > last >= 0), ())
+    for name in names:
+        if (parse_whole_number(name) or 0) > last >= 0:
+            return name, last
+    return ()
 
 
 def more_ranks_than_gpus(facts: Facts) -> Findings:

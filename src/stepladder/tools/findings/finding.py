@@ -99,7 +99,8 @@ class Catalogue:
 
     def __init__(self, package: str) -> None:
         text = files(package).joinpath("rules.toml").read_text(encoding="utf-8")
-        self.texts = {name: RuleText(name, **entry) for name, entry in tomllib.loads(text).items()}
+        entries = tomllib.loads(text)
+        self.texts = {name: RuleText(name, **entry) for name, entry in entries.items()}
 
     @property
     def rules(self) -> list[RuleText]:

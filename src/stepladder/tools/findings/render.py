@@ -14,8 +14,8 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def format_finding(finding: Finding) -> str:
     """Return the lines of a finding for a terminal, without its severity."""
-    place = f"{finding.location}: " if finding.location.file else ""
-    lines = [f" {finding.rule}: {place}{finding.what or finding.evidence}"]
+    location = f"{finding.location}: " if finding.location.file else ""
+    lines = [f" {finding.rule}: {location}{finding.what or finding.evidence}"]
     if finding.what:
         lines.append(f"    seen: {finding.evidence}")
     fix = finding.fix.replace("\n", "\n         ")

@@ -123,9 +123,13 @@ def render_class_page(class_results: Sequence[LearnerResults]) -> str:
             if any(item.label == label and item.passed is False for item in results.items)
         ]
     by_count = sorted(stuck.items(), key=lambda item: -len(item[1]))
+    stuck_rows = []
+    for label, names in by_count:
+        if names:
+            stuck_rows.append([label, len(names), ", ".join(sorted(names))])
     return render_page(
         "class.html",
         title=f"The class: {format_count(len(learners), 'learner')}",
         learners=learners,
-        items=[[label, len(names), ", ".join(sorted(names))] for label, names in by_count if names],
+        items=stuck_rows,
     )

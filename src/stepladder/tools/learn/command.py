@@ -190,7 +190,8 @@ def find_program(command: Sequence[str]) -> list[str]:
 
 
 def make_environment(variables: dict[str, str]) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    interpreter_folder = str(Path(sys.executable).parent)
+    path = os.pathsep.join([interpreter_folder, os.environ.get("PATH", "")])
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,

@@ -65,8 +65,8 @@ class StallMeter:
 def abort_process_tree(pid: int) -> list[psutil.Process]:
     """Send SIGABRT to each process: with PYTHONFAULTHANDLER, Python then prints its stacks.
 
-    All are stopped first. Otherwise the end of one would make another leave the place where it
-    hangs, before its turn.
+    All processes are suspended first. Otherwise the end of one process could wake another one,
+    whose stack would then no longer show where it hung.
 
     Returns:
         The processes in the order in which they print.
@@ -110,20 +110,20 @@ def explain_output(
         output: The text, with the stacks of each process after a line of faulthandler.
         members: The ids of the processes in the order in which they printed.
         ranks: The rank of a process, as far as it is known.
-        lead: What has lasted so long.
-        seconds: How long it has lasted.
+        lead: What has happened for so many seconds, the beginning of the report.
+        seconds: For how many.
     """
     parts = output.split(ABORT_TEXT)[1:]
-    if len(parts) != len(members):  # one of them is no Python
+    if len(parts) != len(members):  # a process that is not Python prints no stacks
         return ""
     stacks = dict(zip(members, map(parse_faulthandler, parts), strict=True))
-    users = {pid: threads for pid, threads in stacks.items() if is_in_users_code(threads)}
+    users_stacks = {pid: threads for pid, threads in stacks.items() if is_in_users_code(threads)}
     root = members[0]
-    if len(users) > 1:
-        users.pop(root, None)  # it only waits for the processes that it has started
+    if len(users_stacks) > 1:
+        users_stacks.pop(root, None)  # it only waits for the processes that it has started
     statuses = [
         RankStatus(ranks.get(pid, index), pid, threads=threads)
-        for index, (pid, threads) in enumerate(users.items())
+        for index, (pid, threads) in enumerate(users_stacks.items())
     ]
     if not statuses:
         return ""

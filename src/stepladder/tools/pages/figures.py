@@ -107,7 +107,8 @@ def draw_bars(
     The sum is written beside each bar if there is a unit.
     """
     colours = {kind: colours[kind] for parts in rows.values() for kind in parts}
-    max_sum = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
+    sums = [sum(parts.values()) for parts in rows.values()]
+    max_sum = max(sums, default=0.0) or 1.0
     marks: list[Mark] = []
     for index, (label, parts) in enumerate(rows.items()):
         y = TOP + index * BAR_ROW_HEIGHT

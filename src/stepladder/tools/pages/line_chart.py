@@ -72,7 +72,8 @@ def draw_lines(
         return Figure(name, [], 0, note=describe_points(series, x_name))
     all_points = np.array([point for points in series.values() for point in points], dtype=float)
     marks, x_scale, y_scale = draw_axes(all_points, x_name, y_name)
-    first, last = float(all_points[:, 0].min()), float(all_points[:, 0].max())
+    first = float(all_points[:, 0].min())
+    last = float(all_points[:, 0].max())
     marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
@@ -88,7 +89,8 @@ def draw_lines(
         )
         marks.append(curve)
         if label in dots or len(points) == 1:
-            marks += [Mark("circle", cx=x, cy=y, r=3, fill=colours[label]) for x, y in pixels]
+            for x, y in pixels:
+                marks.append(Mark("circle", cx=x, cy=y, r=3, fill=colours[label]))
     marks += make_hover_bands(series, x_name, x_scale)
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)

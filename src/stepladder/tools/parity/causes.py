@@ -18,34 +18,20 @@ def find_cause(runs: Runs, difference: FirstDifference) -> NamedCause:
         return cause_of_steps(runs)
     if difference.quantity == "initial weight":
         first_line = runs.compared.steps[0].first.end.at
-        return NamedCause(
-            "other-weights",
-            describe_deviation(difference),
-            first_line,
-        )
+        return NamedCause("other-weights", describe_deviation(difference), first_line)
     triple = runs.step(difference.step)
     if difference.quantity == "samples":
         return cause_of_samples(runs, triple)
     if difference.quantity == "learning rate":
         return cause_of_rate(triple)
-    return find_tensor_cause(
-        TensorEvidence(
-            runs,
-            triple,
-            difference,
-        )
-    )
+    return find_tensor_cause(TensorEvidence(runs, triple, difference))
 
 
 def cause_of_steps(runs: Runs) -> NamedCause:
     """Return the cause where one run has made more steps."""
     counts = [f"{len(run.steps)} on {processes(run)}" for run in (runs.reference, runs.compared)]
     evidence = f"there are {' steps, and '.join(counts)}; all that both make are the same"
-    return NamedCause(
-        "last-batch",
-        evidence,
-        loader_line(runs.compared),
-    )
+    return NamedCause("last-batch", evidence, loader_line(runs.compared))
 
 
 def cause_of_samples(runs: Runs, triple: StepTriple) -> NamedCause:
@@ -80,13 +66,13 @@ def describe_samples(runs: Runs, triple: StepTriple) -> str:
     if repeated > 0:
         return f"{counts}; {repeated} of these are repeated"
     if reference.samples.count != compared.samples.count:
-        again = epoch_samples(runs.compared, compared).repeated
-        return f"{counts}; {again} of its epoch are repeated" if again else counts
-    return f"{counts}: {count_others(triple)} of them are others"
+        repeated = epoch_samples(runs.compared, compared).repeated
+        return f"{counts}; {repeated} of its epoch are repeated" if repeated else counts
+    return f"{counts}: {count_different(triple)} of them are others"
 
 
 def repeated_samples(triple: StepTriple) -> int:
-    """Return how many more samples come twice than in the reference."""
+    """Return how many more samples are repeated than in the reference."""
     return triple.compared.samples.repeated - triple.reference.samples.repeated
 
 
@@ -96,7 +82,7 @@ def have_same_epoch(runs: Runs, triple: StepTriple) -> bool:
     return reference.is_same(epoch_samples(runs.compared, triple.compared))
 
 
-def count_others(triple: StepTriple) -> int:
+def count_different(triple: StepTriple) -> int:
     """Return how many samples of a step are not in the other run's step."""
     reference = triple.reference.samples
     compared = triple.compared.samples
@@ -112,21 +98,18 @@ def is_last(run: RunSteps, step: GlobalStep) -> bool:
 
 
 def epoch_samples(run: RunSteps, step: GlobalStep) -> Samples:
-    return sum((one.samples for one in run.steps if one.epoch == step.epoch), Samples())
+    steps = [peer for peer in run.steps if peer.epoch == step.epoch]
+    return sum((peer.samples for peer in steps), Samples())
 
 
 def cause_of_rate(triple: StepTriple) -> NamedCause:
     reference = triple.reference
     compared = triple.compared
-    rate = reference.rates[0]
-    other = compared.rates[0]
-    evidence = f"step {reference.number} has {rate:.6g}, and {other:.6g}"
-    if rate:
-        evidence += f": {other / rate:.4g} times as much"
+    reference_rate = reference.rates[0]
+    rate = compared.rates[0]
+    evidence = f"step {reference.number} has {reference_rate:.6g}, and {rate:.6g}"
+    if reference_rate:
+        evidence += f": {rate / reference_rate:.4g} times as much"
     if reference.number > 1:
         evidence += "; before this step they are equal, so the schedule differs"
-    return NamedCause(
-        "learning-rate",
-        evidence,
-        compared.first.end.at,
-    )
+    return NamedCause("learning-rate", evidence, compared.first.end.at)

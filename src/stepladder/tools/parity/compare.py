@@ -28,7 +28,7 @@ SAME_RATE = 1e-6  # relative: schedules round, too
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs that are compared, and the perturbed one, whose noise is that of rounding."""
+    """The two runs that are compared, and a perturbed reference, which shows rounding noise."""
 
     reference: RunSteps
     compared: RunSteps
@@ -76,19 +76,15 @@ class StepTriple:
     @property
     def loss(self) -> Deviation | None:
         """The deviation of the loss; None where one is not known."""
-        loss = self.reference.loss
-        other = self.compared.loss
-        noisy = self.perturbed.loss
-        if loss is None or other is None or noisy is None:
+        reference = self.reference.loss
+        compared = self.compared.loss
+        perturbed = self.perturbed.loss
+        if reference is None or compared is None or perturbed is None:
             return None
-        size = abs(loss) or 1.0
-        noise = abs(loss - noisy) / size
-        return Deviation(
-            "loss",
-            abs(loss - other) / size,
-            noise,
-            self.epsilon,
-        )
+        size = abs(reference) or 1.0
+        relative = abs(reference - compared) / size
+        noise = abs(reference - perturbed) / size
+        return Deviation("loss", relative, noise, self.epsilon)
 
     @property
     def has_other_loss(self) -> bool:
@@ -96,21 +92,17 @@ class StepTriple:
 
     def gradients(self) -> list[Deviation]:
         """Return the deviations of gradients as the optimizer gets them."""
-        return TensorTriple(
-            self.reference.grads,
-            self.compared.grads,
-            self.perturbed.grads,
-            self.epsilon,
-        ).deviations()
+        triple = TensorTriple(
+            self.reference.grads, self.compared.grads, self.perturbed.grads, self.epsilon
+        )
+        return triple.deviations()
 
     def weights(self) -> list[Deviation]:
         """Return the deviations of weights after the step."""
-        return TensorTriple(
-            self.reference.weights,
-            self.compared.weights,
-            self.perturbed.weights,
-            self.epsilon,
-        ).deviations()
+        triple = TensorTriple(
+            self.reference.weights, self.compared.weights, self.perturbed.weights, self.epsilon
+        )
+        return triple.deviations()
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ class FirstDifference:
     Attributes:
         step: The number of the step.
         quantity: What differs.
-        deviation: The first tensor that differs, where it is no matter of samples or settings.
+        deviation: The first tensor that differs; None if samples, rates or step counts differ.
     """
 
     step: int
@@ -142,11 +134,7 @@ def find_difference(runs: Runs) -> FirstDifference | None:
     )
     beyond = first_beyond(initial.deviations())
     if beyond is not None:
-        return FirstDifference(
-            0,
-            "initial weight",
-            beyond,
-        )
+        return FirstDifference(0, "initial weight", beyond)
     histories = Histories()
     for number in range(1, runs.common_steps + 1):
         difference = compare_step(number, runs.step(number), histories)
@@ -159,7 +147,7 @@ def find_difference(runs: Runs) -> FirstDifference | None:
 
 @dataclass(frozen=True)
 class Histories:
-    """What rounding has changed up to a step."""
+    """The noise of rounding up to a step, for gradients and for weights."""
 
     gradients: NoiseHistory = field(default_factory=NoiseHistory)
     weights: NoiseHistory = field(default_factory=NoiseHistory)
@@ -172,30 +160,23 @@ def compare_step(
 ) -> FirstDifference | None:
     reference = triple.reference
     compared = triple.compared
-    is_data = samples_agree(reference.samples, triple.perturbed.samples)
-    if is_data and not samples_agree(reference.samples, compared.samples):
+    is_reproducible = samples_agree(reference.samples, triple.perturbed.samples)
+    if is_reproducible and not samples_agree(reference.samples, compared.samples):
         return FirstDifference(number, "samples")
     if not rates_agree(reference.rates, compared.rates):
         return FirstDifference(number, "learning rate")
     beyond = first_beyond(histories.gradients.raise_noise(triple.gradients()))
     if beyond is not None:
-        return FirstDifference(
-            number,
-            "loss" if triple.has_other_loss else "gradient",
-            beyond,
-        )
+        quantity: Quantity = "loss" if triple.has_other_loss else "gradient"
+        return FirstDifference(number, quantity, beyond)
     beyond = first_beyond(histories.weights.raise_noise(triple.weights()))
     if beyond is not None:
-        return FirstDifference(
-            number,
-            "weight",
-            beyond,
-        )
+        return FirstDifference(number, "weight", beyond)
     return None
 
 
 def first_beyond(deviations: list[Deviation]) -> Deviation | None:
-    return next((one for one in deviations if one.is_beyond_rounding), None)
+    return next((entry for entry in deviations if entry.is_beyond_rounding), None)
 
 
 def samples_agree(first: Samples, second: Samples) -> bool:
@@ -206,16 +187,6 @@ def samples_agree(first: Samples, second: Samples) -> bool:
 
 
 def rates_agree(first: list[float], second: list[float]) -> bool:
-    pairs = zip(
-        first,
-        second,
-        strict=False,
-    )
     return all(
-        math.isclose(
-            one,
-            other,
-            rel_tol=SAME_RATE,
-        )
-        for one, other in pairs
+        math.isclose(*rates, rel_tol=SAME_RATE) for rates in zip(first, second, strict=False)
     )

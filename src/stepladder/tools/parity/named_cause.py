@@ -1,4 +1,4 @@
-"""A kind of cause with its evidence, and the words in which runs are described."""
+"""A kind of cause with its evidence, and texts that describe runs."""
 
 from __future__ import annotations
 

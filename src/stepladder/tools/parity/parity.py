@@ -39,7 +39,7 @@ NO_GRADIENTS = (
 
 @dataclass(frozen=True)
 class Size:
-    """A number of processes, and the arguments of the script on so many."""
+    """A number of processes, and the arguments with which the script is started on them."""
 
     nproc: int
     args: tuple[str, ...] = ()
@@ -153,32 +153,22 @@ class Parity:
         return self.check.make_launch(scratch_folder, sandbox)
 
     def compare(self, launch: RankLaunch) -> ParityReport:
-        """Run the script on both sizes, and again without what is legal if they differ."""
+        """Run the script on both sizes. If they differ, run both again without legal causes."""
         compared = self.run_first(launch)
-        runs = self.run_others(compared, neutral=False)
-        report = self.judge(runs)
+        runs = self.run_references(compared, neutral=False)
+        report = self.compare_runs(runs)
         legal = legal_causes(runs, report.difference)
         if not legal:
             return report
-        neutral = self.run_size(
-            "neutral",
-            compared.launch,
-            self.request.compared,
-            neutral=True,
-        )
-        judged = self.judge(self.run_others(neutral, neutral=True))
+        neutral = self.run_size("neutral", compared.launch, self.request.compared, neutral=True)
+        report = self.compare_runs(self.run_references(neutral, neutral=True))
         notes = [self.finding(runs, cause) for cause in legal]
-        return replace(judged, findings=[*judged.findings, *notes])
+        return replace(report, findings=[*report.findings, *notes])
 
     def run_first(self, launch: RankLaunch) -> ScriptRun:
         """Run the script on the second size, in the way in which it trains."""
         compared = self.request.compared
-        launch = replace(
-            launch,
-            nproc=compared.nproc,
-            args=compared.args,
-            nodes=1,
-        )
+        launch = replace(launch, nproc=compared.nproc, args=compared.args, nodes=1)
         with temporary_environment(**ValueSettings().to_variables()):
             return self.validate(self.runs.run(launch), compared)
 
@@ -191,55 +181,21 @@ class Parity:
         perturbed: bool = False,
     ) -> ScriptRun:
         """Run the script on one size, started as another run of it."""
-        launch = replace(
-            launch,
-            nproc=size.nproc,
-            args=size.args,
-        )
+        launch = replace(launch, nproc=size.nproc, args=size.args)
         settings = ValueSettings(perturbed, neutral)
         with temporary_environment(**settings.to_variables()):
-            return self.validate(
-                self.runs.run_once(
-                    launch,
-                    name,
-                    is_last=False,
-                ),
-                size,
-            )
+            return self.validate(self.runs.run_once(launch, name, is_last=False), size)
 
-    def run_others(
-        self,
-        compared: ScriptRun,
-        neutral: bool,
-    ) -> Runs:
+    def run_references(self, compared: ScriptRun, neutral: bool) -> Runs:
         """Run the reference and the perturbed reference as the compared run was started."""
         prefix = "neutral-" if neutral else ""
         size = self.request.reference
         launch = compared.launch
-        reference = self.run_size(
-            f"{prefix}reference",
-            launch,
-            size,
-            neutral,
-        )
-        perturbed = self.run_size(
-            f"{prefix}perturbed",
-            launch,
-            size,
-            neutral,
-            perturbed=True,
-        )
-        return Runs(
-            read_steps(reference.recording),
-            read_steps(compared.recording),
-            read_steps(perturbed.recording),
-        )
+        reference = self.run_size(f"{prefix}reference", launch, size, neutral)
+        perturbed = self.run_size(f"{prefix}perturbed", launch, size, neutral, perturbed=True)
+        return Runs(*[read_steps(run.recording) for run in (reference, compared, perturbed)])
 
-    def validate(
-        self,
-        run: ScriptRun,
-        size: Size,
-    ) -> ScriptRun:
+    def validate(self, run: ScriptRun, size: Size) -> ScriptRun:
         """Return a run that can be compared.
 
         Raises:
@@ -253,34 +209,16 @@ class Parity:
             raise NotJudged(NotChecked("script", line, run.last_output))
         if outcome.has_stalled:
             line = f"the script stood still on {size.nproc} processes, and was ended"
-            raise NotJudged(
-                NotChecked(
-                    "script",
-                    line,
-                    run.last_output,
-                )
-            )
+            raise NotJudged(NotChecked("script", line, run.last_output))
         if not run.has_trained:
-            raise NotJudged(
-                NotChecked(
-                    "no training",
-                    NO_STEPS,
-                    run.last_output,
-                )
-            )
+            raise NotJudged(NotChecked("no training", NO_STEPS, run.last_output))
         ranks = len(run.recording.ranks)
         if ranks != size.nproc:
             line = f"asked for {size.nproc} processes, the script has trained one model on {ranks}"
-            raise NotJudged(
-                NotChecked(
-                    "script",
-                    line,
-                    run.last_output,
-                )
-            )
+            raise NotJudged(NotChecked("script", line, run.last_output))
         return run
 
-    def judge(self, runs: Runs) -> ParityReport:
+    def compare_runs(self, runs: Runs) -> ParityReport:
         """Return what differs first, and why."""
         if not runs.repeats:
             raise NotJudged(NotChecked("script", NOT_SEEDED))
@@ -298,24 +236,11 @@ class Parity:
         not_judged = None
         if finding.severity == "note":
             not_judged = NotChecked("script", f"{finding.what} Nothing after it was compared.")
-        return replace(
-            report,
-            findings=[finding],
-            difference=difference,
-            not_judged=not_judged,
-        )
+        return replace(report, findings=[finding], difference=difference, not_judged=not_judged)
 
-    def finding(
-        self,
-        runs: Runs,
-        cause: NamedCause,
-    ) -> Finding:
+    def finding(self, runs: Runs, cause: NamedCause) -> Finding:
         evidence = RunEvidence(runs.compared.recording, self.check.source)
-        return PARITY_TEXTS.finding(
-            cause.rule,
-            evidence.location(cause.line),
-            cause.evidence,
-        )
+        return PARITY_TEXTS.finding(cause.rule, evidence.location(cause.line), cause.evidence)
 
 
 def legal_causes(runs: Runs, difference: FirstDifference | None) -> list[NamedCause]:
@@ -328,35 +253,17 @@ def legal_causes(runs: Runs, difference: FirstDifference | None) -> list[NamedCa
         calls = sum(step.count_calls()[layer] for step in steps)
         if calls:
             evidence = f"{calls} calls in training, in {len(steps)} steps of all ranks"
-            causes.append(
-                NamedCause(
-                    layer,
-                    evidence,
-                    steps[0].first.backward_line,
-                )
-            )
+            causes.append(NamedCause(layer, evidence, steps[0].first.backward_line))
     if runs.reference.augments or runs.compared.augments:
         evidence = "random numbers are drawn while samples are fetched"
-        causes.append(
-            NamedCause(
-                "augmentation",
-                evidence,
-                loader_line(runs.compared),
-            )
-        )
+        causes.append(NamedCause("augmentation", evidence, loader_line(runs.compared)))
     return causes
 
 
 def have_common_gradients(runs: Runs) -> bool:
     """Return whether both runs have gradients of the same parameters, by their names."""
-    return any(
-        reference.grads.keys() & compared.grads.keys()
-        for reference, compared in zip(
-            runs.reference.steps,
-            runs.compared.steps,
-            strict=False,
-        )
-    )
+    pairs = zip(runs.reference.steps, runs.compared.steps, strict=False)
+    return any(reference.grads.keys() & compared.grads.keys() for reference, compared in pairs)
 
 
 def compare_sizes(request: ParityRequest) -> ParityReport:

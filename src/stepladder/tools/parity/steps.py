@@ -1,4 +1,4 @@
-"""The steps of one run of the script: what each global batch was, and what it has changed."""
+"""The optimizer steps of one run of the script: the samples of each, and the tensors around it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan
+from typing import TypeVar
 
 from stepladder.tools.check.events import (
     Backward,
@@ -22,6 +23,7 @@ from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.parity.events import StepValues
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
+Event = TypeVar("Event", bound=ProbeEvent)
 Sample = tuple[str, ...]  # what identifies a sample
 Tensors = dict[str, list[float]]  # by name: the norm, and then some elements
 
@@ -45,27 +47,18 @@ class RankStep:
     def add_values(self, values: StepValues) -> None:
         self.values = values
 
+    def select(self, kind: type[Event]) -> list[Event]:
+        """Return the events of one type."""
+        return [event for event in self.events if isinstance(event, kind)]
+
     @cached_property
     def losses(self) -> list[float]:
-        backwards = (event for event in self.events if isinstance(event, Backward))
-        return [event.loss for event in backwards if event.loss is not None]
+        return [event.loss for event in self.select(Backward) if event.loss is not None]
 
     @cached_property
     def backward_line(self) -> CodeLine | None:
-        lines = [event.at for event in self.events if isinstance(event, Backward)]
-        return lines[-1] if lines else self.end.at
-
-    @property
-    def clippings(self) -> list[Clipping]:
-        return [event for event in self.events if isinstance(event, Clipping)]
-
-    @property
-    def backward_count(self) -> int:
-        return sum(isinstance(event, Backward) for event in self.events)
-
-    @property
-    def draws(self) -> list[Draw]:
-        return [event for event in self.events if isinstance(event, Draw)]
+        backwards = self.select(Backward)
+        return backwards[-1].at if backwards else self.end.at
 
     @cached_property
     def inputs(self) -> list[Forward]:
@@ -113,11 +106,8 @@ class Samples:
     rows: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: Samples) -> Samples:
-        return Samples(
-            self.count + other.count,
-            self.numbers + other.numbers,
-            self.rows + other.rows,
-        )
+        count = self.count + other.count
+        return Samples(count, self.numbers + other.numbers, self.rows + other.rows)
 
     def is_same(self, other: Samples) -> bool:
         """Return whether the samples are the same, by one of the two ways to identify them."""
@@ -205,8 +195,8 @@ class GlobalStep:
         """Return how often layers were called whose results differ by rank."""
         values = [step.values for step in self.ranks if step.values is not None]
         return {
-            "dropout": sum(one.dropouts for one in values),
-            "batch-norm": sum(one.norms for one in values),
+            "dropout": sum(of_rank.dropouts for of_rank in values),
+            "batch-norm": sum(of_rank.norms for of_rank in values),
         }
 
 
@@ -236,10 +226,10 @@ class RunSteps:
         return list(by_epoch.values())
 
     def find_loop_draw(self, step: GlobalStep) -> Draw | None:
-        """Return a draw of random numbers in a step that other steps draw too."""
-        others = [one.first.draws for one in self.steps if one is not step]
-        lines = {draw.at for draws in others for draw in draws}
-        return next((draw for draw in step.first.draws if draw.at in lines), None)
+        """Return a draw of random numbers in a step, at a line that draws in other steps too."""
+        other_steps = [run_step for run_step in self.steps if run_step is not step]
+        lines = {draw.at for run_step in other_steps for draw in run_step.first.select(Draw)}
+        return next((draw for draw in step.first.select(Draw) if draw.at in lines), None)
 
     @property
     def initial(self) -> Tensors:
@@ -257,33 +247,16 @@ def read_steps(recording: Recording) -> RunSteps:
     steps_of_ranks = [list_rank_steps(log) for log in logs]
     steps = []
     for number, ranks in enumerate(zip(*steps_of_ranks, strict=False), 1):
-        samples = [
-            samples_of_step(step, log)
-            for step, log in zip(
-                ranks,
-                logs,
-                strict=True,
-            )
-        ]
-        steps.append(
-            GlobalStep(
-                number,
-                list(ranks),
-                sum(samples, Samples()),
-                [one.count for one in samples],
-            )
-        )
+        samples = [samples_of_step(step, log) for step, log in zip(ranks, logs, strict=True)]
+        sizes = [of_rank.count for of_rank in samples]
+        steps.append(GlobalStep(number, list(ranks), sum(samples, Samples()), sizes))
     events = [event for log in logs for event in [*log.events, *log.worker_events]]
     augments = any(isinstance(event, Fetch) and event.used for event in events)
-    return RunSteps(
-        recording,
-        steps,
-        augments,
-    )
+    return RunSteps(recording, steps, augments)
 
 
 def list_rank_steps(log: RankLog) -> list[RankStep]:
-    epochs = {one.number: epoch for epoch, one in enumerate(log.training_passes)}
+    epochs = {loader_pass.number: epoch for epoch, loader_pass in enumerate(log.training_passes)}
     steps: list[RankStep] = []
     events: list[ProbeEvent] = []
     epoch = 0
@@ -296,33 +269,23 @@ def list_rank_steps(log: RankLog) -> list[RankStep]:
             continue
         events.append(event)
         if isinstance(event, OptimizerStep):
-            steps.append(
-                RankStep(
-                    epoch,
-                    events,
-                    event,
-                )
-            )
+            steps.append(RankStep(epoch, events, event))
             events = []
     return steps
 
 
 def samples_of_step(step: RankStep, log: RankLog) -> Samples:
     """Return the samples of a step on one rank: of its loaders, or of its model's inputs."""
-    passes = {one.number: one.start for one in log.training_passes}
-    batches = [e for e in step.events if isinstance(e, Batch) and e.number in passes]
+    starts = {loader_pass.number: loader_pass.start for loader_pass in log.training_passes}
+    batches = [batch for batch in step.select(Batch) if batch.number in starts]
     if batches:
         total = Samples()
         for batch in batches:
-            total += samples_of_batch(batch, passes[batch.number])
+            total += samples_of_batch(batch, starts[batch.number])
         return total
     return Samples(sum(call.size for call in step.inputs), rows=step.input_rows)
 
 
 def samples_of_batch(batch: Batch, start: PassStart) -> Samples:
     numbers = [(start.fingerprint, str(index)) for index in batch.indices or []]
-    return Samples(
-        batch.size,
-        Counter(numbers),
-        Counter(batch.rows),
-    )
+    return Samples(batch.size, Counter(numbers), Counter(batch.rows))

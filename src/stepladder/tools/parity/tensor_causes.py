@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stepladder.tools.check.events import Backward, Clipping
 from stepladder.tools.parity.compare import FirstDifference, Runs, StepTriple, first_beyond
 from stepladder.tools.parity.named_cause import NamedCause, processes
 from stepladder.tools.parity.steps import GlobalStep, Tensors
 from stepladder.tools.parity.tolerance import TensorTriple
 from stepladder.tools.probe.events import CodeLine
 
-# A factor between gradients counts as one where the rest of the difference is so much smaller.
-MOST_OTHER_THAN_FACTOR = 0.05
+# Gradients differ by a factor if what the factor does not explain is smaller than this share.
+MAX_UNEXPLAINED_SHARE = 0.05
 SAME_FACTOR = 0.01  # relative
 
 
@@ -45,11 +46,7 @@ class TensorEvidence:
     ) -> NamedCause:
         """Return a cause, at the line of the backward pass if no other is given."""
         text = f"step {self.compared.number}: {evidence}"
-        return NamedCause(
-            rule,
-            text,
-            line or self.backward_line,
-        )
+        return NamedCause(rule, text, line or self.backward_line)
 
 
 def find_tensor_cause(evidence: TensorEvidence) -> NamedCause:
@@ -61,11 +58,8 @@ def find_tensor_cause(evidence: TensorEvidence) -> NamedCause:
         cause = explain(evidence)
         if cause is not None:
             return cause
-    return NamedCause(
-        "unexplained",
-        describe_deviation(evidence.difference),
-        evidence.backward_line,
-    )
+    text = describe_deviation(evidence.difference)
+    return NamedCause("unexplained", text, evidence.backward_line)
 
 
 def describe_deviation(difference: FirstDifference) -> str:
@@ -90,35 +84,19 @@ def explain_replicas(evidence: TensorEvidence) -> NamedCause | None:
 
 def name_replica_difference(step: GlobalStep, epsilon: float) -> str:
     """Return the first parameter whose gradient, or weight, differs between ranks."""
-    values = [one.values for one in step.ranks if one.values is not None]
-    for other in values[1:]:
-        grads = first_difference(
-            values[0].grads,
-            other.grads,
-            epsilon,
-        )
-        name = grads or first_difference(
-            values[0].weights,
-            other.weights,
-            epsilon,
-        )
+    values = [rank_step.values for rank_step in step.ranks if rank_step.values is not None]
+    for of_rank in values[1:]:
+        name = first_difference(values[0].grads, of_rank.grads, epsilon)
+        name = name or first_difference(values[0].weights, of_rank.weights, epsilon)
         if name:
             return name
     return ""
 
 
-def first_difference(
-    mine: Tensors,
-    theirs: Tensors,
-    epsilon: float,
-) -> str:
-    deviations = TensorTriple(
-        mine,
-        theirs,
-        mine,
-        epsilon,
-    ).deviations()
-    beyond = first_beyond(deviations)
+def first_difference(tensors: Tensors, peers_tensors: Tensors, epsilon: float) -> str:
+    """Return the name of the first tensor that differs between two ranks, or ""."""
+    triple = TensorTriple(tensors, peers_tensors, tensors, epsilon)
+    beyond = first_beyond(triple.deviations())
     return beyond.name if beyond else ""
 
 
@@ -129,20 +107,12 @@ def explain_settings(evidence: TensorEvidence) -> NamedCause | None:
     if reference is None or compared is None:
         return None
     line = evidence.compared.first.end.at
-    for group, other_group in zip(
-        reference.settings,
-        compared.settings,
-        strict=False,
-    ):
-        for name, value in group.items():
-            other = other_group.get(name, math.nan)
-            if not math.isclose(value, other):
-                text = f"{name} is {value:g}, and {other:g}"
-                return evidence.cause(
-                    "optimizer-setting",
-                    text,
-                    line,
-                )
+    for reference_group, group in zip(reference.settings, compared.settings, strict=False):
+        for name, reference_value in reference_group.items():
+            value = group.get(name, math.nan)
+            if not math.isclose(reference_value, value):
+                text = f"{name} is {reference_value:g}, and {value:g}"
+                return evidence.cause("optimizer-setting", text, line)
     return None
 
 
@@ -156,33 +126,17 @@ def explain_factor(evidence: TensorEvidence) -> NamedCause | None:
 
 def common_factor(reference: GlobalStep, compared: GlobalStep) -> float | None:
     """Return the factor by which all gradients differ; None where there is no single one."""
-    mine = elements(reference.grads, compared.grads)
-    theirs = elements(compared.grads, reference.grads)
-    square = sum(value * value for value in mine)
-    total = sum(value * value for value in theirs)
-    if not square or not total:
+    reference_values = elements(reference.grads, compared.grads)
+    values = elements(compared.grads, reference.grads)
+    reference_square = sum(value * value for value in reference_values)
+    square = sum(value * value for value in values)
+    if not reference_square or not square:
         return None
-    factor = (
-        sum(
-            one * other
-            for one, other in zip(
-                mine,
-                theirs,
-                strict=True,
-            )
-        )
-        / square
-    )
-    remainder = sum(
-        (factor * one - other) ** 2
-        for one, other in zip(
-            mine,
-            theirs,
-            strict=True,
-        )
-    )
-    change = abs(factor - 1) * math.sqrt(square)
-    if math.sqrt(remainder) > MOST_OTHER_THAN_FACTOR * min(change, math.sqrt(total)):
+    pairs = list(zip(reference_values, values, strict=True))
+    factor = sum(expected * value for expected, value in pairs) / reference_square
+    unexplained = sum((factor * expected - value) ** 2 for expected, value in pairs)
+    change = abs(factor - 1) * math.sqrt(reference_square)
+    if math.sqrt(unexplained) > MAX_UNEXPLAINED_SHARE * min(change, math.sqrt(square)):
         return None
     return factor
 
@@ -194,28 +148,18 @@ def elements(tensors: Tensors, common: Tensors) -> list[float]:
 
 
 def explain_number(evidence: TensorEvidence, factor: float) -> str:
-    """Return what the factor between gradients is the number of, where that is known."""
+    """Return where the factor between gradients comes from, if it is a known number."""
     ranks = evidence.runs.compared.world_size / evidence.runs.reference.world_size
-    passes_before = max(1, evidence.reference.first.backward_count)
-    passes = evidence.compared.first.backward_count / passes_before
-    if math.isclose(
-        factor,
-        ranks,
-        rel_tol=SAME_FACTOR,
-    ):
-        return ": a sum over the ranks in place of a mean"
-    if math.isclose(
-        factor,
-        1 / ranks,
-        rel_tol=SAME_FACTOR,
-    ):
-        return ": they are divided by the number of ranks twice"
-    if math.isclose(
-        factor,
-        passes,
-        rel_tol=SAME_FACTOR,
-    ):
-        return f", as there are {passes:g} times as many backward passes in a step"
+    reference_passes = max(1, len(evidence.reference.first.select(Backward)))
+    passes = len(evidence.compared.first.select(Backward)) / reference_passes
+    known_factors = (
+        (ranks, ": a sum over the ranks in place of a mean"),
+        (1 / ranks, ": they are divided by the number of ranks twice"),
+        (passes, f", as there are {passes:g} times as many backward passes in a step"),
+    )
+    for known, text in known_factors:
+        if math.isclose(factor, known, rel_tol=SAME_FACTOR):
+            return text
     return ""
 
 
@@ -224,11 +168,7 @@ def explain_clipping(evidence: TensorEvidence) -> NamedCause | None:
     if not first.clips_early:
         return None
     text = "clip_grad_norm_ is called before the last exchange of gradients"
-    return evidence.cause(
-        "clip-before-average",
-        text,
-        first.clippings[0].at,
-    )
+    return evidence.cause("clip-before-average", text, first.select(Clipping)[0].at)
 
 
 def explain_sizes(evidence: TensorEvidence) -> NamedCause | None:

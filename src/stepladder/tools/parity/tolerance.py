@@ -18,10 +18,10 @@ from stepladder.tools.parity.steps import Tensors
 # sums are made in single precision, and so rounded once.
 ROUNDING_FACTOR = 30.0
 ROUNDING_FACTOR_OF_HALF = 8.0
-# A difference that is smaller is rounding: in units in the last place of single precision, in which
-# sums are made, and of the coarsest value.
-LEAST_UNITS_OF_SUMS = 64.0
-LEAST_UNITS = 2.0
+# Rounding always explains so many units in the last place: of single precision, in which sums are
+# made, and of the coarsest value.
+ALLOWED_UNITS_OF_SUMS = 64.0
+ALLOWED_UNITS = 2.0
 SINGLE_EPSILON = 2.0**-23
 NOTHING = [0.0]  # a tensor whose norm is 0
 
@@ -44,14 +44,14 @@ class Deviation:
     @property
     def allowed(self) -> float:
         """The difference that rounding may make."""
-        least = LEAST_UNITS_OF_SUMS * SINGLE_EPSILON + LEAST_UNITS * self.epsilon
+        always_allowed = ALLOWED_UNITS_OF_SUMS * SINGLE_EPSILON + ALLOWED_UNITS * self.epsilon
         is_half = self.epsilon > SINGLE_EPSILON
         factor = ROUNDING_FACTOR_OF_HALF if is_half else ROUNDING_FACTOR
-        return factor * self.noise + least
+        return factor * self.noise + always_allowed
 
     @property
     def is_beyond_rounding(self) -> bool:
-        return not self.relative <= self.allowed  # a NaN is
+        return not self.relative <= self.allowed  # true for NaN
 
 
 class NoiseHistory:
@@ -66,10 +66,10 @@ class NoiseHistory:
     def raise_noise(self, deviations: list[Deviation]) -> list[Deviation]:
         """Return deviations whose noise is the largest that their tensors have had."""
         raised = []
-        for one in deviations:
-            noise = max(one.noise, self.largest.get(one.name, 0.0))
-            self.largest[one.name] = noise
-            raised.append(replace(one, noise=noise))
+        for deviation in deviations:
+            noise = max(deviation.noise, self.largest.get(deviation.name, 0.0))
+            self.largest[deviation.name] = noise
+            raised.append(replace(deviation, noise=noise))
         return raised
 
 
@@ -90,35 +90,28 @@ class TensorTriple:
         names = [*self.reference, *(self.compared.keys() - self.reference.keys())]
         noises = [self.relative(name, self.perturbed) for name in names]
         typical = sum(noises) / max(1, len(noises))
-        deviations = []
-        for name, noise in zip(names, noises, strict=True):
-            relative = self.relative(name, self.compared)
-            one = Deviation(
-                name,
-                relative,
-                max(noise, typical),
-                self.epsilon,
-            )
-            deviations.append(one)
-        return deviations
+        return [
+            Deviation(name, self.relative(name, self.compared), max(noise, typical), self.epsilon)
+            for name, noise in zip(names, noises, strict=True)
+        ]
 
     def relative(self, name: str, tensors: Tensors) -> float:
         """Return how far a tensor is from the reference: its elements, or its norm if that is more.
 
-        The size of a tensor that is nothing but rounding is that of the other tensors.
+        A tensor that is nothing but rounding errors is measured by the size of the others.
         """
         norm, *values = self.reference.get(name, NOTHING)
         other_norm, *other_values = tensors.get(name, NOTHING)
         size = max(distance(values, []), self.scale * math.sqrt(len(values)))
         if not size or not math.isfinite(size):
             size = 1.0
-        of_elements = distance(values, other_values) / size
-        of_norm = abs(gap(norm, other_norm))
+        element_distance = distance(values, other_values) / size
+        norm_distance = abs(gap(norm, other_norm))
         if math.isfinite(norm):
-            of_norm /= max(norm, size)
-        if math.isnan(of_elements) or math.isnan(of_norm):
+            norm_distance /= max(norm, size)
+        if math.isnan(element_distance) or math.isnan(norm_distance):
             return math.inf
-        return max(of_elements, of_norm)
+        return max(element_distance, norm_distance)
 
     @cached_property
     def scale(self) -> float:
@@ -130,10 +123,10 @@ class TensorTriple:
 def distance(first: list[float], second: list[float]) -> float:
     """Return the norm of the difference; a missing element is 0."""
     pairs = zip_longest(first, second, fillvalue=0.0)
-    return math.sqrt(sum(gap(one, other) ** 2 for one, other in pairs))
+    return math.sqrt(sum(gap(*pair) ** 2 for pair in pairs))
 
 
-def gap(one: float, other: float) -> float:
-    """Return the difference of two values; none of two infinities or of two that are no numbers."""
-    is_same = one == other or (math.isnan(one) and math.isnan(other))
-    return 0.0 if is_same else one - other
+def gap(first: float, second: float) -> float:
+    """Return the difference of two values; 0 for two equal infinities or two NaNs."""
+    is_same = first == second or (math.isnan(first) and math.isnan(second))
+    return 0.0 if is_same else first - second

@@ -1,4 +1,4 @@
-"""The probe of parity, in the ranks: it records values of tensors, beside check's probe.
+"""The probe of parity, in the ranks: it records values of tensors, in addition to check's probe.
 
 In a perturbed run it changes each activation and gradient by one unit in the last place, at random,
 as another order of sums does. In a neutral run, what may differ by rank has no effect: dropout,
@@ -113,8 +113,8 @@ class ValueRecorder:
 def attach() -> None:
     settings = ValueSettings.from_environment()
     recorder = ValueRecorder(settings)
-    optimizers.register_optimizer_step_pre_hook(lambda one, *_: recorder.before_step(one))
-    optimizers.register_optimizer_step_post_hook(lambda one, *_: recorder.after_step(one))
+    optimizers.register_optimizer_step_pre_hook(lambda opt, *_: recorder.before_step(opt))
+    optimizers.register_optimizer_step_post_hook(lambda opt, *_: recorder.after_step(opt))
     nn.modules.module.register_module_forward_hook(make_forward_hook(recorder))
     attach_to_layers(recorder)
     if settings.neutral:
@@ -139,7 +139,9 @@ def attach_to_layers(recorder: ValueRecorder) -> None:
 @default_on_error(dict)
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """Return the numeric settings of a group of parameters, such as its learning rate."""
-    return {name: float(v) for name, v in group.items() if isinstance(v, (bool, int, float))}
+    return {
+        name: float(value) for name, value in group.items() if isinstance(value, (bool, int, float))
+    }
 
 
 @default_on_error(dict)
@@ -151,12 +153,12 @@ def samples_of(tensors: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def sample_of(tensor: Any, count: int) -> list[float]:
-    whole = tensor.detach()
-    if hasattr(whole, "full_tensor"):  # sharded: all ranks step, so all take part
-        whole = whole.full_tensor()
-    if whole.is_sparse:
-        whole = whole.to_dense()
-    flat = whole.reshape(-1)
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # a collective of all ranks, which step at the same time
+        tensor = tensor.full_tensor()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    flat = tensor.reshape(-1)
     norm = float(torch.linalg.vector_norm(flat.float(), dtype=torch.float64))
     stride = max(1, flat.numel() // count)
     values: list[float] = flat[::stride][:count].double().tolist()
@@ -179,8 +181,7 @@ def perturbation_of(tensor: torch.Tensor) -> torch.Tensor:
 
     No value grows: a probability stays below 1.
     """
-    whole = tensor.detach()
-    return whole * torch.finfo(tensor.dtype).eps * random_bits(whole)
+    return tensor.detach() * torch.finfo(tensor.dtype).eps * random_bits(tensor)
 
 
 def perturb_gradient(gradient: torch.Tensor) -> torch.Tensor:
@@ -219,28 +220,13 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
 
 def make_dropout(recorder: ValueRecorder) -> Any:
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        probability = get_argument(
-            args,
-            kwargs,
-            1,
-            "p",
-        )
-        training = get_argument(
-            args,
-            kwargs,
-            2,
-            "training",
-        )
+        probability = get_argument(args, kwargs, 1, "p")
+        training = get_argument(args, kwargs, 2, "training")
         if training is False or probability == 0:
             return original(*args, **kwargs)
         recorder.count_call("dropout")
         if recorder.settings.neutral:
-            return get_argument(
-                args,
-                kwargs,
-                0,
-                "input",
-            )
+            return get_argument(args, kwargs, 0, "input")
         return original(*args, **kwargs)
 
     return around
@@ -249,15 +235,7 @@ def make_dropout(recorder: ValueRecorder) -> Any:
 def make_attention(recorder: ValueRecorder) -> Any:
     def around(original: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = list(args)
-        probability = (
-            get_argument(
-                args,
-                kwargs,
-                1,
-                "dropout_p",
-            )
-            or 0.0
-        )
+        probability = get_argument(args, kwargs, 1, "dropout_p") or 0.0
         if probability > 0:
             recorder.count_call("dropout")
         if probability > 0 and recorder.settings.neutral:
@@ -265,13 +243,7 @@ def make_attention(recorder: ValueRecorder) -> Any:
                 arguments[1] = 0.0
             else:
                 kwargs["dropout_p"] = 0.0
-        return original(
-            query,
-            key,
-            value,
-            *arguments,
-            **kwargs,
-        )
+        return original(query, key, value, *arguments, **kwargs)
 
     return around
 
@@ -317,16 +289,7 @@ def make_batch_norm(recorder: ValueRecorder) -> Any:
             recorder.count_call("norm")
             if recorder.settings.neutral and mean is not None:
                 training = False
-        return original(
-            tensor,
-            mean,
-            variance,
-            weight,
-            bias,
-            training,
-            *args,
-            **kwargs,
-        )
+        return original(tensor, mean, variance, weight, bias, training, *args, **kwargs)
 
     return around
 

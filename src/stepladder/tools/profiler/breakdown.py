@@ -236,8 +236,9 @@ class Breakdown:
         """Return whether a collective begins while backward runs."""
         begins = np.array([collective.begin for collective in self.trace.collectives])
         begins = begins.reshape(-1, 1)
-        is_inside = (self.backward[:, 0] < begins) & (begins < self.backward[:, 1])
-        return bool(is_inside.any())
+        is_after_begin = self.backward[:, 0] < begins
+        is_before_end = begins < self.backward[:, 1]
+        return bool((is_after_begin & is_before_end).any())
 
 
 def assign_parts(masks: dict[str, Mask], in_steps: Mask) -> dict[str, Mask]:
@@ -265,7 +266,9 @@ def group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Sp
 
     def launched_in(part: Spans) -> Iterator[Event]:
         for kernel, time in launched:
-            if ((part[:, 0] <= time) & (time < part[:, 1])).any():
+            has_begun = part[:, 0] <= time
+            has_not_ended = time < part[:, 1]
+            if (has_begun & has_not_ended).any():
                 yield kernel
 
     return {

@@ -46,7 +46,9 @@ def contains(
     time: float,
 ) -> bool:
     """Return whether a time lies in one of these spans, edges included."""
-    return bool(((spans[:, 0] <= time) & (time <= spans[:, 1])).any())
+    has_begun = spans[:, 0] <= time
+    has_not_ended = time <= spans[:, 1]
+    return bool((has_begun & has_not_ended).any())
 
 
 class Timeline:

@@ -145,9 +145,9 @@ def format_duration(seconds: float) -> str:
     """Return a time in the two largest units, such as "2 h 5 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remaining_s} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
 

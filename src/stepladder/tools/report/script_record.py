@@ -161,7 +161,9 @@ def is_step_line(line: Line) -> bool:
     if "start" in line:
         size = line.get("world_size", 0)
         return isinstance(line["start"], str) and is_count(size) and 0 < size <= MAX_RANKS
-    return is_count(line.get("step")) and all(is_finite_number(line.get(key)) for key in STEP_KEYS)
+    if not is_count(line.get("step")):
+        return False
+    return all(is_finite_number(line.get(key)) for key in STEP_KEYS)
 
 
 def combine_ranks(

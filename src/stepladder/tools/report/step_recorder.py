@@ -92,7 +92,8 @@ class StepRecorder(StepClock):
         steps = self.steps - self.written_steps
         if steps == 0:
             return
-        seconds = {key: round(total, 6) for key, total in zip(STEP_KEYS, self.sums, strict=True)}
+        sums = zip(STEP_KEYS, self.sums, strict=True)
+        seconds = {key: round(total, 6) for key, total in sums}
         self.write({"step": self.steps, "steps": steps, "time": json_time(), **seconds})
         self.written_steps = self.steps
         self.sums = [0.0] * len(STEP_KEYS)

@@ -169,14 +169,17 @@ def fit_law(sizes: list[int], speedups: list[float]) -> ScalingLaw:
     excess = n / np.array(speedups) - 1  # = s (n-1) + k n (n-1)
     columns = np.stack([n - 1, n * (n - 1)], 1)
     candidates = [np.zeros(2)]
-    free_parameters = [[0], [1], [0, 1]] if len(sizes) > 2 else [[0]]
+    free_parameters = [[0]]
+    if len(sizes) > 2:
+        free_parameters += [[1], [0, 1]]
     for free in free_parameters:
         solution = np.zeros(2)
         solution[free] = np.linalg.lstsq(columns[:, free], excess, rcond=None)[0]
         if (solution >= 0).all():
             candidates.append(solution)
-    best = min(candidates, key=lambda c: float(((columns @ c - excess) ** 2).sum()))
-    return ScalingLaw(float(best[0]), float(best[1]))
+    errors = [float(((columns @ candidate - excess) ** 2).sum()) for candidate in candidates]
+    contention, coherency = candidates[errors.index(min(errors))].tolist()
+    return ScalingLaw(contention, coherency)
 
 
 def fit_results(results: list[SizeResult], seconds: list[float] | None = None) -> ScalingLaw:
@@ -192,9 +195,10 @@ def estimate_useful_range(results: list[SizeResult]) -> tuple[int, int, int]:
     random = np.random.default_rng(0)
     estimates = []
     for _ in range(NUM_RESAMPLES):
-        seconds = [
-            float(np.median(random.choice(result.rounds, len(result.rounds)))) for result in results
-        ]
+        seconds = []
+        for result in results:
+            resampled = random.choice(result.rounds, len(result.rounds))
+            seconds.append(float(np.median(resampled)))
         estimates.append(fit_results(results, seconds).find_useful_size())
     low, high = np.quantile(estimates, [0.1, 0.9])
     return fit_results(results).find_useful_size(), int(low), int(high)

@@ -255,7 +255,9 @@ def measure_distance(a: Any, b: Any) -> float:
     """
     if fingerprint(a) == fingerprint(b):
         return 0.0
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return math.inf
+    if a.shape != b.shape:
         return math.inf
     a = a.double()
     b = b.double()

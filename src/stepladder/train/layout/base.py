@@ -66,7 +66,7 @@ class StateLayout:
         """Raise InputError if the job cannot be laid out so."""
 
     @staticmethod
-    def place(job: Job, comm: Comm) -> None:
+    def move_model(job: Job, comm: Comm) -> None:
         """Move the model to its device."""
         job.model.to(comm.device)
 

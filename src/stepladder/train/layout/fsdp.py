@@ -100,7 +100,7 @@ class FullyShardedLayout(StateLayout):
         validate_fully_shardable(job)
 
     @staticmethod
-    def place(job: Job, comm: Comm) -> None:
+    def move_model(job: Job, comm: Comm) -> None:
         """Leave the model where it is: its blocks are moved one by one."""
 
     def microbatches(self, spans_by_rank: list[list[Span]]) -> list[Span]:

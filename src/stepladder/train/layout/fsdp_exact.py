@@ -62,7 +62,8 @@ class AlignedRows:
         parts = [flat[middle.lo : middle.hi]]
         for end in ends:
             padded = rows.new_zeros(end.size)
-            padded[end.before : end.before + end.hi - end.lo] = flat[end.lo : end.hi]
+            values = flat[end.lo : end.hi]
+            padded[end.before : end.before + len(values)] = values
             parts.append(padded)
         return parts
 

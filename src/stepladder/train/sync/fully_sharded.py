@@ -70,11 +70,11 @@ class FullyShardedSync(Sync):
         longest = max(int.from_bytes(length, "big") for length in lengths)
         orders = [json.loads(text) for text in self.comm.gather_bytes(message.ljust(longest))]
         rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
-        pairs = [*zip_longest(orders[0], orders[rank])]
-        index, pair = next((index, pair) for index, pair in enumerate(pairs) if pair[0] != pair[1])
-        first_block, rank_block = (
-            "nothing more" if block is None else self.blocks[block] for block in pair
-        )
+        names = [*self.blocks, "nothing more"]  # -1, after the last call, is its index
+        pairs = list(zip_longest(orders[0], orders[rank], fillvalue=-1))
+        index = next(index for index, pair in enumerate(pairs) if pair[0] != pair[1])
+        first_block = names[pairs[index][0]]
+        rank_block = names[pairs[index][1]]
         raise InputError(
             f"--shard full: rank {rank} calls {rank_block} where rank 0 calls {first_block}:"
             f" call {index + 1} of the step",

@@ -48,7 +48,7 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         handler(*args)
     elif event in program_guard.EVENT_HANDLERS and mechanism() == "audit":
         program_guard.EVENT_HANDLERS[event](
-            refuse_program,
+            raise_program_refusal,
             guard_path,
             *args,
         )
@@ -152,7 +152,7 @@ def refuse(path: str) -> NoReturn:
     raise OSError(errno.EROFS, f"{text}  (HINT: stepladder check --writes {folder} ...)")
 
 
-def refuse_program(name: str) -> NoReturn:
+def raise_program_refusal(name: str) -> NoReturn:
     current_log().write_with_line(ProgramRefusal(name=name))
     text = f"{name} could change files outside the copy, and no kernel keeps it from that here"
     raise OSError(errno.EROFS, f"{text}  (HINT: a kernel with Landlock or user namespaces)")

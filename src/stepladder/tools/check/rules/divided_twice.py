@@ -200,11 +200,11 @@ def loss_divided_by_ranks(evidence: RunEvidence) -> Findings:
     if len(divided) < 2 or len(divided) < len(backwards) or not is_wrapped(log):
         return
     for file in evidence.source.files:
-        for found in rank_quotients(file.tree):
-            if "loss" in found.quotient.dividend.lower():
+        for rank_quotient in rank_quotients(file.tree):
+            if "loss" in rank_quotient.quotient.dividend.lower():
                 yield evidence.finding(
                     "mean-divided-twice",
-                    CodeLine(file.name, found.quotient.line),
+                    CodeLine(file.name, rank_quotient.quotient.line),
                     f"the mean loss is divided by {size} ranks in {len(divided)} of "
                     f"{len(backwards)} backward passes, and then the wrapper averages gradients",
                 )
@@ -216,7 +216,7 @@ def reduced_twice(evidence: RunEvidence) -> Findings:
     recorded = [evidence.location(e.at) for _, e in evidence.run.select(ScriptCollective) if e.at]
     for file in evidence.source.files:
         for call in file.calls("all_reduce"):
-            lines = {place.line for place in recorded if place.file == file.name}
+            lines = {location.line for location in recorded if location.file == file.name}
             if call.args and any(is_on_line(call, line) for line in lines):
                 finding = divided_around(
                     evidence,
@@ -238,16 +238,16 @@ def divided_around(
     before: list[RankQuotient] = []
     after: list[RankQuotient] = []
     scope = file.enclosing_function(call)
-    for found in rank_quotients(scope):
-        is_earlier = found.quotient.line < call.lineno
+    for rank_quotient in rank_quotients(scope):
+        is_earlier = rank_quotient.quotient.line < call.lineno
         if is_earlier and is_stored_in(
-            found,
+            rank_quotient,
             value,
             file,
         ):
-            before.append(found)
-        elif not is_earlier and found.quotient.dividend == value:
-            after.append(found)
+            before.append(rank_quotient)
+        elif not is_earlier and rank_quotient.quotient.dividend == value:
+            after.append(rank_quotient)
     is_average = "AVG" in ast.unparse(call)
     if is_average and (before or after):
         text = f"{value} is averaged over the ranks by the collective, and divided by their number"
@@ -264,15 +264,15 @@ def divided_around(
 
 
 def is_stored_in(
-    found: RankQuotient,
+    rank_quotient: RankQuotient,
     value: str,
     file: SourceFile,
 ) -> bool:
     """Return whether a quotient is `value /= n`, `value.div_(n)` or `value = ... / n`."""
-    is_in_place = isinstance(found.node, ast.AugAssign) or (
-        isinstance(found.node, ast.Call) and last_name(found.node.func) == "div_"
+    is_in_place = isinstance(rank_quotient.node, ast.AugAssign) or (
+        isinstance(rank_quotient.node, ast.Call) and last_name(rank_quotient.node.func) == "div_"
     )
     if is_in_place:
-        return found.quotient.dividend == value
-    parent = file.parents.get(found.node)
+        return rank_quotient.quotient.dividend == value
+    parent = file.parents.get(rank_quotient.node)
     return isinstance(parent, ast.Assign) and ast.unparse(parent.targets[0]) == value

@@ -31,22 +31,18 @@ def leaked_split(evidence: RunEvidence) -> Findings:
         if not all(evaluated) or not all(trained):
             continue
         if any(
-            mine & own
-            for mine, own in zip(
-                evaluated,
-                trained,
-                strict=True,
-            )
+            evaluated_samples & trained_samples
+            for evaluated_samples, trained_samples in zip(evaluated, trained, strict=True)
         ):
             continue
-        for rank, mine in enumerate(evaluated):
-            other_ranks = [own for peer, own in enumerate(trained) if peer != rank]
-            leaked = mine & set().union(*other_ranks)
-            if len(leaked) >= max(LEAST_LEAKED_SAMPLES, LEAST_LEAKED_SHARE * len(mine)):
+        for rank, samples in enumerate(evaluated):
+            peers_samples = [trained[peer] for peer in range(len(trained)) if peer != rank]
+            leaked = samples & set().union(*peers_samples)
+            if len(leaked) >= max(LEAST_LEAKED_SAMPLES, LEAST_LEAKED_SHARE * len(samples)):
                 yield evidence.finding(
                     "leaked-split",
                     passes[0].loader_line,
-                    f"{len(leaked)} of the {len(mine)} samples that rank {rank} evaluates are "
+                    f"{len(leaked)} of the {len(samples)} samples that rank {rank} evaluates are "
                     f"trained on another rank",
                 )
                 return

@@ -13,8 +13,8 @@ import torch
 from stepladder.tools.check.simulated_gpu.devices import DEVICE_CLASS
 from stepladder.tools.check.simulated_gpu.refusal import (
     SimulatedObject,
-    refuse_class,
-    refuse_function,
+    make_unsupported_class,
+    make_unsupported_function,
 )
 from stepladder.tools.check.simulated_gpu.streams import (
     DeviceContext,
@@ -236,7 +236,7 @@ def refused_functions(simulated: dict[str, Any]) -> dict[str, Any]:
         is_kept = name in KEPT_CLASSES or name.endswith(KEPT_CLASS_SUFFIXES)
         if name in simulated or is_kept or not callable(value):
             continue
-        refuse = refuse_class if isinstance(value, type) else refuse_function
+        refuse = make_unsupported_class if isinstance(value, type) else make_unsupported_function
         refused[name] = refuse(f"torch.cuda.{name}", value)
     return refused
 
@@ -261,7 +261,7 @@ def nccl_functions() -> dict[str, Any]:
     names = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id")
     originals = {name: getattr(torch.cuda.nccl, name) for name in names}
     refused = {
-        name: refuse_function(f"torch.cuda.nccl.{name}", original)
+        name: make_unsupported_function(f"torch.cuda.nccl.{name}", original)
         for name, original in originals.items()
     }
     return refused | {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True}

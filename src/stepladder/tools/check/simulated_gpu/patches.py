@@ -225,12 +225,12 @@ def patch_cuda(functions: dict[str, Any]) -> None:
     simulated = functions | cuda.refused_functions(functions) | {"cudart": cuda.cudart}
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         replace_all(owner, simulated)
-    replace(torch.cuda, "_lazy_init", refusal.refuse_device_in_cpp)
+    replace(torch.cuda, "_lazy_init", refusal.raise_for_device_in_cpp)
     replace_all(torch.cuda.nvtx, cuda.nvtx_functions())
     replace_all(torch.cuda.nccl, cuda.nccl_functions())
     replace_all(torch.cuda.profiler, cuda.profiler_functions())
     for name in FUNCTIONS_OF_ONE_DEVICE:
-        refuse = partial(refusal.refuse_function, f"torch.cuda.comm.{name}")
+        refuse = partial(refusal.make_unsupported_function, f"torch.cuda.comm.{name}")
         wrap(torch.nn.parallel.comm, name, refuse)
     for name in torch.cuda.__all__:
         if name.endswith("Tensor"):

@@ -20,7 +20,7 @@ class SimulatedObject:
         raise NotSimulated(f"{type(self).__name__} has no {name}: it is not simulated")
 
 
-def refuse_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def make_unsupported_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function in place of the one of this name, which says that it is not simulated."""
 
     @functools.wraps(original)  # torch 2.15 looks for what torch's own function wraps
@@ -30,7 +30,7 @@ def refuse_function(name: str, original: Callable[..., Any]) -> Callable[..., An
     return refuse
 
 
-class RefusedClass:
+class UnsupportedClass:
     """A class that is not simulated. Whoever makes an object of it is told; `isinstance` works."""
 
     full_name = ""
@@ -39,12 +39,12 @@ class RefusedClass:
         raise NotSimulated(f"{cls.full_name} is not simulated")
 
 
-def refuse_class(name: str, original: type) -> type:
+def make_unsupported_class(name: str, original: type) -> type:
     """Return a class in place of the one of this name, which is not simulated."""
-    return type(original.__name__, (RefusedClass,), {"full_name": name})
+    return type(original.__name__, (UnsupportedClass,), {"full_name": name})
 
 
-def refuse_device_in_cpp() -> None:
+def raise_for_device_in_cpp() -> None:
     """Stand in for `torch.cuda._lazy_init`, which C++ code calls that was given a CUDA device.
 
     Raises:

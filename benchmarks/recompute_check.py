@@ -1,7 +1,7 @@
 """Does `--replay-every` find what computes wrongly, name it, and never a sound rank? What does it
 cost?
 
-    python benchmarks/replay.py --data-dir data/mnist [--steps 10000] [--part PART] [--write]
+    python benchmarks/recompute_check.py --data-dir data/mnist [--steps 10000] [--part PART] [--write]
 
 Plants faults with the job of tests/jobs/corrupts.py on each rank of 2, 3 and 4 processes, trains
 sound jobs with a replay in each step, and measures a step with and without one in the same ranks,
@@ -267,14 +267,17 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     report = Report(
-        "replay.py", "Wrong results: found, named, and at what cost", ["torch", "stepladder"], "2"
+        "recompute_check.py",
+        "Wrong results: found, named, and at what cost",
+        ["torch", "stepladder"],
+        "2",
     )
     parts = {
         "faults": faults,
         "sound": partial(sound, args.steps, args.data_dir),
         "cost": partial(cost, args.data_dir, args.rounds),
     }
-    earlier = sections_of(RESULTS / "replay.md") if args.part else {}
+    earlier = sections_of(RESULTS / "recompute_check.md") if args.part else {}
     chosen = {name: args.part in (None, name) for name in parts}
     texts = [
         "\n\n".join(part()) if chosen[name] else earlier.get(TITLES[name], "")

@@ -1,7 +1,8 @@
-"""How the ranks of a process group come to share memory: one makes it, the others open it.
+"""How ranks get memory that they share: one rank of a group makes it, the others open it.
 
-The memory is a file without a name, which a process of the same user and machine can open through
-/proc while its maker has it open. The kernel frees it with the last process that has mapped it.
+The memory is a file without a name. A process of the same user on the same machine can open it
+through /proc while its maker has it open. The kernel frees it when the last process that has mapped
+it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class KeyStore(Protocol):
-    """The part of torch's store by which the ranks meet."""
+    """The part of torch's store that this module uses."""
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key."""
@@ -33,7 +34,7 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True)
 class Participant:
-    """One rank that would share memory.
+    """What one rank tells the others before they share memory.
 
     Attributes:
         machine: Identifies the machine and the namespace in which its process id is valid.
@@ -49,7 +50,7 @@ class Participant:
 
     @staticmethod
     def of_this_process(file: int = -1, obstacle: str = "") -> Participant:
-        """Return the participant that is this process."""
+        """Return what this process tells the others."""
         machine = ""
         with suppress(OSError):
             machine = f"{BOOT_ID.read_text(encoding='utf-8').strip()} {PID_NAMESPACE.readlink()}"
@@ -62,8 +63,8 @@ class Participant:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What the ranks of a group have agreed on.
+class Rendezvous:
+    """The result of a rendezvous: what the ranks of a group have agreed on.
 
     Attributes:
         memory: The memory that they share; None if they do not.
@@ -80,8 +81,10 @@ def share_memory(
     store: KeyStore,
     rank: int,
     ranks: int,
-) -> Meeting:
-    """Let the ranks of a group share memory, if all of them can. A collective.
+) -> Rendezvous:
+    """Let the ranks of a group share memory, if all of them can.
+
+    This is a collective: all ranks of the group must call it.
 
     Args:
         store: A store of this group alone.
@@ -92,22 +95,22 @@ def share_memory(
         What they have agreed on, which is the same on all ranks but for the mapping.
     """
     if ranks == 1:
-        return Meeting(None, [])
+        return Rendezvous(None, [])
     offer = _make_offer(store, rank, ranks)
     own_entry = Participant.of_this_process(offer.file, offer.obstacle)
     store.set(str(rank), json.dumps(asdict(own_entry)))
-    participants = [_read(store, peer) for peer in range(ranks)]
+    participants = [_read_participant(store, peer) for peer in range(ranks)]
     if offer.segment is not None:
         offer.segment.close()
     obstacles = [participant.obstacle for participant in participants if participant.obstacle]
     if obstacles:
-        return Meeting(None, [], obstacles[0])
-    return Meeting(offer.memory, [participant.pid for participant in participants])
+        return Rendezvous(None, [], obstacles[0])
+    return Rendezvous(offer.memory, [participant.pid for participant in participants])
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank has before it knows about the others.
+    """The memory that one rank has made or opened, or the reason why it has none.
 
     Attributes:
         obstacle: Why it cannot share memory; "" if it can.
@@ -140,7 +143,7 @@ def _make_offer(
             return Offer("this machine makes no memory file so large")
         return Offer("", mmap.mmap(segment.number, 0), segment)
     try:
-        return Offer("", _open_memory(_read(store, 0)))
+        return Offer("", _open_memory(_read_participant(store, 0)))
     except OSError as error:
         return Offer(str(error))
 
@@ -178,6 +181,6 @@ def _open_memory(maker: Participant) -> mmap.mmap:
         os.close(file)
 
 
-def _read(store: KeyStore, rank: int) -> Participant:
+def _read_participant(store: KeyStore, rank: int) -> Participant:
     fields: dict[str, Any] = json.loads(store.get(str(rank)))
     return Participant(**fields)
