@@ -100,7 +100,11 @@ def make_printable(text: str, allowed: str = "\n\t") -> str:
 
 def make_log_printable(text: bytes) -> bytes:
     """Escape control bytes in the output of a job; colours and carriage returns stay."""
-    return CONTROL_BYTES.sub(lambda match: repr(match[0])[2:-1].encode(), text)
+
+    def escape(match: re.Match[bytes]) -> bytes:
+        return repr(match[0])[2:-1].encode()
+
+    return CONTROL_BYTES.sub(escape, text)
 
 
 def prepare_streams() -> None:

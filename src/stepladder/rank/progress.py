@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.typed_file import convert
-from stepladder.rank.stacks import Frame, find_user_frame
+from stepladder.rank.stacks import Frame, find_user_frame, walk_stack
 
 PROGRESS_VARIABLE = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
 # The indices of a rank's slots. RankProgress explains what they hold, except for REGROUP: the
@@ -243,18 +243,8 @@ class Progress:
 
 def _find_block_call(label: str) -> tuple[str, str, int, str]:
     """Return the call site of a block: the innermost frame in the user's code, if there is one."""
-    stack: list[Frame] = []
     # Frame 1 is `record_block_collective`, and frame 2 is the code of Stepladder that called it.
-    frame: Any = sys._getframe(3)
-    while frame is not None:
-        stack.append(
-            Frame(
-                frame.f_code.co_name,
-                frame.f_code.co_filename,
-                frame.f_lineno,
-            )
-        )
-        frame = frame.f_back
+    stack = walk_stack(sys._getframe(3))
     call = find_user_frame(stack) or stack[0]
     return call.function, call.file, call.line, label
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from stepladder.core.tracebacks import PACKAGE_PREFIX, RECIPES_PREFIX
@@ -77,6 +78,16 @@ class Frame:
 
 
 Stack = Sequence[Frame]  # innermost call first
+
+
+def walk_stack(frame: FrameType | None) -> list[Frame]:
+    """Return a frame of this process and the calls around it, the innermost first."""
+    stack = []
+    while frame is not None:
+        code = frame.f_code
+        stack.append(Frame(code.co_name, code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return stack
 
 
 def find_user_frame(stack: Stack) -> Frame | None:

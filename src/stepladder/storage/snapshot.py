@@ -202,7 +202,10 @@ def _raise_if_transient(path: Path, error: Exception) -> None:
 
 
 def write_snapshot_files(
-    folder: Path, copies: JsonObject, entries: JsonObject, parts: list[JsonObject]
+    folder: Path,
+    copies: JsonObject,
+    entries: JsonObject,
+    parts: list[JsonObject],
 ) -> None:
     """Write the model, the state and the manifest; the ranks have written the parts.
 
@@ -219,7 +222,8 @@ def write_snapshot_files(
     with create_file(folder / STATE_FILE) as file:
         file.write(state)
     files[MODEL_FILE] = write_tensors(folder / MODEL_FILE, copies["model"])
-    files[STATE_FILE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    digest = hashlib.sha256(state).hexdigest()
+    files[STATE_FILE] = {"bytes": len(state), "sha256": digest}
     manifest = {"format": SNAPSHOT_FORMAT, **entries, "files": files}
     if parts:
         manifest["slices"] = slices

@@ -144,7 +144,11 @@ class Checkpoint:
             self._read_chunk(name, offsets, sizes, target)
 
     def _read_chunk(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], target: torch.Tensor
+        self,
+        name: str,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        target: torch.Tensor,
     ) -> None:
         if (name, offsets) not in self.chunks or len(offsets) != target.ndim:
             raise ValueError(
@@ -168,7 +172,11 @@ def get_fields(value: Any, kind: str) -> dict[str, Any]:
     return value.fields or {}
 
 
-def check_type(value: Any, kind: type[Kind], label: str) -> Kind:
+def check_type(
+    value: Any,
+    kind: type[Kind],
+    label: str,
+) -> Kind:
     """Return the value if its type is exactly `kind`. Raises ValueError otherwise."""
     if not isinstance(value, kind) or type(value) is not kind:
         raise ValueError(f"{METADATA} describes no checkpoint: {label} is {type(value).__name__}")

@@ -121,7 +121,8 @@ def open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> Wei
     for file in file_of_tensor.values():
         if Path(file).name != file:
             raise ValueError(f"{SAFETENSORS_INDEX} leads out of the folder, to {file}")
-    files = {file: open_safetensors(folder / file) for file in sorted(set(file_of_tensor.values()))}
+    names = sorted(set(file_of_tensor.values()))
+    files = {name: open_safetensors(folder / name) for name in names}
     shapes = {
         name: files[file].get_slice(name).get_shape() for name, file in file_of_tensor.items()
     }

@@ -210,7 +210,8 @@ def estimate_memory(
         session: Any = FakeSession(spec, comm)
         stack.enter_context(builder.mode)
         stack.enter_context(deterministic(spec.settings.sync == "exact", comm.device))
-        weights = [to_local(weight) for weight in (*model.parameters(), *model.buffers())]
+        tensors = (*model.parameters(), *model.buffers())
+        weights = [to_local(tensor) for tensor in tensors]
         tally.add(weights)
         weight_bytes = count_storage_bytes(weights)
         tally.reset_peak()  # fully_shard cuts weights into rows in main memory

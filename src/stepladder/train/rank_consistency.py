@@ -65,7 +65,9 @@ def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
         InputError: The model of a rank differs. All ranks raise it.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    descriptions = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    descriptions = []
+    for name, tensor in tensors:
+        descriptions.append((name, list(tensor.shape), str(tensor.dtype)))
     digests = comm.gather_bytes(fingerprint(descriptions))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not different:

@@ -101,7 +101,9 @@ class RecomputeCheck(LoopListener):
     ) -> Span | None:
         """Return the microbatch of a rank that is checked in this step, by the run's seed."""
         spans = self.plan.share(step, rank, self.comm.world.world_size)
-        return spans[derive_seed(self.plan.seed, "replay", step) % len(spans)] if spans else None
+        if not spans:
+            return None
+        return spans[derive_seed(self.plan.seed, "replay", step) % len(spans)]
 
     def _gradient_item(self, param: torch.nn.Parameter) -> str:
         return f"the gradient of {self.names[param]}"

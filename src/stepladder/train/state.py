@@ -218,7 +218,12 @@ class TrainState:
         self.layout.load_state_dict(stored[OPTIMIZER])
         self.load_records(stored, step)
 
-    def load_records(self, stored: dict[str, Any], step: int, evaluated_step: int = -1) -> None:
+    def load_records(
+        self,
+        stored: dict[str, Any],
+        step: int,
+        evaluated_step: int = -1,
+    ) -> None:
         """Load all of the state but the optimizer's.
 
         Args:

@@ -199,7 +199,12 @@ class TrainingLoop:
             self._check_replicas(self.state.step)
         return self
 
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(
+        self,
+        _type: object,
+        error: BaseException | None,
+        _trace: object,
+    ) -> None:
         record_step(error, self.state.step + 1)
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
@@ -265,7 +270,12 @@ class TrainingLoop:
         self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
         return spans
 
-    def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
+    def _run_pass(
+        self,
+        span: Span,
+        batch: Any,
+        backward: Backward,
+    ) -> tuple[torch.Tensor, float]:
         """Compute forward and backward of one microbatch, or of the rank's whole share.
 
         Args:
@@ -309,7 +319,8 @@ class TrainingLoop:
         loss = loss.detach()
         if not self.statistics.size:
             return loss
-        return torch.cat([loss.reshape(1).float(), self.statistics.capture() * samples])
+        statistics = self.statistics.capture() * samples
+        return torch.cat([loss.reshape(1).float(), statistics])
 
     def _reduce(self, count: float, loss: torch.Tensor | None) -> StepResult:
         """Add the gradients over ranks, vote on what follows, and return the result of the step."""

@@ -104,7 +104,8 @@ class WeightAverage(LoopListener):
     @torch.no_grad()
     def _swap(self) -> None:
         """Swap the contents, not the tensors: other objects hold references to the weights."""
-        for weights, average in zip(self._weights(), self.values.values(), strict=True):
+        pairs = zip(self._weights(), self.values.values(), strict=True)
+        for weights, average in pairs:
             copy = weights.clone()
             weights.copy_(average)
             average.copy_(copy)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from stepladder.core.console import print_message, write_text
@@ -35,11 +34,10 @@ from stepladder.launcher.nodes.signed_board import SignedBoard
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import LOCAL_SLOTS, PHASE, STEP, RankProgress
 from stepladder.rank.stacks import (
-    Frame,
-    Stack,
     answer_stack_signal_into,
     parse_traceback,
     read_stacks,
+    walk_stack,
 )
 
 EXIT_NOTICE_TIMEOUT_S = 3.0  # to read that a rank has exited, before the store may be gone
@@ -190,7 +188,7 @@ class SelfMonitor:
         monitor_thread = threading.get_ident()
         main_thread = threading.main_thread().ident
         frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main_thread)
-        stacks = [read_stack(frame) for thread, frame in frames if thread != monitor_thread]
+        stacks = [walk_stack(frame) for thread, frame in frames if thread != monitor_thread]
         progress = read_own_progress()
         return RankStatus(
             self.world.rank, self.pid, ProcessState.RUNNING, progress, stacks, host=self.host
@@ -314,18 +312,3 @@ class SelfMonitor:
 def read_own_progress() -> RankProgress:
     """Return the step and the phase of this process."""
     return RankProgress(step=LOCAL_SLOTS[STEP], phase=LOCAL_SLOTS[PHASE])
-
-
-def read_stack(frame: FrameType | None) -> Stack:
-    """Return the calls of a thread, the innermost first."""
-    stack = []
-    while frame is not None:
-        stack.append(
-            Frame(
-                frame.f_code.co_name,
-                frame.f_code.co_filename,
-                frame.f_lineno,
-            )
-        )
-        frame = frame.f_back
-    return stack

@@ -41,7 +41,8 @@ class SignedBoard:
         return f"{self.scope}/{key}"
 
     def _sign(self, key: str, text: str) -> str:
-        return b64encode(sign(self.secret, self._full_key(key), text.encode())).decode()
+        signed = sign(self.secret, self._full_key(key), text.encode())
+        return b64encode(signed).decode()
 
     def _verify(self, key: str, value: bytes) -> str:
         try:

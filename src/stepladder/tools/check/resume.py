@@ -334,7 +334,8 @@ def is_reproducible(run: ResumedRun) -> bool:
 def compare_weights(run: ResumedRun) -> Finding | None:
     """Compare the weights before and after each step that follows the snapshot."""
     first_step = run.steps_before + 1
-    before = {e.step: e.before for e in run.unbroken.select(BeforeStep)}.get(first_step)
+    befores = {event.step: event.before for event in run.unbroken.select(BeforeStep)}
+    before = befores.get(first_step)
     resumed_before = run.resumed.select(BeforeStep)[:1]
     if before and resumed_before and before != resumed_before[0].before:
         name = first_difference(before, resumed_before[0].before)

@@ -220,7 +220,10 @@ def describe_samples(run: RecordedRun, step: int) -> str:
 
 
 def compare_tensors(
-    step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]
+    step: int,
+    paths: tuple[Path, Path],
+    tolerance: float,
+    problems: list[str],
 ) -> list[DifferingValue]:
     """Return what differs in two snapshots: a few tensors, and all settings of the optimizer.
 

@@ -131,7 +131,8 @@ def has_kernels_for(architecture: str, capability: tuple[int, ...]) -> bool | No
 
 def absent_device(facts: Facts) -> tuple[Any, ...]:
     """Return the first GPU that CUDA_VISIBLE_DEVICES names and that is absent, and the last GPU."""
-    names = [name.strip() for name in facts.env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    visible = facts.env.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",")]
     last = len(facts.gpus.found) - 1
     for name in names:
         if (parse_whole_number(name) or 0) > last >= 0:

@@ -90,7 +90,12 @@ def make_text(
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def make_scale(lo: float, hi: float, lo_pixel: float, hi_pixel: float) -> Scale:
+def make_scale(
+    lo: float,
+    hi: float,
+    lo_pixel: float,
+    hi_pixel: float,
+) -> Scale:
     """Return the linear scale that maps lo and hi to two pixels; an empty range has length 1."""
     pixels_per_unit = (hi_pixel - lo_pixel) / ((hi - lo) or 1)
     return lambda value: lo_pixel + (value - lo) * pixels_per_unit
@@ -181,7 +186,11 @@ def draw_heat_map(
     return Figure(name, marks, int(below) + 34)
 
 
-def draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
+def draw_colour_scale(
+    y: float,
+    hi: float,
+    unit: str,
+) -> list[Mark]:
     """Return the colours of a heat map from 0 to its greatest value, with the numbers."""
     marks = [make_text(LEFT, y + 11, "0")]
     cell_width = 16.0
@@ -200,7 +209,11 @@ def draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
     return [*marks, make_text(right, y + 11, f"{hi:.3g} {unit}")]
 
 
-def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
+def draw_spans(
+    name: str,
+    rows: Sequence[tuple[str, float, float, str]],
+    x_name: str,
+) -> Figure:
     """Draw a horizontal bar per row (label, first, last, text inside) over a common axis."""
     first = min(row[1] for row in rows)
     last = max(row[2] for row in rows)
@@ -244,7 +257,12 @@ def choose_ticks(lo: float, hi: float) -> list[float]:
     return [float(round(index * step, 12)) for index in range(first, last + 1)]
 
 
-def draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
+def draw_axis_ends(
+    y: float,
+    x_name: str,
+    first: float,
+    last: float,
+) -> list[Mark]:
     """Return the labels of both ends of an axis without ticks."""
     return [
         make_text(LEFT, y, f"{x_name} {first:g}"),

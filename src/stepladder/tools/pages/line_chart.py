@@ -105,7 +105,11 @@ def describe_points(series: Mapping[str, Points], x_name: str) -> str:
     return ", ".join(values)
 
 
-def draw_axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scale, Scale]:
+def draw_axes(
+    points: np.ndarray,
+    x_name: str,
+    y_name: str,
+) -> tuple[list[Mark], Scale, Scale]:
     """Return linear axes for all points, and the scales of x and y.
 
     The y axis is widened to round numbers.
@@ -156,7 +160,11 @@ def draw_event(event: ChartEvent, x_scale: Scale) -> Mark:
     return Mark("g", title=event.text, children=[line, label])
 
 
-def make_hover_bands(series: Mapping[str, Points], x_name: str, x_scale: Scale) -> list[Mark]:
+def make_hover_bands(
+    series: Mapping[str, Points],
+    x_name: str,
+    x_scale: Scale,
+) -> list[Mark]:
     """Return bands from top to bottom, each with the values that the page shows under the pointer.
 
     A curve with fewer points than the others shows its last value before the position.

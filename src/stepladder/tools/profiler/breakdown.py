@@ -289,5 +289,7 @@ def find_top_operators(traces: list[Trace]) -> list[Operator]:
         for name, call_seconds in trace.self_times(trace.steps[chosen]):
             seconds[name] += call_seconds
             calls[name] += 1
-    operators = [Operator(name, seconds[name] / steps, calls[name] / steps) for name in seconds]
+    operators = []
+    for name in seconds:
+        operators.append(Operator(name, seconds[name] / steps, calls[name] / steps))
     return sorted(operators, key=lambda operator: -operator.seconds)[:MAX_OPERATORS]

@@ -152,7 +152,8 @@ class ScalingLaw:
 
     def speedup(self, nproc: Any) -> Any:
         """Return the speed-up of a number of processes, or of an array of them."""
-        return nproc / (1 + self.contention * (nproc - 1) + self.coherency * nproc * (nproc - 1))
+        peers = nproc - 1
+        return nproc / (1 + self.contention * peers + self.coherency * nproc * peers)
 
     def find_useful_size(self) -> int:
         """Return the largest number of processes that has MIN_USEFUL_EFFICIENCY."""

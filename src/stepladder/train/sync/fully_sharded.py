@@ -68,7 +68,8 @@ class FullyShardedSync(Sync):
         message = json.dumps(self.calls).encode()
         lengths = self.comm.gather_bytes(len(message).to_bytes(8, "big"))
         longest = max(int.from_bytes(length, "big") for length in lengths)
-        orders = [json.loads(text) for text in self.comm.gather_bytes(message.ljust(longest))]
+        texts = self.comm.gather_bytes(message.ljust(longest))
+        orders = [json.loads(text) for text in texts]
         rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
         names = [*self.blocks, "nothing more"]  # -1, after the last call, is its index
         pairs = list(zip_longest(orders[0], orders[rank], fillvalue=-1))
