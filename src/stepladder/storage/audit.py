@@ -317,12 +317,7 @@ def compare_with_plan(
     epochs = [EpochCount(number) for number in range(last_epoch + 1)]
     for epoch in epochs:
         epoch.add(num_never_seen=plan.num_dropped)
-    unrecorded = [(0, last)]
-    if line:
-        before_line = (0, line[0].first - 1)
-        after_line = (line[-1].last, last)
-        unrecorded = [before_line, after_line]
-    for first, end in unrecorded:
+    for first, end in find_unrecorded(line, last):
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch
             num_lost = count_samples(
@@ -342,6 +337,15 @@ def compare_with_plan(
         mismatches.sort(key=lambda mismatch: (mismatch.step, mismatch.rank))
         problems += describe_mismatches(steps.attempt, mismatches)
     return epochs
+
+
+def find_unrecorded(line: list[SurvivingSteps], last: int) -> list[tuple[int, int]]:
+    """Return the steps [first, end) up to the last one that no surviving attempt has recorded."""
+    if not line:
+        return [(0, last)]
+    before = (0, line[0].first - 1)
+    after = (line[-1].last, last)
+    return [before, after]
 
 
 def count_samples(plan: Plan, first: int, end: int) -> int:
