@@ -180,7 +180,7 @@ def test_pages_are_short() -> None:
         "docs/cluster.md": 240,
         "docs/slurm.md": 240,
         "docs/speed.md": 210,
-        "docs/json.md": 265,
+        "docs/json.md": 275,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 350  # a line per behaviour
     for page in PAGES:

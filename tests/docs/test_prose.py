@@ -36,6 +36,8 @@ RULES = {
     "let go of: free": r"\blets? go (?:of|after)\b",
 }
 MOST_THAT_OF = 2
+# A list of changes, what is made from data, and what nobody reads to its end.
+NO_NEXT = ("CHANGELOG.md", "checked-scripts.md", "lineage.md")
 
 
 def prose(page: Path) -> str:
@@ -70,6 +72,16 @@ def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
     """A title and then a sentence, before any code, table or further heading."""
     lines = [line for line in page.read_text().splitlines() if line and not line.startswith("<!--")]
     assert lines[0].startswith("# ") and re.match(r"[A-Z\[*`]|!\[", lines[1])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in NO_NEXT],
+    ids=lambda page: page.name,
+)
+def test_a_page_ends_with_where_to_go(page: Path) -> None:
+    last = page.read_text().rstrip().split("\n\n")[-1]
+    assert re.search(r"\]\([\w./-]+\.md[)#]", last), f"it ends with: {last[:100]}"
 
 
 def test_the_rules_find_what_they_are_for() -> None:
