@@ -92,7 +92,7 @@ def draw_sample(axes, column, row, order, index, num_ranks):
     if is_repeated:
         border = plt.Rectangle((column, row), 0.94, 0.8, fill=False, edgecolor="black", lw=2)
         axes.add_patch(border)
-    style = {"ha": "center", "va": "center", "color": "white", "fontsize": 7}
+    style = {"ha": "center", "va": "center", "fontsize": 7}
     axes.text(column + 0.47, row + 0.4, order[index], **style)
 
 

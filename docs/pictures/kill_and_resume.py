@@ -27,7 +27,7 @@ TITLE = (
     "A run on two processes is killed with kill -9, resumes on one process, and ends with the hash"
     " of the weights of a run that was never killed"
 )
-LEFT, WIDTH, ROW = 178, 400, 34
+LEFT, WIDTH, ROW = 16, 430, 62
 
 
 def commands() -> str:
@@ -69,38 +69,35 @@ def draw(killed: int, resumed: int, total: int, digest: str) -> Drawing:
         total: The steps of the whole run.
         digest: The hash of both runs' weights.
     """
-    drawing = Drawing(760, 208, TITLE)
+    drawing = Drawing(LEFT + WIDTH + LEFT, 236, TITLE)
 
     def x(step: float) -> float:
         return LEFT + WIDTH * step / total
 
-    def bar(row: float, begin: int, end: int, look: str, label: str = "") -> None:
-        drawing.box(x(begin), 44 + row * ROW, x(end) - x(begin), 24, look, label)
+    def bar(row: int, begin: int, end: int, look: str, label: str = "") -> None:
+        drawing.box(x(begin), 30 + row * ROW, x(end) - x(begin), 24, look, label)
 
-    def name(row: float, label: str) -> None:
-        drawing.text(LEFT - 12, 61 + row * ROW, label, anchor="end")
+    def name(row: int, label: str) -> None:
+        drawing.text(LEFT, 22 + row * ROW, label, anchor="start")
+
+    def write_hash(row: int) -> None:
+        drawing.text(LEFT + WIDTH, 22 + row * ROW, f"{digest[:12]}…", "good bold", "end")
 
     name(0, "2 processes")
     bar(0, 0, resumed, "r0", f"steps 1 to {resumed}")
     bar(0, resumed, killed, "r0 pale")
-    drawing.text(x(killed), 24, f"kill -9 after step {killed}", "bad bold")
-    drawing.line(x(killed), 30, x(killed), 72)
+    drawing.text(x(killed) + 8, 47, f"kill -9 after step {killed}", "bad bold", "start")
+    drawing.line(x(killed), 24, x(killed), 60)
     name(1, "resumed, on 1 process")
     bar(1, resumed, total, "r1", f"steps {resumed + 1} to {total}")
-    name(2.5, "never killed")
-    bar(2.5, 0, total, "r2", f"steps 1 to {total}")
-    right = LEFT + WIDTH + 14
-    drawing.text(right, 61, "hash of the weights", "soft", "start")
-    for row in (1, 2.5):
-        drawing.text(right, 61 + row * ROW, f"{digest[:12]}…", "good bold", "start")
-    drawing.text(right + 60, 61 + 1.75 * ROW, "= the same bits", "good bold")
-    drawing.text(
-        LEFT,
-        196,
-        f"pale: lost with the kill, and trained again after step {resumed}",
-        "soft",
-        "start",
-    )
+    name(2, "never killed")
+    bar(2, 0, total, "r2", f"steps 1 to {total}")
+    drawing.text(LEFT + WIDTH, 22, "hash of the weights", "soft", "end")
+    for row in (1, 2):
+        write_hash(row)
+    drawing.text(LEFT + WIDTH, 202, "= the same bits", "good bold", "end")
+    text = f"pale: lost with the kill, and trained again after step {resumed}"
+    drawing.text(LEFT, 224, text, "soft", "start")
     return drawing
 
 

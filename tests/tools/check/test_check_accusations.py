@@ -107,7 +107,7 @@ def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> 
     """Workers that train one model in shared memory: two ranks of it would be two commands."""
     code, report = checked(tmp_path, (SCRIPTS / "shared_memory.py").read_text())
     assert (code, report["findings"]) == (0, [])
-    assert report["ran"].startswith("1 ranks")
+    assert report["ran"].startswith("1 rank, ")
     assert [
         note
         for note in report["notes"]

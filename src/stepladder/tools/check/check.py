@@ -367,7 +367,9 @@ def summarize_run(run: ScriptRun) -> str:
         end = "then the check ended it"
     else:
         end = "to its end"
-    return f"{len(ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+    ranks_text = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    epochs_text = f"{epochs} epoch{'s' * (epochs != 1)}"
+    return f"{ranks_text}, {epochs_text}, {steps} steps on each, {end}"
 
 
 def no_training(run: ScriptRun) -> NotChecked:
