@@ -312,6 +312,15 @@ def test_a_sample_of_json_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     assert source.read(np.array([0, 1]))["x"][1] == alone
 
 
+def test_types_are_those_of_the_first_file_that_has_records(tmp_path: Path) -> None:
+    for name, head in (("jsonl", ""), ("csv", "x\n")):
+        (tmp_path / f"0.{name}").write_text(head)
+    (tmp_path / "1.jsonl").write_text('{"x": [1, 2]}\n')
+    (tmp_path / "1.csv").write_text("x\n1.5\n")
+    assert open_data(tmp_path / "*.jsonl").read(np.array([0]))["x"].tolist() == [[1, 2]]
+    assert open_data(tmp_path / "*.csv").read(np.array([0]))["x"].tolist() == [1.5]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_a_number_of_more_than_64_bits_is_not_rounded(name: str, tmp_path: Path) -> None:
     rows = {"a.jsonl": ['{"x": 1}', '{"x": 9223372036854775808}'], "a.csv": ["x", "1", str(2**63)]}

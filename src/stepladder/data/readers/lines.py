@@ -6,7 +6,6 @@ import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class JsonLines(IndexedFiles):
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
-            first = list(self._read_first())
+            first = parse_readable(parse_object, self.read_first(TYPED_RECORDS))
             self.types = {name: find_value_type(first, name) for name in collect_names(first)}
 
     def parse(
@@ -111,13 +110,6 @@ class JsonLines(IndexedFiles):
             ValueError: A value has another type than in the first records.
         """
         return self.types[name].make_column(name, values)
-
-    def _read_first(self) -> Iterator[Sample]:
-        """Yield the first records of the first file, without those that are damaged."""
-        offsets = self.get_offsets(0)[: TYPED_RECORDS + 1].tolist()
-        for begin, end in pairwise(offsets):
-            with suppress(ValueError):  # it is reported when it is read
-                yield parse_object(self.files[0].read(begin, end))
 
 
 class CsvLines(IndexedFiles):
@@ -207,12 +199,19 @@ class CsvLines(IndexedFiles):
 
     def _find_types(self) -> dict[str, Callable[[str], Any]]:
         """Return what makes values of texts, by the first records."""
-        offsets = self.get_offsets(0)[: TYPED_RECORDS + 1].tolist()
-        rows: list[Sample] = []
-        for begin, end in pairwise(offsets):
-            with suppress(ValueError):  # it is reported when it is read
-                rows.append(self.parse(0, self.files[0].read(begin, end), None))
+        rows = parse_readable(
+            lambda data: self.parse(0, data, None), self.read_first(TYPED_RECORDS)
+        )
         return {name: find_type([row[name] for row in rows]) for name in self.header}
+
+
+def parse_readable(parse: Callable[[bytes], Sample], records: Iterator[bytes]) -> list[Sample]:
+    """Return what records hold, without damaged ones, which are named when they are read."""
+    samples = []
+    for data in records:
+        with suppress(ValueError):
+            samples.append(parse(data))
+    return samples
 
 
 def find_type(texts: Sequence[str]) -> Callable[[str], Any]:

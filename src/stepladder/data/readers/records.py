@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,9 +86,23 @@ class IndexedFiles:
         self.find_offsets = find_offsets
         self.beside = options.index_beside
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
+        self.lengths: dict[int, int] = {}  # of the indexes that were loaded before
 
     def _load(self, number: int) -> IndexArray:
-        return load_index(self.files[number], self.find_offsets, self.beside)
+        offsets = load_index(self.files[number], self.find_offsets, self.beside)
+        if self.lengths.setdefault(number, len(offsets)) != len(offsets):
+            problem = f"{self.files[number].name} has changed since it was opened"
+            raise InputError(problem, "start again")
+        return offsets
+
+    def read_first(self, count: int) -> Iterator[bytes]:
+        """Yield some records from the beginning of the first file that has any."""
+        for number, file in enumerate(self.files):
+            offsets = self.get_offsets(number)[: count + 1].tolist()
+            for begin, end in pairwise(offsets):
+                yield file.read(begin, end)
+            if len(offsets) > 1:
+                return
 
     def get_counts(self) -> list[int]:
         """Return the number of records of each file."""
