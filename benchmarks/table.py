@@ -25,6 +25,7 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
     "doctor": "none measured; NVRx's and DLRover's node checks are near",
     "exact_overhead": "`--sync ddp`",
     "exchange": "bare DDP, and all-reduce, on gloo",
+    "formats": "the loader of each format: formats.md",
     "growth": "a loop by hand, DDP; torch.save, DCP's asynchronous save",
     "goodput": "torchrun, torchft",
     "gpt_time_to_188": "a well-known small recipe",

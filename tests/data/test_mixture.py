@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stepladder import InputError, Loader, Mixture
+from stepladder.data.mixture import find_passes
 from stepladder.storage.audit import audit
 from stepladder.testing import check_source
 
@@ -47,6 +50,37 @@ def test_an_epoch_has_each_source_as_often_as_it_has_passes(
     halves = np.concatenate([batch["half"] for batch in batches])
     assert halves.tolist() == (numbers / 2).tolist()
     assert audit(tmp_path / "run").ok
+
+
+def test_weights_become_whole_passes() -> None:
+    mixture = Mixture([Numbers(0, 1000), Numbers(2000, 70)], weights=[7, 3])
+    assert mixture.passes == [5, 31]
+    assert len(mixture) == 5 * 1000 + 31 * 70
+    assert find_passes([10**6, 10**5], [0.5, 0.5]) == [1, 10]
+    assert find_passes([5], [2.5]) == [1]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10**9), st.floats(0.01, 1)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_part_of_each_source_is_its_weight_within_a_hundredth(
+    sources: list[tuple[int, float]],
+) -> None:
+    lengths, weights = zip(*sources, strict=True)
+    samples = np.multiply(find_passes(lengths, weights), lengths)
+    assert samples.min() > 0
+    assert samples / samples.sum() == pytest.approx(np.array(weights) / sum(weights), rel=0.0101)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
+def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+    with pytest.raises(InputError, match="a Mixture of 2 sources with weights="):
+        Mixture([Numbers(0, 5), Numbers(0, 5)], weights=weights)
 
 
 def test_a_source_without_chunks_beside_one_that_has_some_gets_chunks() -> None:

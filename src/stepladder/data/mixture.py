@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.source import Source, is_source, make_chunks
 
+WEIGHT_TOLERANCE = 0.01  # by which the part of a source may differ from its weight
 ROWS_PER_CHUNK = 1024  # of a source without chunks, beside others that have some
 
 
@@ -26,14 +28,31 @@ class Mixture:
             dicts of them.
         passes: How often an epoch reads each source, 1 or more. To give a small source the weight
             of one that is ten times as long, read it ten times.
+        weights: In place of passes, the part of each source of all samples that are read. The
+            passes are the smallest with which no part differs from its weight by more than 1 %.
+
+    Attributes:
+        passes: How often an epoch reads each source.
 
     Raises:
-        InputError: There is no source, one of them is none, or a number of passes is missing.
+        InputError: There is no source, one of them is none or empty, or a number of passes or a
+            weight is missing.
     """
 
-    def __init__(self, sources: Sequence[Source], passes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        passes: Sequence[int] | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._sources = list(sources)
-        counts = [1] * len(self._sources) if passes is None else list(passes)
+        if weights is not None:
+            validate_weights(weights, passes, len(self._sources))
+            counts = find_passes([len(source) for source in self._sources], weights)
+        else:
+            counts = [1] * len(self._sources) if passes is None else list(passes)
+        self.passes = counts
         if not self._sources or len(counts) != len(self._sources) or min(counts) < 1:
             raise InputError(
                 f"a Mixture of {len(self._sources)} sources with passes={counts}",
@@ -83,6 +102,45 @@ class Mixture:
         if len(batches) == 1:
             return batches[0]
         return select_rows(batches, np.argsort(np.concatenate(places)))
+
+
+def validate_weights(
+    weights: Sequence[float],
+    passes: Sequence[int] | None,
+    num_sources: int,
+) -> None:
+    """Raise InputError for weights that are no part of each source, or that passes contradict."""
+    is_usable = len(weights) == num_sources and all(0 < weight < math.inf for weight in weights)
+    if not is_usable or passes is not None:
+        raise InputError(
+            f"a Mixture of {num_sources} sources with weights={list(weights)}, passes={passes}",
+            "a weight above 0 for each source, such as weights=[0.7, 0.3], and no passes",
+        )
+
+
+def find_passes(lengths: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the smallest numbers of passes that give each source its part of the samples.
+
+    Args:
+        lengths: The samples of each source.
+        weights: The part of each source; their sum is taken for 1.
+
+    Raises:
+        InputError: A source has no samples.
+    """
+    counts = np.asarray(lengths, np.float64)
+    if not counts.all():
+        raise InputError("a source of a Mixture with weights has no samples", "sources with some")
+    parts = np.asarray(weights, np.float64) / sum(weights)
+    rates = parts / counts
+    passes = np.ones(len(counts))
+    # Rounding changes a part by less than one in `fewest`, the passes of the source with fewest.
+    for fewest in range(1, 1 + math.ceil(1 / WEIGHT_TOLERANCE)):
+        passes = np.rint(rates / rates.min() * fewest)
+        samples = passes * counts
+        if (abs(samples / samples.sum() / parts - 1) <= WEIGHT_TOLERANCE).all():
+            break
+    return [int(number) for number in passes]
 
 
 def select_rows(batches: list[Any], order: IndexArray) -> Any:
