@@ -341,6 +341,8 @@ def main() -> None:
         f" {many['megabytes']:.0f} MB (bar: <= {MOST_MEGABYTES} MB)"
     )
     text = (
+        "The name of an error: the native loader refuses the state of another number of ranks or"
+        " workers, or fails with it. "
         f"The index of {args.lines:,} rows takes {many['indexing']:.0f} s once; with it, opening"
         f" takes {many['opening']:.3f} s, and the first batch at 90 % {many['first']:.3f} s."
     )
