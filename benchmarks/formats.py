@@ -122,10 +122,10 @@ def run_alone(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def read_part(
-    name: str, reader: str, folder: Path, who: Rank, state: Any, steps: int | None
+    name: str, reader: str, folder: Path, reader_rank: Rank, state: Any, steps: int | None
 ) -> tuple[list[int], Any]:
     """Return the ids of the batches up to a step or to the end, and the state after them."""
-    loader = READERS[reader](name, folder, who)
+    loader = READERS[reader](name, folder, reader_rank)
     if state is not None:
         loader.load_state_dict(state)
     ids = [value for batch in islice(loader, steps) for value in batch]
@@ -142,9 +142,9 @@ def lost_and_repeated(
     for (ranks, workers), steps in zip(cell, (stop, None), strict=True):
         calls = []
         for rank in range(ranks):
-            who = Rank(rank, ranks, workers, GLOBAL_BATCH)
+            reader_rank = Rank(rank, ranks, workers, GLOBAL_BATCH)
             state = states[min(rank, len(states) - 1)]
-            calls.append((read_part, (name, reader, folder, who, state, steps)))
+            calls.append((read_part, (name, reader, folder, reader_rank, state, steps)))
         results = run_ranks(calls)
         failures = [result for result in results if isinstance(result, str)]
         if failures:
@@ -184,14 +184,14 @@ def private_megabytes() -> float:
 
 def measure_shuffle(ids: list[int]) -> float:
     """Return the spread of ids within batches, as a part of that of a random permutation."""
-    whole = len(ids) // RATE_BATCH * RATE_BATCH
-    batches = np.array(ids[:whole]).reshape(-1, RATE_BATCH)
+    full_rows = len(ids) // RATE_BATCH * RATE_BATCH
+    batches = np.array(ids[:full_rows]).reshape(-1, RATE_BATCH)
     return float(batches.std(1).mean() / np.std(np.arange(len(ids))))
 
 
 def save_at_90_percent(name: str, reader: str, folder: Path) -> Any:
-    who = Rank(0, 1, 0, GLOBAL_BATCH)
-    return read_part(name, reader, folder, who, None, int(0.9 * ROWS / GLOBAL_BATCH))[1]
+    reader_rank = Rank(0, 1, 0, GLOBAL_BATCH)
+    return read_part(name, reader, folder, reader_rank, None, int(0.9 * ROWS / GLOBAL_BATCH))[1]
 
 
 def time_first_batch(name: str, reader: str, folder: Path, state: Any) -> float:
@@ -296,9 +296,9 @@ def measure_many(folder: Path, count: int) -> dict[str, float]:
     path = folder / "many.jsonl"
     run_alone(write_many, path, count)
     indexing = run_alone(open_many, path, 0)["opening"]
-    found = run_alone(open_many, path, 400)
+    measured = run_alone(open_many, path, 400)
     path.unlink()
-    return {**found, "indexing": indexing}
+    return {**measured, "indexing": indexing}
 
 
 def main() -> None:
@@ -325,26 +325,26 @@ def main() -> None:
             rates += bars
         large_rows = min(LARGE_ROWS, args.lines)
         large = measure_many(Path(root), large_rows)
-        many = measure_many(Path(root), args.lines)
+        large_set = measure_many(Path(root), args.lines)
     ours = [row[1] for row in matrix]
-    whole = ours.count("0 / 0")
-    verdict = "PASS" if whole == len(ours) else "FAIL"
-    lines = [f"- {verdict}: resumes with no sample lost or repeated: {whole} of {len(ours)}"]
+    num_exact = ours.count("0 / 0")
+    verdict = "PASS" if num_exact == len(ours) else "FAIL"
+    lines = [f"- {verdict}: resumes with no sample lost or repeated: {num_exact} of {len(ours)}"]
     verdict = "PASS" if large["first"] <= MOST_SECONDS else "FAIL"
     lines.append(
         f"- {verdict}: first batch after a resume at 90 % of {large_rows:,} rows of JSON Lines:"
         f" {large['first']:.3f} s (bar: <= {MOST_SECONDS} s)"
     )
-    verdict = "PASS" if many["megabytes"] <= MOST_MEGABYTES else "FAIL"
+    verdict = "PASS" if large_set["megabytes"] <= MOST_MEGABYTES else "FAIL"
     lines.append(
         f"- {verdict}: private memory above the imports at {args.lines:,} rows of JSON Lines:"
-        f" {many['megabytes']:.0f} MB (bar: <= {MOST_MEGABYTES} MB)"
+        f" {large_set['megabytes']:.0f} MB (bar: <= {MOST_MEGABYTES} MB)"
     )
     text = (
         "The name of an error: the native loader refuses the state of another number of ranks or"
         " workers, or fails with it. "
-        f"The index of {args.lines:,} rows takes {many['indexing']:.0f} s once; with it, opening"
-        f" takes {many['opening']:.3f} s, and the first batch at 90 % {many['first']:.3f} s."
+        f"The index of {args.lines:,} rows takes {large_set['indexing']:.0f} s once; with it, opening"
+        f" takes {large_set['opening']:.3f} s, and the first batch at 90 % {large_set['first']:.3f} s."
     )
     header = [f"lost / repeated of {ROWS:,}", "stepladder.Loader", "native loader"]
     columns = ["ours / native", "s to the first batch at 90 %", "rows a second, cold"]

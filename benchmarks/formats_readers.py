@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 class Rank(NamedTuple):
-    """Who reads: this rank of so many, with so many workers, its part of a step."""
+    """The rank that reads, and what all ranks read together in a step."""
 
     rank: int
     ranks: int
@@ -129,15 +129,15 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
 class Ours:
     """A Loader of open_data."""
 
-    def __init__(self, name: str, folder: Path, who: Rank) -> None:
+    def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
         columns = {"webdataset": ("cls", "npy")}.get(name)
         self.key: Any = 0 if columns else "id"
         self.loader = Loader(
             open_data(folder, columns=columns, block=BLOCK, dtype="uint32"),
-            who.global_batch,
+            reader_rank.global_batch,
             seed=SEED,
-            num_workers=who.workers,
-            world=World(who.rank, who.ranks, who.rank, who.ranks),
+            num_workers=reader_rank.workers,
+            world=World(reader_rank.rank, reader_rank.ranks, reader_rank.rank, reader_rank.ranks),
         )
         self.state_dict = self.loader.state_dict
         self.load_state_dict = self.loader.load_state_dict
@@ -154,8 +154,8 @@ class Ours:
 class Theirs:
     """The format's own loader, with the state that its documentation says."""
 
-    def __init__(self, name: str, folder: Path, who: Rank) -> None:
-        self.loader = OPENERS[name](name, folder, who)
+    def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
+        self.loader = OPENERS[name](name, folder, reader_rank)
         self.state_dict = self.loader.state_dict
         self.load_state_dict = self.loader.load_state_dict
 
@@ -177,42 +177,50 @@ def open_stream(name: str, folder: Path) -> Any:
     return data.shuffle(seed=SEED, buffer_size=BUFFER).with_format("numpy")
 
 
-def open_streamed(name: str, folder: Path, who: Rank) -> Any:
-    data = split_dataset_by_node(open_stream(name, folder), who.rank, who.ranks)
-    return StatefulDataLoader(data, who.batch, num_workers=who.workers)
+def open_streamed(name: str, folder: Path, reader_rank: Rank) -> Any:
+    data = split_dataset_by_node(open_stream(name, folder), reader_rank.rank, reader_rank.ranks)
+    return StatefulDataLoader(data, reader_rank.batch, num_workers=reader_rank.workers)
 
 
-def open_saved(name: str, folder: Path, who: Rank) -> Any:
+def open_saved(name: str, folder: Path, reader_rank: Rank) -> Any:
     data = datasets.load_from_disk(folder).with_format("numpy")
-    sampler = StatefulDistributedSampler(data, who.ranks, who.rank, shuffle=True, seed=SEED)
-    return StatefulDataLoader(data, who.batch, sampler=sampler, num_workers=who.workers)
+    sampler = StatefulDistributedSampler(
+        data, reader_rank.ranks, reader_rank.rank, shuffle=True, seed=SEED
+    )
+    return StatefulDataLoader(
+        data, reader_rank.batch, sampler=sampler, num_workers=reader_rank.workers
+    )
 
 
-def open_webdataset(name: str, folder: Path, who: Rank) -> Any:
+def open_webdataset(name: str, folder: Path, reader_rank: Rank) -> Any:
     urls = sorted(map(str, folder.glob("*.tar")))
     data = webdataset.WebDataset(
         urls, shardshuffle=NUM_FILES, seed=SEED, nodesplitter=webdataset.split_by_node
     )
-    data = data.shuffle(BUFFER, seed=SEED).decode().to_tuple("cls", "npy").batched(who.batch)
-    return StatefulDataLoader(data, None, num_workers=who.workers)
-
-
-def open_streaming(name: str, folder: Path, who: Rank) -> Any:
-    data = streaming.StreamingDataset(
-        local=str(folder), shuffle=True, batch_size=who.batch, shuffle_seed=SEED
+    data = (
+        data.shuffle(BUFFER, seed=SEED).decode().to_tuple("cls", "npy").batched(reader_rank.batch)
     )
-    return streaming.StreamingDataLoader(data, batch_size=who.batch, num_workers=who.workers)
+    return StatefulDataLoader(data, None, num_workers=reader_rank.workers)
+
+
+def open_streaming(name: str, folder: Path, reader_rank: Rank) -> Any:
+    data = streaming.StreamingDataset(
+        local=str(folder), shuffle=True, batch_size=reader_rank.batch, shuffle_seed=SEED
+    )
+    return streaming.StreamingDataLoader(
+        data, batch_size=reader_rank.batch, num_workers=reader_rank.workers
+    )
 
 
 class RandomBlocks:
     """The loop of nanoGPT: blocks at random places, a map anew for each batch, a seed by rank."""
 
-    def __init__(self, name: str, folder: Path, who: Rank) -> None:
+    def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
         self.file = folder / "train.bin"
-        self.batch = who.batch
-        self.steps = self.file.stat().st_size // 4 // BLOCK // who.global_batch
+        self.batch = reader_rank.batch
+        self.steps = self.file.stat().st_size // 4 // BLOCK // reader_rank.global_batch
         self.step = 0
-        torch.manual_seed(1337 + who.rank)
+        torch.manual_seed(1337 + reader_rank.rank)
 
     def __iter__(self) -> Iterator[Any]:
         while self.step < self.steps:
@@ -255,12 +263,12 @@ READERS: dict[str, Callable[[str, Path, Rank], Any]] = {"ours": Ours, "native": 
 class FastBatches:
     """The fastest way to batches of Hugging Face's datasets, which has no loader around it."""
 
-    def __init__(self, name: str, folder: Path, who: Rank) -> None:
+    def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
         if name == "arrow":
             self.data = datasets.load_from_disk(folder).shuffle(seed=SEED).with_format("numpy")
         else:
             self.data = open_stream(name, folder)
-        self.batch = who.batch
+        self.batch = reader_rank.batch
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.data.iter(self.batch):
@@ -270,8 +278,8 @@ class FastBatches:
         """Nothing is left running."""
 
 
-def open_fastest(name: str, reader: str, folder: Path, who: Rank) -> Any:
+def open_fastest(name: str, reader: str, folder: Path, reader_rank: Rank) -> Any:
     """Return the reader whose rows a second are compared."""
     if reader == "native" and OPENERS[name] in (open_streamed, open_saved):
-        return FastBatches(name, folder, who)
-    return READERS[reader](name, folder, who)
+        return FastBatches(name, folder, reader_rank)
+    return READERS[reader](name, folder, reader_rank)

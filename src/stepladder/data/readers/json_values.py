@@ -14,9 +14,9 @@ import numpy as np
 from stepladder.data.readers.batches import Sample, stack_values
 from stepladder.data.table import Ragged
 
-Decode = Callable[[bytes | str], Any]
+DecodeJson = Callable[[bytes | str], Any]
 
-decode_fast: Decode = json.loads
+decode_fast: DecodeJson = json.loads
 try:
     import msgspec
 except ImportError:
