@@ -7,6 +7,7 @@ from processes import JOBS
 SCRIPT = JOBS / "hangs_of_scripts.py"
 SAVED = r"all_gather, called by save_on_first\(\)"
 BACKWARD = r"in backward, called by main\(\), hangs_of_scripts.py:\d+"
+IN_OTHER_ORDER = r"group_in_other_order\(\), hangs_of_scripts.py:\d+"
 # kind: the rank, the function and the reason, as `run` says them where ranks wait in gloo
 SAID_BY_GLOO = {
     "metric": rf"rank 0 .* aborted in all_reduce, called by sum_metric\(\).* rank 1 .* {BACKWARD}",
@@ -19,7 +20,11 @@ SAID_BY_GLOO = {
     "group": r"all ranks wait in all_reduce, called by use_wrong_group\(\).*\n.* groups that differ",
     "recv": rf"rank 1 .* waits in recv, called by receive\(\).* rank 0 .* {BACKWARD}",
     "new-group": rf"rank 1 .* {BACKWARD}, while rank 0 .* called by group_on_first\(\)",
-    "group-order": r"wait in new_group, called by group_in_other_order\(\).*\n.* in one order",
+    "group-order": (
+        r"rank 1 .* waits in new_group 2 of ranks 0, 1, after that of rank 0,"
+        rf" called by {IN_OTHER_ORDER}.*, while rank 0 .* waits in new_group 1 of ranks 0, 1,"
+        rf" called by {IN_OTHER_ORDER}.*\n.* formed in another order"
+    ),
 }
 # Shared memory sees at once that ranks call different collectives, and raises; the traceback has the line.
 DIFFERENT = r"rank [01] calls a different collective here than rank [01]"
@@ -35,8 +40,12 @@ SAID_BY_CHECK = {
     "lock": ("hang", "wait_for_lock", "rank 1: it is in wait_for_lock()"),
     "group": ("collective-order", "use_wrong_group", "of another group"),
     "recv": ("hang", "receive", "rank 1 waits in recv, called by receive()"),
-    "new-group": ("hang", "main", "rank 0 waits in new_group, called by group_on_first()"),
-    "group-order": ("hang", "group_in_other_order", "groups that differ"),
+    "new-group": ("hang", "main", "rank 0 waits in new_group 1 of ranks 0, 1"),
+    "group-order": (
+        "hang",
+        "group_in_other_order",
+        "rank 1 waits in new_group 2 of ranks 0, 1, after that of rank 0",
+    ),
     "timeout": ("hang", "download", "rank 0: it is in download()"),
 }
 

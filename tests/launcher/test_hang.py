@@ -21,6 +21,7 @@ from stepladder.launcher.diagnose.rank_status import (
 from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, RankProgress
 from stepladder.rank.stacks import Frame
 
+FORMING_FILE = f"{Path(stepladder.__file__).parent}/rank/torch_fixes_groups.py"
 PLANTED = {
     "alone": r"rank 0 .* has not reached all_reduce \d+ of step 3: it is in all_reduce, "
     r"called by hang\(\), "
@@ -202,6 +203,35 @@ def test_a_script_s_own_collectives_are_seen_in_the_stacks() -> None:
         in explanation.sentence
     )
     assert "ranks that take different branches" in explanation.cause
+
+
+def test_groups_in_another_order_are_told_by_their_members_before_who_waits_for_them() -> None:
+    """All of them are formed by one line."""
+    waiting = RankStatus(0, 100, threads=[[INSIDE, user_frame("train", 30)]])
+    forming = [
+        RankStatus(
+            rank,
+            100 + rank,
+            threads=[
+                [
+                    Frame("_helper", "/site-packages/torch/distributed/distributed_c10d.py", 1),
+                    Frame(f"new_group {rank} of ranks 1, 2", FORMING_FILE, 3),
+                    Frame("new_group", "/site-packages/torch/distributed/distributed_c10d.py", 2),
+                    user_frame("form", 40),
+                ]
+            ],
+        )
+        for rank in (1, 2)
+    ]
+    explanation = explain_hang([waiting, *forming])
+    assert explanation.sentence == (
+        "rank 2 (pid 102) waits in new_group 2 of ranks 1, 2, called by form(), train.py:40, while"
+        " rank 1 (pid 101) waits in new_group 1 of ranks 1, 2, called by form(), train.py:40"
+    )
+    assert "another order" in explanation.cause
+    explanation = explain_hang([waiting, forming[0]])
+    assert "rank 1 (pid 101) waits in new_group 1 of ranks 1, 2" in explanation.sentence
+    assert "different branches" in explanation.cause
 
 
 def test_a_script_s_backward_counts_as_waiting_where_others_are_elsewhere() -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import processes
+from stepladder.rank.torch_fixes_groups import describe_members
 
 OPTIMIZERS = (
     "Adadelta",
@@ -124,3 +126,16 @@ def test_a_run_never_loads_it(tmp_path: Path) -> None:
         "job.py", "--nproc", 2, "--sync", "exact", "--microbatch", 4, cwd=tmp_path, env=cold
     )
     assert result["metrics"] == {"loaded": 0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (None, "all ranks"),
+        ([3], "rank 3"),
+        ([2, 0], "ranks 0, 2"),
+        (range(0, 64, 2), "ranks 0, 2, 4, 6, 8, 10, 12, ..., 62 (32 ranks)"),
+    ],
+)
+def test_the_members_of_a_group_in_words(ranks: Sequence[int] | None, words: str) -> None:
+    assert describe_members(ranks) == words

@@ -23,7 +23,7 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
-from stepladder.rank.torch_fixes_groups import make_groups_by
+from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
@@ -150,6 +150,7 @@ class Script:
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
         keep_stores_of_groups()
+        name_groups_in_stacks()
         if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
             make_groups_by(load_shared_memory_group)
         if self.kind == "module":

@@ -11,6 +11,8 @@ from typing import Any
 from stepladder.core.after_import import call_after_import
 
 C10D_MODULE = "torch.distributed.distributed_c10d"
+NEW_GROUP = "new_group "  # how the call of a stack begins that tells the members of a new group
+MAX_MEMBERS_NAMED = 8
 NO_RECORD = nullcontext()
 
 
@@ -100,3 +102,44 @@ class GroupClass:
 
     def __subclasscheck__(self, subclass: type) -> bool:
         return issubclass(subclass, self._torch_class)
+
+
+def name_groups_in_stacks() -> None:
+    """Make the stack of a rank that forms a group tell its number and its members, from now on.
+
+    Ranks that form their groups in different orders wait at one and the same line, so the line does
+    not tell them apart. A stack shows no arguments, but the name of a function, which is therefore
+    changed. Seen with torch 2.13.
+    """
+    call_after_import(C10D_MODULE, _name_groups)
+
+
+def _name_groups(c10d: Any) -> None:
+    form_group = getattr(c10d, "_new_group_with_tag", None)
+    if form_group is None or hasattr(form_group, "__wrapped__"):
+        return  # torch has no such function, or is patched already
+    formed: list[str] = []
+
+    @wraps(form_group)
+    def form_named_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        def call() -> Any:
+            return form_group(ranks, *args, **options)
+
+        after = f", after that of {formed[-1]}" if formed else ""
+        formed.append(describe_members(ranks))
+        name = f"{NEW_GROUP}{len(formed)} of {formed[-1]}{after}"
+        call.__code__ = call.__code__.replace(co_name=name, co_qualname=name)
+        return call()
+
+    vars(c10d)["_new_group_with_tag"] = form_named_group
+
+
+def describe_members(ranks: Sequence[int] | None) -> str:
+    """Return the ranks of a group in words; None are all ranks."""
+    if ranks is None:
+        return "all ranks"
+    members = [str(rank) for rank in sorted(ranks)]
+    if len(members) > MAX_MEMBERS_NAMED:
+        shown = ", ".join(members[: MAX_MEMBERS_NAMED - 1])
+        return f"ranks {shown}, ..., {members[-1]} ({len(members)} ranks)"
+    return f"{'rank' if len(members) == 1 else 'ranks'} {', '.join(members)}"

@@ -53,6 +53,10 @@ NETWORK = (
     "the network between the ranks, or a library's deadlock: see the stacks;"
     " `stepladder doctor --comm`"
 )
+GROUP_ORDER = (
+    "groups that are formed in another order on these ranks: `new_group` is a collective of all"
+    " ranks, members or not, who call it in one order and with the same members"
+)
 OTHER_GROUPS = (
     "groups that differ: `new_group` is a collective of all ranks, who call it in one order and"
     " with the same members, and a collective is of one group on all of its ranks; or the network"

@@ -217,19 +217,21 @@ def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
 
 
 def _find_different_collectives(statuses: Sequence[RankStatus]) -> Explanation | None:
-    """Return two ranks that a job has called different collectives on."""
+    """Return two ranks that a job has called different collectives on.
+
+    Where ranks form different groups, the others wait for them.
+    """
     waiting = [status for status in statuses if status.collective and not status.progress.awaited]
-    for status in waiting[1:]:
-        position = status.describe_position()
-        first_position = waiting[0].describe_position()
-        if position != first_position:
-            sentence = f"{status} waits {position}, while {waiting[0]} waits {first_position}"
-            return Explanation(
-                status.rank,
-                sentence,
-                causes.DIFFERENT_ORDER,
-                statuses,
-            )
+    forming = [status for status in waiting if status.is_forming_group]
+    for candidates, cause in ((forming, causes.GROUP_ORDER), (waiting, causes.DIFFERENT_ORDER)):
+        for status in candidates[1:]:
+            position = status.describe_position()
+            first_position = candidates[0].describe_position()
+            if position != first_position:
+                sentence = (
+                    f"{status} waits {position}, while {candidates[0]} waits {first_position}"
+                )
+                return Explanation(status.rank, sentence, cause, statuses)
     return None
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from stepladder.rank.progress import PHASES, READING, UNKNOWN, RankProgress
 from stepladder.rank.stacks import Frame, Stack, find_user_frame
+from stepladder.rank.torch_fixes_groups import NEW_GROUP
 
 COLLECTIVE_FILES = (
     "torch/distributed/",
@@ -91,6 +92,9 @@ class RankStatus:
         calls = [frame for frame in self.stack if is_in_collective(frame)]
         if innermost not in calls:
             return None
+        for call in self.stack:
+            if call.function.startswith(NEW_GROUP):
+                return call
         for call in reversed(calls):
             if not call.function.startswith(("wrapper", "_")):
                 return call
@@ -100,6 +104,11 @@ class RankStatus:
     def is_waiting(self) -> bool:
         """Whether the rank is in a collective, which the trainer or the user's code has called."""
         return self.progress.awaited > 0 or self.collective is not None
+
+    @property
+    def is_forming_group(self) -> bool:
+        """Whether the rank is in a call of new_group whose members its stack tells."""
+        return self.collective is not None and self.collective.function.startswith(NEW_GROUP)
 
     @property
     def is_connecting(self) -> bool:

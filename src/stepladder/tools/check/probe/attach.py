@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.torch_fixes import wait_for_gloo
+from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
@@ -29,6 +30,7 @@ from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 def attach() -> None:
     bind_store_to_loopback()
     keep_stores_of_groups()
+    name_groups_in_stacks()
     hooks_comm.attach()
     hooks_data.attach()
     hooks_files.attach()
