@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import pickle
 import shlex
 import shutil
@@ -22,7 +23,7 @@ import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,13 @@ def random_numbers(*shape: int) -> Any:
     return np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8)
 
 
-def write_mnist(folder: Path) -> None:
+def write_mnist(
+    folder: Path, name: str = "MNIST", training_count: int = 600, test_count: int = 130
+) -> None:
     """Write random pictures as MNIST is stored."""
-    raw = folder / "MNIST" / "raw"
+    raw = folder / name / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 600), ("t10k", 130)):
+    for name, count in (("train", training_count), ("t10k", test_count)):
         pictures = random_numbers(count, 28, 28)
         for kind, values in (("images-idx3", pictures), ("labels-idx1", pictures[:, 0, 0] % 10)):
             head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
@@ -100,7 +103,14 @@ def write_cifar10(folder: Path) -> None:
     (target / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
 
 
-WRITERS = {"mnist": write_mnist, "cifar10": write_cifar10}
+WRITERS = {
+    "mnist": write_mnist,
+    "mnist-even": partial(write_mnist, test_count=160),
+    "mnist-whole": partial(write_mnist, training_count=60_000, test_count=10_000),
+    "proxy-fashion": partial(write_mnist, name="ProxyFashionMNIST"),
+    "cifar10": write_cifar10,
+    "folder": partial(Path.mkdir, parents=True, exist_ok=True),
+}
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ def check_script(entry: dict[str, Any], copies: Path) -> CheckedScript:
         ran = subprocess.run(
             [sys.executable, "-m", "stepladder", *flags],
             cwd=folder,
+            env=os.environ | entry.get("variables", {}),
             capture_output=True,
             text=True,
             check=False,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 from stepladder.core.after_import import call_after_import
@@ -128,8 +129,8 @@ def _name_groups(c10d: Any) -> None:
         after = f", after that of {formed[-1]}" if formed else ""
         formed.append(describe_members(ranks))
         name = f"{NEW_GROUP}{len(formed)} of {formed[-1]}{after}"
-        call.__code__ = call.__code__.replace(co_name=name, co_qualname=name)
-        return call()
+        code = call.__code__.replace(co_name=name, co_qualname=name)
+        return FunctionType(code, globals(), name, None, call.__closure__)()
 
     vars(c10d)["_new_group_with_tag"] = form_named_group
 

@@ -117,6 +117,11 @@ NOT_OF_THE_SCRIPT = {
         "ModuleNotFoundError: No module named 'apex.parallel'",
         "cannot run here, as above: apex is not installed",
     ),
+    "a port that another program listens on": (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local"
+        " network address. port: 12355, useIpv6: false, code: -98, name: EADDRINUSE, message: x",
+        "cannot run here, as above: port 12355 is in use by another program",
+    ),
     "no network": (
         "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>",
         "cannot run here, as above: it needs a network",

@@ -228,6 +228,15 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         ],
         [],
     ),
+    "it goes on, and each evaluation builds graphs": (
+        "eval-stays",
+        [
+            *[forward(moded=1, moded_on=1), backward(1), *step(1), forward(moded=1)],
+            *[e for n in (2, 3) for e in [forward(moded=1), backward(n), *step(n)]],
+            forward(moded=1),
+        ],
+        [],
+    ),
     "graphs": (
         "graph-kept",
         [e for n in range(1, 9) for e in [backward(n, alive=n), *step(n)]],
@@ -321,8 +330,8 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "over the only copy": ("in-place-snapshot", [SAVED], []),
     "no optimizer": (
         "incomplete-snapshot",
-        [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}],
-        steps(step(1)),
+        [*steps(step(1, state={"w": "m"})), SAVED | {"optimizer": False, "existed": False}],
+        steps(step(1, state={"w": "m"})),
     ),
     "a prefix": (
         "module-prefix",
@@ -422,6 +431,20 @@ def test_the_line_that_shows_a_metric_is_the_one_that_has_it() -> None:
     own = SAYS.replace(", text)", ", right / count)")
     (finding,) = apply_rules(evidence_of([*eval_pass(1, ZERO), said], eval_pass(1, ONE), text=own))
     assert finding.location.line == 3
+
+
+def test_a_share_that_is_divided_by_the_length_of_all_is_named_though_each_rank_prints() -> None:
+    text = (
+        "def evaluate(model, loader):\n    hits = 0\n    for x, y in loader:\n"
+        "        hits += 1\n    print(hits / len({}))\n"
+    )
+    loop = ["train.py", 3, "evaluate"]
+    said = {"k": "print", "numbers": 1, "at": ["train.py", 5, "evaluate"]}
+    ranks = [[*eval_pass(1, share, at=loop), said] for share in (ZERO, ONE)]
+    (finding,) = apply_rules(evidence_of(*ranks, text=text.format("loader.dataset")))
+    assert (finding.rule, finding.location.line) == ("one-rank-metric", 5)
+    assert "divided by the length of the whole data set" in finding.evidence
+    assert rules_of(*ranks, text=text.format("loader")) == []
 
 
 BY_SAMPLES = {
@@ -588,6 +611,10 @@ SOUND: dict[str, tuple[Events, Events]] = {
         ],
         [],
     ),
+    "no optimizer, which has no state": (
+        [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}],
+        steps(step(1)),
+    ),
     "two optimizers, of which each clears its own": (
         [
             e
@@ -643,6 +670,9 @@ def test_the_source_alone_says_it(rule: str) -> None:
         "torch.load('s.pt', weights_only=True)\n",
         "with open('data.pkl', 'rb') as f:\n    pickle.load(f)\n",
         "device = f'cuda:{rank}' if torch.cuda.is_available() else 'cpu'\nRANK = 1\n",
+        "device = torch.device('cuda:{}'.format(args.local_rank))\nRANK = 1  # is_available\n",
+        "model.to('cuda:%d' % local_rank)\nRANK = 1  # is_available\n",
+        "if 'WORLD_SIZE' not in os.environ:\n    os.environ['RANK'] = '0'\nmodel.to('cuda')  # is_available\n",
         "dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')\ndist.destroy_process_group()\n",
         "n = dist.get_world_size()\nDataLoader(d, batch_size=64 // n, sampler=DistributedSampler(d, "
         "shuffle=False))\nSGD(p, lr=0.1)\n",
@@ -688,6 +718,17 @@ def test_ranks_that_wait_for_each_other_are_named_with_the_line() -> None:
     )
     assert (finding.rule, finding.location.line, finding.location.rank) == ("hang", 2, 1)
     assert "rank 1 waits in recv, called by receive()" in finding.evidence
+
+
+def test_two_nodes_that_read_one_share_are_told_that_it_is_that_of_their_local_rank() -> None:
+    passes = [train_pass(1, ZERO, sampler_rank=0) for _ in range(2)]
+    text = 'sampler = DistributedSampler(data, rank=int(os.environ["LOCAL_RANK"]))\n'
+    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    assert finding.rule == "same-samples"
+    assert "take the share of rank 0, the local rank of each" in finding.evidence
+    passes = [train_pass(1, ZERO, sampler_rank=rank) for rank in range(2)]
+    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    assert "share of rank" not in finding.evidence
 
 
 def test_every_rule_has_a_text_of_its_own() -> None:

@@ -324,3 +324,26 @@ def test_a_script_for_gpus_alone_runs_on_simulated_ones(tmp_path: Path) -> None:
     assert "2 GPUs are simulated" in ran.stderr
     assert ran.stdout.count("True simulated GPU False") == 2
     assert "moves to a simulated GPU on rank 0" in ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
+    tmp_path: Path,
+) -> None:
+    """The check ends the ranks after two of three epochs, before they write their result."""
+    script = CORPUS / "geysers_profiled.py"
+    code, report = check(script, tmp_path, "--epochs", "2")
+    assert (code, report["findings"], report["not_checked"]) == (0, [], None)
+    assert report["ran"].endswith("then the check ended it")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["pearls_local", "trees_validate", "stop_early"])
+def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path: Path) -> None:
+    script = CORPUS / f"{name}.py"
+    _, report = check(script, tmp_path, "--notes")
+    assert report["findings"]
+    for _ in range(2):
+        assert check(script, tmp_path, "--notes")[1] == report

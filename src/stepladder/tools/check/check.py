@@ -363,6 +363,8 @@ def summarize_run(run: ScriptRun) -> str:
         epochs = len(ranks[0].training_passes)
     if run.outcome.has_stalled:
         end = "then it stood still"
+    elif run.outcome.failed:
+        end = "then it failed"
     elif run.recording.select(EnoughPasses):
         end = "then the check ended it"
     else:

@@ -118,6 +118,7 @@ class PassStart(ProbeEvent, kind="pass"):
     shuffle: bool = False
     distributed: bool = False
     replicas: int | None = None  # the number of ranks among which the sampler divides samples
+    sampler_rank: int | None = None  # the rank whose share the sampler takes
     iterable: bool = False  # whether the data set is a stream
     drop_last: bool = False
     sampler_drop: bool = False  # whether the sampler drops a remainder

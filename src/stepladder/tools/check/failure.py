@@ -46,6 +46,7 @@ NO_NETWORK = re.compile(
     r"|No address associated with hostname|check your (?:internet )?connection",
     re.IGNORECASE,
 )
+PORT_IN_USE = re.compile(r"(?:port: (?P<port>\d+).*)?(?:EADDRINUSE|[Aa]ddress already in use)")
 # A script that insists on where a tensor is: with simulated GPUs it says that it is on the CPU.
 INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
 
@@ -143,6 +144,9 @@ def describe_failure(output: str) -> str:
             f"the script cannot run here, as above: {match['name']} is not installed for "
             f"{sys.executable}"
         )
+    if match := PORT_IN_USE.search(chain[0] if chain else ""):
+        port = f"port {match['port']}" if match["port"] else "a port that it names"
+        return f"the script cannot run here, as above: {port} is in use by another program"
     if any(NO_NETWORK.search(traceback) for traceback in chain):
         return "the script cannot run here, as above: it needs a network that is not there"
     return "the script failed by itself, as above"

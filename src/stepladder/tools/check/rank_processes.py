@@ -17,7 +17,7 @@ from stepladder.core.process_count import count_cores
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.tools.check.events import Halt, Refusal, SpawnsRanks
+from stepladder.tools.check.events import EnoughPasses, Halt, Refusal, SpawnsRanks
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
@@ -60,6 +60,8 @@ class LaunchOutcome:
         halted: Whether a rank has halted after its snapshot.
         late: Whether the timeout was over.
         deadlock: Why ranks could not go on together, where that is certain.
+        enough: How many ranks the check has ended, since they have trained enough.
+        rank_count: The number of ranks that were seen.
         position: Where the ranks were when they were ended, or while some waited long for others.
     """
 
@@ -70,11 +72,18 @@ class LaunchOutcome:
     halted: bool = False
     late: bool = False
     deadlock: Explanation | None = None
+    enough: int = 0
+    rank_count: int = 0
     position: str = ""
 
     @property
     def failed(self) -> bool:
-        return any(code not in (0, None) for code in self.codes)
+        """Whether a process has failed, other than after the early end of all ranks.
+
+        A process that has made the ranks may then miss what they would have left for it.
+        """
+        were_ended = self.enough >= max(1, self.rank_count)
+        return not were_ended and any(code not in (0, None) for code in self.codes)
 
     def output(self, rank: int) -> str:
         path = self.folder / f"rank-{rank}.out"
@@ -299,6 +308,8 @@ class RunningRanks:
             halted=self.outcome.halted or Halt.marker() in added,
             late=now - self.began > self.launch.timeout_s,
             deadlock=self.observed.poll(),
+            enough=self.outcome.enough + added.count(EnoughPasses.marker()),
+            rank_count=max(self.observed.world_size, len(self.observed.pids)),
         )
         if not self.outcome.failed:
             self.well_at = now

@@ -132,8 +132,10 @@ class ScriptRun:
         """The reason why ranks have failed: a failure of the check on any rank comes first."""
         failures = []
         for rank, code in enumerate(self.outcome.codes):
-            if code not in (0, None):
-                output = self.outcome.output(rank).rstrip() or f"exit code {code}"
+            if self.outcome.failed and code not in (0, None):
+                output = self.outcome.output(rank).rstrip()
+                if code < 0 or not output:
+                    output = f"{output}\nexit code {code}".lstrip()
                 failures.append(
                     classify_failure(
                         output,
@@ -242,7 +244,7 @@ class ScriptRuns:
             self.read_recording(outcome.folder, launch),
             has_stalled=outcome.has_stalled or outcome.failed,
             deadlock=outcome.deadlock,
-            has_finished=all(code == 0 for code in outcome.codes),
+            has_finished=not outcome.failed and None not in outcome.codes,
         )
         return ScriptRun(launch, outcome, recording)
 

@@ -217,6 +217,7 @@ def describe_loader(loader: Any) -> dict[str, Any]:
         "shuffle": shuffles(sampler),
         "distributed": isinstance(sampler, DistributedSampler),
         "replicas": getattr(sampler, "num_replicas", None),
+        "sampler_rank": getattr(sampler, "rank", None),
         "iterable": is_iterable,
         "drop_last": bool(loader.drop_last),
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,11 +66,26 @@ called_models = CalledModels()
 
 
 def attach() -> None:
-    wrap(nn.Module, "__call__", call)
+    wrap_module_calls("__call__")
     wrap(DistributedDataParallel, "__init__", record_wrapper)
     wrap(nn.Module, "load_state_dict", record_load_state_dict)
     record_calls(nn.Module, "eval", lambda _: EvalMode(), by_user_only=True)
     record_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1), by_user_only=True)
+
+
+def wrap_module_calls(name: str) -> None:
+    """Wrap the call of modules, by a function of its own code.
+
+    torch's profiler knows it by its code, and reads the local variable `self` of each of its
+    frames: it crashes where the code is that of other wrappers too, which have no `self`.
+    """
+    original = getattr(nn.Module, name)
+
+    @functools.wraps(original)
+    def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(original, self, *args, **kwargs)
+
+    setattr(nn.Module, name, call_module)
 
 
 def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

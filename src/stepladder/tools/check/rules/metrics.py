@@ -17,6 +17,7 @@ from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.batch_means import averages_of_batch_means
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.source_patterns import (
+    line_divided_by_length,
     local_quotients,
     prints_its_arguments,
     reduced_quotients,
@@ -160,16 +161,33 @@ def one_rank_metric(evidence: RunEvidence) -> Findings:
             continue
         prints = [first_print_after(log, one_pass) for log, one_pass in ranks_with_passes]
         first_print = prints[0]
-        if first_print is not None and not any(prints[1:]):
+        if first_print is None:
+            continue
+        line = line_that_shows(evidence, first_print)
+        shown = "it prints"
+        if any(prints[1:]):  # each rank prints what it calls its own
+            line = line_divided_by_all(evidence, passes[0])
+            shown = "its sum is divided by the length of the whole data set"
+        if line is not None:
             counts = [sum(batch.size for batch in p.batches) for p in passes]
             yield evidence.finding(
                 "one-rank-metric",
-                line_that_shows(evidence, first_print),
+                line,
                 f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
-                f"and it prints",
+                f"and {shown}",
                 0,
             )
             return
+
+
+def line_divided_by_all(evidence: RunEvidence, one_pass: LoaderPass) -> CodeLine | None:
+    """Return the line after an evaluation that divides by the length of the whole data set."""
+    if one_pass.line is None:
+        return None
+    loop = evidence.location(one_pass.line)
+    file = evidence.source.file(loop.file)
+    line = line_divided_by_length(file, loop.line) if file else None
+    return CodeLine(one_pass.line.file, line) if line else None
 
 
 def are_shares(passes: list[LoaderPass]) -> bool:

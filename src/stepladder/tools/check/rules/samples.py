@@ -10,6 +10,7 @@ from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.findings.finding import Finding
 
+READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "local-rank")
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
@@ -131,11 +132,22 @@ def compare_shares(
             "same-samples",
             passes[0].loader_line,
             f"in pass {passes[0].number} rank 0 and rank 1 read {sizes[0]} and {sizes[1]} "
-            f"samples, {len(common)} of them the same",
+            f"samples, {len(common)} of them the same{describe_sampler_rank(evidence, passes)}",
         )
     if draws_with_replacement:
         return None
     return overlapping_shards(evidence, passes, sets)
+
+
+def describe_sampler_rank(evidence: RunEvidence, passes: list[LoaderPass]) -> str:
+    """Return that both samplers take the share of one rank, and that it is the local rank."""
+    start = passes[0].start
+    if not start.distributed or start.sampler_rank != passes[1].start.sampler_rank:
+        return ""
+    text = f"; both samplers take the share of rank {start.sampler_rank}"
+    if not evidence.run.is_single_process and evidence.source.contains(*READS_LOCAL_RANK):
+        text += ", the local rank of each: each rank plays a node of its own"
+    return text
 
 
 def overlapping_shards(

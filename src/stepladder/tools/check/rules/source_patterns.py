@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import TypeGuard
 
@@ -17,6 +18,7 @@ DETACHES = (".item()", ".detach()", "float(", ".data", ".tolist()", ".cpu().nump
 REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
 COLLECTING_METHODS = ("append", "extend", "add")
 SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
+LENGTH_OF_ALL = re.compile(r"len\([\w.]+\.dataset\)")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 
@@ -256,3 +258,21 @@ def is_quotient(
         return False
     statements = list(assignments(function, inner.id))
     return bool(statements) and is_division(statements[-1].value)
+
+
+def line_divided_by_length(file: SourceFile, loop_line: int) -> int | None:
+    """Return the first line after a loop, in its function, that divides by the length of all."""
+    loops = [node for node in ast.walk(file.tree) if isinstance(node, ast.For)]
+    loop = next((node for node in loops if node.lineno == loop_line), None)
+    if loop is None:
+        return None
+    for node in ast.walk(file.enclosing_function(loop)):
+        divisor: ast.expr | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            divisor = node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            divisor = node.value
+        is_after = divisor is not None and divisor.lineno > loop_line
+        if divisor and is_after and LENGTH_OF_ALL.fullmatch(ast.unparse(divisor)):
+            return divisor.lineno
+    return None

@@ -162,7 +162,11 @@ def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
 
 
 # Ranks that are started by hand, each with its number, as one process of each node.
-RANK_IS_A_NODE = ('"--rank"', "'--rank'", '"--node-rank"', "'--node-rank'")
+RANK_IS_A_NODE = (
+    *('"--rank"', "'--rank'", '"--node-rank"', "'--node-rank'"),
+    # It fills in what an operator of Kubernetes sets in each container, of one rank.
+    *('"WORLD_SIZE" not in os.environ', "'WORLD_SIZE' not in os.environ"),
+)
 KNOWS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "spawn")
 
 
@@ -220,7 +224,15 @@ def constant_or_by_rank(index: ast.expr | None) -> DeviceChoice:
 def choice_of_device(device: ast.expr) -> DeviceChoice:
     if isinstance(device, ast.Name) and "rank" in device.id:
         return "by rank"
-    return "constant" if names_cuda(device) else ""
+    if isinstance(device, ast.IfExp):
+        choices = choice_of_device(device.body), choice_of_device(device.orelse)
+        return "by rank" if "by rank" in choices else max(choices)
+    if not names_cuda(device):
+        return ""
+    # "cuda:{}".format(rank), "cuda:%d" % rank, "cuda:" + str(rank)
+    is_computed = isinstance(device, (ast.Call, ast.BinOp))
+    has_variable = any(isinstance(part, ast.Name) for part in ast.walk(device))
+    return "by rank" if is_computed and has_variable else "constant"
 
 
 def names_cuda(node: ast.expr) -> bool:

@@ -199,8 +199,7 @@ def eval_stays(evidence: RunEvidence) -> Findings:
             continue
         first = in_eval_mode[0]
         last_in_training_mode = in_training_mode[-1]
-        is_last_call = in_eval_mode[-1] is events[-1]
-        if is_last_call and last_in_training_mode.n <= first.n:
+        if last_in_training_mode.n <= first.n:
             start = last_in_training_mode.n
             eval_calls = [e for e in log.select(EvalMode) if start < e.n < first.n]
             line = eval_calls[-1].at if eval_calls else first.at
