@@ -122,6 +122,11 @@ NOT_OF_THE_SCRIPT = {
         " network address. port: 12355, useIpv6: false, code: -98, name: EADDRINUSE, message: x",
         "cannot run here, as above: port 12355 is in use by another program",
     ),
+    "a variable that its cluster sets": (
+        '  File "<frozen os>", line 679, in __getitem__\n'
+        "    raise KeyError(key) from None\nKeyError: 'SLURM_CPUS_PER_TASK'",
+        "cannot run here, as above: the variable SLURM_CPUS_PER_TASK is not set",
+    ),
     "no network": (
         "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>",
         "cannot run here, as above: it needs a network",

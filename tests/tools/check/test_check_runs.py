@@ -340,7 +340,7 @@ def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["pearls_local", "trees_validate", "stop_early"])
+@pytest.mark.parametrize("name", ["pearls_local", "trees_validate", "patches_trainer"])
 def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path: Path) -> None:
     script = CORPUS / f"{name}.py"
     _, report = check(script, tmp_path, "--notes")

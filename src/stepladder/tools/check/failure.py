@@ -46,6 +46,10 @@ NO_NETWORK = re.compile(
     r"|No address associated with hostname|check your (?:internet )?connection",
     re.IGNORECASE,
 )
+MISSING_VARIABLE = re.compile(
+    r"(?:<frozen os>|[/\\]os\.py)\", line \d+, in __getitem__\n"
+    r"(?:.*\n)*?.*KeyError: '(?P<name>\w+)'"
+)
 PORT_IN_USE = re.compile(r"(?:port: (?P<port>\d+).*)?(?:EADDRINUSE|[Aa]ddress already in use)")
 # A script that insists on where a tensor is: with simulated GPUs it says that it is on the CPU.
 INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
@@ -143,6 +147,12 @@ def describe_failure(output: str) -> str:
         return (
             f"the script cannot run here, as above: {match['name']} is not installed for "
             f"{sys.executable}"
+        )
+    if match := MISSING_VARIABLE.search(chain[0] if chain else ""):
+        name = match["name"]
+        return (
+            f"the script cannot run here, as above: the variable {name} is not set; "
+            f"{name}=... stepladder check SCRIPT"
         )
     if match := PORT_IN_USE.search(chain[0] if chain else ""):
         port = f"port {match['port']}" if match["port"] else "a port that it names"

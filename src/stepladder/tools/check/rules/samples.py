@@ -8,9 +8,9 @@ from itertools import pairwise
 from stepladder.tools.check.events import FileRead, Forward, PassStart, SetEpoch, SharedFile
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.snapshots import READS_LOCAL_RANK
 from stepladder.tools.findings.finding import Finding
 
-READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "local-rank")
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
