@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import stepladder.tools.check.failure as failure
@@ -13,6 +15,15 @@ TORCH = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_
 CUDA = '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
 PASSING = f'  File "{failure.CHECK_PREFIX}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
 WRAPPED = f'  File "{failure.CHECK_PREFIX}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
+# As it is written there: a line that says it otherwise would make the script's fault the check's.
+CALLING = next(
+    line
+    for line in Path(failure.CHECK_PREFIX, "probe/hooks_model.py").read_text().splitlines()
+    if "call(original, self" in line
+)
+OF_MODULES = (
+    f'  File "{failure.CHECK_PREFIX}probe/hooks_model.py", line 9, in call_module\n{CALLING}\n'
+)
 PROBE = f'  File "{failure.CHECK_PREFIX}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
 SIMULATED = f'  File "{failure.CHECK_PREFIX}simulated_cuda.py", line 9, in __getattr__\n    raise NotSimulated(name)\n'
 ASSERTION = '  File "/t/copy/train.py", line 8, in main\n    assert {}\n'
@@ -28,6 +39,8 @@ OF_THE_SCRIPT = {
     "its own line": traceback(SCRIPT),
     "below the probe, which passes its call on": traceback(SCRIPT, WRAPPED, PASSING, TORCH, SCRIPT),
     "in torch, called through the probe": traceback(SCRIPT, WRAPPED, PASSING, TORCH),
+    "in torch, called as a module": traceback(SCRIPT, OF_MODULES, PASSING, TORCH),
+    "in C, called as a module": traceback(SCRIPT, OF_MODULES, PASSING),
     "in C, called through the probe": traceback(SCRIPT, WRAPPED, PASSING),
     "a wrong call of what the probe stands in front of": traceback(
         SCRIPT, WRAPPED, error="TypeError: one argument"

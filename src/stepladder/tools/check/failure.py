@@ -26,7 +26,7 @@ FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, i
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 OWN_MODULE = re.compile(r"^stepladder\.[\w.]*\.(?=\w+:)")  # before the name of an exception
 # Lines of wrappers that only call the wrapped function.
-FORWARDING_CALL = re.compile(r"\boriginal\w*\(|around\(original|super\(\)\.__init__\(")
+FORWARDING_CALL = re.compile(r"\boriginal\w*\(|\b(?:around|call)\(original|super\(\)\.__init__\(")
 # The code of torch.cuda itself is reached only through something that is not simulated.
 TORCH_CUDA = re.compile(r"[/\\]torch[/\\]cuda[/\\]")
 # What torch raises where a GPU or NCCL is missing, and nothing is simulated in its place.
