@@ -43,9 +43,10 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
 # Rows of the front page's table: {report: pattern} is what the pattern's group matches there, {range:
 # figure} the lowest and highest of its rows in repeats.md, [report] a link to a report.
 FIGURES = (
-    "from `kill -9` of a [rank](docs/glossary.md#rank) to the next step | **{chaos_in_place: (0[.]..).* s to the next"
-    " step} s** (median) | torchrun, restarting: {range: restart} s | MLP; 2 to 4 processes, 102 kills |"
-    " [chaos_in_place], [launch_time]",
+    "from `kill -9` of a [rank](docs/glossary.md#rank) to the next step, median | **{range: kill} s**;"
+    " {repeats: kill, busy: .* ([0-9.]+) [|]} s beside ten other programs a core |"
+    " torchrun, restarting: {range: restart} s | MLP, 3 processes, 12 to 36 kills each |"
+    " [chaos_in_place], [launch_time], [repeats]",
     "runs killed at random moments that end with the weights of the unbroken run, to the bit |"
     " **{chaos: with the weights of the unbroken run: (.*)}** | | MLP; 26 kills of a rank, 12 inside of a snapshot,"
     " 12 double | [chaos]",

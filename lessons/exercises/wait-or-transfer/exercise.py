@@ -36,11 +36,13 @@ def rank_main(rank, num_ranks, store, results):
         time.sleep(DELAY_S)  # it may be reading its data
     number = torch.tensor([rank + 1.0])
     seconds = seconds_in_transfer(number)
-    dist.barrier()
-    start = time.perf_counter()
-    counted = seconds_in_transfer(torch.ones(4_000_000))  # nobody is late: all of it is transfer
-    taken = time.perf_counter() - start
-    results.put((rank, seconds, number.item(), counted, taken))
+    shares = []
+    for _ in range(5):  # nobody is late, unless the machine is busy: nearly all of it is transfer
+        dist.barrier()
+        start = time.perf_counter()
+        counted = seconds_in_transfer(torch.ones(4_000_000))
+        shares.append(counted / (time.perf_counter() - start))
+    results.put((rank, seconds, number.item(), max(shares)))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -60,9 +62,9 @@ def main():
     longest = max(seconds for _, seconds, *_ in answers)
     if longest > DELAY_S / 2:
         sys.exit(f"not yet: {longest:.1f} s in transfer, where one number was sent")
-    *_, counted, taken = max(answers, key=lambda answer: answer[-2])
-    if counted < taken / 4:
-        sys.exit(f"not yet: {counted:.4f} s were counted of an all_reduce that took {taken:.4f} s")
+    share = max(share for *_, share in answers)
+    if share < 1 / 4:
+        sys.exit(f"not yet: {share:.0%} of an all_reduce's time is counted, where nobody is late")
     print("passed: the wait for the late process is not counted")
 
 
