@@ -46,10 +46,9 @@ FLAGS = (
     "run",
 )
 SIZES = [2, 3, 4, 5]
-ANY, FIRST = (
-    "any",
-    "first",
-)  # ranks; the first one owns the run directory, and serves the store at which all meet
+# ranks; the first one owns the run directory, and serves the store at which all meet
+ANY = "any"
+FIRST = "first"
 PHASES = {  # whom it kills, where, in which step
     "reading": (ANY, "reading", 7),
     "forward": (ANY, "forward", 7),

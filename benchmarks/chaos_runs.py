@@ -77,7 +77,8 @@ class Command:
 
     def __init__(self, folder: Path, *flags: object, epochs: int = 3) -> None:
         self.temporary = Path(tempfile.mkdtemp(dir=folder))
-        self.run_dir, self.err = folder / "run", self.temporary / "err"
+        self.run_dir = folder / "run"
+        self.err = self.temporary / "err"
         steps = ["--epochs", str(epochs), "--snapshot-every", str(SNAPSHOT_EVERY)]
         command = [
             sys.executable,

@@ -29,9 +29,11 @@ from exchange import MODES, TWO, of_stepladder
 
 SCRIPT = Path(__file__).parent / "ddp_exchange_rank.py"
 TRAININGS = Path(__file__).parent / "ddp_exchange_scripts.py"
-MEMORY, GLOO = "shared memory", "gloo"
+MEMORY = "shared memory"
+GLOO = "gloo"
 FLAGS: dict[str, list[str]] = {MEMORY: [], GLOO: ["--exchange", "gloo"]}
-ALONE, BUSY = "alone", "busy neighbour"
+ALONE = "alone"
+BUSY = "busy neighbour"
 NEIGHBOUR = """
 import time
 while True:
@@ -40,7 +42,8 @@ while True:
         pass
     time.sleep(0.02)
 """
-MLP, CONV = "MLP 20-64-1", "small conv net"
+MLP = "MLP 20-64-1"
+CONV = "small conv net"
 DDP = "--sync ddp"
 LEAST_GAIN = 0.95  # of any collective and size
 MOST_IDLE = 0.05  # of a core
@@ -176,7 +179,8 @@ def call_rows(times: dict[str, Starts]) -> list[list[str]]:
     rows = []
     for case, starts in times.items():
         name, size = case.split()
-        gloo, memory = median(starts[GLOO]), median(starts[MEMORY])
+        gloo = median(starts[GLOO])
+        memory = median(starts[MEMORY])
         speeds = [
             f"{int(size) / time / 1e3:.2f}" if int(size) >= 1e6 else "" for time in (gloo, memory)
         ]

@@ -61,7 +61,8 @@ class CharacterGPT(nn.Module):
 
 def mlp_step() -> Step:
     """A step of an MLP 20-64-1 on a slice of a permutation, as in exchange.py."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     job = build(Config())
     model = DistributedDataParallel(job.model)
     inputs, targets = job.train_data

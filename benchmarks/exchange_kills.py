@@ -117,11 +117,13 @@ def exchange_until_killed(rank: int, store: str, seed: int, parent: Connection) 
     )
     kinds = {size: collectives(size) for size in SIZES}
     draw = random.Random(seed)
-    kind, message = "", ""
+    kind = ""
+    message = ""
     for number in range(10**9):
         if number == WARM_UP:
             parent.send(None)
-        size, kind = draw.choice(SIZES), draw.choice(list(kinds[1]))
+        size = draw.choice(SIZES)
+        kind = draw.choice(list(kinds[1]))
         try:
             kinds[size][kind]()
         except Exception as error:

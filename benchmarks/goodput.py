@@ -57,11 +57,10 @@ BETWEEN_KILLS = 5.0
 TRIAL_KILLS = 2
 EVERY = [20, 50, 250]
 SHARE = GLOBAL_BATCH // NPROC
-HEARTBEAT_MS, JOIN_MS, TICK_MS = (
-    500,
-    100,
-    10,
-)  # of torchft's lighthouse: the best of four that were tried
+# of torchft's lighthouse: the best of four that were tried
+HEARTBEAT_MS = 500
+JOIN_MS = 100
+TICK_MS = 10
 STEPS_TO_WARM = 100
 LAST = 200  # steps whose loss is compared with the unbroken run's
 SECONDS_TO_START = 60.0

@@ -267,10 +267,9 @@ def nodes() -> list[str]:
     short, long = (
         max(launch(all_reduce_times, *arguments, nproc=2)) for arguments in ((1, 500), (length, 9))
     )
-    latency, bandwidth = (
-        short / 2,
-        4 * length / (long - short),
-    )  # of two nodes, a ring takes two messages
+    # of two nodes, a ring takes two messages
+    latency = short / 2
+    bandwidth = 4 * length / (long - short)
     rows = []
     for count, width in ((10**6, 707), (10**8, 7071)):
         compute = measured("hand", width, 1, max(5, 10**8 // count))

@@ -119,7 +119,8 @@ def places_of(module: str, chooser: random.Random) -> list[list[tuple[str, int]]
     annotations, which nobody evaluates, so that no test can see them.
     """
     source = path_of(module).read_text()
-    ignored, nodes = annotations(source), list(ast_nodes(get_ast(source)))
+    ignored = annotations(source)
+    nodes = list(ast_nodes(get_ast(source)))
     places: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for name in operator_names():
         operator = get_operator(name)
@@ -160,7 +161,8 @@ def first_that_compiles(
                 continue
         except SyntaxError:
             continue
-        before, after = source.splitlines(), changed.splitlines()
+        before = source.splitlines()
+        after = changed.splitlines()
         line = next(n for n, (a, b) in enumerate(zip(before, [*after, ""], strict=False)) if a != b)
         cut = len(after) - len(
             before
@@ -208,7 +210,8 @@ class Bench:
 
     def __init__(self, folder: Path, sources: dict[str, str]) -> None:
         """sources: of each module, as it is."""
-        self.folder, self.sources = folder, sources
+        self.folder = folder
+        self.sources = sources
         for name in ("src", "tests"):
             shutil.copytree(
                 REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
@@ -237,7 +240,8 @@ class Bench:
         os.dup2(log, 2)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.chdir(self.folder)
-        source, sys.dont_write_bytecode = str(self.folder / "src"), not keep_compiled
+        source = str(self.folder / "src")
+        sys.dont_write_bytecode = not keep_compiled
         os.environ |= {
             "PYTHONPATH": source,
             "PYTHONDONTWRITEBYTECODE": "" if keep_compiled else "1",
@@ -284,10 +288,12 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
     digests = {module: (digest([path_of(module)]), digest(tests_of(module))) for module in modules}
     benches = [Bench(folder / str(number), sources) for number in range(workers)]
     limits = {module: 4 * slowest_run(benches, module) + 30 for module in modules}
-    waiting, running = list(mutants), {}
+    waiting = list(mutants)
+    running = {}
     while waiting or running:
         while waiting and benches:
-            mutant, bench = waiting.pop(0), benches.pop()
+            mutant = waiting.pop(0)
+            bench = benches.pop()
             pid = bench.start(mutant.module, mutant.code(sources[mutant.module]))
             running[os.pidfd_open(pid)] = Running(
                 bench, mutant, pid, time.monotonic(), limits[mutant.module]
@@ -393,7 +399,8 @@ def survivors(verdicts: list[Verdict], entries: list[dict[str, Any]]) -> str:
     for verdict in sorted(
         (v for v in verdicts if v.how == "survived"), key=lambda v: str(v.mutant)
     ):
-        mutant, entry = verdict.mutant, explanation(verdict.mutant, entries)
+        mutant = verdict.mutant
+        entry = explanation(verdict.mutant, entries)
         kind = (
             "unexplained" if entry is None else "equivalent" if entry["equivalent"] else "survives"
         )
@@ -434,7 +441,8 @@ def main() -> None:
                 f"{len(verdicts)}/{len(mutants)} {verdict.how} {verdict.seconds:.0f} s {verdict.mutant}",
                 file=sys.stderr,
             )
-    entries, verdict_list = known(), [verdicts[mutant] for mutant in mutants]
+    entries = known()
+    verdict_list = [verdicts[mutant] for mutant in mutants]
     outcomes = [outcome(verdict, entries) for verdict in verdict_list]
     of = len(outcomes) - outcomes.count("equivalent")
     rate = (of - outcomes.count("survived")) / max(1, of)

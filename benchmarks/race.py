@@ -89,8 +89,11 @@ class Round:
     """Commands in one folder."""
 
     def __init__(self, folder: Path, nproc: int, choose: random.Random) -> None:
-        self.folder, self.nproc, self.choose = folder, nproc, choose
-        self.run_dir, self.contenders = folder / "run", list[Contender]()
+        self.folder = folder
+        self.nproc = nproc
+        self.choose = choose
+        self.run_dir = folder / "run"
+        self.contenders = list[Contender]()
 
     def start(self, seed: int, *flags: str) -> Contender:
         err = self.folder / f"{len(self.contenders)}.err"
@@ -278,7 +281,8 @@ def main() -> None:
 
         references = {seed: reference(fresh(f"seed-{seed}"), seed) for seed in SEEDS}
         for number in range(args.rounds):
-            kind, choose = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
+            kind = kinds[number % len(kinds)]
+            choose = random.Random(f"{args.seed} {number}")
             faults_of_round = play(fresh(f"round-{number}"), kind, choose, references)
             for fault in faults_of_round:
                 print(f"round {number} ({kind}): {fault}", file=sys.stderr)

@@ -35,7 +35,9 @@ SMALL = ["--microbatch", "2", "--max-restarts", "0"]
 EARLIER = "The command and the load above are those of the part that was measured last."
 TITLES = {"faults": "Planted", "sound": "Sound", "cost": "Cost"}
 RANKS = 2, 3, 4
-STEP, MOST = 6, 60  # from which step on there is a fault, and how many replays a run has to find it
+# from which step on there is a fault, and how many replays a run has to find it
+STEP = 6
+MOST = 60
 KINDS = {
     "product": "a matrix product of forward",
     "backward": "a matrix product of backward",

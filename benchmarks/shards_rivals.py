@@ -46,7 +46,8 @@ class PerSample(torch.utils.data.Dataset):
         import h5py
 
         self.file = h5py.File(path)
-        self.images, self.labels = self.file["image"], self.file["label"]
+        self.images = self.file["image"]
+        self.labels = self.file["label"]
 
     def __len__(self) -> int:
         return len(self.images)

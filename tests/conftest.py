@@ -119,11 +119,9 @@ PERMANENT = ("fsspecIO", "asyncio_")  # fsspec's loop, which a process has once
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the test that leaks."""
-    environment, threads, folder = (
-        _environment(),
-        set(threading.enumerate()),
-        set(Path.cwd().iterdir()),
-    )
+    environment = _environment()
+    threads = set(threading.enumerate())
+    folder = set(Path.cwd().iterdir())
     yield
     assert _environment() == environment, "the test changed environment variables"
     assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, (

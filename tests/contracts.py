@@ -40,7 +40,8 @@ def check_resume_twice(
     make: Callable[[str], Resumable], steps: int, first: int, second: int
 ) -> None:
     """As `check_resume`, stopped two times in one run."""
-    unbroken, broken = make("unbroken-again"), make("stopped-twice")
+    unbroken = make("unbroken-again")
+    broken = make("stopped-twice")
     unbroken.advance(steps)
     for until in (first, second, steps):
         broken.advance(until)

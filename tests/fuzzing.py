@@ -37,7 +37,8 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MINUTES = float(
     os.environ.get("FUZZ_MINUTES", "0")
 )  # for all kinds together; 0: a few cases of each
-FEW, ROUND = 2, 100
+FEW = 2
+ROUND = 100
 WORKING = 20.0  # seconds for what may have work to do; then it is asked to stop
 LONG = 90.0  # for all else; then it hangs
 STRANGER = 64000  # a user who has no files
@@ -58,7 +59,8 @@ LIMITED = (
     f"--data={8 << 30}",
 )  # bytes: what takes more is seen, and harms nothing
 # A command's own exit codes, and those of what it was stopped by.
-ENDS, STOPPED_ENDS = {0, 1, 2}, {0, 1, 2, 75, 130, 137, 143, -signal.SIGTERM}
+ENDS = {0, 1, 2}
+STOPPED_ENDS = {0, 1, 2, 75, 130, 137, 143, -signal.SIGTERM}
 RAISED = re.compile(r'File "[^"]*?/(stepladder/[^"]+)", line \d+, in (\S+)')
 LONGEST = 1200  # characters of a line that says what is wrong
 
@@ -181,7 +183,8 @@ class Sandbox:
         stop then.
         """
         arguments = [*COMMAND, *args]
-        before, stopped = list_tree(self.folder), False
+        before = list_tree(self.folder)
+        stopped = False
         with (
             TemporaryFile("w+", errors="surrogateescape") as out,
             TemporaryFile("w+", errors="surrogateescape") as err,
@@ -231,7 +234,8 @@ class Ended:
         self.new = new
 
     def make_failure(self, what: str) -> Failure:
-        raised, lines = RAISED.findall(self.err), self.err.splitlines()
+        raised = RAISED.findall(self.err)
+        lines = self.err.splitlines()
         kind = f"{what}: {' in '.join(raised[-1])}: {lines[-1][:80]}" if raised else what
         way = " > ".join(" in ".join(frame) for frame in raised[-5:])
         report = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])

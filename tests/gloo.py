@@ -14,7 +14,8 @@ import psutil
 @contextmanager
 def gloo_comes_last() -> Iterator[None]:
     """Processes started meanwhile share one core, where gloo's threads are behind all others."""
-    over, lowered = threading.Event(), set()
+    over = threading.Event()
+    lowered = set()
 
     def lower_priorities() -> None:
         for process in psutil.Process().children(recursive=True):

@@ -27,7 +27,8 @@ class TestLab:
     __test__ = False
 
     def __init__(self, state: Path, command: tuple[str, ...] = COMMAND) -> None:
-        self.folder, self.command = state / "stepladder" / "lab", command
+        self.folder = state / "stepladder" / "lab"
+        self.command = command
         self.env = {
             "XDG_STATE_HOME": str(state),
             "SLURM_CONF": str(self.folder / "slurm.conf"),

@@ -49,7 +49,8 @@ class FakeRun:
         after: the attempt whose snapshot it resumed from.  read: what a rank's batches held.
         flushed: {rank: last step that it wrote}, where a kill came before the rest.
         """
-        number, start = len(self.chains) + 1, steps.start - 1
+        number = len(self.chains) + 1
+        start = steps.start - 1
         chain = self.chains[after][start] if after is not None else ""
         ledgers = []
         for rank in range(world_size):

@@ -65,7 +65,8 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    matches, lines = [], page.read_text().splitlines()
+    matches = []
+    lines = page.read_text().splitlines()
     start = None
     for number, line in enumerate(lines):
         if start is None and line.startswith("```"):
@@ -147,7 +148,9 @@ def missing_lines(shown: str, printed: str) -> list[str]:
     change from run to run are equal to each other: process ids, times, steps of a kill, decimals. A
     hash is equal to the hash at its position in order of first appearance.
     """
-    text, position, missing = " ".join(normalize(printed).split()), 0, []
+    text = " ".join(normalize(printed).split())
+    position = 0
+    missing = []
     for line in normalize(shown).splitlines():
         sought = " ".join(line.split())
         place = text.find(sought, position)

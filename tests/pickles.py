@@ -18,18 +18,24 @@ from torch.distributed.checkpoint.metadata import (
 
 OF_METADATA = "torch.distributed.checkpoint.metadata"
 PROTOCOL = b"\x80\x02"
-MARK, STOP, POP, REDUCE, NEWOBJ, NEWOBJ_EX, BUILD, OBJ = (
-    b"(",
-    b".",
-    b"0",
-    b"R",
-    b"\x81",
-    b"\x92",
-    b"b",
-    b"o",
-)
-EMPTY_TUPLE, EMPTY_DICT, EMPTY_LIST, NONE = b")", b"}", b"]", b"N"
-APPEND, APPENDS, SETITEM, SETITEMS, FROZENSET, BINPERSID = b"a", b"e", b"s", b"u", b"\x91", b"Q"
+MARK = b"("
+STOP = b"."
+POP = b"0"
+REDUCE = b"R"
+NEWOBJ = b"\x81"
+NEWOBJ_EX = b"\x92"
+BUILD = b"b"
+OBJ = b"o"
+EMPTY_TUPLE = b")"
+EMPTY_DICT = b"}"
+EMPTY_LIST = b"]"
+NONE = b"N"
+APPEND = b"a"
+APPENDS = b"e"
+SETITEM = b"s"
+SETITEMS = b"u"
+FROZENSET = b"\x91"
+BINPERSID = b"Q"
 
 
 def name(module: str, attribute: str) -> bytes:

@@ -122,7 +122,8 @@ class Started:
     """A command that runs in a session of its own; its output goes to files."""
 
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str]) -> None:
-        self.out, self.err = cwd / f"{time.monotonic_ns()}.out", cwd / f"{time.monotonic_ns()}.err"
+        self.out = cwd / f"{time.monotonic_ns()}.out"
+        self.err = cwd / f"{time.monotonic_ns()}.err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.popen = start(command, cwd, env, out, err, new_session=True)
         self.family: set[psutil.Process] = set()

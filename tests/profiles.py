@@ -11,7 +11,9 @@ from stepladder.tools.profiler.advice import Profile
 from stepladder.tools.profiler.breakdown import PARTS, Operator, RankProfile
 from stepladder.tools.profiler.trace import Trace
 
-SLEEP, STEPS = 0.25, 2  # seconds: far more than another process may keep a rank from its core
+# seconds: far more than another process may keep a rank from its core
+SLEEP = 0.25
+STEPS = 2
 
 
 def train_under_the_profiler(comm: Any, folder: Path) -> None:

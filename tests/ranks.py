@@ -36,7 +36,8 @@ def run_ranks(
     first rank that failed, or TimeoutError."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         segment = None if by_gloo else make_segment(world_size)
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)

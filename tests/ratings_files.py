@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-USERS, ITEMS, EACH, NEGATIVES = 60, 40, 8, 15
+USERS = 60
+ITEMS = 40
+EACH = 8
+NEGATIVES = 15
 
 
 def tastes(seed: int = 0) -> np.ndarray:
@@ -23,7 +26,8 @@ def tastes(seed: int = 0) -> np.ndarray:
 def leave_one_out(folder: Path) -> Path:
     """The files of He et al.: the last item of each user is held out."""
     folder.mkdir(parents=True, exist_ok=True)
-    items, draw = tastes(), np.random.default_rng(1)
+    items = tastes()
+    draw = np.random.default_rng(1)
     train = [f"{user}\t{item}" for user in range(USERS) for item in items[user, :-1]]
     test = [f"{user}\t{items[user, -1]}\t5\t100" for user in range(USERS)]
     negative = []
@@ -42,7 +46,8 @@ def ratings_csv(folder: Path) -> Path:
     other.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines, time = ["userId,movieId,rating,timestamp"], 0
+    lines = ["userId,movieId,rating,timestamp"]
+    time = 0
     for user, tastes_of_user in enumerate(tastes()):
         for item in [*tastes_of_user, (user + 1) % 2]:
             time += 1

@@ -28,7 +28,9 @@ class Server:
     """
 
     def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address, self.ports = folder, address, find_free_ports(MOST_HOSTS)
+        self.folder = folder
+        self.address = address
+        self.ports = find_free_ports(MOST_HOSTS)
         self.port = self.ports[0]
         self.hosts = [f"{getpass.getuser()}@{address}:{port}" for port in self.ports]
         self.host = self.hosts[0]

@@ -20,7 +20,8 @@ def tasks(folder: Path, *arguments: object, **env: str) -> Iterator[list[Started
         "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(RANKS),
         "SLURM_STEP_TASKS_PER_NODE": str(RANKS), "SLURM_STEP_NUM_NODES": "1",
     } | env  # fmt: skip
-    ranks, texts = [], [str(word) for word in arguments]
+    ranks = []
+    texts = [str(word) for word in arguments]
     with ExitStack() as stack:
         for rank in map(str, range(RANKS)):
             task_env = step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}

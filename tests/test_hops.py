@@ -94,7 +94,8 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
     trained: Path,
 ) -> None:
     for rank in (0, 1):
-        frames, start = stack(trained, "loss", rank), ("rank/lifecycle.py", "run_rank")
+        frames = stack(trained, "loss", rank)
+        start = ("rank/lifecycle.py", "run_rank")
         assert frames[frames.index(start) :] == [
             start,
             ("launcher/entry.py", "train_rank"),

@@ -118,10 +118,15 @@ def test_names_say_what_a_thing_is(folder: str) -> None:
     ]
 
 
-def test_a_statement_has_one_idea() -> None:
-    gauges = source()
+@pytest.mark.parametrize("folder", PERCENT_OF_DIALECT)
+def test_a_statement_assigns_one_value(folder: str) -> None:
+    gauges = total(folder)
     tuples = gauges.places["tuple assignment"]
     assert in_a_thousand_lines(len(tuples), gauges) <= TUPLE_ASSIGNMENTS, tuples
+
+
+def test_a_statement_has_one_idea() -> None:
+    gauges = source()
     assert in_a_thousand_lines(gauges.conditional_expressions, gauges) <= CONDITIONAL_EXPRESSIONS
     assert gauges.places["conditional expression in another"] == []
     assert gauges.places["tuple assignment to attributes"] == []

@@ -91,7 +91,8 @@ class Server:
     ours."""
 
     def __init__(self, before: Sequence[str] = (), given: Mapping[str, str] | None = None) -> None:
-        self.before, self.given = before, given or {}
+        self.before = before
+        self.given = given or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
@@ -200,7 +201,8 @@ class Forked:
     """A command that was forked, with as much of `subprocess.Popen` as tests need."""
 
     def __init__(self, args: Sequence[str], connection: socket.socket) -> None:
-        self.args, self.connection = args, connection
+        self.args = args
+        self.connection = connection
         self.returncode: int | None = None
         self.pid = self._number()
 

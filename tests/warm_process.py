@@ -45,17 +45,16 @@ PRELOADED = (
 GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us
 BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
-FORK_SERVER, SPAWNED = (
-    "from multiprocessing.forkserver import main; ",
-    "from multiprocessing.spawn import spawn_main; ",
-)
+FORK_SERVER = "from multiprocessing.forkserver import main; "
+SPAWNED = "from multiprocessing.spawn import spawn_main; "
 
 
 class Forks:
     """Forks a process for each request, and says its number and then how it ended."""
 
     def __init__(self, listener: socket.socket, alive: int) -> None:
-        self.listener, self.alive = listener, alive
+        self.listener = listener
+        self.alive = alive
         self.clients: dict[int, socket.socket] = {}
         self.bound: dict[socket.socket, int] = {}  # with whom a process ends
         self.selector = selectors.DefaultSelector()

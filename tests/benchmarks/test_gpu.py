@@ -103,7 +103,8 @@ def test_a_product_and_a_sum_need_what_they_read_write_and_multiply(gpu: ModuleT
     assert needs.operations == 2 * (2 * 16 * 8 * 4), (
         "forward, and the gradient of the weights: inputs want none"
     )
-    product, weights = 4 * (16 * 8 + 8 * 4 + 16 * 4), 4 * 8 * 4
+    product = 4 * (16 * 8 + 8 * 4 + 16 * 4)
+    weights = 4 * 8 * 4
     assert needs.bytes >= 2 * product + 3 * weights and needs.calls >= 4
     assert ByHand(task, "cpu").run(3) == 3
 

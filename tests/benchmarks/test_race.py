@@ -35,7 +35,8 @@ def references(race: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     return {seed: race.reference(tmp_path_factory.mktemp("unbroken"), seed) for seed in race.SEEDS}
 
 
-KILLED, LIVE = ("a killed run", 1, 0), ("a live run", 2, 1)
+KILLED = ("a killed run", 1, 0)
+LIVE = ("a live run", 2, 1)
 
 
 @pytest.mark.parametrize(

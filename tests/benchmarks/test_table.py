@@ -44,7 +44,8 @@ def test_it_is_up_to_date(table: ModuleType) -> None:
 
 
 def test_the_front_page_has_the_figures_of_the_reports(table: ModuleType) -> None:
-    front, reports = table.FRONT.read_text(), Path(table.RESULTS)
+    front = table.FRONT.read_text()
+    reports = Path(table.RESULTS)
     killed = "- PASS: killed, with the weights of the unbroken run: 50 of 50"
     assert killed in (reports / "chaos.md").read_text() and "| **50 of 50** |" in front
     assert "{" not in table.figures()

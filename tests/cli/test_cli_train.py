@@ -22,7 +22,8 @@ from stepladder.core.settings import SETTING_FLAGS
 
 pytestmark = pytest.mark.ranks
 
-TROUBLE, PLAIN = JOBS / "trouble.py", JOBS / "plain.py"
+TROUBLE = JOBS / "trouble.py"
+PLAIN = JOBS / "plain.py"
 MLP = ("mlp", "--samples", 100, "--global-batch", 16, "--epochs", 2)  # 7 steps per epoch
 RANK_OF_2 = {
     "RANK": "0",

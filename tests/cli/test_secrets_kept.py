@@ -10,7 +10,8 @@ import pytest
 
 from processes import JOBS, refused, run
 
-TOKEN, URL = "hf_AbCdEf123", "https://me:PaSsWoRd@host/data"
+TOKEN = "hf_AbCdEf123"
+URL = "https://me:PaSsWoRd@host/data"
 SECRETS = ("AbCdEf123", "PaSsWoRd")
 JOB = JOBS / "secret.py"
 TYPED = (JOB, "--hf-token", TOKEN, "--data-url", URL)

@@ -247,7 +247,8 @@ def test_one_process_that_cannot_live_is_one_line(limit: str, tmp_path: Path) ->
 @needs_root
 def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_path: Path) -> None:
     needs("unshare")
-    home, work = tmp_path / "home", tmp_path / "work"
+    home = tmp_path / "home"
+    work = tmp_path / "work"
     home.mkdir()
     work.mkdir()
     mounted = (
@@ -387,7 +388,8 @@ def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(
     clock: Path, tmp_path: Path
 ) -> None:
     """Neither forward nor back again; with a batch job's time limit, which is an hour away."""
-    jumps, marks = tmp_path / "jumps", tmp_path / "marks"
+    jumps = tmp_path / "jumps"
+    marks = tmp_path / "marks"
     marks.mkdir()
     env = {
         "LD_PRELOAD": str(clock),

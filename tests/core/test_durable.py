@@ -35,7 +35,9 @@ class Killed(BaseException):
 def acts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """What is fsynced and renamed, in its order: (act, name of the file, its `.XXXXXXXX` cut)."""
     done: list[tuple[str, str]] = []
-    fsync, replace, rename = os.fsync, Path.replace, Path.rename
+    fsync = os.fsync
+    replace = Path.replace
+    rename = Path.rename
 
     def cut(path: Path) -> str:
         return path.name.split(".")[0] + ("*" if path.suffix == durable.UNFINISHED_SUFFIX else "")
@@ -103,7 +105,8 @@ def test_a_folder_is_on_disk_with_all_that_it_holds_before_it_has_its_name(
         (aside / "a").write_text("a")
         (aside / "inside").mkdir()
         (aside / "inside" / "b").write_text("b")
-    before, after = acts[: acts.index(("check", ""))], acts[acts.index(("check", "")) :]
+    before = acts[: acts.index(("check", ""))]
+    after = acts[acts.index(("check", "")) :]
     assert sorted(before) == [
         ("fsync", "a"),
         ("fsync", "b"),
@@ -228,7 +231,8 @@ def test_an_error_anywhere_leaves_the_old_one_and_nothing_beside_it(
     before(destination)
     was = names(destination)
     owner = {"os": os, "Path": Path}[act[0]]
-    real, calls = getattr(owner, act[1]), []
+    real = getattr(owner, act[1])
+    calls = []
 
     def fails(*args: Any) -> Any:
         calls.append(args)

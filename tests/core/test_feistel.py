@@ -79,7 +79,8 @@ def test_a_thousand_million_samples_need_no_list() -> None:
 
 
 def test_small_data_keeps_the_order_that_it_has_had() -> None:
-    small, large = Plan(MAX_SORTED, 128, 16), Plan(MAX_SORTED + 1, 128, 16)
+    small = Plan(MAX_SORTED, 128, 16)
+    large = Plan(MAX_SORTED + 1, 128, 16)
     assert (small.shuffle, large.shuffle) == ("sort", "feistel")
     stored = large.as_json()
     assert Plan.from_json(stored) == large
@@ -92,7 +93,8 @@ def test_small_data_keeps_the_order_that_it_has_had() -> None:
 
 # -- as well shuffled: each figure is off by as much as chance allows, one time in a million -------
 
-MANY, SIDE = 100_000, 50
+MANY = 100_000
+SIDE = 50
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -130,7 +132,8 @@ def test_the_classes_of_a_batch_vary_as_chance_has_it(
 
 @BOTH
 def test_epochs_know_nothing_of_each_other(make: Callable[[int, int], IndexArray]) -> None:
-    first_order, second_order = make(MANY, 1), make(MANY, 2)
+    first_order = make(MANY, 1)
+    second_order = make(MANY, 2)
     assert abs(np.corrcoef(first_order, second_order)[0, 1]) * np.sqrt(MANY) < 5
     assert (first_order == second_order).sum() < 15  # one, on average
 

@@ -23,7 +23,8 @@ print(faults() - before)
 
 def faults(keeps: bool, **env: str) -> int:
     """Pages that ten steps ask the kernel for."""
-    code, env = STEPS.format(keeps=keeps), os.environ | env
+    code = STEPS.format(keeps=keeps)
+    env = os.environ | env
     return int(
         subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, check=True

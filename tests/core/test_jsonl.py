@@ -70,7 +70,8 @@ def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_not_as_it_was_written_is_left_out(text: str, tmp_path: Path) -> None:
-    sound, path = '{"step": 5, "loss": 0.5}\n', tmp_path / "a.jsonl"
+    sound = '{"step": 5, "loss": 0.5}\n'
+    path = tmp_path / "a.jsonl"
     path.write_bytes(f"{sound}{text}\n{sound}".encode(errors="surrogateescape"))
     lines = JsonlReader(
         path, lambda line: is_count(line.get("step")) and is_finite_number(line.get("loss"))

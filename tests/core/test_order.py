@@ -23,7 +23,8 @@ def stream_plan(seed: int = 0) -> Plan:
 @st.composite
 def stream_plans(draw: st.DrawFn) -> Plan:
     """Any plan of data in shards of any sizes, with and without batch norm."""
-    microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    microbatch = draw(st.integers(1, 9))
+    count = draw(st.integers(1, 8))
     min_microbatch = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
     sizes = draw(
         st.lists(st.integers(1, 60), min_size=1, max_size=4).filter(
@@ -153,11 +154,9 @@ def test_each_epoch_deals_out_every_chunk_once(plan: Plan, epoch: int) -> None:
 
 
 def test_the_order_depends_on_seed_and_epoch_and_mixes() -> None:
-    first, second, third = (
-        stream_plan().order(0),
-        stream_plan().order(1),
-        stream_plan(seed=1).order(0),
-    )
+    first = stream_plan().order(0)
+    second = stream_plan().order(1)
+    third = stream_plan(seed=1).order(0)
     assert stream_plan().order(0).tolist() == first.tolist()
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
     assert (np.abs(np.diff(first)) == 1).mean() < 0.2

@@ -28,7 +28,8 @@ from stepladder.core.plan_sampler import PlanSampler
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan of data in memory, with and without batch norm."""
-    microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    microbatch = draw(st.integers(1, 9))
+    count = draw(st.integers(1, 8))
     min_microbatch = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
     samples = draw(st.integers(min_microbatch, 5 * microbatch * count))
     return Plan(
@@ -107,7 +108,8 @@ def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(
 ) -> None:
     num_steps = 2 * plan.steps_per_epoch
     world_size = data.draw(st.integers(1, 4))
-    rank, start = data.draw(st.integers(0, world_size - 1)), data.draw(st.integers(0, num_steps))
+    rank = data.draw(st.integers(0, world_size - 1))
+    start = data.draw(st.integers(0, num_steps))
     unbroken = list(PlanSampler(plan, num_steps, rank, world_size))
     resumed = PlanSampler(plan, num_steps, rank, world_size, start_step=start)
     assert list(resumed) == unbroken[start:]
@@ -155,7 +157,8 @@ def test_an_order_is_a_permutation(samples: int, seed: int) -> None:
 
 def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     plan = Plan(100, 10, 5, seed=3)
-    first, second = plan.order(0).tolist(), plan.order(1).tolist()
+    first = plan.order(0).tolist()
+    second = plan.order(1).tolist()
     assert plan.order(0).tolist() == first, "going back to an epoch changed its order"
     assert Plan(100, 50, 1, seed=3, min_microbatch=1).order(0).tolist() == first
     assert len({tuple(o) for o in (first, second, Plan(100, 10, 5, seed=4).order(0).tolist())}) == 3
@@ -172,7 +175,8 @@ def test_an_order_stays_the_same_with_every_version_of_numpy(epoch: int, order: 
 
 def test_a_plan_is_what_it_was_made_of_whatever_has_been_asked_of_it() -> None:
     """Its caches count neither in a comparison nor in its text."""
-    plan, second_plan = Plan(20, 8, 2, seed=1), Plan(20, 8, 2, seed=1)
+    plan = Plan(20, 8, 2, seed=1)
+    second_plan = Plan(20, 8, 2, seed=1)
     text = repr(plan)
     assert plan.indices(1, plan.microbatches(1)[0]).shape == (2,)
     assert (plan, repr(plan)) == (second_plan, text)

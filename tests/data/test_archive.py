@@ -20,7 +20,9 @@ def make_zip(path, members, mode=0):
 
 def make_tar(path, name, data=b"", kind=tarfile.REGTYPE, link=""):
     info = tarfile.TarInfo(name)
-    info.size, info.type, info.linkname = len(data), kind, link
+    info.size = len(data)
+    info.type = kind
+    info.linkname = link
     with tarfile.open(path, "w") as archive:
         archive.addfile(info, io.BytesIO(data))
     return path
@@ -46,7 +48,8 @@ def test_unpack_tar(tmp_path):
 
 
 def test_unpack_again_mends_lost_files_and_keeps_others(tmp_path):
-    archive, folder = make_zip(tmp_path / "set.zip", FILES), tmp_path / "set"
+    archive = make_zip(tmp_path / "set.zip", FILES)
+    folder = tmp_path / "set"
     unpack(archive, folder)
     (folder / "mine.txt").write_bytes(b"mine")
     (folder / "deep" / "b.csv").unlink()

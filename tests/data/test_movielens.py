@@ -77,7 +77,8 @@ def test_the_validation_split_uses_training_pairs_only_and_not_their_order(tmp_p
     data = read_leave_one_out(leave_one_out(tmp_path))
     split = split_validation(data, draw())
     assert len(split.users) == len(data.users) - USERS
-    before, after = data.rated_matrix(), split.rated_matrix()
+    before = data.rated_matrix()
+    after = split.rated_matrix()
     assert (before[np.arange(USERS), split.held_out] == 1).all()
     assert (after[np.arange(USERS), split.held_out] == 0).all()
     assert (np.take_along_axis(before, split.negatives, 1) == 0).all()

@@ -122,7 +122,9 @@ class Reading:
     """Reads a plan's shares on some number of ranks, another one after each stop."""
 
     def __init__(self, folder: Path) -> None:
-        self.shards, self.position, self.read = Shards(folder), 0, dict[int, list[int]]()
+        self.shards = Shards(folder)
+        self.position = 0
+        self.read = dict[int, list[int]]()
         self.plan = Plan(ROWS, 24, 3, seed=5, chunks=self.shards.chunks)  # 11 steps per epoch
 
     def advance(self, until: int) -> None:

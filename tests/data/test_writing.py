@@ -21,7 +21,9 @@ from processes import SECONDS, wait_until
 from stepladder import InputError, Shards, write_shards
 from stepladder.data.shards.reader import ShardReader
 
-ROWS, CHUNK, SHARD = 100, 8, 24
+ROWS = 100
+CHUNK = 8
+SHARD = 24
 
 
 def rows(count: int = ROWS) -> Iterator[dict[str, Any]]:

@@ -135,7 +135,8 @@ def test_both_take_the_same_step() -> None:
 @pytest.mark.slow
 def test_the_step_installs_a_stepladder_that_trains(tmp_path: Path) -> None:
     """In a virtual environment that sees this one's packages, so that torch is not fetched again."""
-    image, venv = tmp_path / "image", tmp_path / "venv"
+    image = tmp_path / "image"
+    venv = tmp_path / "venv"
     copy_into(image, files_of_dockerfile())
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
@@ -163,7 +164,8 @@ def test_the_step_installs_a_stepladder_that_trains(tmp_path: Path) -> None:
 
 def copy_into(image: Path, pairs: list[tuple[str, str]]) -> None:
     for source, target in pairs:
-        whole, place = REPOSITORY / source, image / target
+        whole = REPOSITORY / source
+        place = image / target
         place.parent.mkdir(parents=True, exist_ok=True)
         if whole.is_dir():
             shutil.copytree(

@@ -46,7 +46,8 @@ def first_use(text: str, name: str) -> int | None:
 def test_the_first_use_of_a_word_is_linked(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in IDS:
-        use, link = first_use(text, name), text.find(f"glossary.md#{name})")
+        use = first_use(text, name)
+        link = text.find(f"glossary.md#{name})")
         assert use is None or -1 < link < use, (
             f"{page.name}: link the first `{name}` to glossary.md#{name}"
         )

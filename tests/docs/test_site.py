@@ -80,7 +80,8 @@ class Handler(SimpleHTTPRequestHandler):
     """Serves the site, and the page that looks at all others."""
 
     def __init__(self, *args: Any, site: Path, rendered_pages: queue.Queue[Pages]) -> None:
-        self.site, self.rendered_pages = site, rendered_pages
+        self.site = site
+        self.rendered_pages = rendered_pages
         super().__init__(*args, directory=str(site))
 
     def do_GET(self) -> None:
@@ -189,7 +190,8 @@ def test_every_link_leads_somewhere(rendered_pages: Pages, site: Path) -> None:
             if not link.startswith(here):
                 continue
             parts = urlsplit(link)
-            target, name = unquote(parts.path), unquote(parts.fragment)
+            target = unquote(parts.path)
+            name = unquote(parts.fragment)
             there = target in rendered_pages or (site / target.lstrip("/")).is_file()
             if not there or (
                 name and target in rendered_pages and name not in rendered_pages[target]["names"]

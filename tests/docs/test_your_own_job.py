@@ -118,7 +118,8 @@ def test_the_accuracy_is_that_of_the_plain_script(folder: Path, plain_output: st
 
 @pytest.mark.slow
 def test_the_own_loop_gives_the_same_losses_alone_and_under_torchrun(folder: Path) -> None:
-    alone, two = result(folder, "alone")["losses"], result(folder, "own_loop")["losses"]
+    alone = result(folder, "alone")["losses"]
+    two = result(folder, "own_loop")["losses"]
     assert len(alone) == 10 * 23
     assert largest_difference(alone, two) < RELATIVE
 

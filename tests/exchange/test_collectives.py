@@ -182,7 +182,8 @@ def test_each_collective_leaves_what_gloo_leaves(
 def lists_transposed(_: Any) -> list[list[float]]:
     """gloo has no all-to-all of lists."""
     group = dist.new_group(backend="stepladder")
-    rank, size = dist.get_rank(), dist.get_world_size(group)
+    rank = dist.get_rank()
+    size = dist.get_world_size(group)
     outputs = [torch.zeros(peer + rank) for peer in range(size)]
     parts = [torch.full((peer + rank,), 10.0 * rank + peer) for peer in range(size)]
     dist.all_to_all(outputs, parts, group)
@@ -199,13 +200,16 @@ def test_lists_of_any_lengths_are_transposed() -> None:
 
 def sums_of_random_numbers(_: Any, length: int) -> tuple[bool, bool]:
     """Whether a sum is the one in rank order, and whether it is gloo's."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    shared, gloo = dist.new_group(backend="stepladder"), dist.new_group(backend="gloo")
+    size = dist.get_world_size()
+    rank = dist.get_rank()
+    shared = dist.new_group(backend="stepladder")
+    gloo = dist.new_group(backend="gloo")
     addends = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     in_rank_order = addends[0].clone()
     for addend in addends[1:]:
         in_rank_order += addend
-    ours, theirs = addends[rank].clone(), addends[rank].clone()
+    ours = addends[rank].clone()
+    theirs = addends[rank].clone()
     dist.all_reduce(ours, group=shared)
     dist.all_reduce(theirs, group=gloo)
     return torch.equal(ours, in_rank_order), torch.equal(ours, theirs)
@@ -238,7 +242,8 @@ def test_collectives_are_started_and_waited_for_later() -> None:
 def crossed(_: Any) -> float:
     """A rank that starts a collective and sends, beside one that first receives."""
     group = dist.new_group(backend="stepladder")
-    token, total = torch.tensor([5.0]), torch.ones(2)
+    token = torch.tensor([5.0])
+    total = torch.ones(2)
     if dist.get_rank() == 0:
         work = dist.all_reduce(total, group=group, async_op=True)
         dist.send(token, 1, group)
@@ -323,7 +328,8 @@ def left_over(_: Any) -> int:
         gc.collect()
         return Path("/proc/self/maps").read_text().count("memfd:stepladder")
 
-    threads, mappings = {*threading.enumerate()}, count_mappings()
+    threads = {*threading.enumerate()}
+    mappings = count_mappings()
     for _round in range(3):
         group = dist.new_group(backend="stepladder")
         works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(3)]

@@ -187,12 +187,11 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
         small = [
             path for path in files if path.suffix in (".json", ".jsonl") or path.name == "lock"
         ]
-        path, how = chance.choice(paths), chance.choice(OF_PLACES)
+        path = chance.choice(paths)
+        how = chance.choice(OF_PLACES)
         if chance.random() < 0.7 and files:
-            path, how = (
-                chance.choice(small if small and chance.random() < 0.8 else files),
-                chance.choice(OF_FILES),
-            )
+            path = chance.choice(small if small and chance.random() < 0.8 else files)
+            how = chance.choice(OF_FILES)
         how(path, chance, files)
         names.append(str(path.relative_to(folder)))
     return names
@@ -267,7 +266,8 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
         ended.new = []  # it had begun
         return ended.validate_end(foreign=args[0] in FOREIGN)
 
-    uses, counts = st.integers(0, 30), st.sampled_from([0, 1, 3])
+    uses = st.integers(0, 30)
+    counts = st.sampled_from([0, 1, 3])
     fuzz.each(
         st.tuples(
             st.sampled_from(COMMANDS), st.sampled_from(NAMES), st.sampled_from(ERRORS), uses, counts
@@ -284,10 +284,8 @@ def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz
     def attempt(case: tuple[tuple[str, ...], int]) -> str:
         args, number = case
         fuzz.sandbox.reset(prepared)
-        folder, chance = (
-            fuzz.sandbox.cwd / next(name for name in FOLDERS if name in args),
-            random.Random(number),
-        )
+        folder = fuzz.sandbox.cwd / next(name for name in FOLDERS if name in args)
+        chance = random.Random(number)
         is_over = threading.Event()
 
         def change() -> None:

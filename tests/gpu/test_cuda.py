@@ -214,7 +214,8 @@ def test_dropout_is_keyed_and_not_drawn_from_where_the_card_s_generator_stands(
 
 
 def test_exact_mode_computes_in_full_fp32_and_leaves_the_switches_as_they_were() -> None:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = True
     try:
@@ -237,7 +238,8 @@ def test_exact_mode_computes_in_full_fp32_and_leaves_the_switches_as_they_were()
 def test_the_forward_pass_computes_in_the_precision_asked_for(
     tmp_path: Path, precision: Any, expected: torch.dtype
 ) -> None:
-    job, seen = build(), set()
+    job = build()
+    seen = set()
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         logits = model(batch[0])
@@ -265,7 +267,8 @@ def parameters_of(job: Job) -> list[list[float]]:
 def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale(
     tmp_path: Path,
 ) -> None:
-    skipping, learning = with_steep_loss(), with_steep_loss()
+    skipping = with_steep_loss()
+    learning = with_steep_loss()
     before = parameters_of(skipping)
     fit(skipping, tmp_path / "skipping", steps=1, precision="fp16", sync="exact")
     assert parameters_of(skipping) == before
@@ -280,7 +283,8 @@ def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale
 
 
 def test_the_snapshot_s_copy_is_pinned_once_and_no_view_of_the_card(tmp_path: Path) -> None:
-    copies, weight = HostBuffers(), torch.arange(6.0, device="cuda").view(2, 3)
+    copies = HostBuffers()
+    weight = torch.arange(6.0, device="cuda").view(2, 3)
     tree = {"model": {"weight": weight, "same on the host": torch.ones(2)}, "step": 3}
     first = copies.copy(tree)["model"]["weight"]
     assert first.device.type == "cpu" and first.is_pinned()

@@ -168,7 +168,8 @@ def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done
 def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> None:
     """Its rank joins, then the first node is lost, and another one comes."""
     first, second = assembled(1, 1)
-    store, known = first.peers.shared_store, NodeInfo(1, attempt=0)
+    store = first.peers.shared_store
+    known = NodeInfo(1, attempt=0)
     announce_start(first.peers, known)
     assert join_running_start(store, "secret", known) is None, "it was in this start"
     with (

@@ -117,7 +117,9 @@ class Nodes:
     """
 
     def __init__(self, folder: Path, flags: tuple[object, ...], stack: ExitStack) -> None:
-        self.folder, self.flags, self.stack = folder, flags, stack
+        self.folder = folder
+        self.flags = flags
+        self.stack = stack
         self.agents: list[Started] = []
 
     def start(self, count: int = 1, **env: str) -> Started:

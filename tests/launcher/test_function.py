@@ -140,7 +140,8 @@ except RuntimeError as error:
 
 
 def test_a_notebook_s_cells_are_ranks(tmp_path: Path) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
     cells = [nbformat.v4.new_code_cell(text.strip()) for text in NOTEBOOK.split("---")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(

@@ -284,7 +284,8 @@ IN_A_SCRIPT = {
 )
 def test_a_script_that_knows_nothing_of_us_is_explained_too(kind: str, tmp_path: Path) -> None:
     """Two of them gloo ends by itself, with an abort that names no line."""
-    script, env = JOBS / "hangs_script.py", {"HANG": f"{kind} 3"}
+    script = JOBS / "hangs_script.py"
+    env = {"HANG": f"{kind} 3"}
     exchange = "gloo" if kind in ("alone", "shapes") else "memory"
     with started(
         *("run", "--nproc", 2, "--explain-after", 4, "--exchange", exchange, script),

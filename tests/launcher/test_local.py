@@ -124,7 +124,8 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(
 def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
-    marker, run_dir = tmp_path / "marker", tmp_path / "runs/trouble"
+    marker = tmp_path / "marker"
+    run_dir = tmp_path / "runs/trouble"
     env = {"TROUBLE": f"hold 0 7 {marker}"}
     with started("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env) as running:
         running.wait_for(marker)

@@ -116,7 +116,8 @@ def test_a_limit_that_is_too_low_is_said_before(tmp_path: Path) -> None:
 @pytest.fixture
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A machine that takes the key, and then never does what it is asked."""
-    address, folder = own_address(), tmp_path_factory.mktemp("sshd")
+    address = own_address()
+    folder = tmp_path_factory.mktemp("sshd")
     if SSHD is None or address is None:
         pytest.skip("no sshd, or no address but loopback")
     Path("/run/sshd").mkdir(exist_ok=True)

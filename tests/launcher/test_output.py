@@ -177,7 +177,8 @@ def printed(output: LogFiles, text: bytes) -> None:
 
 
 def test_what_ranks_print_waits_until_the_run_directory_is_theirs(tmp_path: Path) -> None:
-    output, log = LogFiles(tmp_path / "run" / "log"), tmp_path / "run/log/attempt-0.rank-1.log"
+    output = LogFiles(tmp_path / "run" / "log")
+    log = tmp_path / "run/log/attempt-0.rank-1.log"
     (tmp_path / "run").mkdir()
     printed(output, b"early\r\n")
     assert not log.parent.exists()  # it may be another run's until then

@@ -28,12 +28,10 @@ ENDED = "the run has ended on the other nodes"
 UNSTARTED = "stopped before its ranks had started"
 SILENT = "node 2 has been silent for 15 s: restarting all without it"
 JOINING = "other nodes are waiting: ranks stop with a snapshot, and all go on together"
-ABSENT, RUNNING, STOPPED_WELL, PEER_LOST = (
-    Status.ABSENT,
-    Status.RUNNING,
-    Status.STOPPED,
-    Status.PEER_LOST,
-)
+ABSENT = Status.ABSENT
+RUNNING = Status.RUNNING
+STOPPED_WELL = Status.STOPPED
+PEER_LOST = Status.PEER_LOST
 
 JOB: list[tuple[str, Status, dict[str, Any], Continue | Stop | Restart | End]] = [
     ("waiting for nodes", ABSENT, {}, Continue()),

@@ -128,7 +128,8 @@ def test_many_at_once_agree_on_one_store(
 def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    member, newcomer = agent(), agent(timeout=0.2)
+    member = agent()
+    newcomer = agent(timeout=0.2)
     member.join(stores.serve)
     stores.lose()
     with pytest.raises(InputError, match="no rendezvous answered at 127"):
@@ -140,7 +141,8 @@ def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
 def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    cut_off, server = agent(timeout=0.2), agent()
+    cut_off = agent(timeout=0.2)
+    server = agent()
     server.join(stores.serve)
     cut_off.join(stores.serve)
     stores.lose()
@@ -155,7 +157,8 @@ def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
 def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
     seconds: float, number: int, agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    server, member = agent(), agent(timeout=0.2)
+    server = agent()
+    member = agent(timeout=0.2)
     server.join(stores.serve)
     member.join(stores.serve)
     stores.lose(seconds)
@@ -168,7 +171,8 @@ def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
 def test_a_newcomer_takes_the_place_of_a_lost_node_when_no_member_has_in_time(
     agent: Callable[..., RunDirRendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member, newcomer = agent(), agent()
+    member = agent()
+    newcomer = agent()
     member.join(stores.serve)
     stores.lose()
     monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.MEMBERS_FIRST_S", 0.5)
@@ -179,7 +183,8 @@ def test_a_newcomer_takes_the_place_of_a_lost_node_when_no_member_has_in_time(
 def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    cut_off, member = agent(timeout=0.2), agent()
+    cut_off = agent(timeout=0.2)
+    member = agent()
     cut_off.join(stores.serve)
     member.join(stores.serve)
     stores.lose()
@@ -193,7 +198,8 @@ def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
 def test_a_newcomer_who_is_left_alone_begins_anew(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    member, newcomer = agent(), agent(timeout=0.2)
+    member = agent()
+    newcomer = agent(timeout=0.2)
     member.join(stores.serve)
     stores.lose()
     with pytest.raises(InputError):
@@ -205,7 +211,9 @@ def test_a_newcomer_who_is_left_alone_begins_anew(
 def test_the_end_is_told_to_all_and_the_first_word_counts(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    first, second, late = agent(), agent(), agent()
+    first = agent()
+    second = agent()
+    late = agent()
     first.join(stores.serve)
     second.join(stores.serve)
     assert second.poll() is None
@@ -221,7 +229,8 @@ def test_the_end_is_told_to_all_and_the_first_word_counts(
 def test_who_was_left_behind_moves_on_and_can_be_called_away_meanwhile(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    behind, member = agent(), agent()
+    behind = agent()
+    member = agent()
     behind.join(stores.serve)
     member.join(stores.serve)
     stores.lose()
@@ -281,7 +290,8 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     assert read_owner(run)["token"] == alone.token
     refused.leave()
     alone.release()
-    first, second = agent(), agent()
+    first = agent()
+    second = agent()
     first.join(stores.serve)
     second.join(stores.serve)
     for lost in (first, second):
@@ -301,7 +311,8 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    alone, refused = RunDirLock(run, 0), agent(fresh=True, timeout=0.2)
+    alone = RunDirLock(run, 0)
+    refused = agent(fresh=True, timeout=0.2)
     with pytest.raises(InputError, match="is in use"):
         refused.join(stores.serve)
     refused.leave()
@@ -323,7 +334,8 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
 def test_a_launch_of_other_settings_is_refused_at_once(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    first, second = agent(asked="one"), agent(timeout=SECONDS, asked="other")
+    first = agent(asked="one")
+    second = agent(timeout=SECONDS, asked="other")
     first.join(stores.serve)
     with pytest.raises(InputError, match="a launch with another job or settings"):
         second.join(stores.serve)
@@ -362,7 +374,8 @@ def test_there_are_as_many_seats_as_nodes_beside_those_that_are_given_up(tmp_pat
 def test_a_node_that_the_others_go_on_without_loses_its_seat_and_its_word(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    survivor, cut_off = agent(max_nodes=2), agent(max_nodes=2)
+    survivor = agent(max_nodes=2)
+    cut_off = agent(max_nodes=2)
     for rendezvous in (survivor, cut_off):
         rendezvous.join(stores.serve)
     assert cut_off.poll() is None
@@ -396,10 +409,8 @@ def test_the_endpoint_is_served_where_it_is_local(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
     port = find_free_port()  # none that Linux gives away meanwhile
-    far, near = (
-        agent(endpoint=f"192.0.2.1:{port}", timeout=0.2),
-        agent(endpoint=f"127.0.0.1:{port}"),
-    )
+    far = agent(endpoint=f"192.0.2.1:{port}", timeout=0.2)
+    near = agent(endpoint=f"127.0.0.1:{port}")
     with pytest.raises(InputError, match=f"192.0.2.1:{port}"):
         far.join(stores.serve)
     assert near.join(stores.serve).port == port

@@ -26,7 +26,8 @@ from stepladder.rank.exit_record import END_FILE_VARIABLE
 
 pytestmark = pytest.mark.ranks
 
-SCRIPT, TUTORIAL = JOBS / "script.py", JOBS / "tutorial.py"
+SCRIPT = JOBS / "script.py"
+TUTORIAL = JOBS / "tutorial.py"
 NPROC = "--nproc", 2
 
 

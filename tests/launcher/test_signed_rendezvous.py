@@ -63,7 +63,8 @@ def test_what_another_node_has_set_is_read_and_the_token_goes_on() -> None:
 def test_a_strangers_pickle_is_never_loaded(
     tmp_path: Path, secret: str, signed_with: str | None
 ) -> None:
-    store, mark = HashStore(), tmp_path / "mark"
+    store = HashStore()
+    mark = tmp_path / "mark"
     pickled = pickle.dumps(Evil(mark))
     state = (
         pickled if signed_with is None else sign(signed_with, "rendezvous/run", bytes(8) + pickled)
@@ -115,7 +116,8 @@ FOREIGN_STATES = {
 def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shared(
     kind: str,
 ) -> None:
-    store, before = HashStore(), dict(vars(_RendezvousState))
+    store = HashStore()
+    before = dict(vars(_RendezvousState))
     state = bytes(8) + p.PROTOCOL + FOREIGN_STATES[kind] + p.STOP
     store.set("torch.rendezvous.run", b64encode(sign("", "rendezvous/run", state)).decode())
     with pytest.raises(ForgedError):
@@ -204,7 +206,8 @@ def test_nothing_that_nodes_read_is_a_bare_counter() -> None:
 
 
 def test_a_beat_that_is_put_back_is_noticed_by_the_listener_and_by_its_node() -> None:
-    store, now = HashStore(), [100.0]
+    store = HashStore()
+    now = [100.0]
     nodes = [Peers(store, number, 2, "secret", clock=lambda: now[0]) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(Peers.introduce, nodes, [NodeInfo(1)] * 2))
@@ -230,7 +233,8 @@ def test_a_new_rank_has_a_number_of_its_own_whatever_is_counted_in_the_store() -
 
 
 def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
-    store, key = HashStore(), "torch.rendezvous.run"
+    store = HashStore()
+    key = "torch.rendezvous.run"
     first, second = (
         SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2)
     )
@@ -279,7 +283,8 @@ def test_a_script_of_an_allocation_gets_a_secret_that_is_new_each_time(tmp_path:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     (tmp_path / "x.py").touch()
-    secrets, ports = [], []
+    secrets = []
+    ports = []
     for arguments in (("run", "x.py"), ("run", "x.py"), ("train", "mlp")):
         done = run(*arguments, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
@@ -333,7 +338,9 @@ def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(
 
 @pytest.mark.ranks
 def test_a_stranger_who_was_first_at_the_port_ends_a_launch_with_one_line(tmp_path: Path) -> None:
-    mark, port, script = tmp_path / "mark", find_free_port(), tmp_path / "script.py"
+    mark = tmp_path / "mark"
+    port = find_free_port()
+    script = tmp_path / "script.py"
     script.write_text("raise SystemExit('ranks must not start')")
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)

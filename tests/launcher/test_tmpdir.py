@@ -15,7 +15,8 @@ from processes import COMMAND, JOBS, audited, run, train
 
 pytestmark = pytest.mark.ranks
 
-JOB, RUN_DIR = JOBS / "loses_tmpdir.py", "runs/loses_tmpdir"
+JOB = JOBS / "loses_tmpdir.py"
+RUN_DIR = "runs/loses_tmpdir"
 EXACT = "--sync", "exact"
 # In namespaces of its own, where a user without privileges may mount, and nothing stays mounted.
 MOUNTING = (

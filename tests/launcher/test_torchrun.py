@@ -30,10 +30,8 @@ def test_it_is_one_of_torchruns_ranks_and_rank_0_alone_speaks(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     direct = run("train", TROUBLE, "--json", "--nproc", 2, "--run-dir", "direct", cwd=tmp_path)
-    same, direct_result = (
-        ("world_size", "weights_sha256", "metrics", "steps"),
-        json.loads(direct.stdout),
-    )
+    same = ("world_size", "weights_sha256", "metrics", "steps")
+    direct_result = json.loads(direct.stdout)
     assert [result[name] for name in same] == [direct_result[name] for name in same]
     whose = "rank and world size from RANK, WORLD_SIZE, LOCAL_RANK"
     assert whose in done.stderr and "rank and " not in direct.stderr  # ours need not be told

@@ -141,7 +141,8 @@ def test_the_table_lists_what_is_there() -> None:
 
 @every_exercise
 def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
-    given, solved = shipped(exercise).read_text(), COURSE.solution_file(exercise).read_text()
+    given = shipped(exercise).read_text()
+    solved = COURSE.solution_file(exercise).read_text()
     assert given.count(CHECK_LINE) == solved.count(CHECK_LINE) == 1
     assert extract_check(given) == extract_check(solved)
     assert given != solved

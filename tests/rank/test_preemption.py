@@ -33,12 +33,14 @@ def test_without_a_limit_there_is_no_hurry(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_longest_step_and_a_last_snapshot_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 1000))
-    stop, start = StopSignals(), time.perf_counter()
+    stop = StopSignals()
+    start = time.perf_counter()
     times = [start + seconds for seconds in (1, 41, 51, 900, 905)]
     late = [stop.is_late(now) for now in times]
     assert late == [False, False, False, True, True], "849 seconds were between two questions"
     monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 100))
-    stop, start = StopSignals(), time.perf_counter()
+    stop = StopSignals()
+    start = time.perf_counter()
     fitting = 100 - TIME_LIMIT_MARGIN_S - 2 * 10
     late = [stop.is_late(start + seconds) for seconds in (fitting - 17, fitting - 7, fitting + 3)]
     assert late == [False, False, True]

@@ -28,7 +28,8 @@ NUMBERS = 4, 5
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
     """Make those of two ranks of a second node."""
-    slots, sites = tmp_path / "words", tmp_path / "sites"
+    slots = tmp_path / "words"
+    sites = tmp_path / "sites"
     slots.write_bytes(bytes(8 * NUM_SLOTS * 2))
     sites.touch()
     made = []

@@ -113,7 +113,8 @@ def test_a_daemon_is_known_though_the_machine_s_clock_was_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     daemon = machine.Daemon.from_pid(os.getpid())
-    program, conf = Path(sys.executable).name, Path("slurm.conf")
+    program = Path(sys.executable).name
+    conf = Path("slurm.conf")
     monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
     later_process = machine.Daemon(daemon.pid, daemon.born - 1)
     assert later_process.find_process(program, conf) is None, "another one's number, used again"

@@ -74,7 +74,8 @@ def test_partitions() -> None:
         "long|drain|infinite|1-infinite|2|8|(null)|n/a\n"
     )
     result = parse_partitions(shown)
-    gpu, long = result["gpu"], result["long"]
+    gpu = result["gpu"]
+    long = result["long"]
     assert (gpu.is_default, gpu.is_up, gpu.time_limit_s, gpu.max_nodes, gpu.count) == (
         True,
         True,

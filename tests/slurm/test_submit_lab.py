@@ -31,7 +31,8 @@ class Jobs:
     """Submits jobs in `folder`, and looks at them."""
 
     def __init__(self, lab: TestLab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
+        self.lab = lab
+        self.folder = folder
 
     def submit(self, *arguments: object, **env: object) -> str:
         """The job's number. env: variables of the user, which Slurm hands on to the job."""
@@ -73,7 +74,8 @@ class Jobs:
         )
 
     def has_restarted(self, job: str, restarts: int) -> bool:
-        known, states = self.lab.job(job), self.lab.slurm("sinfo", "--noheader", "--format=%T")
+        known = self.lab.job(job)
+        states = self.lab.slurm("sinfo", "--noheader", "--format=%T")
         if known["JobState"] != "PENDING" or "completing" in states:
             self.quiet_since = time.monotonic()
         elif time.monotonic() - self.quiet_since > SECONDS_FOR_SLURMD:
@@ -110,7 +112,8 @@ def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
 @pytest.mark.slow
 def test_a_job_on_two_nodes_and_a_bug_beside_it(jobs: Jobs) -> None:
     """Both at once; the first has a folder and a name that an unquoted script would run."""
-    hostile, name = "o'clock; touch harmed $(touch harmed) \"#", "x; touch harmed"
+    hostile = "o'clock; touch harmed $(touch harmed) \"#"
+    name = "x; touch harmed"
     good = jobs.submit(
         "--nodes", 2, "--name", name, "--", "train", GATES, *EXACT, "--run-dir", hostile
     )

@@ -22,7 +22,9 @@ class Ranks:
     """Ranks that write their ledgers as a run does, and can be lost at any line."""
 
     def __init__(self, run: FakeRun, count: int) -> None:
-        self.run, self.group, self.step = run, 0, 0
+        self.run = run
+        self.group = 0
+        self.step = 0
         self.known = count
         self.ledgers = {
             rank: Ledger(run.path, LedgerHeader(1, rank, count, 0, "")) for rank in range(count)

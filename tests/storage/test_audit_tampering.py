@@ -61,7 +61,8 @@ def swapped(first_line: tuple[int, int], second_line: tuple[int, int]) -> Tamper
     """Exchange two files, each (attempt, rank)."""
 
     def tamper(run: FakeRun) -> None:
-        first, second = run.file(*first_line), run.file(*second_line)
+        first = run.file(*first_line)
+        second = run.file(*second_line)
         texts = first.read_text(), second.read_text()
         first.write_text(texts[1])
         second.write_text(texts[0])

@@ -147,7 +147,8 @@ def test_an_error_at_a_file_of_the_job_s_own_is_the_job_s(tmp_path: Path) -> Non
 
 # -- whole runs ------------------------------------------------------------------------------------
 
-JOB, RUN_DIR = JOBS / "faulty_files.py", Path("runs/faulty_files")
+JOB = JOBS / "faulty_files.py"
+RUN_DIR = Path("runs/faulty_files")
 FLAGS = "--sync", "exact", "--snapshot-every", 2
 
 

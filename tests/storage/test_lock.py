@@ -363,10 +363,8 @@ def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> 
     fd_store.set_fd_store(mailbox)
     try:
         RunDirLock(tmp_path, 0).write_owner({})
-        first, second_value = (
-            fd_store.find_stored_fd(lambda _: True),
-            fd_store.find_stored_fd(lambda _: True),
-        )
+        first = fd_store.find_stored_fd(lambda _: True)
+        second_value = fd_store.find_stored_fd(lambda _: True)
         assert first is not None and second_value is not None
         assert fd_store.find_stored_fd(lambda _: False) is None
         assert fd_store.remove_all_fds(mailbox) == []
@@ -381,7 +379,8 @@ def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(
     tmp_path: Path, begun: bool
 ) -> None:
     """Its first rank may have been killed before it did, while it did, or later."""
-    path, mailbox = tmp_path / "run", fd_store.make_fd_store()
+    path = tmp_path / "run"
+    mailbox = fd_store.make_fd_store()
     path.mkdir()
     (path / "writer").write_text("before")
     fd_store.set_fd_store(mailbox)
@@ -406,11 +405,10 @@ def forbid_flock() -> None:
     seccomp.
     """
     number = {"x86_64": 73, "aarch64": 32}[os.uname().machine]
-    load, equal, give = (
-        0x20,
-        0x15,
-        0x06,
-    )  # BPF: the call's number; is it this one; what becomes of it
+    # BPF: the call's number; is it this one; what becomes of it
+    load = 0x20
+    equal = 0x15
+    give = 0x06
     code = [
         (load, 0, 0, 0),
         (equal, 0, 1, number),
@@ -422,7 +420,9 @@ def forbid_flock() -> None:
         struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
     )
     libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    no_new_privileges = 38
+    set_seccomp = 22
+    by_filter = 2
     assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
     assert libc.prctl(set_seccomp, by_filter, details) == 0, os.strerror(ctypes.get_errno())
 

@@ -43,7 +43,8 @@ def save(snapshots: Snapshots, step: int, **manifest_value: Any) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_model_optimizer_and_the_rest_come_back_bit_for_bit(snapshots: Snapshots) -> None:
-    trained, restored = Training(seed=1), Training(seed=2)
+    trained = Training(seed=1)
+    restored = Training(seed=2)
     trained.train(3)
     snapshots.save(3, trained.model, trained.state(), {"ledger": "abc"})
     snapshot = latest(snapshots)
@@ -56,7 +57,8 @@ def test_model_optimizer_and_the_rest_come_back_bit_for_bit(snapshots: Snapshots
 
 @pytest.mark.usefixtures("one_thread")
 def test_training_goes_on_from_a_snapshot_as_if_never_stopped(snapshots: Snapshots) -> None:
-    trained, restored = Training(seed=1), Training(seed=2)
+    trained = Training(seed=1)
+    restored = Training(seed=2)
     trained.train(2)
     snapshots.save(2, trained.model, trained.state())
     restored.restore(latest(snapshots))
@@ -73,7 +75,8 @@ def test_a_snapshot_is_of_the_moment_of_save_whatever_training_does_next(
     before = bits({"model": trained.model.state_dict(), "state": trained.state()})
     snapshots.save(1, trained.model, trained.state())
     trained.train(2)
-    snapshot, restored = latest(snapshots), Training(seed=2)
+    snapshot = latest(snapshots)
+    restored = Training(seed=2)
     restored.restore(snapshot)
     assert bits({"model": restored.model.state_dict(), "state": snapshot.state()}) == before
 
@@ -191,7 +194,8 @@ def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
 
 
 def test_the_same_weights_have_the_same_hash_in_any_memory_format() -> None:
-    model, changed = Training(seed=1).model, Training(seed=1).model
+    model = Training(seed=1).model
+    changed = Training(seed=1).model
     changed.conv.to(memory_format=torch.contiguous_format)
     assert model.conv.weight.stride() != changed.conv.weight.stride()
     assert hash_weights(model) == hash_weights(changed)
@@ -201,7 +205,8 @@ def test_the_same_weights_have_the_same_hash_in_any_memory_format() -> None:
     "name", ["conv.weight", "gain", "norm.running_var", "norm.num_batches_tracked", "mask"]
 )
 def test_one_flipped_bit_of_any_tensor_changes_the_hash(name: str) -> None:
-    model, changed = Training(seed=1).model, Training(seed=1).model
+    model = Training(seed=1).model
+    changed = Training(seed=1).model
     tensor = changed.state_dict()[name]
     flat = tensor.detach().contiguous().reshape(-1)
     flat.view(torch.uint8)[-1] ^= 1

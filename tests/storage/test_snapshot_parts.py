@@ -70,7 +70,8 @@ def test_a_part_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aside, replace = tmp_path / "aside", Path.replace
+    aside = tmp_path / "aside"
+    replace = Path.replace
     aside.mkdir()
 
     def then_the_first_rank_is_quicker(self: Path, target: Path) -> None:
@@ -86,7 +87,8 @@ def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
 
 def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
     snapshots, aside = begun(folder)
-    weights, writers = WEIGHTS.clone(), [PartWriter(), PartWriter()]
+    weights = WEIGHTS.clone()
+    writers = [PartWriter(), PartWriter()]
     for number, writer in enumerate(writers):
         values = weights[2 * number : 2 * number + 2]
         writer.save(aside, number, {"model/w": TensorSlice(values, 2 * number, [4, 3])})

@@ -219,7 +219,8 @@ def test_a_run_that_is_not_what_its_job_file_gives_is_found(copied: tuple[Path, 
 def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, Path]) -> None:
     """After the last step no loss shows the difference. The snapshot itself is undamaged."""
     path = copied[1] / "snapshots" / "step_00000008"
-    snapshot, model = read_snapshot(path), torch.nn.Module()
+    snapshot = read_snapshot(path)
+    model = torch.nn.Module()
     for name, tensor in load(snapshot.files[MODEL_FILE]).items():
         model.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
     tensors = model.state_dict()

@@ -30,7 +30,8 @@ from stepladder.train.memory_estimate import FakeComm, FakeSession, MemoryEstima
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import TrainingLoop
 
-WIDTH, ROWS = 256, 64
+WIDTH = 256
+ROWS = 64
 
 
 def build() -> Job:

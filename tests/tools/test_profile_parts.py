@@ -59,7 +59,8 @@ def script(folder: Path, rank: int = 0, begins: float = 55, **about: object) -> 
 
 
 def test_spans_on_a_timeline() -> None:
-    some, other = make_spans([(0, 4), (2, 6), (8, 9)]), make_spans([(5, 10)])
+    some = make_spans([(0, 4), (2, 6), (8, 9)])
+    other = make_spans([(5, 10)])
     line = Timeline(some, other)
     assert line.length(line.covered_by(some)) == 7
     assert line.length(line.covered_by(some) & line.covered_by(other)) == 2
@@ -85,7 +86,8 @@ def test_a_script_s_parts_follow_from_what_torch_notes(tmp_path: Path) -> None:
 
 
 def test_waiting_is_until_the_last_rank_comes(tmp_path: Path) -> None:
-    early, late = script(tmp_path), script(tmp_path, rank=1, begins=75)
+    early = script(tmp_path)
+    late = script(tmp_path, rank=1, begins=75)
     align_clocks([early, late])
     parts = micros(early, late)
     assert (parts["waiting"], parts["communication"]) == (15, 5)  # 60 to 75, 75 to 80
@@ -189,10 +191,8 @@ def test_operators_count_what_is_their_own(tmp_path: Path) -> None:
 
 
 def test_another_machine_s_clock_is_moved_to_where_collectives_end_together(tmp_path: Path) -> None:
-    here, there = (
-        script(tmp_path),
-        script(tmp_path, rank=1, begins=60, host="there", base=3_000_000),
-    )
+    here = script(tmp_path)
+    there = script(tmp_path, rank=1, begins=60, host="there", base=3_000_000)
     assert (
         align_clocks([here, there])
         == "there: moved by -3.000 ms, the median over the ends of 1 collectives"

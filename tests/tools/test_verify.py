@@ -266,7 +266,8 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
 
 def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_path: Path) -> None:
     """Whoever hands over the directory may have chosen the file, also one beside it."""
-    job, run_dir = tmp_path / "theirs" / "job.py", tmp_path / "mine" / "run"
+    job = tmp_path / "theirs" / "job.py"
+    run_dir = tmp_path / "mine" / "run"
     job.parent.mkdir()
     code = (JOBS / "secret.py").read_text() + "\nPath('ran').touch()\n"
     job.write_text(code)

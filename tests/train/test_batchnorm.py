@@ -31,7 +31,8 @@ def data_of(step: int, samples: int = 8) -> torch.Tensor:
 def take_step(model: nn.Module, statistics: RunningStatistics, batches: list[torch.Tensor]) -> None:
     """One step as the trainer makes it: captured per microbatch, weighted by samples, applied once."""
     statistics.begin()
-    total, count = torch.zeros(statistics.size), 0
+    total = torch.zeros(statistics.size)
+    count = 0
     for batch in batches:
         model(batch)
         total += statistics.capture() * len(batch)
@@ -41,7 +42,8 @@ def take_step(model: nn.Module, statistics: RunningStatistics, batches: list[tor
 
 def statistics_of(model: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Mean and unbiased variance that each batch norm sees for `x`."""
-    calls, layers = [], [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    calls = []
+    layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
     hooks = [m.register_forward_pre_hook(lambda _, args: calls.append(args[0])) for m in layers]
     model(x)
     for hook in hooks:
@@ -55,7 +57,8 @@ def statistics_of(model: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor,
 def test_after_a_step_the_running_statistics_are_the_count_weighted_mean_of_its_microbatches(
     cut: list[int], momentum: float | None
 ) -> None:
-    model, reference = model_of(momentum), model_of(momentum)
+    model = model_of(momentum)
+    reference = model_of(momentum)
     batches = list(data_of(0).split(cut))
     take_step(model, RunningStatistics(model), batches)
     parts = [statistics_of(reference, batch) for batch in batches]
@@ -73,7 +76,8 @@ def test_after_a_step_the_running_statistics_are_the_count_weighted_mean_of_its_
 def test_with_one_microbatch_per_step_nothing_differs_from_plain_batch_norm(
     momentum: float | None,
 ) -> None:
-    model, plain = model_of(momentum), model_of(momentum)
+    model = model_of(momentum)
+    plain = model_of(momentum)
     statistics = RunningStatistics(model)
     for step in range(4):
         take_step(model, statistics, [data_of(step)])
@@ -82,7 +86,8 @@ def test_with_one_microbatch_per_step_nothing_differs_from_plain_batch_norm(
 
 
 def test_momentum_none_is_the_plain_mean_over_steps_however_they_were_cut() -> None:
-    model, reference = model_of(None), model_of(None)
+    model = model_of(None)
+    reference = model_of(None)
     statistics = RunningStatistics(model)
     for step, cut in enumerate(CUTS):
         take_step(model, statistics, list(data_of(step).split(cut)))
@@ -103,8 +108,10 @@ def test_a_step_counts_as_one_batch(cut: list[int]) -> None:
 
 
 def test_a_rank_without_microbatches_moves_by_what_the_others_saw() -> None:
-    model, peer = model_of(), model_of()
-    statistics, of_other = RunningStatistics(model), RunningStatistics(peer)
+    model = model_of()
+    peer = model_of()
+    statistics = RunningStatistics(model)
+    of_other = RunningStatistics(peer)
     statistics.begin()
     of_other.begin()
     model(data_of(0))

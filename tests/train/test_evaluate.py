@@ -104,7 +104,8 @@ def evaluate_in_equal_passes(comm: Comm) -> list[tuple[dict[str, float], int]]:
     """Per size the metrics, and how often this rank's model was called."""
     results = []
     for samples, batch_size in SIZES:
-        model, calls = model_of(), []
+        model = model_of()
+        calls = []
         model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         source = open_source(data_of(samples), comm.device, seed=0)
         result = evaluate(model, source, mixed, comm, batch_size, equal_passes=True)

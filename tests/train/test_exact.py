@@ -22,7 +22,10 @@ from stepladder.train.comm import Comm
 from stepladder.train.sync.binary_tree import Block, Tree, split_into_blocks
 from stepladder.train.sync.exact import ExactSync, TreeBucket
 
-SAMPLES, GLOBAL_BATCH, MICROBATCH = 46, 16, 2  # 8 microbatches, and 7 in the short last batch
+# 8 microbatches, and 7 in the short last batch
+SAMPLES = 46
+GLOBAL_BATCH = 16
+MICROBATCH = 2
 
 
 def recursive(values: list[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +45,9 @@ def values_of(count: int) -> list[torch.Tensor]:
 @given(st.integers(1, 200))
 def test_the_tree_adds_as_its_definition_says(count: int) -> None:
     values = values_of(count)
-    tree, held_count, freed = Tree(), 0, []
+    tree = Tree()
+    held_count = 0
+    freed = []
     for number, value in enumerate(values):
         freed += tree.push(Block(number, 1, value.clone()))
         held_count = max(held_count, len(tree.blocks))
@@ -53,7 +58,8 @@ def test_the_tree_adds_as_its_definition_says(count: int) -> None:
 
 @given(st.integers(1, 100), st.lists(st.integers(0, 100), max_size=8))
 def test_shares_of_any_size_finish_the_same_tree(count: int, cuts: list[int]) -> None:
-    values, complete = values_of(count), Tree()
+    values = values_of(count)
+    complete = Tree()
     edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
     for lo, hi in pairwise(edges):
         own_part = Tree()
@@ -92,7 +98,9 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
-    sync, rank, results = ExactSync(model, comm, 3), comm.world.rank, []
+    sync = ExactSync(model, comm, 3)
+    rank = comm.world.rank
+    results = []
     for step, total in enumerate(totals):
         first, end = split_evenly(total, rank, comm.world.world_size)
         sync.begin(first, end - first, total)
@@ -148,8 +156,10 @@ def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(
 
 
 def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:
-    model, total = nn.Linear(4, 2), 5
-    sync, batches = ExactSync(model, alone(), 1), [torch.randn(n + 1, 4) for n in range(total)]
+    model = nn.Linear(4, 2)
+    total = 5
+    sync = ExactSync(model, alone(), 1)
+    batches = [torch.randn(n + 1, 4) for n in range(total)]
     sync.begin(0, total, total)
     for batch in batches:
         sync.backward(model(batch).square().sum(), len(batch), torch.ones(1))
@@ -306,7 +316,9 @@ class Counting(nn.Linear):
 
     def __init__(self, first: int, how: str) -> None:
         super().__init__(12, 5)
-        self.first, self.how, self.calls = first, how, 0
+        self.first = first
+        self.how = how
+        self.calls = 0
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

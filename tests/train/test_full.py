@@ -40,7 +40,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.tokens = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.tokens.weight
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)
@@ -57,7 +58,8 @@ class Net(nn.Module):
 
 def make_job() -> Job:
     torch.manual_seed(0)
-    model, data = Net(), torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
+    model = Net()
+    data = torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d}
         for d in (1, 2)
@@ -155,7 +157,8 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
     nets = []
     for ranks in (2, 3):
         results = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
-        snapshot, net = read_newest_snapshot(tmp_path / str(ranks)), Net()
+        snapshot = read_newest_snapshot(tmp_path / str(ranks))
+        net = Net()
         snapshot.restore_model(net)
         assert (
             net.head.weight is net.tokens.weight
@@ -284,7 +287,9 @@ def test_what_cannot_be_cut_into_rows_is_refused() -> None:
         FullyShardedLayout.validate(
             replace(job, optimizer=torch.optim.Muon([nn.Linear(2, 2).weight], lr=0.1))
         )
-    first, second = job.model.blocks[0], job.model.blocks[1]  # type: ignore[index]
+    # type: ignore[index]
+    first = job.model.blocks[0]
+    second = job.model.blocks[1]
     second[0].weight = first[0].weight
     with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):
         validate_fully_shardable(job)

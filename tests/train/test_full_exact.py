@@ -34,13 +34,15 @@ class Net(nn.Module):
     def __init__(self, unused: bool) -> None:
         super().__init__()
         self.unused = unused
-        self.tokens, self.head = nn.Embedding(211, 37), nn.Linear(37, 211, bias=False)
+        self.tokens = nn.Embedding(211, 37)
+        self.head = nn.Linear(37, 211, bias=False)
         self.head.weight = self.tokens.weight
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(37, 37), nn.Dropout(0.1), nn.Tanh()) for _ in range(2)
         )
         self.blocks[1][0].bias.requires_grad_(False)
-        self.norm, self.narrow = nn.BatchNorm1d(37), nn.Linear(37, 1)
+        self.norm = nn.BatchNorm1d(37)
+        self.narrow = nn.Linear(37, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         results = self.tokens(x)
@@ -51,10 +53,8 @@ class Net(nn.Module):
 
 def make_job(kind: str, unused: bool = False) -> Job:
     torch.manual_seed(0)
-    model, data = (
-        Net(unused),
-        torch.randint(211, (46, 5), generator=torch.Generator().manual_seed(1)),
-    )
+    model = Net(unused)
+    data = torch.randint(211, (46, 5), generator=torch.Generator().manual_seed(1))
     if kind == "SGD":  # without batch norm, whose statistics go the loss's way
         model.norm = nn.LayerNorm(37)  # type: ignore[assignment]
     params = [p for p in model.parameters() if p.requires_grad]
@@ -108,8 +108,10 @@ def alone() -> Comm:
 def assert_same_run(results: Path, expected: Path) -> None:
     """To the byte what was recorded, to the bit what was saved; and no sample lost."""
     assert (results / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
-    item, peer = read_newest_snapshot(results), read_newest_snapshot(expected)
-    states, complete = item.state(), peer.state()
+    item = read_newest_snapshot(results)
+    peer = read_newest_snapshot(expected)
+    states = item.state()
+    complete = peer.state()
     for number, values in complete["optimizer"]["state"].items():
         for name, value in values.items():
             assert torch.equal(states["optimizer"]["state"][number][name], value), (number, name)
@@ -134,7 +136,8 @@ def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
 def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(
     tmp_path: Path, kind: str
 ) -> None:
-    complete, parts = fit(alone(), tmp_path / "whole", kind, {}), tmp_path / "parts"
+    complete = fit(alone(), tmp_path / "whole", kind, {})
+    parts = tmp_path / "parts"
     rerun = {"checkpoint_blocks": True}
     run_ranks(fit, 4, parts, kind, {"steps": 1, "shard": "full", **rerun})
     run_ranks(fit, 2, parts, kind, {"steps": 2, "shard": "optimizer"})

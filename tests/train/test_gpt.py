@@ -106,7 +106,8 @@ def test_the_loss_is_over_each_token_of_the_validation_split_but_the_first(folde
 
 
 def test_blocks_begin_anywhere_and_count_all_their_tokens(folder: Path) -> None:
-    job, starts = build(tiny(folder)), set()
+    job = build(tiny(folder))
+    starts = set()
 
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,8 @@ def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
     changed = x.clone()
     changed[0, 5] = (x[0, 5] + 1) % 5
     with torch.no_grad():
-        output, changed_output = model(x)[0], model(changed)[0]
+        output = model(x)[0]
+        changed_output = model(changed)[0]
     assert torch.equal(output[:5], changed_output[:5])
     assert all(
         not torch.equal(output[position], changed_output[position]) for position in range(5, 8)

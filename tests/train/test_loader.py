@@ -99,7 +99,8 @@ def test_of_two_loops_the_older_one_ends_with_an_error() -> None:
 
 
 def test_two_loaders_do_not_disturb_each_other() -> None:
-    one, other = Loader(NUMBERS, SIZE), Loader(NUMBERS, SIZE, seed=1)
+    one = Loader(NUMBERS, SIZE)
+    other = Loader(NUMBERS, SIZE, seed=1)
     pairs = [(x.tolist(), y.tolist()) for x, y in zip(one, other, strict=True)]
     assert pairs == [(planned(step), planned(step, seed=1)) for step in range(3)]
 

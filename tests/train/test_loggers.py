@@ -33,7 +33,8 @@ class Curves:
     def __init__(self, lost_at: float = float("inf")) -> None:
         self.points: list[tuple[int, str]] = []
         self.values: dict[str, float] = {}
-        self.lost_at, self.closed = lost_at, 0
+        self.lost_at = lost_at
+        self.closed = 0
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if step >= self.lost_at:
@@ -47,7 +48,8 @@ class Curves:
 
 def fit(run_dir: Path, *loggers: Any, comm: Comm | None = None, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    x, model = torch.randn(64, 4), nn.Linear(4, 1)
+    x = torch.randn(64, 4)
+    model = nn.Linear(4, 1)
     job = Job(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -97,7 +99,8 @@ def test_a_damaged_record_of_the_loggers_keeps_nobody_from_training(tmp_path: Pa
 def test_a_logger_that_raises_is_off_and_training_goes_on(
     lost_at: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad, good = Curves(lost_at), Curves()
+    bad = Curves(lost_at)
+    good = Curves()
     result = fit(tmp_path / "run", bad, good, epochs=3)
     assert result["steps"] == 24
     lines = [line for line in capfd.readouterr().err.splitlines() if "Curves" in line]

@@ -28,7 +28,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(11, 64), nn.Linear(64, 11, bias=False)
+        self.tokens = nn.Embedding(11, 64)
+        self.head = nn.Linear(64, 11, bias=False)
         self.head.weight = self.tokens.weight
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(2)
@@ -50,7 +51,8 @@ def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def make_job(second: str = "Muon") -> Job:
     torch.manual_seed(0)
-    model, data = Net(), torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
+    model = Net()
+    data = torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
     vectors = [
         param for param in model.parameters() if all(param is not matrix for matrix in matrices)
@@ -116,7 +118,8 @@ def test_exact_has_the_same_bits_with_shards_with_recomputation_and_through_a_st
     tmp_path: Path,
 ) -> None:
     unsharded = fit(alone(), tmp_path / "whole", {"sync": "exact"})
-    parts, options = tmp_path / "parts", {"sync": "exact"}
+    parts = tmp_path / "parts"
+    options = {"sync": "exact"}
     run_ranks(
         fit, 3, parts, options | {"steps": 3, "shard": "optimizer", "checkpoint_blocks": True}
     )
@@ -126,10 +129,8 @@ def test_exact_has_the_same_bits_with_shards_with_recomputation_and_through_a_st
         and last["metrics"] == unsharded["metrics"]
     )
     assert lines(parts) == lines(tmp_path / "whole")
-    averages, expected_averages = (
-        state_of(parts)["average"],
-        state_of(tmp_path / "whole")["average"],
-    )
+    averages = state_of(parts)["average"]
+    expected_averages = state_of(tmp_path / "whole")["average"]
     assert averages.keys() == expected_averages.keys() and all(
         torch.equal(averages[name], expected_averages[name]) for name in averages
     )
@@ -146,10 +147,8 @@ def test_full_has_the_curve_norms_and_average_of_one_process(tmp_path: Path) -> 
         expected = [line[name] for line in lines(tmp_path / "whole")]
         assert [line[name] for line in lines(parts)] == pytest.approx(expected, rel=1e-4)
     assert last["metrics"]["nats"] == pytest.approx(unsharded["metrics"]["nats"], rel=1e-4)
-    averages, expected_averages = (
-        state_of(parts)["average"],
-        state_of(tmp_path / "whole")["average"],
-    )
+    averages = state_of(parts)["average"]
+    expected_averages = state_of(tmp_path / "whole")["average"]
     for name in expected_averages:
         torch.testing.assert_close(averages[name], expected_averages[name], rtol=1e-3, atol=1e-5)
 
@@ -221,7 +220,8 @@ def test_recomputed_blocks_keep_less_and_change_nothing() -> None:
     saved: list[int] = []
     grads = []
     for recomputes in (False, True):
-        job, num_saved = make_job(), 0
+        job = make_job()
+        num_saved = 0
         if recomputes:
             checkpoint_blocks(job)
             checkpoint_blocks(job)

@@ -62,7 +62,8 @@ def test_hits_and_gains_are_sums_over_users() -> None:
 
 
 def test_a_broken_model_hits_nothing() -> None:
-    users, items = 5, 30
+    users = 5
+    items = 30
     candidates = torch.arange(1, 21).repeat(users, 1)
     sums = ranking_metrics(torch.full((users, items), NAN), torch.zeros(users, dtype=torch.long), candidates,
                            torch.zeros(users, items))  # fmt: skip

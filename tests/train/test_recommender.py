@@ -66,7 +66,8 @@ def test_neumf_scores_all_items_as_it_scores_pairs() -> None:
     model = NeuMF(5, 7, 4)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    users, items = torch.tensor([3, 0]), torch.arange(7)
+    users = torch.tensor([3, 0])
+    items = torch.arange(7)
     pairs = torch.stack([model.score_pairs(user.repeat(7), items) for user in users])
     torch.testing.assert_close(model(users, torch.zeros(2, 7)), pairs)
 

@@ -48,7 +48,9 @@ PLANTS = [(kind, mode) for kind in KINDS for mode in MODES]
 SOME = [("product", "once"), ("product", "always"), ("weight", "once"), ("gradient", "once")]
 FLAGS = "--sync", "exact", "--microbatch", 2, "--steps", 20, "--replay-every", 1
 MLP = "mlp", "--sync", "exact", "--microbatch", 16, "--steps", 40
-A, B, C = b"a", b"b", b"c"
+A = b"a"
+B = b"b"
+C = b"c"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,8 @@ def test_whatever_is_planted_is_found_and_named(
     assert before[:3] == ("", "", 12)
     for plant in results[0]:
         ends = [item[plant] for item in results]
-        kinds, texts = [end[0] for end in ends], [end[1] for end in ends]
+        kinds = [end[0] for end in ends]
+        texts = [end[1] for end in ends]
         assert "" not in kinds and len({end[2] for end in ends}) == 1, f"{plant}: {ends}"
         if "Corrupt" in kinds:
             assert [rank for rank, kind in enumerate(kinds) if kind == "Corrupt"] == [odd], (
@@ -233,9 +236,12 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unused, self.twice = nn.Linear(2, 2), nn.Linear(6, 6)
+        self.unused = nn.Linear(2, 2)
+        self.twice = nn.Linear(6, 6)
         self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.norm, self.drop, self.last = nn.BatchNorm2d(4), nn.Dropout(0.2), nn.Linear(4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.twice(self.twice(x)).reshape(-1, 3, 1, 2).expand(-1, -1, 2, -1)

@@ -54,8 +54,10 @@ class Reading:
     )  # 4 steps per epoch, the last of 6
 
     def __init__(self, data: Any, num_workers: int, _name: str) -> None:
-        self.data, self.num_workers = data, num_workers
-        self.position, self.read = 0, b""
+        self.data = data
+        self.num_workers = num_workers
+        self.position = 0
+        self.read = b""
 
     def requests(self, until: int) -> Iterator[Request]:
         for step in range(self.position, until):
@@ -142,7 +144,9 @@ class Training:
         settings: dict[str, Any],
         name: str,
     ):
-        self.run_dir, self.job, self.comm = folder / name, job, comm
+        self.run_dir = folder / name
+        self.job = job
+        self.comm = comm
         self.settings = {
             "epochs": 2,
             "global_batch": 8,

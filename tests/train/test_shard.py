@@ -33,7 +33,8 @@ from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, PARAMETERWISE_OP
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 
-STEPS, RANKS = 3, (2, 3)
+STEPS = 3
+RANKS = (2, 3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True},
     "Adam": {"amsgrad": True},
@@ -49,12 +50,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(13, 37), nn.Linear(37, 5, bias=False)
+        self.first = nn.Linear(13, 37)
+        self.second = nn.Linear(37, 5, bias=False)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.unused, self.frozen = (
-            nn.Parameter(torch.ones(3)),
-            nn.Parameter(torch.ones(4), requires_grad=False),
-        )
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.last = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,8 @@ def scattered(comm: Comm, complete: torch.Tensor) -> torch.Tensor:
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
     assert (comm.shared_memory is not None) == (get_mapped_segment() is not None)
-    size, rank = comm.world.world_size, comm.world.rank
+    size = comm.world.world_size
+    rank = comm.world.rank
     results: list[Any] = []
     for length in (0, 1, 17, LARGE):
         sums = [drawn(rank, length, dtype) for dtype in DTYPES]
@@ -72,7 +73,8 @@ def all_collectives(comm: Comm) -> list[Any]:
         comm.broadcast(message, size - 1)
         gathered = torch.empty(size * length)
         comm.all_gather(gathered, drawn(rank, length, torch.float32)).wait()
-        sent, sizes = drawn(rank, size * length, torch.float32), [length] * size
+        sent = drawn(rank, size * length, torch.float32)
+        sizes = [length] * size
         received = torch.empty_like(sent)
         comm.all_to_all(received, sent, sizes, sizes).wait()
         results += [*sums, message, gathered, received, scattered(comm, sent)]
@@ -113,7 +115,8 @@ def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
     """Sums of numbers that any other order of additions would round otherwise."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(length)) for length in lengths])
     sync = make_sync("exact", model, comm, 1)
-    rank, size = comm.world.rank, comm.world.world_size
+    rank = comm.world.rank
+    size = comm.world.world_size
     first, last = passes * rank // size, passes * (rank + 1) // size
     results = []
     for step in range(3):
@@ -227,10 +230,8 @@ def brought(rank: SharedMemory, peer: str) -> Work:
     """What does not fit to an all-reduce of four floats."""
     if peer == "kind":
         return rank.broadcast(torch.zeros(4), 0)
-    size, dtype = (
-        (5 if peer == "length" else 4),
-        (torch.int32 if peer == "dtype" else torch.float32),
-    )
+    size = 5 if peer == "length" else 4
+    dtype = torch.int32 if peer == "dtype" else torch.float32
     return rank.all_reduce(torch.zeros(size, dtype=dtype))
 
 

@@ -27,7 +27,10 @@ def state(kind: str = "max") -> TrainState:
 
 def test_what_is_stored_is_loaded() -> None:
     before = state()
-    before.step, before.epoch_loss, before.epoch_count, before.train_loss = 7, 1.5, 3.0, 0.25
+    before.step = 7
+    before.epoch_loss = 1.5
+    before.epoch_count = 3.0
+    before.train_loss = 0.25
     before.record_evaluation({"score": 0.5})
     before.job.optimizer.step()
     before.job.schedule.step()

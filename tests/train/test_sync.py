@@ -17,7 +17,8 @@ from stepladder.train.sync import ddp as sync_module
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.ddp import BucketedSync, make_fixed_buckets
 
-STEPS, SAMPLES = 3, 8
+STEPS = 3
+SAMPLES = 8
 SAMPLE_NUMBERS = torch.arange(SAMPLES)
 Grads = dict[str, torch.Tensor | None]
 ALONE = Comm(World(), torch.device("cpu"))
@@ -89,7 +90,8 @@ def descend(model: nn.Module) -> Grads:
 
 def single_process() -> list[Grads]:
     """The definition: one process, one pass over the whole batch, without any of our code."""
-    model, result = Branching(), []
+    model = Branching()
+    result = []
     for step in range(STEPS):
         total, count = loss_of(model, data_of(step), SAMPLE_NUMBERS)
         (total / count).backward()
@@ -100,12 +102,14 @@ def single_process() -> list[Grads]:
 def take_steps(comm: Comm, mode: str, cut: list[list[int]]) -> list[Step]:
     """The same steps on the ranks of `comm`, cut into microbatches as `cut` says."""
     model = Branching()
-    rank, order = comm.world.rank, [size for sizes in cut for size in sizes]
+    rank = comm.world.rank
+    order = [size for sizes in cut for size in sizes]
     first = sum(len(sizes) for sizes in cut[:rank])
     sync = make_sync(mode, model, comm, extra_size=2)
     result = []
     for step in range(STEPS):
-        x, count = data_of(step), 0.0
+        x = data_of(step)
+        count = 0.0
         sync.begin(first, len(cut[rank]), len(order))
         for number in range(first, first + len(cut[rank])):
             where = slice(sum(order[:number]), sum(order[: number + 1]))
@@ -207,7 +211,8 @@ def test_what_one_rank_votes_for_all_ranks_hear(by_rank: list[list[list[Step]]])
 
 
 def take_steps_in_small_buckets(comm: Comm, cut: list[list[int]]) -> tuple[int, list[Step]]:
-    sync_module.BUCKET_BYTES, sync_module.FIRST_BUCKET_BYTES = 150, 20
+    sync_module.BUCKET_BYTES = 150
+    sync_module.FIRST_BUCKET_BYTES = 20
     return len(
         make_fixed_buckets([p for p in Branching().parameters() if p.requires_grad])
     ), take_steps(comm, "ddp", cut)

@@ -11,7 +11,8 @@ from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare
 
 Events = list[dict[str, Any]]
-FIRST, SECOND = [[0, 2], [4, 6]], [[1, 0], [3, 2]]
+FIRST = [[0, 2], [4, 6]]
+SECOND = [[1, 0], [3, 2]]
 LOAD = {"k": "load", "path": "s.pt", "weights_only": "True"}
 SAVE = {"k": "save", "path": "s.pt"}
 

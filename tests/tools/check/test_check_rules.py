@@ -23,7 +23,8 @@ from stepladder.tools.check.rules.all_rules import apply_rules, apply_source_rul
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 
 Events = list[dict[str, Any]]
-ZERO, ONE = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
+ZERO = [[0, 2], [4, 6]]
+ONE = [[1, 3], [5, 7]]
 TOLD = {"k": "setepoch", "sampler": 7}
 
 

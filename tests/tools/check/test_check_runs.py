@@ -92,7 +92,8 @@ def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-SAVE, MAIN = "                self._save(epoch)\n", 'if __name__ == "__main__":\n'
+SAVE = "                self._save(epoch)\n"
+MAIN = 'if __name__ == "__main__":\n'
 SLOWLY = SAVE.replace("self", "(self if int(os.environ['RANK']) else Slow(self))", 1)
 SLOW = """
 class Slow:
