@@ -15,17 +15,12 @@ from typing import BinaryIO
 ROOT_USER_ID = 0
 
 
-def open_without_links(
-    path: Path,
-    flags: int,
-    mode: int = 0o666,
-) -> int:
+def open_without_links(path: Path, flags: int) -> int:
     """Return a file descriptor of a regular file that is no link.
 
     Args:
         path: The file. Its folder may be a link of this user's own or of root's.
         flags: Those of `os.open`.
-        mode: The mode of a new file, before the umask.
 
     Raises:
         OSError: The file cannot be opened, or is no regular file.
@@ -39,7 +34,7 @@ def open_without_links(
     flags |= getattr(os, "O_NOFOLLOW", 0)
     flags |= getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for the process at its other end
     try:
-        file = os.open(path, flags, mode)
+        file = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             reason = "it is a link, and a run writes into no other directory"

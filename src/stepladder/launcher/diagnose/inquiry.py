@@ -52,26 +52,18 @@ class Inquiry:
         board: What the members share.
         member: The number of this member.
         member_count: The number of members.
-        clock: Returns the time in seconds.
 
     Attributes:
         current: The number of the current inquiry, from 1; 0 before the first poll.
         answered: The number of the last inquiry that this member has answered.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        member: int,
-        member_count: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, board: Board, member: int, member_count: int) -> None:
         self.current = 0
         self.answered = 0
         self._board = board
         self._member = member
         self._members: Sequence[int] = range(member_count)
-        self._clock = clock
         self._reports = False  # whether this member reports the current inquiry
         self._polled_at = -INQUIRY_INTERVAL_S
         self._answered_at = 0.0
@@ -92,7 +84,7 @@ class Inquiry:
         Returns:
             The answers, if they are complete or time is up and this member has to report them.
         """
-        now = self._clock()
+        now = time.monotonic()
         if now - self._polled_at < INQUIRY_INTERVAL_S:
             return None
         self._polled_at = now
@@ -119,7 +111,7 @@ class Inquiry:
     def _collect(self) -> Answers | None:
         answered = [m for m in self._members if self._board.has(self._answer_key(m))]
         is_complete = len(answered) == len(self._members)
-        if not is_complete and self._clock() - self._answered_at < INQUIRY_TIMEOUT_S:
+        if not is_complete and time.monotonic() - self._answered_at < INQUIRY_TIMEOUT_S:
             return None
         answers = {
             member: _parse_answer(self._board.read(self._answer_key(member))) for member in answered

@@ -14,6 +14,7 @@ MAX_TIME_COLUMNS = 240
 MAX_SHOWN_RANKS = 32  # of more ranks, only the spread and the slowest are shown
 NUM_SLOWEST_SHOWN = 8
 MAX_BUFFERED_ROWS = 10_000
+STRAGGLER_FACTOR = 1.2  # a rank that is busy so many times as long as the others
 MIN_WINDOW_S = 1e-9  # a shorter window was not measured
 
 
@@ -196,8 +197,8 @@ class RankTimes:
             medians.append(median)
         return medians
 
-    def find_stragglers(self, factor: float = 1.2) -> list[tuple[int, float]]:
-        """Return the ranks that are busy `factor` times as long as the others, and how many times.
+    def find_stragglers(self) -> list[tuple[int, float]]:
+        """Return the ranks that are busy much longer than the others, and how many times as long.
 
         Only the last start counts. Medians over columns and over ranks are compared, so one slow
         moment makes no straggler.
@@ -216,7 +217,7 @@ class RankTimes:
             if not reference_s and len(ranks) > 1:
                 peer_times = np.delete(busy_times, index)
                 reference_s = float(np.median(peer_times))
-            if reference_s > 0 and busy_s > factor * reference_s:
+            if reference_s > 0 and busy_s > STRAGGLER_FACTOR * reference_s:
                 stragglers.append((rank, float(busy_s / reference_s)))
         return stragglers
 
