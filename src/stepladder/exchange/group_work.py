@@ -173,7 +173,7 @@ class CollectiveQueue:
 
     The caller's thread runs a collective if none is before it. When the peers do not arrive soon
     and the caller need not wait, a thread of this queue takes over. While `_waiting` holds a
-    collective, that thread alone uses the memory; otherwise whoever has the lock.
+    collective, that thread alone uses the memory; otherwise the thread with the lock.
     """
 
     def __init__(self, runner: ExchangeRunner) -> None:

@@ -192,7 +192,7 @@ def tasks_without_a_step(facts: Facts) -> int:
 
 
 def preset_by(facts: Facts) -> str:
-    """Return who has set WORLD_SIZE, if RANK is not set."""
+    """Return which launcher has set WORLD_SIZE, if RANK is not set."""
     if "WORLD_SIZE" not in facts.env or "RANK" in facts.env:
         return ""
     hosted = any(name.startswith("RUNPOD_") for name in facts.env)

@@ -31,7 +31,7 @@ def make_unsupported_function(name: str, original: Callable[..., Any]) -> Callab
 
 
 class UnsupportedClass:
-    """A class that is not simulated. Whoever makes an object of it is told; `isinstance` works."""
+    """A class that is not simulated: making an object raises NotSimulated, `isinstance` works."""
 
     full_name = ""
 
