@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 CORPUS = TESTS / "parity_corpus"
 
 
-def judge(pair: dict[str, Any]) -> dict[str, Any]:
+def check_pair(pair: dict[str, Any]) -> dict[str, Any]:
     """Return what `parity` says of a pair."""
     text = (CORPUS / pair["file"]).read_text()
     for old, new in pair.get("edits", []):
@@ -76,7 +76,7 @@ def main() -> None:
     right: Counter[str] = Counter()
     pairs = [pair for pair in pairs if "spawns" not in pair]
     with ThreadPoolExecutor(args.jobs) as pool:
-        answers = pool.map(judge, pairs)
+        answers = pool.map(check_pair, pairs)
     for pair, answer in zip(pairs, answers, strict=True):
         kind = pair.get("cause") or f"none; legal: {', '.join(pair.get('legal', ['none']))}"
         planted[kind] += 1
