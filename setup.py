@@ -1,4 +1,4 @@
-"""The build: the course in lessons/ goes into the wheel, as stepladder/lessons."""
+"""The build: the course in lessons/ and its pictures go into the wheel, below stepladder/."""
 
 import shutil
 from pathlib import Path
@@ -13,12 +13,13 @@ class BuildWithLessons(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            shutil.copytree(
-                Path(__file__).parent / "lessons",
-                Path(self.build_lib, "stepladder", "lessons"),
-                ignore=shutil.ignore_patterns("__pycache__"),
-                dirs_exist_ok=True,
-            )
+            for folder, ignored in (("lessons", "*.pyc"), ("docs/pictures", "*.py")):
+                shutil.copytree(
+                    Path(__file__).parent / folder,
+                    Path(self.build_lib, "stepladder", folder),
+                    ignore=shutil.ignore_patterns("__pycache__", ignored),
+                    dirs_exist_ok=True,
+                )
 
 
 setup(cmdclass={"build_py": BuildWithLessons})

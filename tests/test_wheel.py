@@ -58,7 +58,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A build in the checkout would leave files there.
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    for name in ("src", "lessons"):
+    for name in ("src", "lessons", "docs/pictures"):
         shutil.copytree(
             REPOSITORY / name,
             source / name,
@@ -92,7 +92,10 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
     package = files_of(REPOSITORY / "src" / "stepladder")
     course = {Path("lessons", path) for path in files_of(REPOSITORY / "lessons")}
     assert package >= {Path(name) for name in PACKAGED}
-    assert files_of(Path(result)) == package | course
+    pictures = {
+        Path("docs/pictures", path.name) for path in (REPOSITORY / "docs/pictures").glob("*.svg")
+    }
+    assert files_of(Path(result)) == package | course | pictures
     code = "import importlib.metadata as m; print(m.version('stepladder'))"
     assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
 
@@ -139,5 +142,8 @@ def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
     assert (
         "all-reduce" in exercise.read_text() and "/ dist.get_world_size()" in exercise.read_text()
     )
+    slides = "mine/lessons/make.py", "slides", "slides.html"
+    done(installed / "python", *slides, cwd=tmp_path, env=env)
+    assert (tmp_path / "slides.html").read_text().count("<img ") == 14
     packages = installed.parent.glob("lib/python*/site-packages/stepladder/lessons")
     assert not [path for folder in packages for path in folder.rglob("runs")]

@@ -233,14 +233,15 @@ class CourseProgress:
         return len(missing), len(targets) - len(missing)
 
     def lay_out(self, course: Course, folder: Path) -> int:
-        """Copy the package's course to folder/lessons, and use it from now on.
+        """Copy the package's course and its pictures into the folder, and use it from now on.
 
         Existing files are kept. Returns how many were copied.
         """
-        source = course.root / "lessons"
+        lessons = (course.root / "lessons").rglob("*")
+        pictures = (course.root / "docs" / "pictures").glob("*.svg")
         copied = 0
-        for file in sorted(source.rglob("*")):
-            target = folder / "lessons" / file.relative_to(source)
+        for file in sorted([*lessons, *pictures]):
+            target = folder / file.relative_to(course.root)
             if not file.is_file() or file.parent.name == "__pycache__" or target.exists():
                 continue
             with as_input_error(f"{target} cannot be written", "name another folder"):
