@@ -202,22 +202,24 @@ def time_first_batch(name: str, reader: str, folder: Path, state: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure_rates(name: str, folder: Path) -> dict[str, list[float]]:
-    """Return rows a second of both readers in turns, after an epoch of each."""
+def measure_rates(name: str, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return rows a second, and a second of processor time, of both readers in turns."""
     endless = {}
     for reader in READERS:
         loader = open_fastest(name, reader, folder, Rank(0, 1, 0, RATE_BATCH))
         endless[reader] = repeat_epochs(loader)
         for _ in range(ROWS // RATE_BATCH):
             next(endless[reader])
-    rates: dict[str, list[float]] = {reader: [] for reader in READERS}
+    rates: dict[str, list[tuple[float, float]]] = {reader: [] for reader in READERS}
     for number in range(ROUNDS):
         for reader in list(READERS)[:: 1 if number % 2 else -1]:
             rows = 0
             start = time.perf_counter()
+            start_processor = time.process_time()
             while (seconds := time.perf_counter() - start) < SECONDS:
                 rows += next(endless[reader])
-            rates[reader].append(rows / seconds)
+            processor_seconds = time.process_time() - start_processor
+            rates[reader].append((rows / seconds, rows / processor_seconds))
     return rates
 
 
@@ -246,13 +248,14 @@ def measure_format(name: str, folder: Path) -> tuple[list[list[str]], list[str],
         firsts.append(median(times))
     epochs = [run_alone(read_epoch, name, reader, folder) for reader in READERS]
     rates = run_alone(measure_rates, name, folder)
-    warm = {reader: median(values) for reader, values in rates.items()}
-    ratio = median(np.divide(rates["ours"], rates["native"]).tolist())
+    warm, by_processor = np.transpose([np.median(rates[reader], 0) for reader in READERS])
+    ratio = float(np.median(np.divide(rates["ours"], rates["native"]), 0)[0])
     figures = [
         f"{name}, {NATIVE[name]}",
         " / ".join(f"{seconds:.3f}" for seconds in firsts),
         " / ".join(f"{epoch['cold']:,.0f}" for epoch in epochs),
-        " / ".join(f"{rate:,.0f}" for rate in warm.values()),
+        " / ".join(f"{rate:,.0f}" for rate in warm),
+        " / ".join(f"{rate:,.0f}" for rate in by_processor),
         " / ".join(f"{epoch['megabytes']:.0f}" for epoch in epochs),
         " / ".join(f"{epoch['shuffle']:.2f}" for epoch in epochs),
     ]
@@ -348,7 +351,7 @@ def main() -> None:
     )
     header = [f"lost / repeated of {ROWS:,}", "stepladder.Loader", "native loader"]
     columns = ["ours / native", "s to the first batch at 90 %", "rows a second, cold"]
-    columns += ["rows a second, warm", "MB", "spread of a batch (1 is random)"]
+    columns += ["rows a second, warm", "of processor time", "MB", "spread of a batch (1 is random)"]
     sections = [table(header, matrix), table(columns, figures), text, "\n".join([*lines, *rates])]
     report.finish(sections, args.write)
 
