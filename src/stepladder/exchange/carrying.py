@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,15 +13,12 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from stepladder.exchange.group_base import C10D, GroupBase, Tensors
-from stepladder.exchange.group_work import NO_TIMEOUT
+from stepladder.exchange.group_work import NO_TIMEOUT, Explain
+from stepladder.exchange.network import await_loss
+from stepladder.exchange.wait import make_loss_error
 from stepladder.rank.torch_fixes import shut_down_connections
 
-# A connection breaks before the kernel reports the end of the process, and the thread that gets
-# the report may have to wait for a core.
-LOSS_REPORT_S = 0.3
-LOSS_POLL_S = 0.001
 MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can still be sent
-Explain = Callable[[RuntimeError], RuntimeError]
 
 
 @contextmanager
@@ -169,15 +165,9 @@ class CarryingGroup(GroupBase):
         for this one, and not for the lost one, would wait until its timeout.
         """
         memory = self._memory
-        if memory is None:
-            return error
-        deadline = time.monotonic() + LOSS_REPORT_S
-        lost_rank = memory.waiter.find_lost()
-        while lost_rank is None and time.monotonic() < deadline:
-            time.sleep(LOSS_POLL_S)
-            lost_rank = memory.waiter.find_lost()
+        lost_rank = None if memory is None else await_loss(memory.waiter, self._network)
         if lost_rank is None:
             return error
         if is_collective:
             shut_down_connections(self._connections)
-        return RuntimeError(f"rank {lost_rank} has gone")
+        return make_loss_error(lost_rank)

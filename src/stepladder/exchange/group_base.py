@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from stepladder.core.console import print_message
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage
+from stepladder.exchange.network import NodeNetwork
 from stepladder.exchange.plan import make_large_halves
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.rendezvous import share_memory
@@ -37,14 +38,17 @@ def do_nothing() -> None:
 
 
 @cache
-def announce_transport(obstacle: str) -> None:
+def announce_transport(obstacle: str, machines: int) -> None:
     """Print once how the ranks exchange tensors in the host's memory."""
     if torch.cuda.is_available():
         return  # most tensors are on GPUs, and are NCCL's
+    way = "in shared memory"
+    if machines > 1:
+        way = f"in shared memory within each of {machines} machines, by gloo between them"
     if obstacle:
         print_message(f"the ranks exchange tensors by gloo: {obstacle}")
     else:
-        print_message("the ranks exchange tensors in shared memory; --exchange gloo turns it off")
+        print_message(f"the ranks exchange tensors {way}; --exchange gloo turns it off")
 
 
 class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
@@ -71,6 +75,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         self._backends: list[tuple[torch.device, Any, Any]] = []
         self._announces = announces
         self._memory: SharedMemory | None = None
+        self._network: NodeNetwork | None = None
         self._queue: CollectiveQueue | None = None
         self._gloo: ProcessGroupGloo | None = None
         self._connections = list_tcp_connections()  # of the process; then of the gloo group
@@ -101,7 +106,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self._share_memory(backend)
         elif isinstance(backend, C10D._ProcessGroupWrapper):
             self.obstacle = "TORCH_DISTRIBUTED_DEBUG=DETAIL compares all collectives there"
-            self._announce(backend.wrapped_pg)
+            self._announce(backend.wrapped_pg, 1)
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
         store = PrefixStore(STORE_PREFIX, self._own_store)
@@ -111,24 +116,37 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self.size(),
         )
         self.obstacle = rendezvous.obstacle
-        self._announce(gloo)
+        self._announce(gloo, len(rendezvous.nodes))
         if rendezvous.memory is None:
             return
+        node = next(node for node in rendezvous.nodes if self.rank() in node)
+        names = gloo.options.global_ranks_in_group or range(self.size())
         self._memory = SharedMemory(
             rendezvous.memory,
-            self.rank(),
-            rendezvous.pids,
+            node.index(self.rank()),
+            [rendezvous.pids[rank] for rank in node],
             FIRST_GROUP_ID,
             gloo.options._timeout.total_seconds(),
-            gloo.options.global_ranks_in_group,
+            [names[rank] for rank in node],
             make_large_halves(LARGE_HALF_BYTES),
         )
-        self._queue = CollectiveQueue(self._memory)
+        if len(rendezvous.nodes) == 1:
+            self._queue = CollectiveQueue(self._memory)
+            return
+        network = NodeNetwork(
+            store,
+            gloo,
+            self.rank(),
+            rendezvous.nodes,
+        )
+        explain = partial(network.explain, self._memory.waiter)
+        self._network = network
+        self._queue = CollectiveQueue(self._memory, explain, uses_network=True)
 
-    def _announce(self, gloo: ProcessGroupGloo) -> None:
+    def _announce(self, gloo: ProcessGroupGloo, machines: int) -> None:
         is_default = not gloo.options.global_ranks_in_group
         if self._announces and is_default and self.rank() == 0:
-            announce_transport(self.obstacle)
+            announce_transport(self.obstacle, machines)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -171,9 +189,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         queue = self._queue
         gloo = self._gloo
         assert memory is not None and queue is not None and gloo is not None
-        timeout: timedelta = opts.timeout
-        if timeout.total_seconds() <= 0:
-            timeout = gloo.options._timeout
+        timeout = self._get_timeout(opts)
 
         def enqueue_with_timeout() -> Stage | None:
             memory.waiter.set_timeout(timeout.total_seconds())
@@ -182,11 +198,29 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         with record_collective(f"gloo:{name}", inputs):
             return queue.start(enqueue_with_timeout, GroupWork(outputs, finish), opts.asyncOp)
 
-    def _find_reduction(self, tensors: Tensors, opts: Any) -> Reduction | None:
-        """Return the reduction that shared memory does with these tensors, None if gloo does it."""
-        if not self._can_share(tensors):
+    def _get_timeout(self, opts: Any) -> timedelta:
+        """Return how long a collective with these options waits for other ranks."""
+        timeout: timedelta = opts.timeout
+        if timeout.total_seconds() <= 0 and self._gloo is not None:
+            timeout = self._gloo.options._timeout
+        return timeout
+
+    def _find_reduction(
+        self,
+        tensors: Tensors,
+        opts: Any,
+        across_nodes: bool = False,
+    ) -> Reduction | None:
+        """Return the reduction that shared memory does with these tensors, None if gloo does it.
+
+        Args:
+            tensors: The tensors.
+            opts: torch's options.
+            across_nodes: Whether it can also be done for ranks on several machines.
+        """
+        if not self._can_share(tensors, across_nodes):
             return None
         return find_reduction(opts.reduceOp, tensors[0].dtype)
 
-    def _can_share(self, tensors: Tensors) -> bool:
-        return self.is_shared and can_share(tensors)
+    def _can_share(self, tensors: Tensors, across_nodes: bool = False) -> bool:
+        return self.is_shared and (across_nodes or self._network is None) and can_share(tensors)

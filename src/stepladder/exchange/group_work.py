@@ -20,6 +20,7 @@ from stepladder.exchange.runner import ExchangeRunner
 # this time a thread takes over, which costs several wake-ups.
 MAX_CALLER_WAIT_S = 0.005
 Stage = Callable[[], Any]
+Explain = Callable[[RuntimeError], RuntimeError]
 NO_TIMEOUT = timedelta(0)
 
 
@@ -160,6 +161,8 @@ class QueuedCollective:
         while self._is_running or self._next_stage is not None:
             if not self._is_running and self._next_stage is not None:
                 self._next_stage = self._next_stage()
+                if not self._runner.queue:
+                    continue  # a stage that has only used the network
                 self._runner.begin()
                 self._is_running = True
             if not self._runner.advance(until):
@@ -176,13 +179,23 @@ class CollectiveQueue:
     collective, that thread alone uses the memory; otherwise the thread with the lock.
     """
 
-    def __init__(self, runner: ExchangeRunner) -> None:
+    def __init__(
+        self,
+        runner: ExchangeRunner,
+        explain: Explain = copy_error,
+        uses_network: bool = False,
+    ) -> None:
         """Create the queue of a group.
 
         Args:
             runner: Runs the exchanges.
+            explain: Returns the error to keep in place of one that a collective has raised.
+            uses_network: Whether a stage may wait for other machines: then a collective with
+                async_op=True runs in the thread at once.
         """
         self._runner = runner
+        self._explain = explain
+        self._uses_network = uses_network
         self._lock = threading.Lock()
         self._arrival = threading.Condition(self._lock)
         self._waiting: deque[QueuedCollective] = deque()
@@ -220,7 +233,7 @@ class CollectiveQueue:
             collective = QueuedCollective(self._runner, enqueue, work)
             if self._waiting:
                 self._waiting.append(collective)
-            elif not self._run_here(collective, is_async):
+            elif (is_async and self._uses_network) or not self._run_here(collective, is_async):
                 self._waiting.append(collective)
                 self._start_thread()
         if not is_async:
@@ -235,7 +248,7 @@ class CollectiveQueue:
                 return False
             collective.work.end()
         except RuntimeError as error:
-            self._error = copy_error(error)
+            self._error = self._explain(error)
             collective.work.end(self._error)
         except BaseException:
             self._error = RuntimeError("an earlier collective of this group was interrupted")
@@ -278,7 +291,7 @@ class CollectiveQueue:
         try:
             collective.advance()
         except RuntimeError as error:
-            return copy_error(error)
+            return self._explain(error)
         except Exception as error:
             return RuntimeError(f"{type(error).__name__}: {error}")
         return None

@@ -7,11 +7,18 @@ group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from stepladder.exchange.across_nodes import (
+    AllGatherAcross,
+    AllReduceAcross,
+    BarrierAcross,
+    BroadcastAcross,
+)
 from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.group_work import Stage
 from stepladder.exchange.reduction import Reduction
@@ -31,6 +38,7 @@ ALL_REDUCE_COALESCED = C10D.AllreduceCoalescedOptions()
 BROADCAST = C10D.BroadcastOptions()
 ALL_GATHER = C10D.AllgatherOptions()
 BARRIER = C10D.BarrierOptions()
+Enqueue = Callable[[SharedMemory], Stage | None]
 MIN_SLICING_RANKS = 3  # with two, each would add half, and copy the other half
 
 
@@ -93,11 +101,22 @@ class SharedMemoryGroup(TransposingGroup):
         tensors: Tensors,
         opts: Any,
     ) -> Any:
-        reduction = self._find_reduction(tensors, opts)
+        reduction = self._find_reduction(tensors, opts, across_nodes=True)
         if reduction is None:
             return self._carry(method, tensors[0].device, tensors, opts)
         flats = FlatTensors()
-        reduce = ReduceToAll([flats.add(tensor) for tensor in tensors], reduction)
+        targets = [flats.add(tensor) for tensor in tensors]
+        reduce: Enqueue = ReduceToAll(targets, reduction)
+        if self._network is not None:
+            operation = C10D.ReduceOp.SUM if reduction.is_mean else opts.reduceOp
+            timeout = self._get_timeout(opts)
+            reduce = AllReduceAcross(
+                self._network,
+                timeout,
+                targets,
+                reduction,
+                operation,
+            )
         return self._start(
             "all_reduce",
             reduce,
@@ -113,15 +132,25 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any = BROADCAST,
     ) -> Any:
         """Send each tensor of one rank to all."""
-        if not self._can_share(tensors):
+        if not self._can_share(tensors, across_nodes=True):
             return self._carry("broadcast", tensors[0].device, tensors, opts)
         flats = FlatTensors()
         targets = [flats.add(tensor) for tensor in tensors]
         root = opts.rootRank
 
-        def enqueue(memory: SharedMemory) -> None:
+        def broadcast(memory: SharedMemory) -> None:
             for target in targets:
                 memory.broadcast(target, root)
+
+        enqueue: Enqueue = broadcast
+        if self._network is not None:
+            timeout = self._get_timeout(opts)
+            enqueue = BroadcastAcross(
+                self._network,
+                timeout,
+                targets,
+                root,
+            )
 
         return self._start(
             "broadcast",
@@ -153,7 +182,7 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any = ALL_GATHER,
     ) -> Any:
         """Collect several tensors of each rank, with a list of tensors for each rank."""
-        if not self._can_share(input_list):
+        if not self._can_gather(input_list):
             device = input_list[0].device
             return self._carry("allgather_coalesced", device, output_lists, input_list, opts)
         outputs = [list(tensors) for tensors in zip(*output_lists, strict=True)]
@@ -173,27 +202,47 @@ class SharedMemoryGroup(TransposingGroup):
     ) -> Any:
         """Collect each part of all ranks into the list of outputs with the same index."""
         all_outputs = [output for tensors in outputs for output in tensors]
-        is_shared = self._can_share([*parts, *all_outputs]) and all(
+        is_shared = self._can_gather([*parts, *all_outputs]) and all(
             have_length(tensors, part.numel()) for tensors, part in zip(outputs, parts, strict=True)
         )
         if not is_shared:
             return self._carry(method, parts[0].device, outputs, parts, opts)
         flats = FlatTensors()
         targets = [[flats.add(output) for output in tensors] for tensors in outputs]
-        sources = [get_flat(part) for part in parts]
-
-        def enqueue(memory: SharedMemory) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                memory.all_gather(target, source)
-
         return self._start(
             "all_gather",
-            enqueue,
+            self._make_gather(targets, parts, opts),
             parts,
             all_outputs,
             opts,
             flats.write_back,
         )
+
+    def _can_gather(self, tensors: Tensors) -> bool:
+        is_even = self._network is None or len(set(map(len, self._network.nodes))) == 1
+        return is_even and self._can_share(tensors, across_nodes=True)
+
+    def _make_gather(
+        self,
+        targets: list[Tensors],
+        parts: Tensors,
+        opts: Any,
+    ) -> Enqueue:
+        """Return the first stage that collects each part of all ranks into its list of targets."""
+        sources = [get_flat(part) for part in parts]
+        if self._network is not None:
+            return AllGatherAcross(
+                self._network,
+                self._get_timeout(opts),
+                targets,
+                sources,
+            )
+
+        def gather(memory: SharedMemory) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                memory.all_gather(target, source)
+
+        return gather
 
     def all_gather_single(
         self,
@@ -203,7 +252,7 @@ class SharedMemoryGroup(TransposingGroup):
     ) -> Any:
         """Collect a tensor of each rank into one tensor."""
         length = part.numel() * self.size()
-        if not self._can_share([output, part]) or not have_length([output], length):
+        if not self._can_gather([output, part]) or not have_length([output], length):
             return self._carry("_allgather_base", part.device, output, part, opts)
         return self._all_gather_into([output], [part], opts)
 
@@ -216,7 +265,7 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any = ALL_GATHER,
     ) -> Any:
         """Collect several tensors of each rank, each into one tensor."""
-        if not self._can_share([*outputs, *parts]):
+        if not self._can_gather([*outputs, *parts]):
             return super().all_gather_single_coalesced(outputs, parts, opts)
         return self._all_gather_into(outputs, parts, opts)
 
@@ -227,16 +276,10 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any,
     ) -> Any:
         flats = FlatTensors()
-        targets = [flats.add(output).view(self.size(), -1).unbind() for output in outputs]
-        sources = [get_flat(part) for part in parts]
-
-        def enqueue(memory: SharedMemory) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                memory.all_gather(target, source)
-
+        targets = [list(flats.add(output).view(self.size(), -1)) for output in outputs]
         return self._start(
             "_all_gather_base",
-            enqueue,
+            self._make_gather(targets, parts, opts),
             parts,
             outputs,
             opts,
@@ -249,9 +292,12 @@ class SharedMemoryGroup(TransposingGroup):
         if not self.is_shared or not is_on_host:
             return super().barrier(opts)
 
-        def enqueue(memory: SharedMemory) -> None:
+        def wait_for_all(memory: SharedMemory) -> None:
             memory.barrier()
 
+        enqueue: Enqueue = wait_for_all
+        if self._network is not None:
+            enqueue = BarrierAcross(self._network, self._get_timeout(opts))
         return self._start(
             "barrier",
             enqueue,

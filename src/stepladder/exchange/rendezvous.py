@@ -1,4 +1,4 @@
-"""How ranks get memory that they share: one rank of a group makes it, the others open it.
+"""How ranks get memory that they share: one rank of each machine makes it, the others open it.
 
 The memory is a file without a name. A process of the same user on the same machine can open it
 through /proc while its maker has it open. The kernel frees it when the last process that has mapped
@@ -39,17 +39,15 @@ class Participant:
     Attributes:
         machine: Identifies the machine and the namespace in which its process id is valid.
         pid: The process.
-        file: The number of the open memory file, on the rank that has made it.
         obstacle: Why this rank cannot share memory; "" if it can.
     """
 
     machine: str
     pid: int
-    file: int = -1
     obstacle: str = ""
 
     @staticmethod
-    def of_this_process(file: int = -1, obstacle: str = "") -> Participant:
+    def of_this_process() -> Participant:
         """Return what this process tells the others."""
         machine = ""
         with suppress(OSError):
@@ -57,8 +55,7 @@ class Participant:
         return Participant(
             machine,
             os.getpid(),
-            file,
-            obstacle,
+            _find_obstacle(),
         )
 
 
@@ -67,14 +64,16 @@ class Rendezvous:
     """The result of a rendezvous: what the ranks of a group have agreed on.
 
     Attributes:
-        memory: The memory that they share; None if they do not.
-        pids: The process of each rank.
         obstacle: Why they share no memory; "" if they do.
+        memory: The memory of the ranks of this machine; None if they share none.
+        nodes: The ranks of each machine, in the order of its first rank.
+        pids: The process of each rank.
     """
 
-    memory: mmap.mmap | None
-    pids: list[int]
     obstacle: str = ""
+    memory: mmap.mmap | None = None
+    nodes: tuple[tuple[int, ...], ...] = ()
+    pids: tuple[int, ...] = ()
 
 
 def share_memory(
@@ -82,7 +81,7 @@ def share_memory(
     rank: int,
     ranks: int,
 ) -> Rendezvous:
-    """Let the ranks of a group share memory, if all of them can.
+    """Let the ranks of each machine share memory, if all of them can.
 
     This is a collective: all ranks of the group must call it.
 
@@ -95,64 +94,60 @@ def share_memory(
         What they have agreed on, which is the same on all ranks but for the mapping.
     """
     if ranks == 1:
-        return Rendezvous(None, [])
-    offer = _make_offer(store, rank, ranks)
-    own_entry = Participant.of_this_process(offer.file, offer.obstacle)
-    store.set(str(rank), json.dumps(asdict(own_entry)))
-    participants = [_read_participant(store, peer) for peer in range(ranks)]
-    if offer.segment is not None:
-        offer.segment.close()
-    obstacles = [participant.obstacle for participant in participants if participant.obstacle]
-    if obstacles:
-        return Rendezvous(None, [], obstacles[0])
-    return Rendezvous(offer.memory, [participant.pid for participant in participants])
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The memory that one rank has made or opened, or the reason why it has none.
-
-    Attributes:
-        obstacle: Why it cannot share memory; "" if it can.
-        memory: The memory, mapped.
-        segment: The open file of the memory, on the rank that has made it.
-    """
-
-    obstacle: str = ""
-    memory: mmap.mmap | None = None
+        return Rendezvous()
+    participants = _exchange_participants(store, rank, ranks)
+    nodes = find_nodes([participant.machine for participant in participants])
+    obstacles = [*(peer.obstacle for peer in participants), _find_obstacle_of_nodes(nodes)]
+    obstacle = next(filter(None, obstacles), "")
+    if obstacle:
+        return Rendezvous(obstacle)
+    node = next(node for node in nodes if rank in node)
+    maker = node[0]
     segment: OpenFile | None = None
+    if rank == maker:
+        segment = make_segment(len(node))
+        store.set(f"file {rank}", json.dumps(-1 if segment is None else segment.number))
+    memory: mmap.mmap | None = None
+    try:
+        memory = _open_memory(participants[maker].pid, _read(store, f"file {maker}"))
+    except OSError as error:
+        obstacle = str(error)
+    store.set(f"obstacle {rank}", json.dumps(obstacle))
+    obstacles = [_read(store, f"obstacle {peer}") for peer in range(ranks)]
+    if segment is not None:
+        segment.close()
+    obstacle = next(filter(None, obstacles), "")
+    if obstacle:
+        return Rendezvous(obstacle)
+    pids = tuple(participant.pid for participant in participants)
+    return Rendezvous(
+        "",
+        memory,
+        nodes,
+        pids,
+    )
 
-    @property
-    def file(self) -> int:
-        """The number of the open file, -1 if there is none."""
-        return -1 if self.segment is None else self.segment.number
 
-
-def _make_offer(
+def _exchange_participants(
     store: KeyStore,
     rank: int,
     ranks: int,
-) -> Offer:
-    """Make the memory on rank 0, open it on the others."""
-    obstacle = _find_obstacle(ranks)
-    if obstacle:
-        return Offer(obstacle)
-    if rank == 0:
-        segment = make_segment(ranks)
-        if segment is None:
-            return Offer("this machine makes no memory file so large")
-        return Offer("", mmap.mmap(segment.number, 0), segment)
-    try:
-        return Offer("", _open_memory(_read_participant(store, 0)))
-    except OSError as error:
-        return Offer(str(error))
+) -> list[Participant]:
+    store.set(f"rank {rank}", json.dumps(asdict(Participant.of_this_process())))
+    return [Participant(**_read(store, f"rank {peer}")) for peer in range(ranks)]
 
 
-def _find_obstacle(ranks: int) -> str:
-    """Return why so many ranks cannot share memory here, as far as one process can see it."""
-    if ranks > MAX_SLOTS:
-        return f"more than {MAX_SLOTS} ranks share none"
-    if not can_share_memory(ranks):
+def find_nodes(machines: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each machine, given the machine of each rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        nodes.setdefault(machine, []).append(rank)
+    return tuple(map(tuple, nodes.values()))
+
+
+def _find_obstacle() -> str:
+    """Return why this process can share no memory; "" if it can."""
+    if not can_share_memory(MAX_SLOTS):
         return "it takes Linux on x86-64"
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -161,26 +156,33 @@ def _find_obstacle(ranks: int) -> str:
     return ""
 
 
-def _open_memory(maker: Participant) -> mmap.mmap:
-    """Return the memory that another rank has made.
+def _find_obstacle_of_nodes(nodes: tuple[tuple[int, ...], ...]) -> str:
+    """Return why ranks that lie so on machines share no memory; "" if they can."""
+    counts = list(map(len, nodes))
+    if max(counts) > MAX_SLOTS:
+        return f"more than {MAX_SLOTS} ranks share none"
+    if min(counts) == 1:
+        return "a machine has only one of the ranks"
+    return ""
+
+
+def _open_memory(maker: int, file: int) -> mmap.mmap:
+    """Return the memory of which another process has an open file.
 
     Raises:
         OSError: It cannot be mapped, with the reason in a few words.
     """
-    if maker.obstacle:
-        raise OSError(maker.obstacle)
-    if maker.machine != Participant.of_this_process().machine:
-        raise OSError("the ranks are on several machines")
+    if file == -1:
+        raise OSError("this machine makes no memory file so large")
     try:
-        file = os.open(f"/proc/{maker.pid}/fd/{maker.file}", os.O_RDWR | os.O_CLOEXEC)
+        number = os.open(f"/proc/{maker}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise OSError(f"the memory of rank 0 cannot be opened ({error.strerror})") from error
+        raise OSError(f"the memory of another rank cannot be opened ({error.strerror})") from error
     try:
-        return mmap.mmap(file, 0)
+        return mmap.mmap(number, 0)
     finally:
-        os.close(file)
+        os.close(number)
 
 
-def _read_participant(store: KeyStore, rank: int) -> Participant:
-    fields: dict[str, Any] = json.loads(store.get(str(rank)))
-    return Participant(**fields)
+def _read(store: KeyStore, key: str) -> Any:
+    return json.loads(store.get(key))

@@ -18,6 +18,7 @@ from stepladder.exchange.wait import (
     FUTEX_WORD,
     SLOT_WORDS,
     PeerWaiter,
+    make_loss_error,
 )
 from stepladder.exchange.work import Chunk, MessageFormat, Tensors, Work
 from stepladder.rank.futex import wake_all
@@ -32,7 +33,7 @@ class ExchangeRunner:
         self,
         memory: mmap.mmap,
         rank: int,
-        pids: list[int],
+        pids: Sequence[int],
         group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
@@ -173,7 +174,7 @@ class ExchangeRunner:
             if slots[slot + DIGEST_WORD + half] != digest:
                 lost_rank = self.waiter.find_lost()
                 if lost_rank is not None:
-                    raise RuntimeError(f"rank {lost_rank} has gone")
+                    raise make_loss_error(lost_rank)
                 peer_name = self.names[peer]
                 raise RuntimeError(
                     f"rank {peer_name} calls a different collective here"

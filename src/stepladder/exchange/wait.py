@@ -18,11 +18,19 @@ MAX_SLEEP_S = 0.1
 MAX_SKIPPED_SPINS = 64  # then a rank tries again whether the machine is still busy
 
 # The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
-# that has lost a peer writes into the lost word that peer's number plus one. There are two digests,
-# one for each half of the slot.
+# that knows of a lost rank writes that rank's name plus one into the lost word. There are two
+# digests, one for each half of the slot.
 EXCHANGE_WORD, FUTEX_WORD, LEFT_WORD, SLEEPING_WORD, LOST_WORD, DIGEST_WORD = range(6)
 SLOT_WORDS = SLOT_BYTES // 8
 FUTEX_MASK = 2**32 - 1
+OTHER_MACHINE = -2  # in place of the name of a lost rank, if the network tells no more
+
+
+def make_loss_error(lost: int) -> RuntimeError:
+    """Return the error of a collective for which a rank is lost, given the name of the rank."""
+    if lost == OTHER_MACHINE:
+        return RuntimeError("another machine does not answer")
+    return RuntimeError(f"rank {lost} has gone")
 
 
 class PeerWaiter:
@@ -33,7 +41,7 @@ class PeerWaiter:
         slots: memoryview,
         address: int,
         rank: int,
-        pids: list[int],
+        pids: Sequence[int],
         group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
@@ -74,10 +82,16 @@ class PeerWaiter:
         except OSError as error:
             raise RuntimeError("a rank has ended while the group formed") from error
 
-    def leave_group(self) -> None:
-        """Tell the peers that this rank has left, and stop watching them."""
+    def leave_group(self, lost: int | None = None) -> None:
+        """Tell the peers that this rank has left, and stop watching them.
+
+        Args:
+            lost: The name of the rank whose loss is the reason, if one is.
+        """
         if not self.has_left:
             self.has_left = True
+            if lost is not None:
+                self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
             self.slots[SLOT_WORDS * self.rank + LEFT_WORD] = self.group_id
             self._wake_all_ranks()
             self.process_watch.stop()
@@ -186,7 +200,7 @@ class PeerWaiter:
             raise RuntimeError("this rank has left the process group")
         for peer in self.peers:
             if self._has_gone(peer) and self.slots[SLOT_WORDS * peer] < count:
-                raise RuntimeError(f"rank {self._record_lost(peer)} has gone")
+                raise make_loss_error(self._record_lost(peer))
 
     def find_lost(self) -> int | None:
         """Return the name of the rank that was lost first, None if all are in the group."""
@@ -195,8 +209,8 @@ class PeerWaiter:
                 return self._record_lost(peer)
         for peer in self.peers:  # one may know it already, and have gone on to its next collective
             reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
-            if reason not in (-1, self.rank):
-                return self.names[reason]
+            if reason not in (-1, self.names[self.rank]):
+                return reason
         return None
 
     def _has_gone(self, peer: int) -> bool:
@@ -210,9 +224,9 @@ class PeerWaiter:
             The name of the lost rank: the peer itself, or the rank that the peer has lost.
         """
         reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
-        lost_peer = peer if reason in (-1, self.rank) else reason
-        self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost_peer + 1
-        return self.names[lost_peer]
+        lost = self.names[peer] if reason in (-1, self.names[self.rank]) else reason
+        self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
+        return lost
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

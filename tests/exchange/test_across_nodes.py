@@ -1,0 +1,158 @@
+"""Ranks on several machines: two launchers, of which one cannot see the processes of the other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from processes import COMMAND, Started, started
+from stepladder.core.address import find_free_port
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+APART = "unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", *COMMAND
+WITHIN_AND_BETWEEN = (
+    "the ranks exchange tensors in shared memory within each of 2 machines, by gloo between them"
+)
+
+ALL = """\
+import torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+LENGTHS = 0, 1, 17, 200_000  # the last does not fit into a half of a slot
+
+
+def draw(rank, length):
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
+
+
+def check(result, expected):
+    assert torch.equal(result, expected), (result, expected)
+
+
+for length in LENGTHS:
+    a, b, c, d = (draw(source, length) for source in range(size))
+    total = draw(rank, length)
+    work = dist.all_reduce(total, async_op=True)
+    mean = draw(rank, length)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    work.wait()
+    check(total, (a + b) + (c + d))
+    check(mean, ((a + b) + (c + d)) / 4)
+    most = draw(rank, length).to(torch.bfloat16)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    check(most, torch.stack([a, b, c, d]).amax(0).to(torch.bfloat16))
+    for root in range(size):
+        message = draw(rank, length)
+        dist.broadcast(message, root)
+        check(message, draw(root, length))
+    parts = [torch.empty(length) for _ in range(size)]
+    dist.all_gather(parts, draw(rank, length))
+    check(torch.stack(parts), torch.stack([a, b, c, d]))
+    own = torch.empty(length)
+    if length:
+        dist.reduce_scatter(own, [torch.full([length], float(rank + n)) for n in range(size)])
+        check(own, torch.full([length], 6.0 + 4 * rank))
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank})
+assert [value["rank"] for value in objects] == list(range(size))
+uneven = dist.new_group([0, 2, 3])  # one of its machines has only one of its ranks
+within = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
+for group in (uneven, within):
+    total = torch.tensor([float(rank)])
+    if dist.get_rank(group) >= 0:
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(dist.get_process_group_ranks(group))
+        dist.barrier(group)
+dist.barrier()
+print(uneven.obstacle if rank == 0 else "", within._network, flush=True)
+dist.destroy_process_group()
+"""
+
+KILLED = """\
+import os, signal, sys, torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.barrier()
+if rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+for attempt in range(2):
+    try:
+        while True:
+            dist.CALL
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}", flush=True)
+"""
+
+
+@contextmanager
+def two_machines(folder: Path, *arguments: object) -> Iterator[list[Started]]:
+    """A launcher of two ranks on each of two machines, as far as processes can tell."""
+    if shutil.which("unshare") is None or subprocess.run([*APART[:-3], "true"]).returncode:
+        pytest.skip("no namespace of processes can be made here")
+    place = "--nodes", 2, "--nproc", 2, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
+    line = "run", *place, "--local-addr", "127.0.0.1", *arguments
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(started(*line, cwd=folder, command=command))
+            for command in (COMMAND, APART)
+        ]
+
+
+def read_all(machines: list[Started]) -> tuple[str, str]:
+    """What they have printed, and what they have said."""
+    return (
+        "".join(machine.out.read_text() for machine in machines),
+        "".join(machine.err.read_text() for machine in machines),
+    )
+
+
+def test_collectives_of_two_machines_are_those_of_gloo_summed_by_machine(tmp_path: Path) -> None:
+    script = tmp_path / "all.py"
+    script.write_text(ALL)
+    with two_machines(tmp_path, script) as machines:
+        codes = [machine.end() for machine in machines]
+    printed, said = read_all(machines)
+    assert codes == [0, 0], said
+    assert WITHIN_AND_BETWEEN in said
+    assert printed.count("a machine has only one of the ranks None") == 1
+    assert printed.count("None") == 4
+
+
+@pytest.mark.parametrize(
+    "call", ["all_reduce(torch.ones(40_000))", "all_reduce(torch.eye(3).to_sparse())"]
+)
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_rank_that_is_lost_on_one_machine_is_named_on_all(
+    tmp_path: Path, victim: int, call: str
+) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.replace("CALL", call))
+    with two_machines(tmp_path, script, victim) as machines:
+        codes = [machine.end() for machine in machines]
+    assert any(codes)
+    printed, _ = read_all(machines)
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert printed.count(f"rank {rank}: rank {victim} has gone\n") == 2, printed
+
+
+def test_another_machine_does_not_answer_when_it_took_the_store_with_it(tmp_path: Path) -> None:
+    """The store, through which machines tell each other of a loss, is in the process of rank 0."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.replace("CALL", "barrier()"))
+    with two_machines(tmp_path, script, 0) as machines:
+        codes = [machine.end() for machine in machines]
+    assert any(codes)
+    printed, _ = read_all(machines)
+    assert printed.count("rank 1: rank 0 has gone\n") == 2, printed
+    for rank in (2, 3):
+        assert len(re.findall(f"rank {rank}: another machine does not answer", printed)) == 2
