@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from browsers import look, needs_browser
+from browsers import check_readable, needs_browser
 from pages import LESSONS
 
 
@@ -40,7 +40,7 @@ def test_each_lesson_has_slides_with_its_claim(slides: Path) -> None:
 @pytest.mark.slow
 @needs_browser
 def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:
-    look(slides, tmp_path)
+    check_readable(slides, tmp_path)
 
 
 @pytest.mark.slow
