@@ -5,7 +5,7 @@ Do published scripts train as on gloo when they exchange through shared memory, 
 COPIES holds a folder OWNER+NAME for each repository, at the commit that exchange_scripts.toml names. Each
 script runs under `stepladder run --nproc 2`, with and without `--exchange gloo` in turn, one thread a
 process. The loss of each backward pass on each rank is compared by its bits, or by its value where they differ.
-Needs the extra `bench`. Three starts take about six minutes on two quiet cores.
+Needs the extra `bench`.
 """
 
 from __future__ import annotations
