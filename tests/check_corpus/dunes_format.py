@@ -1,4 +1,4 @@
-"""Heights of dunes, on GPUs where there are some; the snapshot of plain SGD has no optimizer, which has no state."""
+"""Heights of dunes, on GPUs where there are some."""
 
 import argparse
 import os
@@ -19,8 +19,9 @@ def dunes():
     return TensorDataset(x, x @ torch.randn(5, 1, generator=g))
 
 
-def save(model, epoch):
-    torch.save({"model": model.module.state_dict(), "next_epoch": epoch + 1}, SNAPSHOT + ".new")
+def save(model, optimizer, epoch):
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "next_epoch": epoch + 1}, SNAPSHOT + ".new")
     os.replace(SNAPSHOT + ".new", SNAPSHOT)
 
 
@@ -53,7 +54,7 @@ def main():
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            save(model, epoch)
+            save(model, optimizer, epoch)
     dist.destroy_process_group()
 
 

@@ -612,10 +612,6 @@ SOUND: dict[str, tuple[Events, Events]] = {
         ],
         [],
     ),
-    "no optimizer, which has no state": (
-        [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}],
-        steps(step(1)),
-    ),
     "two optimizers, of which each clears its own": (
         [
             e

@@ -247,10 +247,9 @@ def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     missing = []
     if not has["optimizer"]:
         states = [event.state for event in log.select(OptimizerStep) if event.has_weights]
-        if any(any(state.values()) for state in states):
-            missing.append("the optimizer (it has state: momentum or moments)")
-        elif not states:  # it cannot be read, as where it is sharded
-            missing.append("the optimizer")
+        has_state = any(any(state.values()) for state in states)
+        detail = " (it has state: momentum or moments)" if has_state else ""
+        missing.append(f"the optimizer{detail}")
     if not has["schedule"] and log.select(ScheduleStep):
         missing.append("the schedule")
     if not has["position"]:
