@@ -79,6 +79,7 @@ def test_bad_input_and_an_early_end_are_told_apart() -> None:
         launch(print, nproc=10**6)
 
 
+@pytest.mark.slow
 def test_a_value_does_not_depend_on_the_temporary_directory_and_its_class_has_to_be_there(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

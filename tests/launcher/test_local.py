@@ -347,6 +347,7 @@ def memory_group() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced_and_the_cause_is_named(
     memory_group: Path, tmp_path: Path
 ) -> None:
