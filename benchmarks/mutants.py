@@ -49,12 +49,14 @@ SNAPSHOT = [
     "storage/test_snapshot.py",
     "storage/test_snapshot_damage.py",
     "storage/test_snapshot_killed.py",
+    "storage/test_snapshot_parts.py",
+    "storage/test_shared_directory.py",
 ]
 
 MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
-    "order": ("core/order.py", ["core/test_order.py", "core/test_plan.py"]),
-    "tree": ("train/sync/exact.py", ["train/test_exact.py"]),
+    "order": ("core/order.py", ["core/test_order.py", "core/test_feistel.py", "core/test_plan.py"]),
+    "tree": ("train/sync/exact.py", ["train/test_exact.py", "train/test_shared_memory.py"]),
     "binary_tree": ("train/sync/binary_tree.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluation.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
@@ -73,7 +75,14 @@ MODULES = {  # source, and its tests, the quickest first
         "storage/metrics_file.py",
         ["storage/test_metrics_file.py", "storage/test_run_dir.py"],
     ),
-    "run_dir_access": ("storage/run_dir_access.py", ["storage/test_run_dir_access.py"]),
+    "run_dir_access": (
+        "storage/run_dir_access.py",
+        [
+            "storage/test_run_dir_access.py",
+            "storage/test_shared_directory.py",
+            "storage/test_faults.py",
+        ],
+    ),
     "run_files": ("storage/run_files.py", ["storage/test_run_dir.py"]),
     "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
 }

@@ -43,18 +43,26 @@ class FakeRun:
         after: int | None = None,
         read: Reader = as_planned,
         flushed: Mapping[int, int] | None = None,
+        by_number: bool = False,
     ) -> int:
         """One more attempt, which trains `steps` (counted from 1); returns its number.
 
         after: the attempt whose snapshot it resumed from.  read: what a rank's batches held.
         flushed: {rank: last step that it wrote}, where a kill came before the rest.
+        by_number: it names the attempt by its number, as a Loader's do.
         """
         number = len(self.chains) + 1
         start = steps.start - 1
-        chain = self.chains[after][start] if after is not None else ""
+        chain = ""
+        parent = 0
+        if after is not None and by_number:
+            parent = after
+        elif after is not None:
+            chain = self.chains[after][start]
         ledgers = []
         for rank in range(world_size):
-            ledgers.append(Ledger(self.path, LedgerHeader(number, rank, world_size, start, chain)))
+            header = LedgerHeader(number, rank, world_size, start, chain, parent=parent)
+            ledgers.append(Ledger(self.path, header))
         self.chains[number] = {}
         for step in steps:
             for rank, ledger in enumerate(ledgers):

@@ -116,6 +116,13 @@ def test_with_few_slots_one_chunk_is_read_after_the_other(slots: int) -> None:
     assert np.count_nonzero(np.diff(order // 10)) == 7
 
 
+@pytest.mark.parametrize(("slots", "lanes"), [(1, 1), (8, 2), (16, 4), (1024, 8)])
+def test_a_lane_has_four_slots_or_more(slots: int, lanes: int) -> None:
+    """And there are no more lanes than microbatches."""
+    stream = Plan(7680, 80, 10, chunks=Chunks(((7680, 10),), slots)).stream
+    assert stream is not None and stream.num_lanes == lanes
+
+
 @pytest.mark.parametrize(("rows_per_chunk", "shared"), [(12, 0), (11, 7)])
 def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
     rows_per_chunk: int, shared: int, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stepladder.core.errors import InputError
 from stepladder.core.order import derive_seed, make_permutation
 from stepladder.core.plan import (
+    IdleSpan,
     Plan,
     Span,
     choose_microbatch,
@@ -283,3 +284,8 @@ def test_a_rank_without_samples_makes_an_empty_step_so_that_ranks_stay_together(
     assert [len(batch) for batch in sampler] == [4, 0]
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_sampler=sampler, collate_fn=list)
     assert [len(batch) for batch in loader] == [4, 0]
+
+
+def test_a_pass_that_adds_nothing_has_no_samples() -> None:
+    assert len(IdleSpan(0, 4, 8)) == 0
+    assert len(Span(0, 4, 8)) == 4

@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,17 @@ def test_attempts_resumed_on_other_numbers_of_ranks_are_one_line(run: FakeRun) -
     result = audit(run.path)
     assert_whole(result, epochs=3)
     assert result.attempts == 3
+
+
+def test_an_attempt_may_name_the_one_before_it_by_its_number(run: FakeRun) -> None:
+    """It begins where that one ended, or before; not after."""
+    first = run.attempt(2, range(1, 3))
+    second = run.attempt(3, range(3, 6), after=first, by_number=True)
+    assert_whole(audit(run.path), epochs=2, never_seen=6)
+    run.attempt(1, range(5, 7), after=second, by_number=True)
+    assert_whole(audit(run.path), epochs=2, superseded=1)
+    run.attempt(1, range(8, 10), after=second, by_number=True)
+    assert any("resumed from step 7" in problem for problem in audit(run.path).problems)
 
 
 def test_steps_after_the_snapshot_that_a_later_attempt_resumed_from_are_superseded(
@@ -145,6 +157,12 @@ def test_a_run_killed_before_its_first_step_has_lost_nothing(run: FakeRun) -> No
     run.attempt(1, range(1, 1))
     run.file(1, 0).write_text("")
     assert_whole(audit(run.path), epochs=1, never_seen=22)
+
+
+def test_steps_that_no_attempt_has_recorded_are_lost_in_each_epoch(run: FakeRun) -> None:
+    run.attempt(2, range(1, 1))
+    run.result(6)
+    assert [epoch.lost for epoch in audit(run.path).epochs] == [22, 22]
 
 
 def test_a_run_goes_on_after_an_attempt_killed_while_it_started(run: FakeRun) -> None:
@@ -273,3 +291,12 @@ def test_attempts_are_told_apart_by_all_their_digits(run: FakeRun) -> None:
     run.attempt(1, range(4, 7), after=1)
     result = audit(run.path)
     assert result.ok and result.attempts == 2, result.problems
+
+
+def test_a_header_names_only_what_it_has() -> None:
+    """A ledger of an earlier version has no such entries, and its lines have the same hashes."""
+    assert set(json.loads(LedgerHeader(1, 0, 1, 0, "").text)) == {
+        "attempt", "rank", "world_size", "resumed_from_step", "chain"
+    }  # fmt: skip
+    header = json.loads(LedgerHeader(3, 0, 1, 4, "", in_rounds=True, parent=2).text)
+    assert (header["in_rounds"], header["parent"]) == (True, 2)

@@ -203,6 +203,8 @@ def test_agents_of_several_nodes_that_live_keep_a_run_on_one_out(tmp_path: Path)
         fcntl.flock(agents, fcntl.LOCK_SH)
         with pytest.raises(InputError, match="is in use by another run"):
             RunDirLock(tmp_path, 0.0)
+        with pytest.raises(InputError, match="is in use by another run"):
+            RunDir(tmp_path, 0.0)
         RunDirLock(tmp_path, 0.0, is_multi_node=True).release()
     RunDirLock(tmp_path, 0.0).release()
 
@@ -368,6 +370,23 @@ def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> 
         assert first is not None and second_value is not None
         assert fd_store.find_stored_fd(lambda _: False) is None
         assert fd_store.remove_all_fds(mailbox) == []
+    finally:
+        fd_store.set_fd_store(None)
+        for end in mailbox:
+            end.close()
+
+
+def test_the_launcher_keeps_one_file_however_often_the_owner_is_written(tmp_path: Path) -> None:
+    """Each one that is kept is an open file of the launcher."""
+    mailbox = fd_store.make_fd_store()
+    fd_store.set_fd_store(mailbox)
+    try:
+        first = RunDirLock(tmp_path, 0)
+        first.write_owner({"step": 1})
+        first.write_owner({"step": 2})
+        first.close()
+        RunDirLock(tmp_path, 0).write_owner({"step": 3})  # the next rank, which gets it from there
+        assert len(fd_store.remove_all_fds(mailbox)) == 1
     finally:
         fd_store.set_fd_store(None)
         for end in mailbox:

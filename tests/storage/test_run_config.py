@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from stepladder.core.errors import InputError
+from stepladder.core.order import SORT
 from stepladder.storage.run_config import (
     describe_environment,
+    find_shuffle,
     open_config,
     validate_same_definition,
 )
@@ -153,3 +155,17 @@ def git(*command: str) -> str:
     return subprocess.run(
         ["git", *command], capture_output=True, text=True, check=True
     ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("config", "shuffle"),
+    [(None, ""), ({"plan": {}}, SORT), ({"plan": {"shuffle": "feistel"}}, "feistel")],
+)
+def test_the_order_is_that_of_the_run_s_begin(config: dict[str, Any] | None, shuffle: str) -> None:
+    assert find_shuffle(config, RUN) == shuffle
+
+
+@pytest.mark.parametrize("config", [{}, {"plan": None}, {"plan": {"shuffle": 7}}, {"plan": []}])
+def test_a_damaged_order_is_named(config: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"runs/mlp/config\.json is damaged"):
+        find_shuffle(config, RUN)

@@ -18,6 +18,7 @@ from stepladder.core.errors import InputError
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.lock import LOCK_FILE
 from stepladder.storage.run_dir import RunDir
+from stepladder.storage.run_dir_access import MAX_APPENDED_BYTES
 from stepladder.storage.run_files import METRICS_FILE
 from stepladder.storage.snapshot_store import Snapshots
 
@@ -226,3 +227,11 @@ def test_new_names_are_on_the_disk_before_what_relies_on_them(
     snapshots.save(1, torch.nn.Linear(1, 1), {})
     snapshots.wait()
     assert synced[4] == run_dir and synced[-1] == run_dir / "snapshots"
+
+
+def test_a_lock_file_of_any_size_is_used(tmp_path: Path) -> None:
+    """Nothing is appended to it; it is cut to its length."""
+    (tmp_path / LOCK_FILE).touch()
+    os.truncate(tmp_path / LOCK_FILE, MAX_APPENDED_BYTES + 1)
+    RunDir(tmp_path, 0).close()
+    assert (tmp_path / LOCK_FILE).stat().st_size <= MAX_APPENDED_BYTES

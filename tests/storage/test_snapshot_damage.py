@@ -5,10 +5,13 @@ leaves nothing.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -221,3 +224,31 @@ def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_
     ):
         Snapshots(folder).save(3, model_of(3), {"not storable": lambda: None})
     assert whole_steps(folder) == [1, 2]
+
+
+class RunsCode:
+    """An object whose pickle makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_state_that_would_run_code_is_not_read(folder: Path, tmp_path: Path) -> None:
+    """Its manifest may hold the right hash: whoever made the folder made both."""
+    snapshot = read_newest_snapshot(tmp_path)
+    state = io.BytesIO()
+    torch.save({"value": RunsCode(tmp_path / "made")}, state)
+    changed = replace(snapshot, files={**snapshot.files, STATE_FILE: state.getvalue()})
+    with pytest.raises(UnpicklingError):
+        changed.state()
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_newest_snapshot_comes_with_its_weights_unless_they_are_not_wanted(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert read_newest_snapshot(tmp_path).tensors()
+    assert MODEL_FILE not in read_newest_snapshot(tmp_path, with_model=False).files
