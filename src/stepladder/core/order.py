@@ -22,12 +22,12 @@ MAX_LANES = 64
 # How an order is made, as config.json names it.
 SORT = "sort"
 FEISTEL = "feistel"
-MAX_SORTED = 1 << 16  # samples; a sorted order is drawn from all of them, and kept in memory
-ROUNDS = 8
-# The multipliers and the shift of SplitMix64 (Steele et al., OOPSLA 2014).
+MAX_SORTED = 1 << 16  # elements of an order made by SORT, which draws and keeps all of them
+ROUNDS = 8  # of the Feistel network
+# The multipliers of SplitMix64 (Steele et al., OOPSLA 2014).
 FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
-HALF_WORD = np.uint64(32)
+HALF_WORD = np.uint64(32)  # bits
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -45,16 +45,17 @@ def find_largest_divisor(number: int, limit: int) -> int:
 def make_permutation(count: int, seed: int) -> IndexArray:
     """Return a random order of 0..count-1, shape (count,).
 
-    It sorts the random keys of a counter-based generator (Philox, Salmon et al., SC 2011), whose
-    raw stream NumPy keeps stable between versions, which it does not promise for its `permutation`.
-    The index replaces the lowest bits of each key. Keys are then unique, so any sort gives the same
-    order, and the sorted keys themselves contain the order, without an argsort.
+    It sorts random keys, which come from a counter-based generator (Philox, Salmon et al., SC
+    2011). NumPy keeps the raw stream of this generator stable between versions, and makes no such
+    promise for its `permutation`. An index replaces the lowest bits of each key. Keys are then
+    unique, so any sort gives the same order, and the sorted keys themselves contain the order,
+    without an argsort.
     """
-    raw = np.random.Philox(key=seed).random_raw(count)
-    mask = np.uint64((1 << count.bit_length()) - 1)
-    keys = (raw & ~mask) | np.arange(count, dtype=np.uint64)
+    random_words = np.random.Philox(key=seed).random_raw(count)
+    index_mask = np.uint64((1 << count.bit_length()) - 1)
+    keys = (random_words & ~index_mask) | np.arange(count, dtype=np.uint64)
     keys.sort()
-    return (keys & mask).astype(np.int64)
+    return (keys & index_mask).astype(np.int64)
 
 
 def make_order(
@@ -72,9 +73,10 @@ class FeistelOrder:
     """A random order of 0..count-1 without a table: an index is computed from its position alone.
 
     A generalized Feistel network (Black and Rogaway, CT-RSA 2002, section 5). A position is a pair
-    of numbers, each up to about the square root of `count`. In each round a keyed hash of one is
-    added to the other, modulo its size. There are more pairs than positions, by less than
-    sqrt(count): a result that is no position goes through the network again, until it is one.
+    of numbers, each up to about the square root of `count`. In each round a keyed hash of one
+    number is added to the other number, modulo the size of its range. There are a few more pairs
+    than positions, by less than sqrt(count): a result that is no position goes through the network
+    again, until it is one.
     """
 
     def __init__(
@@ -82,18 +84,18 @@ class FeistelOrder:
         count: int,
         seed: int,
     ) -> None:
-        side = math.isqrt(max(count, 1) - 1) + 1
+        side = math.isqrt(max(count, 1) - 1) + 1  # the square root, rounded up
         self.count = np.uint64(count)
         self.left_size = np.uint64(side)
         self.right_size = np.uint64(-(-count // side))
-        # Not numpy.random, whose import takes 10 ms.
+        # A key of 8 bytes for each round, in pairs. Not by numpy.random, whose import takes 10 ms.
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8 * ROUNDS).digest()
         self.round_keys = np.frombuffer(digest, "<u8").astype(np.uint64).reshape(-1, 2)
 
     def indices_at(self, positions: IndexArray) -> IndexArray:
         """Return the indices at these positions, shape (n,).
 
-        Takes 20 ns for each, and at least 40 us.
+        A call takes 20 ns for each position, and 40 us at least.
         """
         indices = self._encrypt(positions.astype(np.uint64))
         while (outside := np.flatnonzero(indices >= self.count)).size:
@@ -119,6 +121,7 @@ def _hash_values(
     hashes = (values + round_key) * FIRST_MULTIPLIER
     hashes ^= hashes >> HALF_WORD
     hashes *= SECOND_MULTIPLIER
+    # The upper half is a fraction of 2^32, which becomes the same fraction of `size`.
     hashes >>= HALF_WORD
     hashes *= size
     hashes >>= HALF_WORD
@@ -130,10 +133,10 @@ def _add_modulo(
     hashes: NDArray[np.uint64],
     size: np.uint64,
 ) -> NDArray[np.uint64]:
-    """Return the sums modulo `size`; values and hashes are below it. Overwrites `hashes`.
+    """Return (values + hashes) modulo `size`; all are below `size`. Overwrites `hashes`.
 
-    A sum that is too large becomes smaller by subtracting `size`; for all others the subtraction
-    wraps around to a large number, so the minimum is the sum.
+    A sum of `size` or more becomes smaller by subtracting `size`. For any other sum the subtraction
+    wraps around to a large number. So the minimum of both is the result.
     """
     hashes += values
     sums: NDArray[np.uint64] = np.minimum(hashes, hashes - size)
@@ -142,7 +145,7 @@ def _add_modulo(
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the rows of a data set lie in files.
+    """How the rows of a data set are divided into files, and these into chunks.
 
     Attributes:
         shards: (rows, rows per chunk) of each file.
@@ -153,7 +156,7 @@ class Chunks:
     slots: int
 
     def can_hold(self, num_rows: object) -> bool:
-        """Tell whether the numbers are possible and the files hold `num_rows` rows in all."""
+        """Return whether the numbers are valid, and the files have `num_rows` rows in all."""
         if self.slots <= 0:
             return False
         for rows, rows_per_chunk in self.shards:
@@ -167,29 +170,31 @@ class Chunks:
 
         Chunk c holds the rows [edges[c], edges[c + 1]).
         """
-        starts = []
-        first = 0
+        chunk_starts = []
+        file_start = 0
         for rows, rows_per_chunk in self.shards:
-            starts.append(
+            file_end = file_start + rows
+            chunk_starts.append(
                 np.arange(
-                    first,
-                    first + rows,
+                    file_start,
+                    file_end,
                     rows_per_chunk,
                     dtype=np.int64,
                 )
             )
-            first += rows
-        return np.concatenate([*starts, np.array([first], np.int64)])
+            file_start = file_end
+        return np.concatenate([*chunk_starts, np.array([file_start], np.int64)])
 
 
 class StreamOrder:
     """The order of an epoch that is read from files, which is never in memory as a whole.
 
-    The rows, in the order of shuffled chunks and shuffled again within windows, are partitioned
-    into equal contiguous lanes: the batch of a step takes its k-th part from lane k. Ranks take
-    contiguous shares of a batch, so a rank reads the lanes of its share only, and the order is
-    still the same for any number of ranks. Rows that do not fill a step are read last, without
-    lanes. Half of the slots hold the windows that are open, the other half those that come next.
+    The chunks are shuffled. Some neighbours in their new order form a window, and the rows of each
+    window are shuffled. The resulting rows are partitioned into equal contiguous lanes: the batch
+    of a step takes its k-th part from lane k. Ranks take contiguous shares of a batch, so a rank
+    reads the lanes of its share only, and the order is still the same for any number of ranks. Rows
+    that do not fill a step are read last, without lanes. Half of the slots for chunks hold the
+    window that each lane reads, the other half the next window of each lane.
     """
 
     def __init__(
@@ -210,9 +215,9 @@ class StreamOrder:
         self.rows_per_lane = global_batch // self.num_lanes  # in each step
         self.full_steps = num_samples // global_batch
         self.chunks_per_window = max(1, chunks.slots // (2 * self.num_lanes))
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._get_epoch = lru_cache(maxsize=2)(self._make_epoch)
         # Two windows of each lane: in one step all lanes may move from one window to the next.
-        self._window = lru_cache(maxsize=2 * self.num_lanes)(self._make_window)
+        self._get_window = lru_cache(maxsize=2 * self.num_lanes)(self._make_window)
 
     def indices(
         self,
@@ -226,31 +231,36 @@ class StreamOrder:
         """
         step, start = divmod(lo, self.global_batch)
         full_rows = self.full_steps * self.global_batch
+        # From here on, [start, end) are positions in the batch of the step, as far as it is full.
         end = min(hi, full_rows) - step * self.global_batch
         per_lane = self.rows_per_lane
         parts: list[IndexArray] = []
         for lane in range(start // per_lane, -(-end // per_lane)):
-            # The offset turns a position in the batch into a row. A lane has `full_steps` times
-            # `per_lane` rows, and this step takes the `step`-th part of them.
-
-            offset = (lane * self.full_steps + step - lane) * per_lane
-            lane_start = max(start, lane * per_lane)
-            lane_end = min(end, (lane + 1) * per_lane)
+            # The positions [first_position, first_position + per_lane) of the batch hold the rows
+            # from first_row on: a lane has `per_lane` rows for each step.
+            first_position = lane * per_lane
+            first_row = (lane * self.full_steps + step) * per_lane
+            lane_start = max(start, first_position)
+            lane_end = min(end, first_position + per_lane)
             parts += self._read_rows(
                 epoch,
-                offset + lane_start,
-                offset + lane_end,
+                first_row + lane_start - first_position,
+                first_row + lane_end - first_position,
             )
-        if full_rows < hi:  # rows that do not fill a step
+        if full_rows < hi:  # the rows that do not fill a step
             parts += self._read_rows(epoch, max(lo, full_rows), hi)
         return np.concatenate(parts)
 
     def chunk_order(self, epoch: int) -> IndexArray:
-        """Return the epoch's chunks in the order in which lanes read them."""
-        return self._epoch(epoch)[0]
+        """Return the chunks of an epoch in their shuffled order."""
+        order, _ = self._get_epoch(epoch)
+        return order
 
     def _make_epoch(self, epoch: int) -> tuple[IndexArray, IndexArray]:
-        """Return the order of the chunks, and the row at which each window begins, and the end."""
+        """Return the order of the chunks, and the edges of their windows.
+
+        Window w has the rows [edges[w], edges[w + 1]), counted in the order of the chunks.
+        """
         edges = self.chunks.edges
         order = make_order(
             len(edges) - 1,
@@ -260,6 +270,7 @@ class StreamOrder:
         chunk_ends = np.cumsum(np.diff(edges)[order])
         per_window = self.chunks_per_window
         window_edges = [np.zeros(1, np.int64), chunk_ends[per_window - 1 :: per_window]]
+        # The last window may have fewer chunks.
         if len(order) % per_window:
             window_edges.append(chunk_ends[-1:])
         return order, np.concatenate(window_edges)
@@ -285,12 +296,13 @@ class StreamOrder:
         hi: int,
     ) -> Iterator[IndexArray]:
         """Yield the rows [lo, hi) of the shuffled chunks, window by window."""
-        window_edges = self._epoch(epoch)[1]
+        _, window_edges = self._get_epoch(epoch)
         number = int(window_edges.searchsorted(lo, "right")) - 1
         while lo < hi:
             window_start = int(window_edges[number])
             window_end = int(window_edges[number + 1])
             part_end = min(hi, window_end)
-            yield self._window(epoch, number)[lo - window_start : part_end - window_start]
+            window = self._get_window(epoch, number)
+            yield window[lo - window_start : part_end - window_start]
             lo = part_end
             number += 1

@@ -1,7 +1,9 @@
-"""Collectives of ranks on several machines, in stages: within each machine, between them, within.
+"""Collectives of ranks on several machines, which are the nodes of the group.
 
-One copy of the data leaves and enters each machine. A reduction is first done in rank order within
-each machine; gloo then reduces the results of the machines.
+The ranks of each machine exchange data in shared memory, the leaders of the machines exchange it
+over the network, and each leader hands the result to the ranks of its machine. So one copy of the
+data leaves and enters each machine. A reduction is first done in rank order within each machine;
+gloo then reduces the results of the machines.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.work import copy_all
 
-LEADER = 0  # its index among the ranks of its machine
+LEADER = 0  # the index of the leader among the ranks of its machine
 
 
 @dataclass(frozen=True)
 class AcrossNodes:
-    """The first stage of a collective on several machines; called, it starts the collective.
+    """A collective on several machines. To call the object is the first stage of the collective.
 
     Attributes:
         network: The network between the machines.
@@ -35,9 +37,10 @@ class AcrossNodes:
     timeout: timedelta
 
     def wait_for_leader(self, memory: SharedMemory) -> None:
-        """Let the ranks of a machine wait for their leader longer than it waits for others.
+        """Let this rank wait for its leader for twice the time that the leader waits for others.
 
-        Then the error of all of them is that another machine does not answer.
+        If another machine does not answer, the leader then fails first, and tells the ranks of its
+        machine why. This method sets the time only: it does not wait.
         """
         memory.waiter.set_timeout(2 * self.timeout.total_seconds())
 
@@ -47,9 +50,9 @@ class AllReduceAcross(AcrossNodes):
     """Reduces tensors over the ranks of all machines.
 
     Attributes:
-        flats: The tensors, which get the result.
-        reduction: The reduction.
-        operation: torch's name for it; the sum for a mean.
+        flats: Flat tensors with the numbers of this rank, which the result replaces.
+        reduction: The reduction within a machine.
+        operation: The same reduction between machines, an operation of torch; a sum for a mean.
     """
 
     flats: Tensors
@@ -78,7 +81,9 @@ class AllReduceAcross(AcrossNodes):
         hi: int,
     ) -> None:
         if self.network.is_leader:
-            self.reduction._replace(is_mean=False).reduce(rows, flat[lo:hi])
+            # `_finish` divides, by the number of ranks on all machines.
+            without_division = self.reduction._replace(is_mean=False)
+            without_division.reduce(rows, flat[lo:hi])
 
     def _finish(self, memory: SharedMemory) -> None:
         self.wait_for_leader(memory)
@@ -101,25 +106,35 @@ class BroadcastAcross(AcrossNodes):
     """Sends tensors of one rank to the ranks of all machines.
 
     Attributes:
-        flats: The tensors.
-        root: The rank that has them.
+        flats: Flat tensors: on `root` those to send, on other ranks those to overwrite.
+        root: The rank that sends.
     """
 
     flats: Tensors
     root: int
 
     def __call__(self, memory: SharedMemory) -> Stage | None:
-        """Send the tensors within the machine of their rank, or get them from there."""
-        own_ranks = self.network.nodes[self.network.node]
-        is_here = self.root in own_ranks
-        if not is_here:
-            self.wait_for_leader(memory)
-            self._cross()
-        for flat in self.flats:
-            memory.broadcast(flat, own_ranks.index(self.root) if is_here else LEADER)
-        return self._cross if is_here else None
+        """Send the tensors to the ranks of this machine.
 
-    def _cross(self) -> None:
+        On the machine of `root`, the leaders exchange the tensors in the next stage, since the
+        leader of that machine may have to get them first. Other machines exchange them at once.
+
+        Returns:
+            The next stage, or None if this stage is the last.
+        """
+        own_ranks = self.network.nodes[self.network.node]
+        has_root = self.root in own_ranks
+        if has_root:
+            source = own_ranks.index(self.root)
+        else:
+            source = LEADER
+            self.wait_for_leader(memory)
+            self._send_between_machines()
+        for flat in self.flats:
+            memory.broadcast(flat, source)
+        return self._send_between_machines if has_root else None
+
+    def _send_between_machines(self) -> None:
         if self.network.is_leader:
             nodes = self.network.nodes
             root_node = next(node for node, ranks in enumerate(nodes) if self.root in ranks)
@@ -132,11 +147,11 @@ class BroadcastAcross(AcrossNodes):
 
 @dataclass(frozen=True)
 class AllGatherAcross(AcrossNodes):
-    """Collects tensors of all ranks, where each machine has as many ranks.
+    """Collects tensors of all ranks, if all machines have equally many ranks.
 
     Attributes:
-        targets: For each tensor, where that of each rank goes.
-        sources: The tensors of this rank.
+        targets: For each source, one tensor for each rank, which gets the source of that rank.
+        sources: The flat tensors of this rank.
     """
 
     targets: list[Tensors]
@@ -152,10 +167,11 @@ class AllGatherAcross(AcrossNodes):
     def _finish(self, memory: SharedMemory) -> None:
         self.wait_for_leader(memory)
         nodes = self.network.nodes
+        own_ranks = nodes[self.network.node]
         for targets, source in zip(self.targets, self.sources, strict=True):
             if self.network.is_leader:
-                part = torch.cat([targets[rank] for rank in nodes[self.network.node]])
-                parts = self.network.all_gather(part, self.timeout)
+                own_part = torch.cat([targets[rank] for rank in own_ranks])
+                parts = self.network.all_gather(own_part, self.timeout)
                 for ranks, part in zip(nodes, parts, strict=True):
                     rows = part.view(len(ranks), len(source))
                     copy_all(list(rows), [targets[rank] for rank in ranks])
@@ -167,7 +183,7 @@ class AllGatherAcross(AcrossNodes):
 
 @dataclass(frozen=True)
 class BarrierAcross(AcrossNodes):
-    """Waits until the ranks of all machines have come here."""
+    """Waits until the ranks of all machines have called it."""
 
     def __call__(self, memory: SharedMemory) -> Stage:
         """Wait for the ranks of this machine."""

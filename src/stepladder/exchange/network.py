@@ -1,4 +1,4 @@
-"""What passes between machines: the first rank of each one sends and receives for its machine."""
+"""The network between machines: the first rank of each machine sends and receives for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from stepladder.exchange.wait import OTHER_MACHINE, PeerWaiter, make_loss_error
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 
 LEADERS_PREFIX = "leaders"
-LOST_KEY = "lost"  # holds the name of a lost rank, for all machines
-# The kernel closes the connections of a process before it reports the end of the process, and the
-# thread that hears of it may have to wait for a core.
+# The key of the store under which all machines find the name of a lost rank: the number by which
+# messages name it.
+LOST_KEY = "lost"
+# So long after the connections of a rank break, its loss may become known. The kernel closes the
+# connections of a process before it reports the end of the process, and the thread that waits for
+# that report may have to wait for a core.
 LOSS_REPORT_S = 0.3
 LOSS_POLL_S = 0.001
 Tensors = list[torch.Tensor]
@@ -32,7 +35,12 @@ class NodeNetwork:
     """The network between the machines of a group, as one rank uses it.
 
     The first rank of each machine, its leader, is in a gloo group of the leaders. Only leaders call
-    collectives. Each of them waits for its result.
+    the collectives of this class, and each call waits for its result.
+
+    Attributes:
+        nodes: The ranks of each machine.
+        node: The index of this rank's machine in `nodes`.
+        is_leader: Whether this rank is the leader of its machine.
     """
 
     def __init__(
@@ -54,10 +62,10 @@ class NodeNetwork:
         self.node = next(node for node, ranks in enumerate(nodes) if rank in ranks)
         self.is_leader = rank == nodes[self.node][0]
         self._store = store
-        self._has_told_loss = False
+        self._has_shared_loss = False
         self._leaders: Any = None
         options: Any = gloo.options
-        before = list_tcp_connections()
+        earlier_connections = list_tcp_connections()
         if self.is_leader:
             self._leaders = ProcessGroupGloo(
                 PrefixStore(LEADERS_PREFIX, store),
@@ -65,7 +73,7 @@ class NodeNetwork:
                 len(nodes),
                 options,
             )
-        self._connections = list_tcp_connections() - before
+        self._connections = list_tcp_connections() - earlier_connections
 
     # -- collectives of the leaders ----------------------------------------------------------------
 
@@ -90,13 +98,13 @@ class NodeNetwork:
         self._run(lambda: [self._leaders.broadcast(tensor, node) for tensor in tensors], timeout)
 
     def all_gather(self, part: torch.Tensor, timeout: timedelta) -> Tensors:
-        """Return the part of each machine; all are as long."""
+        """Return the part of each machine; all parts have the same length."""
         parts = [torch.empty_like(part) for _ in self.nodes]
         self._run(lambda: [self._leaders.allgather(parts, part)], timeout)
         return parts
 
     def barrier(self, timeout: timedelta) -> None:
-        """Wait until the leaders of all machines have come here."""
+        """Wait until the leaders of all machines have called this method."""
         self._run(lambda: [self._leaders.barrier()], timeout)
 
     def _run(
@@ -104,6 +112,15 @@ class NodeNetwork:
         start: Callable[[], list[Any]],
         timeout: timedelta,
     ) -> None:
+        """Start collectives of the leaders, and wait for each of them.
+
+        Args:
+            start: Starts them, and returns the work of each.
+            timeout: How long to wait for each.
+
+        Raises:
+            NetworkError: One of them has failed, or has not ended in time.
+        """
         try:
             for work in start():
                 work.wait(timeout)
@@ -116,16 +133,16 @@ class NodeNetwork:
         """Tell the other machines which rank is lost, or learn it from them.
 
         Args:
-            lost: The name of the lost rank; None if none is known here.
+            lost: The name of the lost rank; None if this rank knows of none.
 
         Returns:
-            The name of a lost rank of any machine, None if none is known.
+            The name of a lost rank of any machine; None if none is known.
         """
-        with suppress(RuntimeError):  # the store may have ended with the rank that had it
+        with suppress(RuntimeError):  # the lost rank may be the one that served the store
             if lost is None and self._store.check([LOST_KEY]):
                 return int(self._store.get(LOST_KEY))
-            if lost is not None and not self._has_told_loss:
-                self._has_told_loss = True
+            if lost is not None and not self._has_shared_loss:
+                self._has_shared_loss = True
                 self._store.set(LOST_KEY, str(lost))
         return lost
 
@@ -134,16 +151,19 @@ class NodeNetwork:
         waiter: PeerWaiter,
         error: RuntimeError,
     ) -> RuntimeError:
-        """Return the error to keep in place of one of a collective, after which the group is over.
+        """Leave the group after a collective has failed, and explain its error.
 
-        Neither the ranks of this machine nor other leaders wait for this one any more.
+        Neither the ranks of this machine nor other leaders wait for this rank any more.
 
         Args:
             waiter: How the ranks of this machine wait for each other.
-            error: The error.
+            error: The error of the collective.
+
+        Returns:
+            The error to keep in its place, which names a lost rank if one is known.
         """
         lost = await_loss(waiter, self)
-        if lost is None and isinstance(error, NetworkError):
+        if lost is None and isinstance(error, NetworkError):  # which leaders alone raise
             waiter.leave_group(OTHER_MACHINE)
         elif self.is_leader:
             waiter.leave_group(lost)
@@ -152,11 +172,14 @@ class NodeNetwork:
 
 
 def await_loss(waiter: PeerWaiter, network: NodeNetwork | None) -> int | None:
-    """Return the name of a lost rank; None if none is known after a while.
+    """Wait until a lost rank is known, for LOSS_REPORT_S at most.
 
     Args:
         waiter: How the ranks of this machine wait for each other.
         network: The network between machines, if there are several.
+
+    Returns:
+        The name of the lost rank; None if none is known by then.
     """
     deadline = time.monotonic() + LOSS_REPORT_S
     while True:
@@ -169,4 +192,4 @@ def await_loss(waiter: PeerWaiter, network: NodeNetwork | None) -> int | None:
 
 
 class NetworkError(RuntimeError):
-    """The leaders of other machines cannot be reached, or did not answer in time."""
+    """The leader of another machine cannot be reached, or did not answer in time."""

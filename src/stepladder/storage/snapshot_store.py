@@ -1,4 +1,4 @@
-"""The snapshots of one run: saved in the background, verified when read, old ones deleted."""
+"""The snapshots of one run: written in the background, verified when read, old ones deleted."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Snapshots:
 
     Args:
         folder: The folder of the snapshots.
-        keep: How many of the newest snapshots are kept. The snapshot with the best `score` in its
-            manifest is kept too.
-        guard: Called before anything is written. It raises an exception if this process may not
-            write to the folder any more.
+        keep: How many of the newest snapshots are kept, one at least. The snapshot with the best
+            `score` in its manifest is kept too.
+        guard: Called before anything is written or deleted. It raises an exception if this process
+            may not write to the folder any more.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Snapshots:
         self.max_newest = max(1, keep)
         self.guard = guard
         self._buffers = HostBuffers()
-        self._write = BackgroundWrite()
-        self._abandoned = threading.Event()
+        self._background_write = BackgroundWrite()
+        self._parts_abandoned = threading.Event()
         # The folder that `begin` has created for the parts of all ranks, until `save` completes it.
-        self._shared_folder: AbstractContextManager[Path] | None = None
+        self._parts_folder: AbstractContextManager[Path] | None = None
 
     def save(
         self,
@@ -57,7 +57,7 @@ class Snapshots:
     ) -> None:
         """Copy the model and the state now, and write the snapshot in the background.
 
-        Waits for the previous snapshot first, and raises the error of writing it, if any.
+        Waits for the previous snapshot first, and raises its error if it could not be written.
 
         Args:
             step: Optimizer steps done.
@@ -68,43 +68,45 @@ class Snapshots:
                 snapshot is complete once all parts are on disk.
         """
         if parts:
-            assert self._shared_folder is not None, "begin() comes first"
-            folder = self._shared_folder
+            assert self._parts_folder is not None, "begin() comes first"
+            folder_context = self._parts_folder
         else:
             self.wait()
-            folder = self.create(step)
+            folder_context = self.create(step)
         tensors, aliases = split_tied_tensors(model.state_dict())
         copies = self._buffers.copy({"model": tensors, "state": state})
         entries = {"step": step, "aliases": aliases, **(manifest or {})}
-        self._write.start(partial(self._write_files, folder, copies, entries, parts))
+        write_files = partial(self._write_files, folder_context, copies, entries, parts)
+        self._background_write.start(write_files)
 
     def begin(self, step: int) -> str:
         """Create the folder for the parts that all ranks write.
 
-        Waits for the previous snapshot first, and raises the error of writing it, if any.
+        Waits for the previous snapshot first, and raises its error if it could not be written.
 
         Returns:
             The path of the folder.
         """
         self.wait()
-        self._abandoned = threading.Event()
+        self._parts_abandoned = threading.Event()
+        # The folder is entered here, and left by the thread that completes the snapshot.
         stack = ExitStack()
         with as_input_error(f"snapshot in {self.folder} could not be written", FREE_SPACE_HINT):
             path = stack.enter_context(self.create(step))
-        self._shared_folder = _open_until_exit(stack, path)
+        self._parts_folder = _leave_at_exit(stack, path)
         return str(path)
 
     def abandon_parts(self) -> None:
         """Stop waiting for the parts of a lost rank."""
-        self._abandoned.set()
+        self._parts_abandoned.set()
 
     def end(self, timeout_s: float) -> None:
-        """Finish the current write. Its error is ignored: `wait` or the caller reports an error.
+        """Wait for the write under way, and ignore its error: an earlier error may be the cause.
 
         Args:
             timeout_s: How long to wait for the parts of ranks that may be lost.
         """
-        self._write.join(timeout_s)
+        self._background_write.join(timeout_s)
         self.abandon_parts()
         with suppress(Exception):
             self.wait()
@@ -116,18 +118,18 @@ class Snapshots:
         durable.make_folder(self.folder)
         with durable.replace_folder(self.folder / f"step_{step:08d}", check=self.guard) as path:
             yield path
-        self.guard()
+        self.guard()  # the write may have taken long
         self._delete_old()
 
     def wait(self) -> None:
         """Wait until the snapshot that is being written is on disk.
 
         Raises InputError if the files could not be written, and other errors of the thread
-        unchanged.
+        unchanged. That its parts were abandoned is no error.
         """
         message = f"snapshot in {self.folder} could not be written"
         with suppress(PartsAbandoned), as_input_error(message, FREE_SPACE_HINT):
-            self._write.wait()
+            self._background_write.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
         """Return the newest undamaged snapshot, or None if there are no snapshots.
@@ -142,23 +144,23 @@ class Snapshots:
                 fails again instead of training from step 0.
         """
         durable.remove_unfinished(self.folder, "step_")
-        damaged: dict[Path, str] = {}
+        problems: dict[Path, str] = {}  # of the damaged snapshots, the newest first
         for path in reversed(self.paths()):
             try:
                 snapshot = read_snapshot(path)
             except DamagedSnapshot as error:
-                damaged[path] = f"snapshot {path.name} is damaged ({error})"
+                problems[path] = f"snapshot {path.name} is damaged ({error})"
                 continue
-            for damaged_path, message in damaged.items():
-                report(f"{message}; it is renamed, and the snapshot before it is used")
+            for damaged_path, problem in problems.items():
+                report(f"{problem}; it is renamed, and the snapshot before it is used")
                 target = damaged_path.with_suffix(".damaged")
                 durable.remove(target)
                 damaged_path.rename(target)
             return snapshot
-        if damaged:
-            first_message = next(iter(damaged.values()))
+        if problems:
+            first_problem = next(iter(problems.values()))
             raise InputError(
-                f"all {len(damaged)} snapshots in {self.folder} are damaged: {first_message}",
+                f"all {len(problems)} snapshots in {self.folder} are damaged: {first_problem}",
                 "--fresh to move them aside and train from step 0",
             )
         return None
@@ -169,37 +171,46 @@ class Snapshots:
 
     def _write_files(
         self,
-        folder: AbstractContextManager[Path],
+        folder_context: AbstractContextManager[Path],
         copies: JsonObject,
         entries: JsonObject,
         num_parts: int,
     ) -> None:
-        with folder as path:
-            parts = collect_parts(path, num_parts, self._abandoned)
+        with folder_context as path:
+            parts = collect_parts(path, num_parts, self._parts_abandoned)
             write_snapshot_files(path, copies, entries, parts)
 
     def _delete_old(self) -> None:
-        """Delete old snapshots; called only once a newer one is complete on disk."""
+        """Delete old snapshots, now that a newer one is complete on disk."""
         paths = self.paths()
-        scores = {path: score for path in paths if (score := _read_score(path)) is not None}
-        best = max(scores, key=lambda path: (scores[path], path)) if scores else None
+        scores: dict[Path, float] = {}
+        for path in paths:
+            score = _read_score(path)
+            if score is not None:
+                scores[path] = score
+        best = None
+        if scores:  # the newest one of those with the best score
+            best = max(scores, key=lambda path: (scores[path], path))
         for path in paths[: -self.max_newest]:
             if path != best:
-                # Renamed first, since a snapshot that is deleted by half must not look complete.
+                # Renamed first, since a snapshot that is half deleted must not look complete.
                 unfinished = path.with_suffix(durable.UNFINISHED_SUFFIX)
                 path.rename(unfinished)
                 durable.remove(unfinished)
 
 
 @contextmanager
-def _open_until_exit(stack: ExitStack, path: Path) -> Iterator[Path]:
-    """Yield the folder that `stack` has opened, and close the stack after the `with` block."""
+def _leave_at_exit(stack: ExitStack, path: Path) -> Iterator[Path]:
+    """Yield a folder that `stack` has entered, and leave it at the end of the block."""
     with stack:
         yield path
 
 
 def _read_score(path: Path) -> float | None:
-    """Return a snapshot's score, None if it has none or NaN, which would compare as the best."""
+    """Return a snapshot's score, or None if it has none.
+
+    NaN counts as none, since max() could take it for the best.
+    """
     try:
         manifest = typed_file.parse_json(typed_file.read_file(path / MANIFEST_FILE), dict)
         score = float(manifest["score"])

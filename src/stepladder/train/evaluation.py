@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample once, on any number of processes.
+"""Exact evaluation: each sample counts once, on any number of processes.
 
 Sums and counts are added over all samples; means are never averaged.
 """
@@ -25,6 +25,7 @@ from stepladder.train.return_values import (
 )
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
+EVALUATION_EPOCH = 0  # always the same: a Dataset then draws the same random numbers each time
 
 
 @torch.no_grad()
@@ -40,8 +41,8 @@ def evaluate(
     """Return each metric's sum divided by its count, over all samples. A collective.
 
     Batches have fixed boundaries, and the ranks take them in turn. Their results go into a float64
-    table with one row per batch. Each entry comes from one rank and the others add zero; then the
-    rows are added in order. So the metrics have the same bits on any number of processes.
+    table with one row per batch. To a row, one rank adds its results and the others add zeros; then
+    the rows are added in order. So the metrics have the same bits on any number of processes.
 
     Args:
         model: Evaluated in eval mode.
@@ -49,11 +50,11 @@ def evaluate(
         metrics: Returns the sum and the count of each metric for a batch.
         comm: The ranks that share the batches.
         batch_size: Samples per batch.
-        equal_passes: Whether all ranks make equally many passes, since a pass gathers weights.
-        warn: Gets lines about doubtful counts, on each rank.
+        equal_passes: Whether all ranks make equally many passes, as collectives in a pass need.
+        warn: Called on each rank with lines about doubtful counts; there may be none.
 
     Returns:
-        The metrics by name, {} if there are no samples.
+        The metrics by name; {} if there are no samples.
     """
     num_samples = len(source)
     bounds = [
@@ -61,23 +62,23 @@ def evaluate(
     ]
     if not bounds:
         return {}
-    own_batches = range(comm.world.rank, len(bounds), comm.world.world_size)
-    passes = list(own_batches)
-    if equal_passes:  # idle passes compute the first batch, and their results are dropped
-        max_passes = -(-len(bounds) // comm.world.world_size)
-        passes += [0] * (max_passes - len(own_batches))
-    requests = ((0, np.arange(*bounds[number])) for number in passes)
+    own_numbers = range(comm.world.rank, len(bounds), comm.world.world_size)
+    pass_numbers = list(own_numbers)  # for each pass, the number of its batch
+    if equal_passes:  # idle passes compute batch 0, and their results are dropped
+        max_passes = -(-len(bounds) // comm.world.world_size)  # rounded up
+        pass_numbers += [0] * (max_passes - len(own_numbers))
+    requests = ((EVALUATION_EPOCH, np.arange(*bounds[number])) for number in pass_numbers)
     with eval_mode(model), closing(source.batches(requests)) as batches:
-        results = _compute_metrics(model, metrics, comm, zip(passes, batches, strict=True))
+        results = _compute_metrics(model, metrics, comm, zip(pass_numbers, batches, strict=True))
     names = _agree_on_names(results, comm)
     table = np.zeros((len(bounds), len(names), 2))
-    for number, result in zip(own_batches, results, strict=False):
+    for number, result in zip(own_numbers, results, strict=False):
         table[number] = [[float(value) for value in result[name]] for name in names]
     table = comm.sum(table)
     sizes = [end - first for first, end in bounds]
     validate_counts(table[:, :, 1], names)
     warn(find_doubtful_counts(table[:, :, 1], sizes, names))
-    return _means_of(table, names)
+    return _compute_means(table, names)
 
 
 @contextmanager
@@ -101,20 +102,31 @@ def _compute_metrics(
     comm: Comm,
     numbered_batches: Iterable[tuple[int, Any]],
 ) -> list[dict[str, Any]]:
-    """Return what `metrics` returns for each batch, given with its number."""
+    """Return what `metrics` returns for each batch.
+
+    Args:
+        model: The model.
+        metrics: The function of the job.
+        comm: The ranks, of which each has its own batches.
+        numbered_batches: The number of each batch, with the indices of its samples and the batch.
+
+    Returns:
+        The results, in the order of the batches.
+    """
     results: list[dict[str, Any]] = []
-    for number, (_, batch) in numbered_batches:
+    for number, (_indices, batch) in numbered_batches:
         comm.progress.slots[PASS] += 1  # so that a long evaluation is not taken for a hang
-        # For metrics that draw random numbers: keyed by the batch, not by the rank.
+        # For metrics that draw random numbers: these depend on the batch, not on the rank.
         seed_generators(number, comm.device)
         result = metrics(model, batch)
-        validate_metrics(result, list(results[0]) if results else None)
+        expected_names = list(results[0]) if results else None
+        validate_metrics(result, expected_names)
         results.append(result)
     return results
 
 
 def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:
-    """Return the names of the metrics of the first rank, which always has a batch. A collective."""
+    """Return the names of the metrics of rank 0, which always has a batch. A collective."""
     own_names = json.dumps(list(results[0])).encode() if results else None
     names: list[str] = json.loads(comm.broadcast_bytes(own_names))
     if results:
@@ -122,7 +134,7 @@ def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:
     return names
 
 
-def _means_of(table: np.ndarray, names: list[str]) -> dict[str, float]:
+def _compute_means(table: np.ndarray, names: list[str]) -> dict[str, float]:
     """Return sum / count of each metric, from a table of shape (batches, names, 2)."""
     means = {}
     sums = np.add.reduce(table, axis=0)

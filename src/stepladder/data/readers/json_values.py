@@ -15,6 +15,7 @@ from stepladder.data.readers.batches import Sample, stack_values
 from stepladder.data.table import Ragged
 
 DecodeJson = Callable[[bytes | str], Any]
+NUMBER_KINDS = "bif"  # NumPy's letters for the types of bool, int and float
 
 decode_fast: DecodeJson = json.loads
 try:
@@ -22,11 +23,11 @@ try:
 except ImportError:
     pass
 else:
-    decode_fast = msgspec.json.decode  # takes a third of the time
+    decode_fast = msgspec.json.decode  # takes a third of the time of json.loads
 
 
 def parse_object(data: bytes) -> Sample:
-    """Return a JSON object, or raise ValueError."""
+    """Return the JSON object that a record is. Raises ValueError if it is none."""
     try:
         value = decode_fast(data)
     except (ValueError, RecursionError):
@@ -37,7 +38,7 @@ def parse_object(data: bytes) -> Sample:
 
 
 def parse_carefully(data: bytes) -> Any:
-    """Return what Python's module reads: it also takes NaN, and its errors name the place."""
+    """Return a JSON value as Python's json reads it: NaN is valid, and errors name the position."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -45,13 +46,22 @@ def parse_carefully(data: bytes) -> Any:
 
 
 def parse_numbers(texts: list[str], kind: Callable[[str], Any]) -> list[Any]:
-    """Return the numbers that texts are: whole ones for int, any for float.
+    """Return the number that each text stands for.
+
+    Args:
+        texts: The texts.
+        kind: int for whole numbers only, float for any.
+
+    Returns:
+        The numbers; for float, those without a fraction may be int.
 
     Raises:
         ValueError: A text is no such number.
     """
     allowed = {int} if kind is int else {int, float}
-    with suppress(ValueError):  # JSON has no " 1_000" and no ".5", which int and float take
+    # All texts are parsed as one JSON list, which is quick, or else each text alone: JSON has no
+    # " 1_000" and no ".5", which int and float accept, and "1,5" makes two numbers of the list.
+    with suppress(ValueError):
         numbers: list[Any] = decode_fast(f"[{','.join(texts)}]")
         if len(numbers) == len(texts) and allowed.issuperset(map(type, numbers)):
             return numbers
@@ -64,9 +74,9 @@ class ValueType:
 
     Attributes:
         kind: bool, int or float; list for lists of numbers; object for all else.
-        dtype: Of the numbers in lists.
-        shape: Of lists of one length.
-        is_ragged: Whether lists differ in length.
+        dtype: For lists: the type of their numbers.
+        shape: For lists that all have one shape: that shape.
+        is_ragged: For lists: whether they differ in length.
     """
 
     kind: type
@@ -79,17 +89,19 @@ class ValueType:
         name: str,
         values: list[Any],
     ) -> Any:
-        """Return values as an array, as Ragged, or as the list that they are.
+        """Return the values of the column as an array, as Ragged, or as the same list.
 
         Raises:
-            ValueError: One of them has another type.
+            ValueError: A value is of another type than the column.
         """
         if self.kind is object:
             return stack_values(name, values)
         try:
-            if self.kind is list:
-                return self._join_lists(values) if self.is_ragged else self._stack_lists(values)
-            return self._stack_numbers(values)
+            if self.kind is not list:
+                return self._stack_numbers(values)
+            if self.is_ragged:
+                return self._join_lists(values)
+            return self._stack_lists(values)
         except OverflowError as error:
             raise ValueError(f"{name} has a number of more than 64 bits") from error
         except ValueError as error:
@@ -109,7 +121,8 @@ class ValueType:
         return array
 
     def _join_lists(self, values: list[Any]) -> Ragged:
-        if {list}.issuperset(map(type, values)):
+        are_lists = {list}.issuperset(map(type, values))
+        if are_lists:
             offsets = np.zeros(len(values) + 1, np.int64)
             np.cumsum([len(value) for value in values], out=offsets[1:])
             numbers = list(chain.from_iterable(values))
@@ -119,21 +132,23 @@ class ValueType:
         raise ValueError("no list of numbers")
 
     def _convert(self, array: np.ndarray) -> np.ndarray:
-        """Return numbers in the type of the column; each as if it stood alone.
+        """Return numbers in the type of the column, each rounded as it would be alone.
 
         Raises:
-            ValueError: They are no numbers, or fractions where others are whole.
+            ValueError: They are no numbers, or fractions in a column of whole numbers.
         """
-        if array.dtype.kind not in "bif" or not np.can_cast(array.dtype, self.dtype, "same_kind"):
+        are_numbers = array.dtype.kind in NUMBER_KINDS
+        if not are_numbers or not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ValueError(f"numbers of type {array.dtype}")
         if self.dtype.kind == "f":
-            # A whole number among fractions is float64 here: it must not round in another way.
+            # NumPy has made float64 of a whole number that stands among fractions, and int64 of one
+            # that does not. By way of float64, both round to the same bits.
             array = array.astype(np.float64)
         return array.astype(self.dtype)
 
 
 def collect_names(samples: list[Sample]) -> list[str]:
-    """Return the names of all columns of samples."""
+    """Return the names of all columns of samples, in the order in which they first appear."""
     return list(dict.fromkeys(name for sample in samples for name in sample))
 
 
@@ -151,12 +166,13 @@ def find_value_type(samples: list[Sample], name: str) -> ValueType:
         arrays = [np.asarray(value) for value in values if value]
     except ValueError:  # lists of lists of several lengths
         return ValueType(object)
-    if not arrays or any(array.dtype.kind not in "bif" for array in arrays):
+    if not arrays or any(array.dtype.kind not in NUMBER_KINDS for array in arrays):
         return ValueType(object)
     has_fractions = any(array.dtype.kind == "f" for array in arrays)
     dtype = np.dtype(np.float32 if has_fractions else np.int64)
     shapes = {array.shape for array in arrays}
-    if len(shapes) == 1 and len(arrays) == len(values):
+    has_empty_list = len(arrays) < len(values)
+    if len(shapes) == 1 and not has_empty_list:
         return ValueType(list, dtype, shapes.pop())
     if all(array.ndim == 1 for array in arrays):
         return ValueType(list, dtype, is_ragged=True)

@@ -1,4 +1,4 @@
-"""A source over records: ranges of bytes in files, each of which is one sample."""
+"""A source whose samples are records: each is a range of bytes in a file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.record_index import FindOffsets, load_index
 from stepladder.data.table import Ragged, select_columns
 
-OPEN_INDEXES = 64  # at once
+OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
 class RecordFormat(Protocol):
     """How a format divides its files into records.
+
+    The `number` of a file is its index in the list of files.
 
     Attributes:
         name: The name of the format.
@@ -49,10 +51,15 @@ class RecordFormat(Protocol):
         data: bytes,
         names: frozenset[str] | None,
     ) -> Sample:
-        """Return the values of a record of a file by column, at least of these columns.
+        """Return the values of a record by column.
+
+        Args:
+            number: The number of its file.
+            data: The bytes of the record.
+            names: The columns that are needed, others may be left out; None for all.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The record is damaged.
         """
         ...
 
@@ -61,19 +68,23 @@ class RecordFormat(Protocol):
         name: str,
         values: list[Any],
     ) -> Any:
-        """Return values of one column as an array, as Ragged, or as the list that they are.
+        """Return the values of one column as an array, as Ragged, or as the same list.
 
         Raises:
-            ValueError: One of them is of another type than the column.
+            ValueError: A value is of another type than the column.
         """
         ...
 
 
 class IndexedFiles:
-    """The offsets of files whose records are found by an index.
+    """The offsets of the records in files of a format that needs an index of them.
 
     Attributes:
         files: The files.
+        find_offsets: Finds the offsets of a file, to make its index.
+        beside: Whether an index is written beside its file, not into the cache.
+        get_offsets: Returns the offsets of the file with a number, as in `RecordFormat`.
+        lengths: The length of the offsets of each file that was read before, by its number.
     """
 
     def __init__(
@@ -86,17 +97,19 @@ class IndexedFiles:
         self.find_offsets = find_offsets
         self.beside = options.index_beside
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
-        self.lengths: dict[int, int] = {}  # of the indexes that were loaded before
+        self.lengths: dict[int, int] = {}
 
     def _load(self, number: int) -> IndexArray:
         offsets = load_index(self.files[number], self.find_offsets, self.beside)
-        if self.lengths.setdefault(number, len(offsets)) != len(offsets):
+        # The cache of `get_offsets` drops some offsets, and these are loaded once more.
+        expected_length = self.lengths.setdefault(number, len(offsets))
+        if len(offsets) != expected_length:
             problem = f"{self.files[number].name} has changed since it was opened"
             raise InputError(problem, "start again")
         return offsets
 
     def read_first(self, count: int) -> Iterator[bytes]:
-        """Yield some records from the beginning of the first file that has any."""
+        """Yield the first records, `count` at most, of the first file that has records."""
         for number, file in enumerate(self.files):
             offsets = self.get_offsets(number)[: count + 1].tolist()
             for begin, end in pairwise(offsets):
@@ -110,7 +123,17 @@ class IndexedFiles:
 
 
 class RecordSource(FileRows):
-    """Records of files, each read by itself."""
+    """A source that reads each record of its files by itself.
+
+    Attributes:
+        format: The name of the format.
+        records: How the format divides the files into records.
+        decode: The user's function that makes a sample of a record; None if there is none.
+        first: The values of the first record, by column.
+        as_list: Whether a batch is a list of columns instead of a dict.
+        names: The columns of a batch.
+        needed: The columns that are parsed; None for all.
+    """
 
     def __init__(
         self,
@@ -122,24 +145,26 @@ class RecordSource(FileRows):
         self.format = record_format.name
         self.records = record_format
         self.decode = options.decode
-        self.first = self._read_samples(np.zeros(1, np.int64), None)[0]
+        first_index = np.zeros(1, np.int64)
+        self.first = self._read_samples(first_index, None)[0]
         self.as_list = options.columns is not None
         self.names = select_columns(options.columns or (), self.first, files[0].name)
         self.needed = None if options.columns is None else frozenset(self.names)
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
-        texts = {}
+        """The name and the type of each column, as texts to print."""
+        descriptions = {}
+        first_index = np.zeros(1, np.int64)
         for name in self.names:
             value = self.first[name]
             if self.decode is None:
-                value = self._make_column(name, [self.first], np.zeros(1, np.int64))
-            texts[name] = describe_column(value)
-        return texts
+                value = self._make_column(name, [self.first], first_index)
+            descriptions[name] = describe_column(value)
+        return descriptions
 
     def read(self, indices: IndexArray) -> Any:
-        """Return the batch of these records: by column, or of what `decode` makes of them."""
+        """Return the batch of these samples: their columns, or what `decode` makes of them."""
         indices = np.asarray(indices)
         samples = self._read_samples(indices, self.needed)
         if self.decode is not None:
@@ -173,17 +198,20 @@ class RecordSource(FileRows):
         indices: IndexArray,
         names: frozenset[str] | None,
     ) -> list[Sample]:
+        """Return the samples in the order of their indices, with at least these columns."""
         samples: list[Sample] = [{}] * len(indices)
-        for number, places, rows in self.locate(indices):
+        for number, positions, rows in self.locate(indices):
             offsets = self.records.get_offsets(number)
             begins = offsets[rows].tolist()
             ends = offsets[rows + 1].tolist()
             self.files[number].prepare(begins, ends)
-            read = self.files[number].read
+            read_bytes = self.files[number].read
             parse = self.records.parse
-            for place, begin, end, row in zip(places.tolist(), begins, ends, rows, strict=True):
+            for position, begin, end, row in zip(
+                positions.tolist(), begins, ends, rows, strict=True
+            ):
                 try:
-                    samples[place] = parse(number, read(begin, end), names)
+                    samples[position] = parse(number, read_bytes(begin, end), names)
                 except ValueError as error:
                     damage = Damage(
                         self.files[number].name,
@@ -199,7 +227,7 @@ class RecordSource(FileRows):
         number: int,
         row: int,
     ) -> Sample:
-        """Return one record. Raises ValueError if it is damaged."""
+        """Return the record in a row of a file. Raises ValueError if it is damaged."""
         offsets = self.records.get_offsets(number)
         begin = int(offsets[row])
         data = self.files[number].read(begin, int(offsets[row + 1]))
@@ -211,17 +239,20 @@ class RecordSource(FileRows):
         samples: list[Sample],
         indices: IndexArray,
     ) -> Any:
+        """Return one column of samples. An error names a record that is the cause."""
         try:
             return self.records.make_column(name, [sample[name] for sample in samples])
         except KeyError:
-            lacking = next(place for place, sample in enumerate(samples) if name not in sample)
-            file, row = self._find_record(indices[lacking])
+            without_value = (
+                position for position, sample in enumerate(samples) if name not in sample
+            )
+            file, row = self._find_record(indices[next(without_value)])
             problem = f"{file}: record {row} has no {name}"
             raise InputError(problem, f"columns= without it, or {DECODE_HINT}") from None
         except ValueError:
             for index, sample in zip(indices, samples, strict=True):
                 self._validate_value(name, sample, index)
-            raise
+            raise  # each value alone makes a column, and only together they do not
 
     def _validate_value(
         self,
@@ -229,7 +260,7 @@ class RecordSource(FileRows):
         sample: Sample,
         index: np.int64,
     ) -> None:
-        """Raise InputError, with the place of a record, if its value makes no column."""
+        """Raise InputError, which names a record, if its value alone makes no column."""
         try:
             self.records.make_column(name, [sample[name]])
         except ValueError as error:
@@ -249,7 +280,11 @@ class RecordSource(FileRows):
 
 
 def describe_column(value: Any) -> str:
-    """Return the type of a column of one value, or of a value for `decode`, for people."""
+    """Return the type of a column as a text to print.
+
+    Args:
+        value: The column of one sample; its value itself if there is a `decode`.
+    """
     if isinstance(value, Ragged):
         return f"lists of {value.values.dtype}"
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""One attempt: the ranks of one node from their start to their end."""
+"""One attempt of a group to run: the ranks of one node from their start to their end."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.shared_segment import make_segment
 
 CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
-FIRST_FAILURE_GRACE_S = 0.5  # the cause may fail a moment after its consequences
-SHARED_FAILURE_GRACE_S = 10.0  # where all ranks fail: the first may have a snapshot to finish
-SCRIPT_TERM_GRACE_S = 5.0  # after SIGTERM, for a script's ranks that another rank's failure ends
-KEY_PRESS_S = 0.5  # signals that come within it are of one key press
+FIRST_FAILURE_GRACE_S = 0.5  # the rank that is the cause may end a moment after the others
+SHARED_FAILURE_GRACE_S = 10.0  # when all ranks fail: rank 0 may have a snapshot to finish
+SCRIPT_TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL, for a script when one of its ranks has failed
+KEY_PRESS_S = 0.5  # signals that follow each other faster come from one key press
 
 
 class StopRequest:
@@ -66,13 +66,13 @@ class GroupContext:
     """What all attempts of a group have in common.
 
     Args:
-        spec: What the ranks are.
-        limits: How long they may make no progress.
-        starter: Starts their processes.
+        spec: What the ranks run, and how they are asked to stop.
+        limits: How long the ranks may make no progress.
+        starter: Starts the processes of the ranks.
         policy: Reports failures, and tells which are permanent.
         stop_request: The signal that asked the group to stop, once there is one.
         release_locks: Releases the locks of the run directory.
-        dump_prefix: How the names of files begin that NCCL's flight recorder writes.
+        dump_prefix: How the paths of the files of NCCL's flight recorder begin.
     """
 
     spec: GroupSpec
@@ -94,8 +94,8 @@ class AttemptSpec:
         variables: The environment variables that are the same for all ranks.
         joins: Whether the ranks join ranks of other nodes, which train already.
         consensus: The agreement with the other nodes.
-        min_ranks: So many ranks may continue without one that fails repeatedly; None if it is
-            always replaced.
+        min_ranks: A rank that fails repeatedly is not replaced if at least this number of ranks
+            remains; None if it is always replaced.
     """
 
     name: str = ""
@@ -120,7 +120,8 @@ class GroupAttempt:
 
     Attributes:
         monitor: Observes the ranks.
-        running: The ranks that have not been seen to end, by the sentinel of their process.
+        running: The ranks whose end was not handled yet, by the sentinel of their process, which
+            becomes ready when the process ends.
     """
 
     def __init__(self, spec: AttemptSpec, context: GroupContext) -> None:
@@ -130,7 +131,7 @@ class GroupAttempt:
         self._is_script = context.spec.is_script
         self._output = context.spec.output
         self._stop_request = context.stop_request
-        self._members: list[RankProcess] = []  # by local rank
+        self._members: list[RankProcess] = []  # by local rank, with replacements
         self._observed = ObservedRanks(spec.ranks, context.dump_prefix, spec.world_size)
         self.monitor = Monitor(self._observed, context.limits)
         self._errors = MemoryFile("errors")
@@ -140,8 +141,9 @@ class GroupAttempt:
             self._start_replacement, self._request_regroup, context.release_locks
         )
         self._recovery = InPlaceRecovery(context.policy, actions, spec.consensus, spec.min_ranks)
-        has_all_ranks = spec.world_size == len(spec.ranks) and not spec.joins
-        self._segment = make_segment(spec.world_size) if has_all_ranks else None
+        is_only_node = spec.world_size == len(spec.ranks) and not spec.joins
+        # The memory that all ranks share; None if they share none.
+        self._segment = make_segment(spec.world_size) if is_only_node else None
 
     def start(self) -> None:
         """Start all ranks."""
@@ -160,7 +162,7 @@ class GroupAttempt:
             **self._spec.variables,
             "LOCAL_WORLD_SIZE": str(len(self._spec.ranks)),
         }
-        if joins:  # it starts alone, and then joins the others
+        if joins:  # the rank starts as a group of its own, and then joins the other ranks
             variables |= {"RANK": "0", "WORLD_SIZE": "1", JOIN_VARIABLE: str(rank)}
         else:
             variables["RANK"] = str(rank)
@@ -171,7 +173,7 @@ class GroupAttempt:
             member = starter.start(
                 rank, local_rank, log_name, env, self._errors.path, channel, self._segment
             )
-        # At once: a signal that comes now is forwarded to this rank.
+        # Before anything else, so that a signal that comes now is forwarded to this rank too.
         self.running[member.process.sentinel] = member
         if self._is_script:
             starter.guard_session(member)
@@ -198,10 +200,12 @@ class GroupAttempt:
         """
         for member in self._wait_for_ends():
             self._record_end(member)
-        if not self._recovery.poll(self._running_ranks()):
+        can_continue = self._recovery.poll(self._list_running_ranks())
+        if not can_continue:
             self.end_within(0)
+        # The monitor counts its polls as intervals, and those of a vote are shorter.
         if not self._is_voting:
-            text = self.monitor.poll(self._find_alive())
+            text = self.monitor.poll(self._list_alive_local_ranks())
             if text:
                 print_message(text)
         if self.monitor.has_begun:
@@ -210,18 +214,18 @@ class GroupAttempt:
         return has_ended or self._remaining_s() <= 0 or self.monitor.overdue
 
     def _wait_for_ends(self) -> list[RankProcess]:
-        """Wait until a rank ends or reports something, for one interval at most.
+        """Wait until a rank ends or sends a message, for one interval at most.
 
-        What ranks print is shown meanwhile, and does not shorten the wait: the monitor counts the
-        intervals.
+        What ranks print is shown meanwhile. It does not end the wait, because the monitor counts
+        polls and takes each for an interval.
 
         Returns:
             The ranks that have ended, which are no longer in `running`; empty if none has.
         """
         interval_s = CONSENSUS_INTERVAL_S if self._is_voting else MONITOR_INTERVAL_S
-        until = time.monotonic() + max(0.0, min(interval_s, self._remaining_s()))
+        wait_end = time.monotonic() + max(0.0, min(interval_s, self._remaining_s()))
         ready: list[Any] = []
-        while not self._is_of_ranks(ready) and (wait_s := until - time.monotonic()) >= 0:
+        while not self._has_rank_event(ready) and (wait_s := wait_end - time.monotonic()) >= 0:
             ready = wait([*self.running, *self._output.streams, *self._recovery.channels], wait_s)
             self._output.read(ready)
             self._recovery.receive(ready)
@@ -236,8 +240,11 @@ class GroupAttempt:
     def _is_voting(self) -> bool:
         return self._recovery.state is RecoveryState.VOTING
 
-    def _is_of_ranks(self, ready: Iterable[Any]) -> bool:
-        """Return whether a rank has ended or sent a message. A closed channel does not count."""
+    def _has_rank_event(self, ready: Iterable[Any]) -> bool:
+        """Return whether a rank has ended or sent a message.
+
+        A channel that its rank has closed does not count: `receive` has removed it by then.
+        """
         channels = self._recovery.channels
         return any(item in self.running or item in channels for item in ready)
 
@@ -254,26 +261,28 @@ class GroupAttempt:
         is_ending = self._stop_request.signal_number or self._deadline < math.inf
         if not self._context.spec.recovers_in_place or is_ending:
             return False
-        if self._find_mismatch() is not None:  # the job's code is wrong on all ranks
+        # Ranks that call different collectives would do so again: the job's code is wrong.
+        if self._find_mismatch() is not None:
             return False
-        return self._recovery.can_continue_without(member, self._running_ranks())
+        return self._recovery.can_continue_without(member, self._list_running_ranks())
 
-    def _running_ranks(self) -> set[int]:
+    def _list_running_ranks(self) -> set[int]:
+        """Return the ranks whose end was not handled yet, by the numbers they were started with."""
         return {member.rank for member in self.running.values()}
 
-    def _find_alive(self) -> list[int]:
+    def _list_alive_local_ranks(self) -> list[int]:
         """Return the local ranks whose processes are alive."""
         return [member.local_rank for member in self._members if member.process.is_alive()]
 
     def end_within(self, seconds: float) -> None:
-        """End the ranks that still run after so many seconds."""
+        """Set the time left to the ranks that still run, unless they have less already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _remaining_s(self) -> float:
         return self._deadline - time.monotonic()
 
     def request_stop(self) -> None:
-        """Ask the ranks to stop together at the end of a step, within their time for it."""
+        """Ask the ranks to stop together at the end of a step, and limit the time they take."""
         if self._stop_requested:
             return
         self._stop_requested = True
@@ -284,16 +293,18 @@ class GroupAttempt:
             self.forward_signal(signal.SIGTERM)
 
     def forward_signal(self, signal_number: int) -> None:
-        """Send a signal to the ranks that run."""
+        """Send a signal to the ranks that still run."""
         for member in self.running.values():
             member.send_signal(signal_number)
 
     def end(self) -> Outcome:
         """End the ranks that still run, and return how the attempt ended."""
-        members = self._counted_members()
+        members = self._list_counted_members()
         exit_codes = {member.rank: member.process.exitcode for member in members}
         has_failed = any(is_failure(code) for code in exit_codes.values() if code is not None)
-        explanation = self._explain_end() if has_failed or self.monitor.overdue else None
+        explanation = None
+        if has_failed or self.monitor.overdue:
+            explanation = self._explain_end()  # before `kill`: ranks that run show their stacks
         self.kill()
         was_explained_first = self.monitor.explanation is not None or self._observed.has_dumps
         evidence = Evidence(
@@ -303,20 +314,20 @@ class GroupAttempt:
             was_explained_first=was_explained_first,
             mismatch=self._find_mismatch() if has_failed else None,
             is_out_of_memory=any(member.has_seen_oom_kill for member in members),
-            stop_signal=self._stop_signal_of_script(),
+            stop_signal=self._get_script_stop_signal(),
         )
         return determine_outcome(evidence)
 
-    def _stop_signal_of_script(self) -> int:
+    def _get_script_stop_signal(self) -> int:
         return self._stop_request.signal_number if self._is_script else 0
 
-    def _counted_members(self) -> list[RankProcess]:
-        """Return the ranks whose end is the end of the attempt."""
+    def _list_counted_members(self) -> list[RankProcess]:
+        """Return the ranks that count for the outcome: all but those that were abandoned."""
         abandoned = self._recovery.abandoned
         return [member for member in self._members if member.rank not in abandoned]
 
     def _read_errors(self) -> list[RankError]:
-        errors = [member.read_error() for member in self._counted_members()]
+        errors = [member.read_error() for member in self._list_counted_members()]
         return [error for error in errors if error is not None]
 
     def _explain_end(self) -> Explanation | None:
@@ -324,16 +335,22 @@ class GroupAttempt:
         errors = self._read_errors()
         exit_codes = [member.process.exitcode for member in self._members]
         has_lost_peer = any(error.is_consequence for error in errors)
-        if (DONE in exit_codes and has_lost_peer) or -signal.SIGABRT in exit_codes:
+        has_finished_early = DONE in exit_codes and has_lost_peer
+        was_aborted = -signal.SIGABRT in exit_codes
+        if has_finished_early or was_aborted:
             return self._explain(self.inspect_ranks())
         is_peer_silent = any(error.kind is ErrorKind.PEER_SILENT for error in errors)
         if self.monitor.overdue or self._observed.has_dumps or is_peer_silent:
-            return self.monitor.explanation or self._explain_where_ranks_are()
+            return self.monitor.explanation or self._explain_present_state()
         return None
 
-    def _explain_where_ranks_are(self) -> Explanation | None:
-        """Return why the ranks make no progress; None if all have ended with errors that say it."""
-        alive = self._find_alive()
+    def _explain_present_state(self) -> Explanation | None:
+        """Return why the ranks make no progress, from what they do now.
+
+        If all have ended, only a rank that stands out is worth an explanation: otherwise their
+        errors say more, and the result is None.
+        """
+        alive = self._list_alive_local_ranks()
         statuses = self._observed.inspect(alive)
         if alive:
             return self._explain(statuses)
@@ -346,9 +363,9 @@ class GroupAttempt:
         return find_mismatch(self._observed.list_ended())
 
     def inspect_ranks(self) -> list[RankStatus]:
-        """Return the status of each rank, with the stack that it has or ended with."""
+        """Return the status of each rank, with its stack, or the one that it ended with."""
         traces = {error.rank: error.trace for error in self._read_errors()}
-        return self._observed.inspect(self._find_alive(), traces)
+        return self._observed.inspect(self._list_alive_local_ranks(), traces)
 
     def kill(self) -> None:
         """End all ranks that still run."""
@@ -367,7 +384,7 @@ class GroupAttempt:
         self._output.end_attempt()
 
     def _end_sessions(self) -> None:
-        """Ask the ranks of a script to end, then kill what they started unless all went well."""
+        """Ask the ranks of a script to end; after a stop or a failure, kill their sessions too."""
         if not self._stop_requested and self.running:
             self.forward_signal(signal.SIGTERM)
             self._deadline = time.monotonic() + SCRIPT_TERM_GRACE_S
@@ -375,5 +392,5 @@ class GroupAttempt:
             self._wait_for_ends()
         has_failed = any(member.process.exitcode for member in self._members)
         if self._stop_requested or has_failed:
-            for member in self._members:  # what a rank started may run on after it has ended
+            for member in self._members:  # what a rank started may outlive the rank
                 member.kill_session()

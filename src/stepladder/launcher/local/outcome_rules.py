@@ -36,12 +36,13 @@ class Evidence:
         exit_codes: The exit code of each rank, in rank order; None for a rank that had not ended.
         errors: The errors that ranks have recorded.
         explanation: Why the ranks made no progress, if that may have caused the end.
-        was_explained_first: Whether the ranks made no progress before the first of them failed.
+        was_explained_first: Whether the ranks had made no progress for so long that this was
+            explained before the first of them failed.
         mismatch: The first collective that two ranks called differently, if there is one.
         is_out_of_memory: Whether the kernel killed a process for lack of memory while the group
             ran.
-        stop_signal: The signal that asked a script to stop, which it may not handle; 0 for none,
-            and for a job, which always handles it.
+        stop_signal: The signal that asked a script to stop; 0 if there was none. Always 0 for a
+            job: it handles the signal, and a script may not.
     """
 
     exit_codes: Mapping[int, int | None]
@@ -71,6 +72,7 @@ def determine_outcome(evidence: Evidence) -> Outcome:
         outcome = rule(evidence)
         if outcome is not None:
             return outcome
+    # No rank has failed, but some did not end in time.
     return Stalled(None, STOP_TIMED_OUT)
 
 
@@ -104,17 +106,18 @@ def find_stop_signal(evidence: Evidence) -> Outcome | None:
 def find_early_stall(evidence: Evidence) -> Outcome | None:
     """Return the stall, if it came before any rank failed.
 
-    The ranks then failed because they waited in vain, so their errors do not tell the cause. Only
-    an error of the rank that they waited for does. Where no rank stands out, as where the network
-    is broken, their errors are all that is known.
+    The ranks that waited then failed because they waited in vain, so their errors do not tell the
+    cause. If the rank that they waited for has failed by itself, its own failure is the cause, and
+    a later rule returns it. If no rank stands out, as when the network is broken, the errors are
+    all that is known.
     """
     if not evidence.was_explained_first or evidence.explanation is None:
         return None
     if evidence.explanation.rank is None and evidence.errors:
         return find_exception(evidence) or find_lost_peer(evidence)
-    lost_peers = {error.rank for error in evidence.errors if error.is_consequence}
-    has_own_failure = evidence.explanation.rank in evidence.failed_codes.keys() - lost_peers
-    if has_own_failure:
+    lost_a_peer = {error.rank for error in evidence.errors if error.is_consequence}
+    failed_by_themselves = evidence.failed_codes.keys() - lost_a_peer
+    if evidence.explanation.rank in failed_by_themselves:
         return None
     return find_stall(evidence)
 
@@ -122,13 +125,13 @@ def find_early_stall(evidence: Evidence) -> Outcome | None:
 def find_exception(evidence: Evidence) -> Outcome | None:
     """Return the earliest exception that no other rank caused."""
     was_killed = any(code < 0 for code in evidence.failed_codes.values())
-    other_rules = {ErrorKind.SYS_EXIT}  # the kinds of error that a later rule explains
-    if was_killed:  # a killed rank does not answer when the others connect
-        other_rules.add(ErrorKind.NOT_CONNECTED)
+    kinds_of_later_rules = {ErrorKind.SYS_EXIT}
+    if was_killed:  # the others may have failed to connect because the killed rank did not answer
+        kinds_of_later_rules.add(ErrorKind.NOT_CONNECTED)
     causes = [
         error
         for error in evidence.errors
-        if not error.is_consequence and error.kind not in other_rules
+        if not error.is_consequence and error.kind not in kinds_of_later_rules
     ]
     if not causes:
         return None
@@ -144,12 +147,13 @@ def find_early_end(evidence: Evidence) -> Outcome | None:
 
 
 def find_mismatch(evidence: Evidence) -> Outcome | None:
-    """Return the different collectives that ranks called.
+    """Return that ranks called different collectives, or the abort that is its usual sign.
 
-    gloo then aborts a rank without a message, so the recorded calls explain more than the signal.
+    gloo aborts such a rank without a message, so the recorded calls explain more than the signal.
     """
     if evidence.mismatch is not None:
         return Mismatched(evidence.mismatch.rank, evidence.mismatch.with_cause)
+    # The calls that differ were not recorded: only the abort in a collective is known.
     explanation = evidence.explanation
     if explanation is None or not explanation.is_abort:
         return None
@@ -172,7 +176,7 @@ def find_stall(evidence: Evidence) -> Outcome | None:
 
 
 def find_exit_code(evidence: Evidence) -> Outcome | None:
-    """Return the exit code of a rank that ended by sys.exit(), or without an error."""
+    """Return the exit code of a rank that called sys.exit(), or that recorded no error."""
     kinds = {error.rank: error.kind for error in evidence.errors}
     for rank, code in evidence.failed_codes.items():
         if kinds.get(rank, ErrorKind.SYS_EXIT) is ErrorKind.SYS_EXIT:
@@ -183,7 +187,7 @@ def find_exit_code(evidence: Evidence) -> Outcome | None:
 def find_lost_state(evidence: Evidence) -> Outcome | None:
     """Return the earliest error of a rank that found the training state lost with other ranks.
 
-    Later errors come from ranks that were to join: they only say that the other ranks have ended.
+    Later errors come from ranks that were about to join, and only say that the others have ended.
     """
     errors = [error for error in evidence.errors if error.kind is ErrorKind.STATE_LOST]
     if not errors:
