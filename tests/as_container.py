@@ -50,7 +50,7 @@ class Comparison(ctypes.Structure):
     ]
 
 
-def refuse_calls(refused: list[str]) -> None:
+def install_filter(refused: list[str]) -> None:
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
@@ -77,7 +77,7 @@ def refuse_calls(refused: list[str]) -> None:
 
 def main(words: list[str]) -> None:
     if words[0] == "--inside":
-        refuse_calls(KINDS[words[1]].split())
+        install_filter(KINDS[words[1]].split())
         os.execvp(words[2], words[2:])
     bounding_set = ",".join(["-all", *(f"+{name}" for name in CAPABILITIES.split())])
     limits = "--bounding-set", bounding_set, "--inh-caps", "-all"
