@@ -33,7 +33,7 @@ help:
 	@echo "make goodput    a kill every five seconds: what still counts, beside torchrun and torchft: a quarter of an hour"
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
-	@echo "make corpus     stepladder check and parity on small scripts with a planted mistake or none: half an hour"
+	@echo "make corpus     stepladder check and parity on small scripts with a planted mistake or none, all wrong answers: half an hour"
 	@echo "make torch-tests  torch's own tests of torch.distributed, on gloo and on shared memory: twenty minutes"
 	@echo "make images     build the container image, train in it, and edit a checkout in it: root, buildah, mmdebstrap"
 	@echo "make clean      remove .venv and caches; runs and data stay"
