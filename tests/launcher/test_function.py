@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stepladder
+from notebooks import connect_by_files
 from processes import SECONDS, run
 from stepladder.core.errors import InputError
 from stepladder.launcher.function import RankFailed, launch
@@ -140,13 +141,14 @@ except RuntimeError as error:
 """
 
 
-def test_a_notebook_s_cells_are_ranks(tmp_path: Path) -> None:
+def test_a_notebook_s_cells_are_ranks(tmp_path: Path, short_folder: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     cells = [nbformat.v4.new_code_cell(text.strip()) for text in NOTEBOOK.split("---")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(
         notebook,
+        config=connect_by_files(short_folder),
         timeout=SECONDS,
         startup_timeout=SECONDS,
         resources={"metadata": {"path": str(tmp_path)}},

@@ -32,7 +32,7 @@ PLANTED = {
     r"does not deliver",
     "lock": r"rank 1 .* of step 3: it is in deadlock\(\), hangs.py:\d+ `with second:`; the "
     r"others wait\n"
-    r"  usual cause: a deadlock(.|\n)*another thread: other\(\), hangs.py:\d+ `with first:`",
+    r"  usual cause: a deadlock(.|\n)*another thread: lock_in_other_order\(\), hangs.py:\d+ `with first:`",
     "sleep": r"rank 1 .* of step 3: it is in validate\(\), hangs.py:\d+ .*; the others wait\n"
     r"  usual cause: work that only this rank does",
     "stop": r"rank 1 .* is stopped \(SIGSTOP\) in step 3, .*; the others wait for it\n  usual "

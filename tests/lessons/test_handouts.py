@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from browsers import check_readable, needs_browser
+from notebooks import connect_by_files
 from pages import LESSONS
 
 
@@ -45,7 +46,7 @@ def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path) -> None:
+def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -56,7 +57,10 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path) -> None:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
         resources = {"metadata": {"path": str(tmp_path)}}
-        nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+        client = nbclient.NotebookClient(
+            notebook, config=connect_by_files(short_folder), timeout=300, resources=resources
+        )
+        client.execute()
         printed = "".join(
             output.get("text", "")
             for cell in notebook.cells

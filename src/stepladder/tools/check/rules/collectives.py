@@ -149,9 +149,10 @@ def unanswered_collective(
 def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
     statuses = evidence.run.deadlock.ranks if evidence.run.deadlock else ()
     status = next((status for status in statuses if status.rank == log.rank), None)
-    # A rank that waits when no rank can go on is ended by us, and may write that down.
-    was_running = status is not None and status.state is ProcessState.RUNNING
-    if log.has_ended and not was_running:
+    # A rank that waits when no rank can go on is ended by us, and may write that down. One without
+    # a stack was ending by itself.
+    was_waiting = status is not None and status.state is ProcessState.RUNNING and bool(status.stack)
+    if log.has_ended and not was_waiting:
         return "it has ended"
     collectives = log.select(ScriptCollective)
     if collectives and collectives[-1].group:
