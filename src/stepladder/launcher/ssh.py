@@ -91,7 +91,7 @@ def run_on_hosts(
 
 
 def raise_file_limit(count: int) -> None:
-    """Let this process open so many files more than a command usually needs.
+    """Let this process open so many files more than it has open, and some for other purposes.
 
     Raises:
         InputError: The hard limit is too low.
@@ -99,7 +99,7 @@ def raise_file_limit(count: int) -> None:
     import resource  # late: Windows has none
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + BASE_OPEN_FILES
+    needed = count + BASE_OPEN_FILES + len(list(Path("/proc/self/fd").iterdir()))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
