@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
-from data_files import CHUNK, LIBRARIES, PER_FILE, ROWS, WRITERS, make_rows
+from data_files import CHUNK, FILES, LIBRARIES, PER_FILE, ROWS, WRITERS, make_rows, make_table
 from nginx import serve
 from processes import run
 from stepladder import InputError, open_data
@@ -73,7 +75,7 @@ def test_over_http_they_are_the_same(tmp_path: Path) -> None:
         write(root / name, name)
     write_images(root / "images")
     with serve(root, tmp_path / "nginx") as server:
-        for name in WRITERS.keys() - {"arrow"}:
+        for name in WRITERS:
             source = open_data(f"{server.url}{name}/")
             assert source.format == name
             expect_rows(source)
@@ -83,8 +85,71 @@ def test_over_http_they_are_the_same(tmp_path: Path) -> None:
         )
         assert (images[:, 0, 0, 0].tolist(), labels.tolist()) == ([2, 0, 2], [1, 0, 1])
         assert set(server.ranges().values()) == {1}, "each part is sent once"
-        with pytest.raises(InputError, match="Arrow is read from a disk"):
-            open_data(f"{server.url}arrow/")
+
+
+def write_arrow_file(path: Path, table: pa.Table) -> None:
+    """Write the kind of file that begins with its name, in batches of CHUNK compressed rows."""
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, table.schema, options=options) as out,
+    ):
+        for batch in table.to_batches(CHUNK):
+            out.write_batch(batch)
+
+
+@pytest.mark.slow
+def test_arrow_over_http_is_read_batch_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'stepladder[http]'")
+    monkeypatch.setattr("stepladder.data.readers.remote.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("stepladder.data.readers.block_cache.BLOCK_BYTES", 4096)
+    root = tmp_path / "root"
+    root.mkdir()
+    table = make_table(make_rows())
+    write_arrow_file(root / "a.arrow", table)
+    labels = table.append_column("name", table["text"].dictionary_encode())
+    write_arrow_file(root / "labels.arrow", labels)
+    data = (root / "a.arrow").read_bytes()
+    (root / "cut.arrow").write_bytes(data[: len(data) // 2])
+    (root / "text.arrow").write_bytes(b"no arrow at all")
+    with serve(root, tmp_path / "nginx") as server:
+        source = open_data(f"{server.url}a.arrow")
+        expect_rows(source)
+        edges = source.chunk_edges
+        assert edges is not None and list(edges) == list(range(0, ROWS + 1, CHUNK))
+        check_source(open_data(f"{server.url}a.arrow", columns=("id", "x", "tags")))
+        assert list(source.find_damage()) == []
+        assert set(server.ranges().values()) == {1}, "each part is sent once"
+        for name, message in (
+            ("labels", "columns with a dictionary"),
+            ("cut", r"cut.arrow cannot be used: its message at byte \d"),
+            ("text", "text.arrow cannot be used"),
+        ):
+            with pytest.raises(InputError, match=message):
+                open_data(f"{server.url}{name}.arrow")
+
+
+@pytest.mark.slow
+def test_array_records_over_http_are_copied_into_the_cache(tmp_path: Path, cache: Path) -> None:
+    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'stepladder[http]'")
+    (tmp_path / "root").mkdir()
+    write_array_records(tmp_path / "root")
+    size = (tmp_path / "root/part-0.arrayrecord").stat().st_size
+    with serve(tmp_path / "root", tmp_path / "nginx") as server:
+        for _ in range(2):
+            source = open_data(server.url, decode=lambda record: int(record["record"]))
+            assert source.read(np.array([239, 0, 80])).tolist() == [239, 0, 80]
+            check_source(source)
+        assert len(server.ranges()) == 3
+        assert set(server.ranges().values()) == {1}, "each part is sent once"
+        shutil.rmtree(cache / "blocks")
+        bounded = open_data(server.url, cache_bytes=2 * size)
+        assert bounded.read(np.array([239, 0, 80]))["record"] == [b"239", b"0", b"80"]
+        assert len(list(cache.glob("blocks/*/0-whole"))) < 3
+        with pytest.raises(InputError, match="its library reads a copy of the whole file"):
+            open_data(server.url, cache_bytes=size - 1)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -103,14 +168,9 @@ def test_files_of_the_formats_own_library_are_read(library: str, tmp_path: Path)
 
 
 def test_array_records_are_bytes_for_decode(tmp_path: Path) -> None:
-    module = pytest.importorskip("array_record.python.array_record_module")
-    for number in range(2):
-        out = module.ArrayRecordWriter(str(tmp_path / f"{number}.arrayrecord"), "group_size:1")
-        for index in range(50):
-            out.write(str(50 * number + index).encode())
-        out.close()
+    write_array_records(tmp_path)
     source = open_data(tmp_path, decode=lambda record: int(record["record"]))
-    assert source.read(np.array([99, 0, 50])).tolist() == [99, 0, 50]
+    assert source.read(np.array([239, 0, 80])).tolist() == [239, 0, 80]
     assert list(source.find_damage()) == []
     check_source(source)
 
@@ -118,6 +178,32 @@ def test_array_records_are_bytes_for_decode(tmp_path: Path) -> None:
 def cut(file: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[: len(data) - 700])
+
+
+def write_array_records(folder: Path) -> None:
+    module = pytest.importorskip("array_record.python.array_record_module")
+    for number in range(FILES):
+        path = str(folder / f"part-{number}.arrayrecord")
+        out = module.ArrayRecordWriter(path, "group_size:1,uncompressed")
+        for index in range(number * PER_FILE, (number + 1) * PER_FILE):
+            out.write(str(index).encode())
+        out.close()
+
+
+def write_images(folder: Path) -> None:
+    for number, name in enumerate(("cats/1", "cats/2", "dogs/1")):
+        path = folder / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 3), (number, 0, 0)).save(path)
+
+
+def write_tokens(folder: Path) -> None:
+    """Files with the header of llm.c, and a token more than records of `data check`."""
+    header = np.zeros(256, np.int32)
+    header[:3] = (20240520, 1, 1001)
+    for number in range(FILES):
+        tokens = np.arange(1001, dtype=np.uint16)
+        (folder / f"part-{number}.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
 def flip(pattern: bytes, into: bytes) -> Callable[[Path], None]:
@@ -187,6 +273,46 @@ def test_check_ends_with_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write_files", "kind", "count", "file", "damage", "place"),
+    [
+        (write_tokens, "tokens", 3000, "part-1.bin", cut, "part-1.bin: records 650 to 999: "),
+        (write_images, "images", 3, "cats/2.png", cut, "cats/2.png: record 1: "),
+        (
+            write_array_records,
+            "array_record",
+            ROWS,
+            "part-1.arrayrecord",
+            flip(b"85", b"95"),
+            "part-1.arrayrecord: record 5: ",
+        ),
+    ],
+)
+def test_check_names_damage_of_what_has_no_columns(
+    write_files: Callable[[Path], None],
+    kind: str,
+    count: int,
+    file: str,
+    damage: Callable[[Path], None],
+    place: str,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_files(folder)
+    good = run("data", "check", "data", cwd=tmp_path)
+    assert (good.returncode, good.stdout) == (
+        0,
+        f"data: {count:,} records of {kind}, all can be read\n",
+    )
+    damage(folder / file)
+    done = run("data", "check", "data", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"data/{place}" in (done.stdout + done.stderr).splitlines()[0]
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_index_is_made_once_and_beside_a_file_only_when_asked(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,13 +369,6 @@ def test_tokens_are_blocks_that_share_their_ends(tmp_path: Path) -> None:
         check_source(source)
     with pytest.raises(InputError, match="block is None"):
         open_data(tmp_path / "nano.bin")
-
-
-def write_images(folder: Path) -> None:
-    for number, name in enumerate(("cats/1", "cats/2", "dogs/1")):
-        path = folder / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 3), (number, 0, 0)).save(path)
 
 
 def test_folders_of_images_are_classes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from stepladder.data.readers.batches import Sample, collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
-from stepladder.data.readers.open_options import OpenOptions, validate_local
+from stepladder.data.readers.open_options import OpenOptions
 
 RECORD = "record"  # the only column
 OPEN_RECORD_FILES = 32  # at once
@@ -31,10 +31,10 @@ class ArrayRecordSource(FileRows):
         self.format = "array_record"
         self.decode = options.decode
         self.as_list = options.columns is not None
-        self.paths = [str(validate_local(file, "ArrayRecord")) for file in files]
+        self.files = files
         self.open_again = lru_cache(OPEN_RECORD_FILES)(self._open)
         counts = [self.open_again(number).num_records() for number in range(len(files))]
-        super().__init__(files, counts, options.chunk_rows)
+        super().__init__(files, counts, options)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -86,13 +86,14 @@ class ArrayRecordSource(FileRows):
         return records
 
     def _open(self, number: int) -> Any:
+        file = self.files[number]
         try:
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:
-            problem = f"{self.paths[number]} needs array_record"
+            problem = f"{file.name} needs array_record"
             raise InputError(problem, "pip install array-record") from error
         try:
-            return ArrayRecordReader(self.paths[number])
+            return ArrayRecordReader(str(file.get_path()))
         except (ValueError, RuntimeError, OSError) as error:
-            problem = f"{self.paths[number]} cannot be used: {get_reason(error)}"
+            problem = f"{file.name} cannot be used: {get_reason(error)}"
             raise InputError(problem, DAMAGE_HINT) from error

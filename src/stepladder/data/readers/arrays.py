@@ -96,7 +96,7 @@ class ArraySource(FileRows):
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
-        super().__init__(files, counts, options.chunk_rows)
+        super().__init__(files, counts, options)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -196,13 +196,18 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
     Args:
         files: Files of tokens, with the header of llm.c or without one.
         options: What the caller of `open_data` has set.
+
+    Raises:
+        InputError: `block` is missing, or the header of a file is cut.
     """
     block = require_block(files[0], options)
     arrays = []
     for file in files:
         head = file.read(0, min(TOKEN_HEADER_BYTES, file.size))
         magic = int.from_bytes(head[:4], "little")
-        if magic in TOKEN_TYPES and len(head) == TOKEN_HEADER_BYTES:
+        if magic in TOKEN_TYPES:
+            if len(head) < TOKEN_HEADER_BYTES:
+                raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
             count = int.from_bytes(head[8:12], "little")
             rows = divide_tokens(
                 TOKEN_HEADER_BYTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,12 +10,16 @@ import pyarrow as pa
 
 from stepladder.core.errors import InputError, get_reason
 from stepladder.data.formats.parquet import PARQUET_DAMAGE
+from stepladder.data.readers.arrow_stream import (
+    ARROW_FILE_MAGIC,
+    list_remote_parts,
+    read_schema,
+)
 from stepladder.data.readers.damage import DAMAGE_HINT
-from stepladder.data.readers.files import DataFile
-from stepladder.data.readers.open_options import OpenOptions, validate_local
+from stepladder.data.readers.files import DataFile, LocalFile
+from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.tables import TablePart, TableSource
 
-ARROW_FILE_MAGIC = b"ARROW1"
 OPEN_ARROW_FILES = 32  # at once
 
 
@@ -29,53 +34,61 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
         InputError: A file is damaged, or has other columns than the first.
     """
     open_again = lru_cache(OPEN_ARROW_FILES)(lambda number: map_arrow(files[number]))
-    schema = open_again(0).schema
+    schemas = []
     parts: list[TablePart] = []
     for number, file in enumerate(files):
-        table = open_again(number)
-        if not table.schema.equals(schema):
+        if isinstance(file, LocalFile):
+            schemas.append(open_again(number).schema)
+            parts += list_local_parts(file, partial(open_again, number))
+        else:
+            schemas.append(read_schema(file))
+            parts += list_remote_parts(file, schemas[-1])
+        if not schemas[-1].equals(schemas[0]):
             problem = f"{file.name} has other columns than {files[0].name}"
             raise InputError(problem, "files that belong together")
-        first_row = 0
-        for batch in table.to_batches():
-            read = partial(
-                slice_table,
-                open_again,
-                number,
-                first_row,
-                len(batch),
-            )
-            if len(batch):
-                parts.append(
-                    TablePart(
-                        file.name,
-                        first_row,
-                        len(batch),
-                        batch.nbytes,
-                        read,
-                    )
-                )
-            first_row += len(batch)
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
     return TableSource(
         "arrow",
         files,
         parts,
-        schema,
+        schemas[0],
         options,
     )
+
+
+def list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[TablePart]:
+    """Return the record batches of a file that have rows."""
+    parts = []
+    first_row = 0
+    for batch in open_again().to_batches():
+        read = partial(
+            slice_table,
+            open_again,
+            first_row,
+            len(batch),
+        )
+        if len(batch):
+            part = TablePart(
+                file.name,
+                first_row,
+                len(batch),
+                batch.nbytes,
+                read,
+            )
+            parts.append(part)
+        first_row += len(batch)
+    return parts
 
 
 def map_arrow(file: DataFile) -> Any:
     """Return all rows of a file as a table, in the kernel's memory.
 
     Raises:
-        InputError: The file is damaged, or is not on a disk.
+        InputError: The file is damaged.
     """
-    path = validate_local(file, "Arrow")
     try:
-        source = pa.memory_map(str(path))
+        source = pa.memory_map(str(file.get_path()))
         if file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC:
             return pa.ipc.open_file(source).read_all()
         return pa.ipc.open_stream(source).read_all()
@@ -84,11 +97,10 @@ def map_arrow(file: DataFile) -> Any:
 
 
 def slice_table(
-    open_again: Any,
-    number: int,
+    open_again: Callable[[], Any],
     first_row: int,
     rows: int,
     columns: list[str],
 ) -> Any:
     """Return columns of some rows of a file."""
-    return open_again(number).slice(first_row, rows).select(columns)
+    return open_again().slice(first_row, rows).select(columns)

@@ -20,6 +20,7 @@ BLOCK_BYTES = 1 << 20
 MAPPED_BLOCKS = 128  # of a process, which lie in the kernel's memory, not in its own
 CACHE_BYTES = 20 << 30
 CHECKSUM_BYTES = 8
+WHOLE_FILE = "0-whole"  # begins with a digit, as blocks do
 WRITES_PER_SCAN = 32  # the cache may be larger than its limit by so many blocks for each process
 KEPT_PART = 0.9  # of the limit, when blocks are removed
 SPACE_HINT = "free some space, or export XDG_CACHE_HOME=DIR"
@@ -68,6 +69,28 @@ class BlockCache:
                 with lock_blocks(folder, missing):
                     blocks |= self._fetch_missing(folder, missing, fetch)
         return [block for path in paths if (block := blocks[path]) is not None]
+
+    def keep_whole(self, key: str, fetch_all: Callable[[], Iterator[bytes]]) -> Path:
+        """Return the path of a copy of a whole file, which counts as a block.
+
+        Args:
+            key: The name of the file in the cache.
+            fetch_all: Yields the bytes of the file.
+        """
+        folder = self.folder / key
+        path = folder / WHOLE_FILE
+        with self.lock, lock_blocks(folder, [0]):
+            if not path.exists():
+                with (
+                    as_input_error(f"cannot write the cache in {folder}", SPACE_HINT),
+                    path.with_name(f"{path.name}.{os.getpid()}.tmp").open("wb") as out,
+                ):
+                    for data in fetch_all():
+                        out.write(data)
+                Path(out.name).replace(path)
+                self._remove_oldest()
+            os.utime(path)
+        return path
 
     def _fetch_missing(
         self,

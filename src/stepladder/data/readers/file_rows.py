@@ -9,6 +9,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.open_options import OpenOptions
 
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
 
@@ -17,23 +18,28 @@ class FileRows:
     """The samples of a source: the rows of its files, one file after the other.
 
     Attributes:
+        format: The name of the format.
         files: The files.
+        options: What the caller of `open_data` has set.
         starts: The first sample of each file, and the number of samples.
         edges: The first sample of each chunk, and the number of samples.
     """
+
+    format: str
 
     def __init__(
         self,
         files: list[DataFile],
         counts: list[int],
-        chunk_rows: int | None,
+        options: OpenOptions,
     ) -> None:
         """Divide the samples into chunks, which end with files.
 
         Args:
             files: The files.
             counts: The number of rows of each file.
-            chunk_rows: The rows of a chunk, or None for about CHUNK_BYTES.
+            options: What the caller of `open_data` has set. Without the rows of a chunk it has
+                about CHUNK_BYTES.
 
         Raises:
             InputError: There are no rows.
@@ -42,8 +48,9 @@ class FileRows:
         if total == 0:
             raise InputError(f"{files[0].name} has no samples", "a file with some")
         self.files = files
+        self.options = options
         self.starts: IndexArray = np.cumsum([0, *counts])
-        rows = chunk_rows or max(1, CHUNK_BYTES * total // max(1, self.num_bytes))
+        rows = options.chunk_rows or max(1, CHUNK_BYTES * total // max(1, self.num_bytes))
         edges = []
         first = 0
         for count in counts:
@@ -75,6 +82,11 @@ class FileRows:
     def num_bytes(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        return self.options.make_fingerprint(self.format, self.files)
 
     def count_rows(self, number: int) -> int:
         """Return the number of rows of a file."""

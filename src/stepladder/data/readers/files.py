@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,12 +42,16 @@ class DataFile(Protocol):
         """Return the bytes [begin, end), all of which the file must have."""
         ...
 
-    def prepare(
+    def read_parts(
         self,
         begins: list[int],
         ends: list[int],
-    ) -> None:
-        """Fetch these parts, several at once, if reading them one by one would be slow."""
+    ) -> list[bytes]:
+        """Return the bytes of several parts, each as `read` does."""
+        ...
+
+    def get_path(self) -> Path:
+        """Return where the file, or a copy of it, lies on this machine, for a library."""
         ...
 
 
@@ -65,13 +70,6 @@ class LocalFile:
         self.modified_ns = status.st_mtime_ns
         self.identity = f"{path.resolve()} {status.st_size} {self.modified_ns}"
 
-    def prepare(
-        self,
-        begins: list[int],
-        ends: list[int],
-    ) -> None:
-        """Do nothing: the operating system reads ahead."""
-
     def read(
         self,
         begin: int,
@@ -87,9 +85,42 @@ class LocalFile:
             data = os.pread(open_file(self.name).fileno(), end - begin, begin)
         except OSError:
             data = b""  # the error is raised again below, where entering a block costs more time
-        return data if len(data) == end - begin else self._read_parts(begin, end)
+        return data if len(data) == end - begin else self._read_pieces(begin, end)
 
-    def _read_parts(
+    def read_parts(
+        self,
+        begins: list[int],
+        ends: list[int],
+    ) -> list[bytes]:
+        """Return the bytes of several parts: by one call if they follow each other.
+
+        Raises:
+            InputError: The file has become shorter since it was opened, or cannot be read.
+        """
+        if begins[1:] == ends[:-1]:
+            first = begins[0]
+            data = self.read(first, ends[-1])
+            return [
+                data[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)
+            ]
+        with as_input_error(f"cannot read {self.name}", DATA_HINT):
+            file = open_file(self.name)
+            sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            parts = list(map(os.pread, repeat(file.fileno()), sizes, begins))
+        if list(map(len, parts)) != sizes:
+            return [self.read(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        return parts
+
+    def get_path(self) -> Path:
+        """Return where the file lies.
+
+        Raises:
+            InputError: It is gone.
+        """
+        with as_input_error(f"cannot read {self.name}", DATA_HINT):
+            return Path(self.name).resolve(strict=True)
+
+    def _read_pieces(
         self,
         begin: int,
         end: int,

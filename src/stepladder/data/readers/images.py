@@ -40,6 +40,7 @@ class ImageFolder:
         """
         self.format = "images"
         self.folder = folder
+        self.options = options
         self.open_again = lru_cache(OPEN_IMAGES)(options.open_file)
         self.decode = options.decode
         self.as_list = options.columns is not None
@@ -69,6 +70,11 @@ class ImageFolder:
     def num_bytes(self) -> int:
         """The bytes of all files."""
         return sum(self._open(index).size for index in range(len(self)))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        return self.options.make_fingerprint(self.format, map(self._open, range(len(self))))
 
     @property
     def columns(self) -> dict[str, str]:

@@ -81,6 +81,11 @@ class OpenedSource(Source, Protocol):
         """The columns and their types, for people."""
         ...
 
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        ...
+
     def find_damage(self) -> Iterator[Damage]:
         """Read all samples, and yield those that cannot be read."""
         ...

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.batches import Decode
 from stepladder.data.readers.block_cache import BlockCache
-from stepladder.data.readers.files import DATA_HINT, DataFile, LocalFile, is_url, list_paths
+from stepladder.data.readers.files import DataFile, LocalFile, is_url, list_paths
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,30 @@ class OpenOptions:
 
         return UrlFile(name, self.cache)
 
+    def make_fingerprint(
+        self,
+        kind: str,
+        files: Iterable[DataFile],
+    ) -> str | None:
+        """Return a text that is another one when files, or what is read of them, have changed.
+
+        Args:
+            kind: How the files are read.
+            files: The files.
+
+        Returns:
+            The text; None if `decode` uses something that may change unseen.
+        """
+        try:
+            decode = None if self.decode is None else make_function_key(self.decode)
+        except ValueError:
+            return None
+        settings = [kind, self.columns, decode, self.block, self.dtype]
+        hashed = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        for file in files:
+            hashed.update(file.identity.encode())
+        return hashed.hexdigest()
+
 
 def list_names(path: str) -> list[str]:
     """Return the files that a path, a pattern or a URL names."""
@@ -49,15 +75,3 @@ def list_names(path: str) -> list[str]:
     from stepladder.data.readers.remote import list_urls
 
     return list_urls(path)
-
-
-def validate_local(file: DataFile, kind: str) -> Path:
-    """Return the path of a file that a library opens by itself.
-
-    Raises:
-        InputError: It lies behind a URL.
-    """
-    if not isinstance(file, LocalFile):
-        raise InputError(f"{file.name}: {kind} is read from a disk", "copy it to a folder")
-    with as_input_error(f"cannot read {file.name}", DATA_HINT):
-        return Path(file.name).resolve(strict=True)

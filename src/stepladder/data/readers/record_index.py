@@ -47,7 +47,7 @@ def load_index(
         beside: Whether a new index is written beside the file, not into the cache.
     """
     header = make_header(file)
-    path = get_cache_folder() / "indexes" / shorten(file.identity)
+    path = find_index_path(file.identity)
     oldest_ns = 0
     found = None
     if isinstance(file, LocalFile):
@@ -57,14 +57,53 @@ def load_index(
             path = neighbour
             oldest_ns = file.modified_ns
     if found is None:
-        found = map_index(path, header, oldest_ns)
+        found = map_or_write(
+            path,
+            header,
+            file.identity,
+            lambda: find_offsets(file),
+            oldest_ns,
+        )
+    return found
+
+
+def make_index(
+    identity: str,
+    size: int,
+    find_parts: Callable[[], Iterator[IndexArray]],
+) -> IndexArray:
+    """Return the index of what an identity stands for, from the cache; without one it is made.
+
+    Args:
+        identity: A text that is another one when the index is.
+        size: The number of samples that the index is about.
+        find_parts: Yields the numbers of the index, in parts.
+    """
+    header = INDEX_HEADER.pack(INDEX_MAGIC, size, xxhash.xxh64_digest(identity.encode()))
+    return map_or_write(find_index_path(identity), header, identity, find_parts)
+
+
+def find_index_path(identity: str) -> Path:
+    """Return where the cache has the index of what an identity stands for."""
+    return get_cache_folder() / "indexes" / shorten(identity)
+
+
+def map_or_write(
+    path: Path,
+    header: bytes,
+    identity: str,
+    find_parts: Callable[[], Iterator[IndexArray]],
+    oldest_ns: int = 0,
+) -> IndexArray:
+    """Return the numbers of an index file, which one of several processes writes if need be."""
+    found = map_index(path, header, oldest_ns)
     if found is None:
         with (
             as_input_error(f"cannot write the index {path}", SPACE_HINT),
-            lock_index(file),
+            lock_index(identity),
         ):
             if map_index(path, header, oldest_ns) is None:
-                write_index(path, header, find_offsets(file))
+                write_index(path, header, find_parts())
         found = map_index(path, header)
     assert found is not None, f"{path} was written, and is not there"
     return found
@@ -115,12 +154,12 @@ def write_index(
 
 
 @contextmanager
-def lock_index(file: DataFile) -> Iterator[None]:
-    """Let no other process of this machine make the index of a file during the block."""
+def lock_index(identity: str) -> Iterator[None]:
+    """Let no other process of this machine make the same index during the block."""
     folder = get_cache_folder() / "indexes"
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    place = int(shorten(file.identity)[:7], 16)
+    place = int(shorten(identity)[:7], 16)
     try:
         with suppress(OSError):  # some file systems have no locks: both make it, with one result
             fcntl.lockf(

@@ -141,7 +141,7 @@ class RecordSource(FileRows):
         record_format: RecordFormat,
         options: OpenOptions,
     ) -> None:
-        super().__init__(files, record_format.get_counts(), options.chunk_rows)
+        super().__init__(files, record_format.get_counts(), options)
         self.format = record_format.name
         self.records = record_format
         self.decode = options.decode
@@ -203,23 +203,21 @@ class RecordSource(FileRows):
         for number, positions, rows in self.locate(indices):
             offsets = self.records.get_offsets(number)
             begins = offsets[rows].tolist()
-            ends = offsets[rows + 1].tolist()
-            self.files[number].prepare(begins, ends)
-            read_bytes = self.files[number].read
-            parse = self.records.parse
-            for position, begin, end, row in zip(
-                positions.tolist(), begins, ends, rows, strict=True
-            ):
-                try:
-                    samples[position] = parse(number, read_bytes(begin, end), names)
-                except ValueError as error:
-                    damage = Damage(
-                        self.files[number].name,
-                        int(row),
-                        1,
-                        str(error),
-                    )
-                    raise damage.as_error() from error
+            parts = self.files[number].read_parts(begins, offsets[rows + 1].tolist())
+            parsed: list[Sample] = []
+            try:
+                for data in parts:
+                    parsed.append(self.records.parse(number, data, names))
+            except ValueError as error:
+                damage = Damage(
+                    self.files[number].name,
+                    int(rows[len(parsed)]),
+                    1,
+                    str(error),
+                )
+                raise damage.as_error() from error
+            for position, sample in zip(positions.tolist(), parsed, strict=True):
+                samples[position] = sample
         return samples
 
     def _read_sample(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, StorageFault, get_reason
@@ -130,12 +132,12 @@ class UrlFile:
         last_end = end - numbers[-1] * BLOCK_BYTES
         return b"".join([blocks[0][begin - offset :], *blocks[1:-1], blocks[-1][:last_end]])
 
-    def prepare(
+    def read_parts(
         self,
         begins: list[int],
         ends: list[int],
-    ) -> None:
-        """Fetch the blocks of these parts, several at once."""
+    ) -> list[bytes]:
+        """Return the bytes of several parts, whose blocks are fetched several at once."""
         numbers: set[int] = set()
         for begin, end in zip(begins, ends, strict=True):
             numbers.update(range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
@@ -143,6 +145,28 @@ class UrlFile:
         for first in range(0, len(ordered), REQUESTS_AT_ONCE):
             part = ordered[first : first + REQUESTS_AT_ONCE]
             self.cache.read_blocks(self.key, part, self._fetch)
+        return [self.read(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+    def get_path(self) -> Path:
+        """Return where the cache has a copy of the whole file, for libraries that open paths.
+
+        Raises:
+            InputError: It is larger than the cache, has changed since it was opened, or is gone.
+            StorageFault: The server does not answer.
+        """
+        if self.size > self.cache.max_bytes:
+            raise InputError(
+                f"{self.name} has {self.size:,} bytes, and its library reads a copy of the whole"
+                f" file in the cache, of {self.cache.max_bytes:,} bytes",
+                f"open_data(..., cache_bytes={self.size} or more)",
+            )
+        return self.cache.keep_whole(self.key, self._fetch_all)
+
+    def _fetch_all(self) -> Iterator[bytes]:
+        """Yield all blocks of the file from the server."""
+        count = -(-self.size // BLOCK_BYTES)
+        for first in range(0, count, REQUESTS_AT_ONCE):
+            yield from self._fetch(list(range(first, min(first + REQUESTS_AT_ONCE, count))))
 
     def _fetch(self, numbers: list[int]) -> list[bytes]:
         """Return the bytes of blocks from the server, several at once."""

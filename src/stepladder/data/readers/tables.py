@@ -65,6 +65,7 @@ class TableSource:
     ) -> None:
         self.format = format_name
         self.files = files
+        self.options = options
         self.parts = parts
         self.decode: Decode | None = options.decode
         self.as_list = options.columns is not None
@@ -96,6 +97,11 @@ class TableSource:
     def num_bytes(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        return self.options.make_fingerprint(self.format, self.files)
 
     @property
     def columns(self) -> dict[str, str]:
