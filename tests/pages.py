@@ -128,6 +128,7 @@ def run_block(block: Block, folder: Path, setup: str = "", exit_code: int = 0) -
     env = SERVER.ranks() | {
         "PATH": os.pathsep.join([str(SERVER.commands()), BIN, os.environ["PATH"]]),
         "XDG_STATE_HOME": str(folder / ".state"),  # what `stepladder learn` remembers
+        "XDG_CACHE_HOME": str(folder / ".cache"),  # indexes of files that a page writes
         # on a busy machine, spinning threads keep others from working
         "OMP_WAIT_POLICY": "PASSIVE",
     }

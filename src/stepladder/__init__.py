@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from stepladder.core.plan_sampler import PlanSampler
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
+    from stepladder.data.filtered import Filtered, Mapped
     from stepladder.data.mixture import Mixture
     from stepladder.data.packed import Packed
+    from stepladder.data.padded import Padded
     from stepladder.data.readers.open_data import open_data
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writer import write_shards
@@ -40,8 +42,10 @@ _NAMES_OF_MODULE = {
     "core.plan_sampler": ("PlanSampler",),
     "core.settings": ("Settings",),
     "core.world": ("World",),
+    "data.filtered": ("Filtered", "Mapped"),
     "data.mixture": ("Mixture",),
     "data.packed": ("Packed",),
+    "data.padded": ("Padded",),
     "data.readers.open_data": ("open_data",),
     "data.shards.dataset": ("Shards",),
     "data.shards.writer": ("write_shards",),
@@ -66,13 +70,16 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Comm",
+    "Filtered",
     "InputError",
     "Job",
     "Loader",
     "Logger",
+    "Mapped",
     "Mixture",
     "Optimizers",
     "Packed",
+    "Padded",
     "PeerLost",
     "Plan",
     "PlanSampler",

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepladder.core.errors import InputError
-from stepladder.core.order import derive_seed, make_permutation
+from stepladder.core.order import derive_pass_seed, derive_seed, make_permutation
 from stepladder.core.plan import (
     IdleSpan,
     Plan,
     Span,
     choose_microbatch,
-    derive_pass_seed,
     fuse_spans,
     split_evenly,
 )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.core.length_pools import LengthPools
 from stepladder.core.order import (
     FEISTEL,
     MAX_SORTED,
@@ -30,6 +31,8 @@ from stepladder.core.order import (
     make_order,
 )
 from stepladder.core.typed_file import convert
+
+FLAGS = ("drop_last", "by_length")  # of a plan, which config.json has only where they are set
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Plan:
             order in memory. By default "feistel" for more than 65,536 of them.
         drop_last: Whether the samples at the end of an epoch that do not fill a global batch are
             left out; others in each epoch.
+        by_length: Whether batches hold samples of similar lengths. The samples of each chunk, or
+            all without chunks, must be in the order of their lengths.
     """
 
     num_samples: int
@@ -89,6 +94,7 @@ class Plan:
     chunks: Chunks | None = None
     shuffle: str = ""
     drop_last: bool = False
+    by_length: bool = False
     _orders: dict[int, IndexArray] = field(
         init=False,
         default_factory=dict,
@@ -231,11 +237,33 @@ class Plan:
             self.shuffle,
         )
 
+    @cached_property
+    def length_pools(self) -> LengthPools | None:
+        """The order of batches of similar lengths, or None for another order."""
+        if not self.by_length:
+            return None
+        edges = np.array([0, self.num_samples]) if self.chunks is None else self.chunks.edges
+        return LengthPools(
+            self.seed,
+            edges,
+            self.steps_per_epoch,
+            self.batch,
+            self._shuffled_indices_at,
+        )
+
     def order(self, epoch: int) -> IndexArray:
         """Return the epoch's permutation of the data set, shape (num_samples,)."""
-        if self.stream is not None:
-            batches = map(self.batch, range(self.steps_per_epoch))
-            return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in batches])
+        if not self.is_made_by_step:
+            return self._permutation(epoch)
+        batches = map(self.batch, range(self.steps_per_epoch))
+        return np.concatenate([self.indices_at(epoch, lo, hi) for lo, hi in batches])
+
+    @property
+    def is_made_by_step(self) -> bool:
+        """Whether `indices_at` gives positions of one step at a time."""
+        return self.by_length or self.chunks is not None
+
+    def _permutation(self, epoch: int) -> IndexArray:
         order = self._orders.get(epoch)
         # Not `epoch in self._orders`: a prefetching thread may clear the orders meanwhile.
         if order is None:
@@ -249,20 +277,23 @@ class Plan:
                 self._orders[epoch] = order
         return order
 
-    def indices_at(
-        self,
-        epoch: int,
-        lo: int,
-        hi: int,
-    ) -> IndexArray:
+    def indices_at(self, epoch: int, lo: int, hi: int) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,).
 
-        For data in files all positions must belong to one step.
+        If `is_made_by_step`, all positions must belong to one step.
         """
+        if self.length_pools is None:
+            return self._shuffled_indices_at(epoch, lo, hi)
+        step = min(lo // self.global_batch, self.steps_per_epoch - 1)
+        start, _ = self.batch(step)
+        return self.length_pools.indices_of_step(epoch, step)[lo - start : hi - start]
+
+    def _shuffled_indices_at(self, epoch: int, lo: int, hi: int) -> IndexArray:
+        """Return what `indices_at` does in an order that knows no lengths."""
         if self.stream is not None:
             return self.stream.indices(epoch, lo, hi)
         if self.shuffle == SORT:
-            return self.order(epoch)[lo:hi]
+            return self._permutation(epoch)[lo:hi]
         order = _make_feistel_order(self.num_samples, self._seed_of_epoch(epoch))
         return order.indices_at(np.arange(lo, hi))
 
@@ -298,8 +329,7 @@ class Plan:
         """Return the plan as a dict of JSON values, from which `from_json` makes an equal plan."""
         names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch", "shuffle")
         values = {name: getattr(self, name) for name in names}
-        if self.drop_last:
-            values["drop_last"] = True
+        values |= {name: True for name in FLAGS if getattr(self, name)}
         if self.chunks is None:
             return values
         shards = [list(shard) for shard in self.chunks.shards]
@@ -315,7 +345,7 @@ class Plan:
         """
         numbers = dict(stored)
         shuffle = convert(numbers.pop("shuffle", SORT), str)
-        drop_last = convert(numbers.pop("drop_last", False), bool)
+        flags = {name: convert(numbers.pop(name, False), bool) for name in FLAGS}
         chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
             raise ValueError("the plan's chunks do not hold its samples")
@@ -323,7 +353,7 @@ class Plan:
             **convert(numbers, dict[str, int]),
             chunks=chunks,
             shuffle=shuffle,
-            drop_last=drop_last,
+            **flags,
         )
 
 
@@ -361,22 +391,6 @@ def add_idle_spans(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
     idle = IdleSpan(first.number, first.lo, first.hi)
     num_passes = max(map(len, shares))
     return [*spans, *[idle] * (num_passes - len(spans))]
-
-
-def derive_pass_seed(
-    base: int,
-    step: int,
-    number: int,
-) -> int:
-    """Return the seed of microbatch `number` of `step`, as `derive_seed` would, without a hash.
-
-    The hash would cost 3 us in each pass. This is SplitMix64's finaliser (Steele et al., OOPSLA
-    2014) of a 64-bit word that differs for each pass.
-    """
-    word = (base + step * 0x9E3779B97F4A7C15 + number * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (word ^ (word >> 31)) >> 1
 
 
 def choose_microbatch(global_batch: int) -> int:

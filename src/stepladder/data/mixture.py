@@ -10,7 +10,10 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
+from stepladder.data.documents import split_documents
+from stepladder.data.readers.batches import join_lists
 from stepladder.data.source import Source, is_source, make_chunks
+from stepladder.data.table import Ragged
 
 WEIGHT_TOLERANCE = 0.01  # by which the part of a source may differ from its weight
 ROWS_PER_CHUNK = 1024  # of a source without chunks, beside others that have some
@@ -151,6 +154,9 @@ def select_rows(batches: list[Any], order: IndexArray) -> Any:
         order: The rows of the result, counted over all batches.
     """
     first = batches[0]
+    if isinstance(first, Ragged):
+        lists = [values for batch in batches for values in split_documents(batch)]
+        return join_lists([np.asarray(lists[row]) for row in order.tolist()])
     if isinstance(first, dict):
         return {name: select_rows([batch[name] for batch in batches], order) for name in first}
     if isinstance(first, (list, tuple)):

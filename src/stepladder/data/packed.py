@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.data.documents import Documents, find_documents, split_documents
 from stepladder.data.packing import Integers, concatenate_pieces, pack
-from stepladder.data.source import Source, is_source, make_chunks
-from stepladder.data.table import Ragged
+from stepladder.data.source import Source
 
 IGNORED = -100  # what torch's cross_entropy leaves out
 MIN_BLOCKS_PER_GROUP = 64  # of chunks that are packed together: at most 1 in 64 blocks is not full
-DOCUMENTS_PER_READ = 4096
 
 
 class Packed:
@@ -38,7 +37,7 @@ class Packed:
 
     Args:
         documents: A sequence of 1-dimensional arrays of tokens, or a `Source` whose `read` returns
-            a list of them.
+            a list of them, or a dict whose first column of lists they are.
         block_size: The tokens of a block.
         lengths: The tokens of each document. By default they are counted, by reading all.
 
@@ -55,13 +54,8 @@ class Packed:
         if block_size < 1:
             raise InputError(f"block_size={block_size}", "1 or more")
         self.block_size = block_size
-        self._documents: Any = documents
-        counts = self._count_tokens() if lengths is None else np.asarray(lengths, np.int64)
-        if counts.shape != (len(documents),) or (counts < 0).any():
-            raise InputError(
-                f"lengths has {counts.size} numbers, and there are {len(documents)} documents",
-                "a number of tokens for each document",
-            )
+        self._documents = Documents(documents)
+        counts = self._documents.get_lengths(lengths)
         if not counts.any():
             raise InputError("the documents hold no token", "documents of one token or more")
         groups = self._group_chunks(counts)
@@ -71,21 +65,12 @@ class Packed:
         if len(groups) > 2:
             self._chunk_edges = np.cumsum([0, *(part.num_blocks for part in parts)])
 
-    def _count_tokens(self) -> Integers:
-        count = len(self._documents)
-        lengths: list[int] = []
-        for lo in range(0, count, DOCUMENTS_PER_READ):
-            rows = np.arange(lo, min(lo + DOCUMENTS_PER_READ, count))
-            lengths += map(len, self._read_documents(rows))
-        return np.array(lengths, np.int64)
-
     def _group_chunks(self, lengths: Integers) -> list[int]:
         """Return the first document of each group of chunks, then the number of documents."""
         count = len(lengths)
-        chunks = make_chunks(self._documents) if is_source(self._documents) else None
-        if chunks is None:
+        if self._documents.chunks is None:
             return [0, count]
-        ends = chunks.edges[1:]
+        ends = self._documents.chunks.edges[1:]
         tokens = np.cumsum(lengths)[ends - 1]
         groups = [0]
         enough = MIN_BLOCKS_PER_GROUP * self.block_size
@@ -118,7 +103,7 @@ class Packed:
         spans = [slice(*pieces.block_edges[index : index + 2].tolist()) for index in indices]
         needed = np.concatenate([pieces.documents[span] for span in spans])
         documents, numbers = np.unique(needed, return_inverse=True)
-        texts = self._read_documents(documents)
+        texts = split_documents(find_documents(self._documents.read(documents)))
         blocks = Blocks(len(indices), self.block_size)
         piece_numbers = iter(numbers.tolist())
         for row, span in enumerate(spans):
@@ -128,15 +113,6 @@ class Packed:
                 text = texts[next(piece_numbers)]
                 blocks.add(row, np.asarray(text[start : start + length + 1]), length)
         return blocks.arrays
-
-    def _read_documents(self, numbers: Integers) -> list[Any]:
-        if not is_source(self._documents):
-            return [self._documents[number] for number in numbers.tolist()]
-        batch = self._documents.read(numbers)
-        if isinstance(batch, Ragged):
-            edges = np.asarray(batch.offsets).tolist()
-            return [batch.values[lo:hi] for lo, hi in pairwise(edges)]
-        return list(batch)
 
 
 class Blocks:

@@ -314,6 +314,11 @@ def find_chunks(data: Any) -> Chunks | None:
     return make_chunks(data) if is_source(data) else None
 
 
+def is_sorted_by_length(data: Any) -> bool:
+    """Return whether batches of a job's data shall hold samples of similar lengths."""
+    return is_source(data) and getattr(data, "sorted_by_length", False) is True
+
+
 def list_columns(data: Any) -> list[Any]:
     """Return a dict's values, a tuple's or list's items, or the data itself as the only column."""
     if isinstance(data, dict):

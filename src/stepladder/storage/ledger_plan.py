@@ -96,11 +96,11 @@ def iterate_indices(
     while first < end:
         epoch = plan.epoch_of_step(first)
         epoch_end = min(end, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
-        if plan.stream is None:  # the order of data in memory is made for a whole epoch
+        if plan.is_made_by_step:
+            for step in range(first, epoch_end):
+                yield plan.indices_at(epoch, *plan.batch(step))
+        else:  # all at once: the order of data in memory is made for a whole epoch
             lo, _ = plan.batch(first)
             _, hi = plan.batch(epoch_end - 1)
             yield plan.indices_at(epoch, lo, hi)
-        else:
-            for step in range(first, epoch_end):
-                yield plan.stream.indices(epoch, *plan.batch(step))
         first = epoch_end

@@ -64,11 +64,8 @@ def fingerprint_order(plan: Plan, epoch: int) -> bytes:
     elif plan.shuffle == SORT:
         order = plan.order(epoch)
     else:  # every index comes from the same keys
-        order = plan.indices_at(
-            epoch,
-            0,
-            min(plan.num_samples, MAX_INDICES_COMPARED),
-        )
+        _, end = plan.batch(0)
+        order = plan.indices_at(epoch, 0, min(end, MAX_INDICES_COMPARED))
     return blake2b(order.data, digest_size=HASH_BYTES).digest()
 
 

@@ -17,7 +17,13 @@ from stepladder.core.jsonl import is_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
-from stepladder.data.sources import Batches, Request, find_chunks, open_source
+from stepladder.data.sources import (
+    Batches,
+    Request,
+    find_chunks,
+    is_sorted_by_length,
+    open_source,
+)
 from stepladder.train.loader_ledger import LoaderLedger
 from stepladder.train.process_group import get_world_of_script
 
@@ -77,6 +83,7 @@ class Loader:
             seed=seed,
             chunks=find_chunks(data),
             drop_last=drop_last,
+            by_length=is_sorted_by_length(data),
         )
         self._world = world
         validate_shares(self._plan, world or find_world())
@@ -180,12 +187,13 @@ class Loader:
     def _definition(self) -> dict[str, Any]:
         """What decides the order of samples, whatever the number of ranks."""
         plan = self._plan
+        shuffle = f"{plan.shuffle} by length" if plan.by_length else plan.shuffle
         return {
             "num_samples": plan.num_samples,
             "global_batch": plan.global_batch,
             "seed": plan.seed,
             "drop_last": plan.drop_last,
-            "order": f"{plan.shuffle} {derive_seed(repr(plan.chunks)):x}",
+            "order": f"{shuffle} {derive_seed(repr(plan.chunks)):x}",
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

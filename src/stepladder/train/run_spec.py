@@ -18,7 +18,12 @@ from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
 from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.core.world import World
-from stepladder.data.sources import BatchSource, find_chunks, open_source
+from stepladder.data.sources import (
+    BatchSource,
+    find_chunks,
+    is_sorted_by_length,
+    open_source,
+)
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.train.batch_norm import find_batch_norms
@@ -181,6 +186,8 @@ class RunSpec:
         chunks = self.plan.chunks
         if chunks is not None:  # they decide the order of samples
             definition["chunks"] = f"{len(chunks.shards)} shards, {derive_seed(repr(chunks)):x}"
+        if self.plan.by_length:
+            definition["by_length"] = True
         if self.job.schedule is None:  # then only the length depends on the number of epochs
             definition.pop("epochs", None)
         if self.settings.sync == "exact":
@@ -225,8 +232,15 @@ def make_plan(
         if microbatch < min_microbatch:
             most_microbatches = global_batch // min_microbatch
             microbatch = global_batch // find_largest_divisor(global_batch, most_microbatches)
-    chunks = find_chunks(job.train_data)
-    plan = Plan(num_samples, global_batch, microbatch, sizes.seed, min_microbatch, chunks)
+    plan = Plan(
+        num_samples,
+        global_batch,
+        microbatch,
+        sizes.seed,
+        min_microbatch,
+        chunks=find_chunks(job.train_data),
+        by_length=is_sorted_by_length(job.train_data),
+    )
     max_ranks = max(world_size, settings.most_ranks)
     if max_ranks > plan.num_microbatches:
         raise InputError(

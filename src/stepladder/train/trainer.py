@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import PeerLost, RanksDiffer
-from stepladder.core.order import derive_seed
-from stepladder.core.plan import Span, derive_pass_seed
+from stepladder.core.order import derive_pass_seed, derive_seed
+from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.rank import progress

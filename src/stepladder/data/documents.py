@@ -1,0 +1,96 @@
+"""Documents of tokens: a sequence of them, or a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import Chunks, IndexArray
+from stepladder.data.source import is_source, make_chunks
+from stepladder.data.table import Ragged
+
+DOCUMENTS_PER_READ = 4096
+
+
+class Documents:
+    """Documents that are read by number.
+
+    Attributes:
+        data: A sequence of arrays of tokens, or a source of documents.
+        chunks: The chunks of a source, or None.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.chunks: Chunks | None = make_chunks(self.data) if is_source(data) else None
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def read(self, numbers: IndexArray) -> Any:
+        """Return the batch of these documents, as the source gives it; a list of a sequence's."""
+        if is_source(self.data):
+            return self.data.read(numbers)
+        return [self.data[number] for number in numbers.tolist()]
+
+    def get_lengths(self, lengths: Sequence[int] | IndexArray | None) -> IndexArray:
+        """Return the number of tokens of each document.
+
+        Args:
+            lengths: These numbers, as the caller knows them; None to read and count all.
+
+        Raises:
+            InputError: They are not one for each document, or a batch has no documents.
+        """
+        count = len(self)
+        if lengths is None:
+            starts = range(0, count, DOCUMENTS_PER_READ)
+            spans = [np.arange(lo, min(lo + DOCUMENTS_PER_READ, count)) for lo in starts]
+            parts = [count_tokens(find_documents(self.read(span))) for span in spans]
+            return np.concatenate([np.empty(0, np.int64), *parts])
+        counts = np.asarray(lengths, np.int64)
+        if counts.shape != (count,) or (counts < 0).any():
+            raise InputError(
+                f"lengths has {counts.size} numbers, and there are {count} documents",
+                "a number of tokens for each document",
+            )
+        return counts
+
+
+def find_documents(batch: Any) -> Any:
+    """Return the documents of a batch: of columns the first one of lists of numbers.
+
+    Raises:
+        InputError: The batch is a dict of other columns.
+    """
+    if isinstance(batch, Ragged):
+        return batch
+    columns = batch.values() if isinstance(batch, dict) else batch
+    documents = next((column for column in columns if isinstance(column, Ragged)), None)
+    if documents is not None:
+        return documents
+    if isinstance(batch, dict):
+        raise InputError(
+            f"the documents have the columns {', '.join(batch)}, and none of lists of numbers",
+            "a source with a column of tokens",
+        )
+    return batch
+
+
+def count_tokens(documents: Any) -> IndexArray:
+    """Return the length of each document of a batch."""
+    if isinstance(documents, Ragged):
+        return np.diff(np.asarray(documents.offsets))
+    return np.array(list(map(len, documents)), np.int64)
+
+
+def split_documents(documents: Any) -> list[Any]:
+    """Return the documents of a batch as a list."""
+    if not isinstance(documents, Ragged):
+        return list(documents)
+    edges = np.asarray(documents.offsets).tolist()
+    return [documents.values[lo:hi] for lo, hi in pairwise(edges)]

@@ -1,0 +1,177 @@
+"""`Filtered` and `Mapped`: some samples of a source, and what a function makes of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import IndexArray
+from stepladder.data.function_key import make_function_key
+from stepladder.data.readers.record_index import make_index
+from stepladder.data.source import CHUNKS_IN_MEMORY, Source, is_source, make_chunks
+
+SAMPLES_PER_READ = 4096
+
+
+class DerivedSource:
+    """A source that is made of another one by a function.
+
+    Attributes:
+        source: The other source.
+        function: The function.
+        key: What the user calls the function; None for its own code.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        function: Callable[[Any], Any],
+        key: str | None,
+    ) -> None:
+        if not is_source(source):
+            raise InputError(
+                f"the source of {type(self).__name__} is a {type(source).__name__}",
+                "an object with __len__, chunk_edges and read(indices), such as open_data returns",
+            )
+        self.source = source
+        self.function = function
+        self.key = key
+
+    @property
+    def chunks_in_memory(self) -> int:
+        """How many chunks the source keeps in memory."""
+        return getattr(self.source, "chunks_in_memory", CHUNKS_IN_MEMORY)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that is another one when the samples are; None if the source has none.
+
+        Raises:
+            InputError: The function uses something that may change unseen, and has no key.
+        """
+        of_source = getattr(self.source, "fingerprint", None)
+        if not isinstance(of_source, str):
+            return None
+        name = type(self).__name__
+        try:
+            key = self.key or make_function_key(self.function)
+        except ValueError as error:
+            raise InputError(
+                f"the function of {name} depends on {error}, which may change unseen",
+                f'{name}(..., key="v1"), and another key when the function does something else',
+            ) from error
+        return f"{of_source} {name} {key}"
+
+
+class Mapped(DerivedSource):
+    """A source whose batches are those of another one, as a function returns them.
+
+    Args:
+        source: The other source.
+        function: Gets a batch as the source's `read` returns it, and returns the batch that is
+            read. What it makes of a sample must not depend on the other samples of the batch, nor
+            on random numbers.
+        key: A text that is another one whenever the function does something else. A `Filtered` of
+            this source needs it only if the function uses more than code, numbers and texts.
+
+    Raises:
+        InputError: The other source is none.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        function: Callable[[Any], Any],
+        *,
+        key: str | None = None,
+    ) -> None:
+        super().__init__(source, function, key)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.source)
+
+    @property
+    def chunk_edges(self) -> Any:
+        """The chunks of the other source."""
+        return self.source.chunk_edges
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return what the function makes of the batch of these samples."""
+        return self.function(self.source.read(indices))
+
+
+class Filtered(DerivedSource):
+    """A source of those samples of another one that a function keeps.
+
+    Which these are is found once, by reading all samples. It is kept in the user's cache, as an
+    index of 8 bytes a sample, where the other source can tell whether its samples have changed: one
+    of `open_data` can, by the names, sizes and times of its files. Of several processes on a
+    machine one reads, and the others wait.
+
+    Args:
+        source: The other source.
+        keep: Gets a batch as the source's `read` returns it, and returns True or False for each
+            sample, shape (n,). It must not depend on the other samples of the batch.
+        key: A text that is another one whenever `keep` keeps other samples. By default its code and
+            the values that it uses.
+
+    Raises:
+        InputError: The other source is none, no sample is kept, `keep` returns something else, or
+            it uses something that may change unseen and has no key.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        keep: Callable[[Any], Any],
+        *,
+        key: str | None = None,
+    ) -> None:
+        super().__init__(source, keep, key)
+        self._kept = self._load_kept()
+        if not len(self._kept):
+            raise InputError(
+                f"Filtered keeps none of {len(source)} samples",
+                "a function that returns True for some",
+            )
+
+    def _load_kept(self) -> IndexArray:
+        identity = self.fingerprint
+        if identity is None:
+            return np.concatenate(list(self._find_kept()))
+        return make_index(identity, len(self.source), self._find_kept)
+
+    def _find_kept(self) -> Iterator[IndexArray]:
+        """Read all samples, and yield those that are kept."""
+        count = len(self.source)
+        yield np.empty(0, np.int64)
+        for lo in range(0, count, SAMPLES_PER_READ):
+            indices = np.arange(lo, min(lo + SAMPLES_PER_READ, count))
+            mask = np.asarray(self.function(self.source.read(indices)))
+            if mask.dtype != np.bool_ or mask.shape != indices.shape:
+                raise InputError(
+                    f"the function of Filtered returns {mask.dtype} of shape {list(mask.shape)} for"
+                    f" {len(indices)} samples",
+                    "True or False for each sample",
+                )
+            yield indices[mask]
+
+    def __len__(self) -> int:
+        """Return the number of samples that are kept."""
+        return len(self._kept)
+
+    @property
+    def chunk_edges(self) -> IndexArray | None:
+        """The chunks of the other source, without those of which no sample is kept."""
+        chunks = make_chunks(self.source)
+        if chunks is None:
+            return None
+        return np.unique(np.searchsorted(self._kept, chunks.edges))
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return the batch of these samples."""
+        return self.source.read(self._kept[indices])
