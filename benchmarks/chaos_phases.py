@@ -84,7 +84,7 @@ cp -r run kept; exit $first
 class End:
     """How one run ended.
 
-    Attributes:
+    Args:
         killed: The number of ranks that were killed.
         whole: Whether the run was as if unbroken, with nothing lost or rolled back.
     """

@@ -134,7 +134,7 @@ WRITERS = {
 class CheckedScript:
     """A script, what was found in it, and how that is judged.
 
-    Attributes:
+    Args:
         entry: Its table in check_field.toml.
         report: The JSON of the check.
     """

@@ -49,7 +49,7 @@ HEADER = [
 class Training:
     """What several starts of one script have given.
 
-    Attributes:
+    Args:
         losses: The losses of all ranks in the first start, by the way of exchange.
         seconds: The seconds from the first backward pass to the last one of each start.
         faults: Why starts have failed.

@@ -354,7 +354,7 @@ class Moved(TorchDispatchMode):
 class Needs:
     """What one step needs.
 
-    Attributes:
+    Args:
         operations: The multiplications and additions of its products.
         bytes: The bytes that its operations read and write.
         calls: The number of its operations.

@@ -39,7 +39,6 @@ FRAGMENTS = frozenset(
     """.split()  # noqa: SIM905
 )
 PARAMETERS_IN_A_LINE = re.compile(r"^\s*\w+: .+\.\s+\w+: ", re.MULTILINE)
-GOOGLE_SECTION = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields):$", re.MULTILINE)
 COUNTED_TOKENS = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 # Attributes that torch and Python mean to be set: a gradient, and notes on an exception that is raised on.
@@ -168,8 +167,7 @@ class GaugeCounter(ast.NodeVisitor):
         first = re.match(r"[`'\"(]*([A-Za-z-]+)", docstring)
         if first and first[1] in FRAGMENTS:
             self.note("fragment", node, docstring.splitlines()[0])
-        is_google_form = GOOGLE_SECTION.search(docstring)
-        if PARAMETERS_IN_A_LINE.search(docstring) and not is_google_form:
+        if PARAMETERS_IN_A_LINE.search(docstring) and "Args:" not in docstring:
             self.note("home-made parameter list", node)
 
     def visit_Module(self, node: ast.Module) -> None:

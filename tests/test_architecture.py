@@ -85,7 +85,7 @@ MAX_LINES_OF_MOST_FUNCTIONS = 35
 class Import:
     """One import, also one that only a type checker follows.
 
-    Attributes:
+    Args:
         late: True inside a function: it happens at a call.
     """
 

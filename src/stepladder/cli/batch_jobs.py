@@ -44,7 +44,7 @@ ExitCode = Annotated[int, WholeNumber(largest=255)]
 class SubmitFlags:
     """Flags of `submit` that describe the job, by the names of BatchJob's fields.
 
-    Attributes:
+    Args:
         nproc (N|gpu|cpu|auto): Processes per node.  [default: the GPUs of a node, or 1]
         gpus_per_node ([TYPE:]N): For example 4, or a100:4.
         cpus_per_task (N): CPUs per node.  [default: --nproc]

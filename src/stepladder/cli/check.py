@@ -28,7 +28,7 @@ from stepladder.train.job_source import validate_not_job
 class CheckFlags:
     """The flags of `stepladder check`.
 
-    Attributes:
+    Args:
         nproc: Ranks. Half of them simulate a second node.
         epochs: Training passes to watch.  [default: 2, and more within 20 s]
         steps: Optimizer steps per epoch; the epoch ends after them.  [default: all]

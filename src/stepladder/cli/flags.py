@@ -6,7 +6,7 @@ and the docstring's Args its text for --help, with what --help shows for the val
     def submit(script: Path, *, nodes: Annotated[Count, "-N", "--nodes"] = 1) -> None:
         '''Submit SCRIPT.
 
-Args:
+        Args:
             nodes (N): Number of nodes.
         '''
 
@@ -101,7 +101,7 @@ def make_field_options(fields: type, *names: str) -> list[GroupedOption]:
 
 
 def read_documented(documented: Any) -> dict[str, Flag]:
-    """Return the entries of a docstring's Args or Attributes, by name."""
+    """Return the entries of a docstring's Args, by name."""
     return {
         name: Flag(re.sub(r"\n +", " ", text), metavar=metavar or None)
         for name, metavar, text in DOCUMENTED.findall(inspect.getdoc(documented) or "")

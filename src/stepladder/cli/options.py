@@ -67,20 +67,17 @@ TRACEBACK_FLAG = GroupedOption(
 
 
 class JobCommand(click.Command):
-    """A command with the flags of the job that its arguments name.
+    """A command with the flags of the job that its arguments name."""
 
-    Attributes:
-        sections: The sections of --help, in their order; without any, all flags are in one.
-        first_flags: The parameters that come first in --help.
-        job: The job file, once the arguments are parsed.
-        job_fields: The fields of its Config.
-        arguments_before_job: The number of arguments before the job's name.
-    """
-
+    # The sections of --help, in their order; without any, all flags are in one.
     sections: tuple[str, ...] = ("Options",)
+    # The parameters that come first in --help.
     first_flags: tuple[str, ...] = ()
+    # The job file, once the arguments are parsed.
     job: Path
+    # The fields of its Config.
     job_fields: tuple[ConfigField, ...] = ()
+    # The number of arguments before the job's name.
     arguments_before_job = 0
 
     def parse_args(
@@ -210,11 +207,9 @@ class JobCommand(click.Command):
 
 class JobOrScript(JobCommand):
     """A command for jobs and scripts. It takes all flags of a script, whose names it cannot know.
-
-    Attributes:
-        is_script: Whether the arguments name a script, which has no function `build`.
     """
 
+    # Whether the arguments name a script, which has no function `build`.
     is_script = False
 
     def parse_args(

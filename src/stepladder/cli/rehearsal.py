@@ -19,7 +19,7 @@ REHEARSAL_EPOCHS = 2
 class Rehearsal:
     """A rehearsal of a script.
 
-    Attributes:
+    Args:
         script: The script.
         args: Its arguments.
         gpus: The job asks for GPUs.

@@ -46,7 +46,7 @@ FLAGS_WITHOUT_EFFECT = (
 class RunFlags:
     """The flags of `run`, mostly torchrun's. PET_<NAME> in the environment sets each of them.
 
-    Attributes:
+    Args:
         nproc_per_node (N|A:B|auto|gpu|cpu): Processes per machine.  [default: 1]
         nnodes (N|A:B): Machines. Type the same command on each of them.  [default: 1]
         rdzv_endpoint (HOST:PORT): Address at which the machines meet: the host is one of them, the

@@ -39,7 +39,7 @@ DEFAULT_NPROC = (1, 2)
 class ScaleFlags:
     """The flags of `scale` besides those of a job.
 
-    Attributes:
+    Args:
         steps: Optimizer steps per measurement.
         warmup: Steps to run before the measurement begins.
         rounds: Measurements per number of processes, one of each number in turn.

@@ -23,7 +23,7 @@ SUBMIT_FLAGS = ("--nodes", "--nproc", "--rdzv-endpoint")
 class SubmittedCommand:
     """The command after `--`, which the job runs.
 
-    Attributes:
+    Args:
         kind: "train" or "run".
         arguments: Its arguments.
         job_dir: The folder of the job's state.

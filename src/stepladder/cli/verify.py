@@ -23,14 +23,11 @@ from stepladder.train.job_file import load_stored_job
 
 
 class VerifyCommand(JobCommand):
-    """`verify`, with the flags of a job that the arguments or a run directory name.
+    """`verify`, with the flags of a job that the arguments or a run directory name."""
 
-    Attributes:
-        stored_config: The Config that a run directory stores.
-        stored_settings: The settings that it stores.
-    """
-
+    # The Config that a run directory stores.
     stored_config: Mapping[str, Any] = MappingProxyType({})
+    # The settings that it stores.
     stored_settings: Mapping[str, Any] = MappingProxyType({})
 
     def find(self, name: str) -> Path:

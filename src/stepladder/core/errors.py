@@ -38,10 +38,9 @@ class InputError(Exception):
     Raise it at the boundary, before anything is written. Programming errors stay ordinary
     exceptions and keep their traceback.
 
-    Attributes:
+    Args:
         problem: What is wrong, without a period.
         hint: What to type instead.
-        is_reporter: Whether this rank shows the error, or None if ranks have not agreed on one.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class InputError(Exception):
         super().__init__(problem, hint)
         self.problem = problem
         self.hint = hint
+        # Whether this rank shows the error, or None if ranks have not agreed on one.
         self.is_reporter: bool | None = None
 
     def __str__(self) -> str:

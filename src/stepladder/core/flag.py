@@ -20,7 +20,7 @@ OUTPUT = "Snapshots and output"
 class Flag:
     """A flag, as the annotation of a field or a parameter: `Annotated[int, Flag("Passes.")]`.
 
-    Attributes:
+    Args:
         help: What the flag does, for --help.
         group: The section of --help that shows it.
         metavar: What --help shows for the value.

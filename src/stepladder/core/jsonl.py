@@ -67,12 +67,9 @@ def append_record(path: Path, line: Line) -> None:
 class JsonlReader:
     """Reads the lines of a file that may not exist yet, and may grow.
 
-    Attributes:
+    Args:
         path: The file.
         is_valid: Tells whether an object is as a writer would have written it.
-        damaged_lines: How many lines were left out.
-        first_damaged: The number of the first of them, from 1; 0 if there is none.
-        is_torn: Whether the last line has no end.
     """
 
     def __init__(
@@ -82,8 +79,11 @@ class JsonlReader:
     ) -> None:
         self.path = path
         self.is_valid = is_valid
+        # How many lines were left out.
         self.damaged_lines = 0
+        # The number of the first of them, from 1; 0 if there is none.
         self.first_damaged = 0
+        # Whether the last line has no end.
         self.is_torn = False
         self._file_id: tuple[int, int] | None = None  # device and inode
         self._offset = 0  # bytes read

@@ -33,7 +33,7 @@ WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|\W+")  # also that within came
 class Argument(NamedTuple):
     """An argument of a command line.
 
-    Attributes:
+    Args:
         prefix: The part that may be shown.
         secret: The part after it that may not, "" in most arguments.
         name: The name of the secret, or URL.

@@ -163,7 +163,7 @@ def _add_modulo(
 class Chunks:
     """How the rows of a data set are divided into files, and these into chunks.
 
-    Attributes:
+    Args:
         shards: (rows, rows per chunk) of each file.
         slots: How many chunks may be in memory at once.
     """

@@ -39,7 +39,7 @@ FLAGS = ("drop_last", "by_length")  # of a plan, which config.json has only wher
 class Span:
     """One microbatch, or several neighbours fused into one pass.
 
-    Attributes:
+    Args:
         number: The index of the first microbatch within its step, which keys its randomness.
         lo: The first position within the global batch.
         hi: The position after the last one.
@@ -69,7 +69,7 @@ class Plan:
 
     Steps count from 0 here; "after step n" in files means that n steps are done.
 
-    Attributes:
+    Args:
         num_samples: Samples of the training set.
         global_batch: Samples per optimizer step.
         microbatch: Samples per pass; its boundaries are the same for every number of processes.
@@ -338,6 +338,9 @@ class Plan:
     @staticmethod
     def from_json(stored: dict[str, Any]) -> Plan:
         """Return the plan that a config.json holds.
+
+        Args:
+            stored: The fields of the plan by name, as `as_json` gives them.
 
         Raises:
             TypeError: If a value is missing, or is no field of a plan.

@@ -354,7 +354,7 @@ SETTING_FLAGS: dict[str, Flag] = {
 class TrainRequest:
     """The arguments of `stepladder train`, for every rank.
 
-    Attributes:
+    Args:
         job: The job file.
         config: The fields of the job's Config that were set.
         settings: The run's settings.

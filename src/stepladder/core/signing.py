@@ -92,6 +92,9 @@ def load_or_make_secret(path: Path) -> str:
     All processes that can read the folder may ask at once, on many nodes: the file gets its name
     when it has its contents.
 
+    Args:
+        path: The file.
+
     Raises:
         InputError: The file is a link, or another user owns it or may read it.
         OSError: It cannot be written or read.

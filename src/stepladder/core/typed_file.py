@@ -89,6 +89,9 @@ def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file, which `convert` accepts.
 
+    Args:
+        path: The file, of at most MAX_FILE_BYTES.
+
     Raises:
         OSError: The file cannot be read.
         ValueError: It is no TOML.
@@ -102,9 +105,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the contents of a regular file.
 
+    Args:
+        path: The file.
+        max_bytes: The most bytes that it may have.
+
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no regular file, or larger than `max_bytes`.
+        ValueError: It is no regular file, or it is larger.
     """
     with name_file_in_errors(path), open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -127,6 +134,9 @@ def hash_file(path: str | Path | None) -> str | None:
 
 def open_to_read(path: Path) -> BinaryIO:
     """Open a regular file to read its bytes.
+
+    Args:
+        path: The file.
 
     Returns:
         The open file, which the caller closes.

@@ -28,7 +28,7 @@ NUM_PORTS = 12000  # the range ends below Linux's ephemeral ports
 class RankVariables:
     """The environment variables that a launcher sets for each rank.
 
-    Attributes:
+    Args:
         launcher: Its name, for the start-up text.
         rank: The variable of the rank.
         world_size: The variable of the number of ranks.
@@ -133,7 +133,7 @@ def validate_position(
 class World:
     """One process among `world_size`.
 
-    Attributes:
+    Args:
         rank: 0 to world_size-1, over all nodes.
         world_size: The number of ranks.
         local_rank: 0 to ranks_per_node-1, on this node.

@@ -24,7 +24,7 @@ FULL_DISK_HINT = (
 class Feedback:
     """Two functions that show the progress of a long operation; by default they do nothing.
 
-    Attributes:
+    Args:
         on_progress: Called with a name, the number of finished units, and the total number.
         on_message: Called with one line of text.
     """

@@ -34,9 +34,6 @@ class Mixture:
         weights: In place of passes, the part of each source of all samples that are read. The
             passes are the smallest with which no part differs from its weight by more than 1 %.
 
-    Attributes:
-        passes: How often an epoch reads each source.
-
     Raises:
         InputError: There is no source, one of them is none or empty, or a number of passes or a
             weight is missing.
@@ -56,6 +53,7 @@ class Mixture:
         else:
             counts = [1] * len(self._sources) if passes is None else list(passes)
         self.passes = counts
+        """How often an epoch reads each source."""
         if not self._sources or len(counts) != len(self._sources) or min(counts) < 1:
             raise InputError(
                 f"a Mixture of {len(self._sources)} sources with passes={counts}",

@@ -16,7 +16,7 @@ Bins = dict[int, list[Integers]]  # by free space: blocks that have so much
 class Pieces:
     """Documents, or parts of documents longer than a block, in the order of the blocks.
 
-    Attributes:
+    Args:
         documents: The document of each piece.
         starts: The first token of each piece in its document.
         lengths: The number of tokens of each piece.

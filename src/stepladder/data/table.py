@@ -25,7 +25,7 @@ REPAIR_HINT = "repair or replace the file"
 class Column:
     """One array of a data set.
 
-    Attributes:
+    Args:
         dtype: The type of its numbers.
         shape: The shape of one row.
         is_list: Whether each row is a list of its own length; `shape` is () then.
@@ -64,7 +64,7 @@ class Ragged(NamedTuple):
 class Table:
     """An input that is read from its start.
 
-    Attributes:
+    Args:
         name: Its name in messages.
         columns: The columns that are read.
         identity: Two inputs with the same identity have the same rows.

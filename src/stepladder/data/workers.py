@@ -38,7 +38,7 @@ class PackedError:
     torch's DataLoader calls the exception's class with one text. That loses exceptions whose class
     takes other arguments, and blocks for ever on a class that cannot be pickled.
 
-    Attributes:
+    Args:
         pickled: The exception, or b"" if it cannot be pickled.
         name: The name of its class.
         text: Its message.

@@ -28,7 +28,7 @@ LEADER = 0  # the index of the leader among the ranks of its machine
 class AcrossNodes:
     """A collective on several machines. To call the object is the first stage of the collective.
 
-    Attributes:
+    Args:
         network: The network between the machines.
         timeout: How long a stage waits for other ranks.
     """
@@ -49,7 +49,7 @@ class AcrossNodes:
 class AllReduceAcross(AcrossNodes):
     """Reduces tensors over the ranks of all machines.
 
-    Attributes:
+    Args:
         flats: Flat tensors with the numbers of this rank, which the result replaces.
         reduction: The reduction within a machine.
         operation: The same reduction between machines, an operation of torch; a sum for a mean.
@@ -105,7 +105,7 @@ class AllReduceAcross(AcrossNodes):
 class BroadcastAcross(AcrossNodes):
     """Sends tensors of one rank to the ranks of all machines.
 
-    Attributes:
+    Args:
         flats: Flat tensors: on `root` those to send, on other ranks those to overwrite.
         root: The rank that sends.
     """
@@ -149,7 +149,7 @@ class BroadcastAcross(AcrossNodes):
 class AllGatherAcross(AcrossNodes):
     """Collects tensors of all ranks, if all machines have equally many ranks.
 
-    Attributes:
+    Args:
         targets: For each source, one tensor for each rank, which gets the source of that rank.
         sources: The flat tensors of this rank.
     """

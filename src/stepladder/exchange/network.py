@@ -36,11 +36,6 @@ class NodeNetwork:
 
     The first rank of each machine, its leader, is in a gloo group of the leaders. Only leaders call
     the collectives of this class, and each call waits for its result.
-
-    Attributes:
-        nodes: The ranks of each machine.
-        node: The index of this rank's machine in `nodes`.
-        is_leader: Whether this rank is the leader of its machine.
     """
 
     def __init__(
@@ -59,7 +54,9 @@ class NodeNetwork:
             nodes: The ranks of each machine.
         """
         self.nodes = nodes
+        # The index of this rank's machine in `nodes`.
         self.node = next(node for node, ranks in enumerate(nodes) if rank in ranks)
+        # Whether this rank is the leader of its machine.
         self.is_leader = rank == nodes[self.node][0]
         self._store = store
         self._has_shared_loss = False

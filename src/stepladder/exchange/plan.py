@@ -21,7 +21,7 @@ FIRST_HALF_OFFSET = 8 * WORDS_PER_SLOT  # bytes from the beginning of a slot to 
 class Halves(NamedTuple):
     """The position and size of the two halves of a slot, which exchanges use in turn.
 
-    Attributes:
+    Args:
         offset: Bytes from the beginning of a slot to its first half.
         size: Bytes of a half.
     """

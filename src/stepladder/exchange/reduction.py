@@ -11,7 +11,7 @@ import torch
 class Reduction(NamedTuple):
     """A reduction over the ranks, which is done in rank order.
 
-    Attributes:
+    Args:
         name: Its name, which must be the same on all ranks.
         combine: Combines the results of the ranks so far with the numbers of the next rank.
         is_mean: Whether the result is divided by the number of ranks.

@@ -36,7 +36,7 @@ class KeyStore(Protocol):
 class Participant:
     """What one rank tells the others before they share memory.
 
-    Attributes:
+    Args:
         machine: Identifies the machine and the namespace in which its process id is valid.
         pid: The process.
         obstacle: Why this rank cannot share memory; "" if it can.
@@ -63,7 +63,7 @@ class Participant:
 class Rendezvous:
     """The result of a rendezvous: what the ranks of a group have agreed on.
 
-    Attributes:
+    Args:
         obstacle: Why they share no memory; "" if they do.
         memory: The memory of the ranks of this machine; None if they share none.
         nodes: The ranks of each machine, in the order of its first rank.

@@ -26,7 +26,7 @@ CombineFunction = Callable[[Tensors, int, int], None]
 class MessageFormat(NamedTuple):
     """The format of what all ranks contribute to a collective; it is the same on every rank.
 
-    Attributes:
+    Args:
         kind: The name of the collective.
         dtype: The type of the elements.
         rows_per_rank: How many rows each rank contributes.
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
     The last three fields have an entry for each of the two halves of a slot.
 
-    Attributes:
+    Args:
         message: The index of the message among those of the exchange.
         lo: The first column.
         hi: The column after the last one.

@@ -43,7 +43,7 @@ CPUS_VARIABLE = "SLURM_JOB_CPUS_PER_NODE"
 class Allocation:
     """The nodes of a Slurm job, as a process outside its steps sees them.
 
-    Attributes:
+    Args:
         job: The job's id.
         nodes: The number of nodes.
         nodelist: Their names, as Slurm writes them.

@@ -48,7 +48,7 @@ GOMP_SPIN_COUNT = "3000"
 class Launch:
     """How `train` starts its processes, and where.
 
-    Attributes:
+    Args:
         topology: Nodes and processes.
         max_restarts: How often all ranks may restart from the last snapshot.
         explain_after: Seconds without progress until the reason is printed; None for a minute, or
@@ -110,7 +110,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
 class Placement:
     """The processes of a run, as far as this process knows them.
 
-    Attributes:
+    Args:
         world: The ranks that a launcher outside of this package has started, if any.
         nodes: The smallest and the largest number of nodes.
         min_nproc: The smallest number of ranks on this node.

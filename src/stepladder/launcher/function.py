@@ -39,7 +39,7 @@ class RankFailed(RuntimeError):
 
     The rank's own exception is the cause, if it could be pickled.
 
-    Attributes:
+    Args:
         rank: The rank that failed, or None.
     """
 
@@ -52,7 +52,7 @@ class RankFailed(RuntimeError):
 class CallFiles:
     """The paths of a call's files, which its launcher and its ranks open.
 
-    Attributes:
+    Args:
         call: The pickled sys.path, function and arguments.
         failure: The exception of the launcher for the caller, pickled.
         results: For each rank the pickled (value, None) or (None, exception). The file is empty if
@@ -68,7 +68,7 @@ class CallFiles:
 class FunctionCall(Script):
     """A function in a file, which the ranks run in place of a script.
 
-    Attributes:
+    Args:
         name: The paths of its files, as JSON.
     """
 

@@ -35,7 +35,7 @@ HOST_PATTERN = re.compile(
 class Host:
     """One entry of --hosts.
 
-    Attributes:
+    Args:
         target: [USER@]HOST, as ssh takes it.
         port: The port of sshd, "" for ssh's default.
         ssh: The command of the SSH client.

@@ -51,7 +51,7 @@ ALL_RANKS = -1
 class Options:
     """How the ranks of a script are started, shown and ended, and how several nodes meet.
 
-    Attributes:
+    Args:
         max_restarts: How often all ranks may restart.
         log_dir: The folder of the log, or None.
         local_ranks: The local ranks whose output is shown, None for all.
@@ -285,7 +285,7 @@ def validate_rendezvous_setting(name: str, value: str) -> None:
 class RendezvousSpec:
     """The rendezvous of a `run` on several nodes: the store, its back end and its limits.
 
-    Attributes:
+    Args:
         backend: "c10d" or "static", which is torchrun's name for --node-rank and --master-addr.
         host: The host of the store.
         port: Its port.

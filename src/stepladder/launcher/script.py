@@ -35,7 +35,7 @@ MEMORY_EXCHANGE = "memory"
 class Script:
     """A script, module or command with its arguments.
 
-    Attributes:
+    Args:
         name: A path, a module's name or a command.
         args: The arguments.
         kind: "file", "module" or "command".

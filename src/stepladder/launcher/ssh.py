@@ -125,15 +125,10 @@ def remove_flag(arguments: Sequence[str], flag: str) -> list[str]:
 class RemoteAgents:
     """The agents on all hosts, each behind an ssh process of this launcher.
 
-    Attributes:
+    Args:
         commands: The hosts, and the command of each.
-        is_fixed: When one agent fails, all end.
-        raw_stdout: Show stdout without prefixes, for programs that read it.
-        output: Shows what the agents print.
-        secret: The launch's.
-        processes: The ssh processes, by the name of their host.
-        stop_signal: The signal that asked this launcher to stop, or 0.
-        deadline: When all agents are ended, or None.
+        is_fixed: Whether all agents are ended when one fails.
+        raw_stdout: Whether stdout is shown without prefixes, for programs that read it.
     """
 
     def __init__(
@@ -142,10 +137,15 @@ class RemoteAgents:
         self.commands = commands
         self.is_fixed = is_fixed
         self.raw_stdout = raw_stdout
+        # Shows what the agents print.
         self.output = Output(prefixed=True)
+        # The secret with which the agents of this launch sign what they publish.
         self.secret = make_secret()
+        # The ssh processes, by the name of their host.
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        # The signal that asked this launcher to stop, or 0.
         self.stop_signal = 0
+        # The time at which all agents are ended, or None.
         self.deadline: float | None = None
 
     def run(self) -> int:

@@ -27,7 +27,7 @@ NODES_HINT = "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOS
 class Topology:
     """Nodes and processes as text, each "" where not given.
 
-    Attributes:
+    Args:
         nodes: N or A:B.
         nproc: Processes on each node: N or A:B.
         endpoint: HOST:PORT where the nodes meet.

@@ -109,7 +109,7 @@ def classify_text(error: BaseException, text: str) -> ErrorKind:
 class RankError:
     """The error that ended a rank.
 
-    Attributes:
+    Args:
         rank: The rank.
         name: The name of the exception's class.
         text: The exception's message.

@@ -40,7 +40,7 @@ RECORD_RETRY_INTERVAL_S = 0.2
 class EndRecord:
     """The contents of the file.
 
-    Attributes:
+    Args:
         code: An exit code of core/errors.py.
         job: The Slurm job.
         restart: How often Slurm had restarted it.
@@ -109,8 +109,12 @@ def write_end(
 def _write_record(path: Path, record: str) -> None:
     """Write the file, and try again for some seconds if its network file system is down.
 
+    Args:
+        path: The file.
+        record: Its contents.
+
     Raises:
-        InputError: It cannot be written.
+        InputError: The file cannot be written.
         StorageFault: The file system did not come back in time.
     """
     deadline = time.monotonic() + RECORD_TIMEOUT_S
@@ -135,13 +139,10 @@ def choose_end_code(error: BaseException) -> int:
 
 
 class EndWriter:
-    """Writes the record of this process at the end of a block: what it raised, or its exit code.
-
-    Attributes:
-        code: The exit code, which the block sets.
-    """
+    """Writes the record of this process at the end of a block: what it raised, or its exit code."""
 
     def __init__(self) -> None:
+        # The exit code, which the block sets.
         self.code = 0
 
     def __enter__(self) -> EndWriter:

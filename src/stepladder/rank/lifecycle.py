@@ -83,7 +83,7 @@ def _die_with_rank(_: object) -> None:
 class SharedResources(NamedTuple):
     """The resources that a launcher hands to one of its ranks.
 
-    Attributes:
+    Args:
         fd_store: Keeps file descriptors that outlive a rank.
         control: The rank's end of the control channel, if it continues when others are lost.
         segment: Memory in which the ranks of this machine exchange tensors, if that is possible.
@@ -162,6 +162,10 @@ def _become_rank(env: dict[str, str]) -> None:
 
 def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
     """Do the work of a rank that torchrun or Slurm has started, and end this process.
+
+    Args:
+        work: The work. It returns the exit code.
+        *args: The arguments of `work`.
 
     Raises:
         InputError: The input is bad. The command line shows the error.

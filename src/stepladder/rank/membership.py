@@ -36,7 +36,7 @@ RANK_LOST = b"lost"
 class Membership:
     """The ranks of a new process group.
 
-    Attributes:
+    Args:
         number: The number of the group in its launch. The first group has number 0 and no
             Membership, so this is 1 or more.
         members: The numbers with which its ranks were started, in the order of the new ranks.
@@ -57,14 +57,12 @@ class ControlChannel:
 
     A thread reads the messages: the main thread may be in a collective that waits for a lost rank,
     and somebody else must end that collective.
-
-    Attributes:
-        num_losses: How many losses the launcher has reported.
-        on_loss: Called by the thread at each loss.
     """
 
     def __init__(self, end: socket.socket) -> None:
+        # How many losses the launcher has reported.
         self.num_losses = 0
+        # Called by the thread at each loss.
         self.on_loss: Callable[[], None] = lambda: None
         self._end = end
         self._answers: SimpleQueue[tuple[Membership | None, int]] = SimpleQueue()

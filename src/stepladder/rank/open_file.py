@@ -16,7 +16,7 @@ from typing import Any
 class OpenFile:
     """A file descriptor that can be an argument of a process that multiprocessing starts.
 
-    Attributes:
+    Args:
         number: The file descriptor.
     """
 
@@ -39,12 +39,10 @@ class MemoryFile:
     """An empty file in memory, which lives as long as this object.
 
     A program that a rank becomes by exec inherits no descriptor, but it has the path.
-
-    Attributes:
-        path: Every process of the same user can open the file by it, while this process lives.
     """
 
     def __init__(self, name: str) -> None:
         number = os.memfd_create(name)
+        # Every process of the same user can open the file by it, while this process lives.
         self.path = Path(f"/proc/{os.getpid()}/fd/{number}")
         weakref.finalize(self, os.close, number).atexit = False

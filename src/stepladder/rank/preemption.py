@@ -54,14 +54,12 @@ class StopSignals:
     """Handles SIGTERM, SIGHUP and Ctrl-C while it is open: the first one requests a stop.
 
     A second Ctrl-C interrupts as usual.
-
-    Attributes:
-        stop_requested: Whether a signal has come.
-        late: Whether one more step could pass the batch job's time limit.
     """
 
     def __init__(self) -> None:
+        # Whether a signal has come.
         self.stop_requested = False
+        # Whether one more step could pass the batch job's time limit.
         self.late = False
         self._is_interrupted = False
         self._earlier_handlers: dict[int, Any] = {}

@@ -15,9 +15,6 @@ class ProcessWatch:
         pids: The process ids, each by a name for the process.
         on_end: Called by the thread when `ended` has grown.
 
-    Attributes:
-        ended: The names of the processes that have ended.
-
     Raises:
         OSError: A process has ended already, and its parent has waited for it.
     """
@@ -27,6 +24,7 @@ class ProcessWatch:
         pids: Mapping[int, int],
         on_end: Callable[[], None],
     ) -> None:
+        # The names of the processes that have ended.
         self.ended: set[int] = set()
         self._names: dict[int, int] = {}  # by pidfd
         try:

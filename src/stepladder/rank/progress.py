@@ -68,7 +68,7 @@ LOCAL_SLOTS = [0] * NUM_SLOTS  # the slots of a process that no launcher watches
 class RankFiles:
     """The files that a rank writes and its launcher reads.
 
-    Attributes:
+    Args:
         rank: The number with which the rank was started.
         slot: The index of the rank among the ranks of its node.
         progress_file: The slots of all ranks of the node.
@@ -102,7 +102,7 @@ class RankFiles:
 class CallSite(Frame):
     """A call of a collective in the source.
 
-    Attributes:
+    Args:
         name: The name of the collective.
     """
 
@@ -113,7 +113,7 @@ class CallSite(Frame):
 class RankProgress:
     """One rank's slots, as its launcher reads them.
 
-    Attributes:
+    Args:
         step: The step in progress, from 1; 0 before the first.
         phase: An index of PHASES.
         passes: How many microbatches, or batches of an evaluation, the rank has begun.
@@ -140,16 +140,13 @@ class RankProgress:
 
 
 class Progress:
-    """The progress of this process: `slots[PHASE] = READING` writes one slot.
-
-    Attributes:
-        slots: The slots in the file shared with the launcher. Without a launcher they are a list,
-            and collectives are not recorded.
-        files: The rank's files, None without a launcher.
-    """
+    """The progress of this process: `slots[PHASE] = READING` writes one slot."""
 
     def __init__(self) -> None:
+        # The slots in the file shared with the launcher. Without a launcher they are a list, and
+        # collectives are not recorded.
         self.slots: Any = LOCAL_SLOTS
+        # The rank's files, None without a launcher.
         self.files: RankFiles | None = None
         self._site_by_call: dict[int, int] = {}
         self._codes: list[Any] = []  # kept alive, so that no two code objects have the same id

@@ -153,12 +153,6 @@ class RankLedgerReader:
         rank: The rank.
         header: The expected first line; by default that of a rank which started the attempt.
 
-    Attributes:
-        chain: The hash of the last line that was read.
-        problem: What is wrong with the next line, None if nothing is.
-        change: The change of ranks that the next line records. Nothing after it is read before
-            `skip_to`.
-
     Raises:
         LedgerError: If the header is not the expected one.
     """
@@ -170,12 +164,15 @@ class RankLedgerReader:
         self.attempt = attempt
         self.rank = rank
         self.label = make_label(attempt, rank)
+        # What is wrong with the next line, None if nothing is.
         self.problem: str | None = None
+        # The change of ranks that the next line records. Nothing after it is read before `skip_to`.
         self.change: ChangeLine | None = None
         with self._open() as file:
             text = file.readline(MAX_LEDGER_LINE_BYTES)
             self.offset = len(text)
             self.size = os.fstat(file.fileno()).st_size
+        # The chain is the hash of the last line that was read.
         stored, body, self.chain = split_line(
             text.decode(errors="replace"), "link", self.label, "header"
         )

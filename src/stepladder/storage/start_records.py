@@ -22,7 +22,7 @@ from stepladder.storage.run_files import STARTS_FILE
 class StartRecord:
     """One attempt.
 
-    Attributes:
+    Args:
         begun: Unix time in seconds.
         host: Where the first rank began.
         command: As it was typed, without secrets.

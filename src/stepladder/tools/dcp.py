@@ -46,11 +46,8 @@ class StoredChunk(NamedTuple):
 class Checkpoint:
     """A folder that torch.distributed.checkpoint has written.
 
-    Attributes:
-        tensors: The metadata of each tensor. Other values of the checkpoint are pickles, which are
-            not read.
-        shapes: The shape of each tensor.
-        chunks: The stored bytes of each chunk, by the tensor's name and the chunk's offsets.
+    Args:
+        folder: The folder.
 
     Raises:
         OSError: A file cannot be read.
@@ -66,11 +63,14 @@ class Checkpoint:
             dict,
             "state_dict_metadata",
         )
+        # The metadata of each tensor. Other values of the checkpoint are pickles, which are not
+        # read.
         self.tensors = {
             check_type(name, str, "a tensor's name"): get_fields(record, TENSOR_CLASS)
             for name, record in records.items()
             if type(record) is not PickledObject or record.kind == TENSOR_CLASS
         }
+        # The shape of each tensor.
         self.shapes = {
             name: list(get_shape(fields, "size")) for name, fields in self.tensors.items()
         }
@@ -79,6 +79,7 @@ class Checkpoint:
             dict,
             "storage_data",
         )
+        # The stored bytes of each chunk, by the tensor's name and the chunk's offsets.
         self.chunks = self._read_storage(storage)
 
     def _read_storage(self, storage: dict[Any, Any]) -> dict[ChunkKey, StoredChunk]:

@@ -52,9 +52,6 @@ class DryRun:
     """A job of fake tensors, which take no memory, and the memory that it would need.
 
     Raises InputError as `train` does.
-
-    Attributes:
-        requested_size: The number of processes that the user asks for.
     """
 
     def __init__(
@@ -66,6 +63,7 @@ class DryRun:
         self.request = request
         self.num_nodes = nodes[1]
         self.ranks_per_node = nproc[1]
+        # The number of processes that the user asks for.
         self.requested_size = self.num_nodes * self.ranks_per_node
         request.settings.validate_shard_copies(self.requested_size)
         world = self._make_world(self.requested_size)

@@ -85,7 +85,7 @@ def find_user(data: Ratings | LeaveOneOut, user: int, data_dir: str) -> int:
 class UserRatings(NamedTuple):
     """The ratings of a user.
 
-    Attributes:
+    Args:
         counts: The number of training users that rated each item, shape (items,).
         in_training: 1 for each item that this user rated in training, else 0, shape (items,).
         rated: The indices of all items that this user rated, also in the held-out data.

@@ -45,15 +45,12 @@ def open_safetensors(path: Path) -> Any:
 
 
 class StoredWeights:
-    """The weights of a snapshot on its disk.
-
-    Attributes:
-        meta_tensors: A tensor on the meta device for each weight: its shape and type.
-        aliases: The stored name of each tied weight.
-    """
+    """The weights of a snapshot on its disk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
+        # The stored name of each tied weight.
         self.aliases: dict[str, str] = snapshot.manifest["aliases"]
+        # A tensor on the meta device for each weight: its shape and type.
         self.meta_tensors: dict[str, torch.Tensor] = {}
         self._slices = snapshot.reader
         self._model_file = open_safetensors(Path(snapshot.folder) / MODEL_FILE)

@@ -37,7 +37,7 @@ FORMATS_HINT = (
 class WeightFolder(NamedTuple):
     """The weights in a folder.
 
-    Attributes:
+    Args:
         shapes: The shape of each tensor.
         read: Copies the tensor of a name into a target of its shape.
     """

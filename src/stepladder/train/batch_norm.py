@@ -27,9 +27,6 @@ class RunningStatistics(LoopListener):
     The mean and variance of each microbatch are captured (with momentum 1.0 during forward) and
     averaged, weighted by the number of samples. So the running statistics are the same for any
     number of processes, up to the rounding of that sum.
-
-    Attributes:
-        size: Elements of the statistics of all layers.
     """
 
     def __init__(
@@ -47,6 +44,7 @@ class RunningStatistics(LoopListener):
         for layer in self.layers:
             self.buffers += [layer.running_mean, layer.running_var]
             self.counters.append(layer.num_batches_tracked)
+        # Elements of the statistics of all layers.
         self.size = sum(buffer.numel() for buffer in self.buffers)
         self.buffers_before: list[torch.Tensor] = []  # empty when no step is under way
         self.counters_before: list[torch.Tensor] = []

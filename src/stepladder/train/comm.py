@@ -47,16 +47,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Comm:
-    """The collectives over the ranks of one group, and how the ranks form the next group.
-
-    Attributes:
-        world: This rank and how many there are; replaced after a loss.
-        device: The device on which this rank computes.
-        phases: Context managers that record what this rank is doing: `with comm.phases(READING)`.
-        shared_memory: Carries the collectives when the ranks share memory; None otherwise.
-        members: The rank numbers of the launch, in the order of this group's ranks.
-        loss_reasons: One sentence for each rank that was lost before this group was formed.
-    """
+    """The collectives over the ranks of one group, and how the ranks form the next group."""
 
     def __init__(
         self,
@@ -74,19 +65,24 @@ class Comm:
             timeout_seconds: How long a collective waits for the other ranks.
         """
         self.world = world
+        """This rank and how many there are; replaced after a loss."""
         self.device = device
         self.group = group
         self.timeout_seconds = timeout_seconds
         self.progress = Progress()
         self.phases = Phases(self.progress.slots)
+        """Context managers that record what this rank is doing: `with comm.phases(READING)`."""
         self.members = list(range(world.world_size))
+        """The rank numbers of the launch, in the order of this group's ranks."""
         self.loss_reasons: list[str] = []
+        """One sentence for each rank that was lost before this group was formed."""
         self.loss_count = 0  # ranks that were lost before this group was formed
         self.group_number = 0  # counts the groups that were formed after a loss
         self.connections: set[str] = set()  # TCP connections of the process group
         self.unfinished: set[Pending] = set()  # collectives of the process group
         self.uses_nccl = can_use_nccl(world, device)
         self.shared_memory: SharedMemory | None = None
+        """Carries the collectives when the ranks share memory; None otherwise."""
 
     @property
     def alone(self) -> bool:

@@ -31,13 +31,10 @@ class SharedFakeMode(FakeTensorMode):
 
 
 class FakeModelBuilder:
-    """Builds jobs whose weights take no memory.
-
-    Attributes:
-        mode: The FakeTensorMode of all tensors that it makes.
-    """
+    """Builds jobs whose weights take no memory."""
 
     def __init__(self) -> None:
+        # The FakeTensorMode of all tensors that it makes.
         self.mode = SharedFakeMode(allow_non_fake_inputs=True)
         self.fake_by_real = WeakTensorKeyDictionary()
 
@@ -80,16 +77,13 @@ class FakeModelBuilder:
 
 
 class StorageTally(TorchDispatchMode):
-    """Counts the bytes of the fake tensors that exist in a `with` block.
-
-    Attributes:
-        now: Bytes at this moment.
-        peak: The most bytes at any moment.
-    """
+    """Counts the bytes of the fake tensors that exist in a `with` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Bytes at this moment.
         self.now = 0
+        # The most bytes at any moment.
         self.peak = 0
         self.storages: dict[int, weakref.ref[Any]] = {}  # by id
         self.sizes: dict[int, int] = {}

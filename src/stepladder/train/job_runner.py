@@ -61,10 +61,9 @@ def train_file(request: TrainRequest) -> int:
 def raise_on_early_exit() -> Iterator[None]:
     """Turn an exit of the job, with the code of a run that ended well, into a RuntimeError.
 
-    The launcher would take the run for complete, or for stopped with a snapshot.
-
     Raises:
-        RuntimeError: The job has exited in the block with no code, 0 or 75 (STOPPED).
+        RuntimeError: The job has exited in the block with no code, 0 or 75 (STOPPED), so that the
+            launcher would take the run for complete, or for stopped with a snapshot.
         SystemExit: The job has exited with another code.
     """
     try:
@@ -95,6 +94,9 @@ def join_process_group(
     request: TrainRequest,
 ) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
     """Join the ranks' process group for the length of the block.
+
+    Args:
+        request: The arguments of `train`.
 
     Yields:
         A function that builds the job, the job's name and Config, and the ranks.

@@ -41,7 +41,7 @@ MAX_RANKS_SHARING_MEMORY = 8  # on one machine
 class MemoryEstimate:
     """Bytes that a process needs: of all processes, the one that needs most.
 
-    Attributes:
+    Args:
         weights: Parameters and buffers.
         optimizer: The optimizer's state.
         data: The job's data, if they are tensors.

@@ -107,12 +107,6 @@ def open_session(
 
 class Opening:
     """Opens one attempt of a run: reads the run directory, restores the state, starts the records.
-
-    Attributes:
-        run_dir: The run directory on the first rank, once it is open.
-        store: Its snapshots.
-        is_job_edited: Whether the job file has changed since the run began, known on the first
-            rank.
     """
 
     def __init__(self, attempt: RunAttempt) -> None:
@@ -121,8 +115,11 @@ class Opening:
         self.comm = attempt.comm
         settings = self.spec.settings
         self.layout_class = find_layout(settings).choose(settings, self.spec.job, self.comm)
+        # The run directory on the first rank, once it is open.
         self.run_dir: RunDir | None = None
+        # The snapshots of the run directory, likewise.
         self.store: Snapshots | None = None
+        # Whether the job file has changed since the run began, known on the first rank.
         self.is_job_edited = False
 
     def open(self) -> Session | TrainResult:

@@ -28,14 +28,12 @@ class Phase:
     Args:
         code: What the launcher reads, a constant of rank/progress.py; 0 keeps the code that is set.
         mark: The name of the phase in a trace, "" for none.
-
-    Attributes:
-        column: The index of its seconds among the keys of timing.jsonl.
     """
 
     def __init__(self, code: int, mark: str = "") -> None:
         self.code = code
         self.mark = mark
+        # The index of its seconds among the keys of timing.jsonl.
         self.column = list(TIMED).index(code) if code in TIMED else UNTIMED_COLUMN
         ALL.append(self)
 
@@ -65,23 +63,21 @@ class Phases:
 
     Args:
         slots: The numbers that this rank's launcher reads.
-
-    Attributes:
-        seconds: The seconds spent in each column since `take_seconds`.
-        column: The column of the phase under way.
-        observer: Returns a context manager for each phase that has a mark; None if nobody observes.
-        timer: Returns the context manager of a phase. The same as calling the object, without a
-            Python frame: a step makes six such calls.
     """
 
+    # Returns a context manager for each phase that has a mark; None if nobody observes.
     observer: Observer | None
 
     def __init__(self, slots: Any) -> None:
+        # The seconds spent in each column since `take_seconds`.
         self.seconds = [0.0] * (UNTIMED_COLUMN + 1)
+        # The column of the phase under way.
         self.column = UNTIMED_COLUMN
         self.observer = None
         timers: dict[Phase, PhaseTimer] = {phase: PhaseTimer(self, slots, phase) for phase in ALL}
         timers[EXCHANGING] = ExchangeTimer(self, slots, EXCHANGING)
+        # Returns the context manager of a phase. The same as calling the object, without a Python
+        # frame: a step makes six such calls.
         self.timer = timers.__getitem__
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ Claim = tuple[int, bytes]  # a rank, and the hashes that it computed
 class WrongRanks(NamedTuple):
     """The ranks that are wrong about one microbatch.
 
-    Attributes:
+    Args:
         ranks: These ranks; all candidates if it cannot be told which of them is wrong.
         correct: The correct hashes; b"" if it cannot be told.
     """
@@ -28,7 +28,7 @@ class WrongRanks(NamedTuple):
 class Mismatch(NamedTuple):
     """What all ranks have computed for a microbatch on which two ranks differ.
 
-    Attributes:
+    Args:
         owner: The rank that trained on the microbatch.
         span: The microbatch.
         first: What the owner and the rank that checked it computed at first.
@@ -75,7 +75,7 @@ def find_wrong_ranks(
 class MismatchReport:
     """The text of the error about a mismatch.
 
-    Attributes:
+    Args:
         step: Steps done before the step of the mismatch.
         mismatch: What the ranks have computed.
         wrong: The wrong ranks.

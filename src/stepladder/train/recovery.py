@@ -51,7 +51,7 @@ class MembershipChange(Exception):
 class Position(NamedTuple):
     """How far one rank has come.
 
-    Attributes:
+    Args:
         step: Optimizer steps done, -1 for a rank that has no state yet.
         has_pending_actions: Whether the actions at the end of that step are still to be done.
     """
@@ -63,7 +63,7 @@ class Position(NamedTuple):
 class RecoveryDecision(NamedTuple):
     """What one rank does to come to the state of the most advanced ranks.
 
-    Attributes:
+    Args:
         last_step: The step that all ranks come to; -1 if no rank has the state.
         repeats_end: Whether this rank undoes the end of its last step, to do it again with all.
         source: The rank that sends its state to those behind, None if no rank is behind.
@@ -96,7 +96,7 @@ def decide(positions: list[Position], rank: int) -> RecoveryDecision:
 class JournalEntry(NamedTuple):
     """The state that the end of a step may change, saved before it is changed.
 
-    Attributes:
+    Args:
         votes: What the ranks agreed to do at the end of the step.
         rows: The recorded steps that were not yet written.
         records: Losses and metrics, from `TrainState.records`.
@@ -110,7 +110,7 @@ class JournalEntry(NamedTuple):
 class StateMessage(NamedTuple):
     """The training state of one rank, as it is sent to the ranks that are behind.
 
-    Attributes:
+    Args:
         weights: The model's state dict. With --shard-copies, only the tensors that are not in the
             slices of the optimizer.
         state: The result of `TrainState.state_dict`.
@@ -135,10 +135,6 @@ class StepJournal(LoopListener):
 
     `open` saves the state that the end of the step may change, `commit` marks the end as done, and
     `rollback` restores the saved state.
-
-    Attributes:
-        pending_actions: The votes on the actions at the end of the last step, in the order of
-            `Action`; None once these actions are done.
     """
 
     def __init__(
@@ -148,6 +144,8 @@ class StepJournal(LoopListener):
     ) -> None:
         self.recorder = recorder
         self.state = state
+        # The votes on the actions at the end of the last step, in the order of `Action`; None once
+        # these actions are done.
         self.pending_actions: list[bool] | None = None
         self.entry: JournalEntry | None = None
 

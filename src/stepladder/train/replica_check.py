@@ -45,8 +45,8 @@ class Item(NamedTuple):
 class ReplicasDiffer(RanksDiffer):
     """The ranks no longer hold the same values.
 
-    Attributes:
-        at: Steps done.
+    Args:
+        step: The steps that were done, which `at` names too.
         kind: What kind of value differs, a key of LIKELY_CAUSES.
         tensor: The first value that differs, in registration order.
         ranks: The ranks that differ from the most common value, or from rank 0's in a tie.

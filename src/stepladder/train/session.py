@@ -40,10 +40,6 @@ class Session:
         snapshot_saver: Saves the state.
         number: The number of the attempt, from 1.
         run_dir: The run directory on the first rank, None on the others.
-
-    Attributes:
-        journal: Lets the end of a step in which ranks were lost be done once more.
-        is_stopped: Whether the attempt ends before the run is complete.
     """
 
     def __init__(
@@ -61,10 +57,12 @@ class Session:
         self.comm = attempt.comm
         self.state = state
         self.recorder = recorder
+        # Lets the end of a step in which ranks were lost be done once more.
         self.journal = StepJournal(recorder, state)
         self.snapshot_saver = snapshot_saver
         self.run_dir = run_dir
         self.recovery = SessionRecovery(attempt, self.journal, snapshot_saver, number)
+        # Whether the attempt ends before the run is complete.
         self.is_stopped = False
         self.has_warned_of_counts = False
         self.resumed_from_step = state.step

@@ -29,8 +29,6 @@ class SnapshotSaver:
     Args:
         state: The state to save.
         comm: The ranks that train.
-
-    Attributes:
         store: The snapshots of the run directory, on the first rank.
     """
 
@@ -100,8 +98,9 @@ class SnapshotSaver:
         """Wait until all ranks' parts of the snapshot under way are on disk. A collective.
 
         Raises:
-            InputError: On all ranks, if any rank could not write its part.
-            StorageFault: On all ranks, if that rank's reason is transient.
+            InputError: A rank could not write its part. The error is raised on all ranks, so that
+                none waits for another one.
+            StorageFault: The same, where the reason of that rank is transient.
         """
         # 0 if this rank's part is on disk: ranks gather equal lengths.
         number = self.part_writer.wait_for_errno().to_bytes(ERRNO_BYTES, "little")

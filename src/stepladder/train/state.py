@@ -36,16 +36,15 @@ class TrainState:
 
     Args:
         job: The job whose model and optimizer are part of the state.
-        layout: How these lie on the ranks.
+        layout: How model and optimizer lie on the ranks.
         scaler: Scales the loss with --precision fp16, else does nothing.
         step: Optimizer steps done.
         epoch_loss: Sum of the losses of the current epoch, up to the last flush.
-        epoch_count: What these losses count.
-        metrics: Of the last evaluation.
-        evaluated_step: The step after which that evaluation was, -1 before the first.
+        epoch_count: What divides this sum to give the mean: samples, or what the job counts.
+        metrics: The metrics of the last evaluation.
+        evaluated_step: The step after which it was made, -1 before the first.
         train_loss: Mean loss over the last complete epoch.
         best: The best evaluation so far, if the job names a metric.
-        average: The moving average of the weights, if the job has one.
     """
 
     job: Job
@@ -60,6 +59,7 @@ class TrainState:
     evaluated_step: int = -1
     train_loss: float = math.nan
     best: Best | None = None
+    # The moving average of the weights, if the job has one.
     average: WeightAverage | None = field(init=False)
 
     def __post_init__(self) -> None:

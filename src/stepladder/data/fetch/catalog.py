@@ -15,7 +15,7 @@ from stepladder.data.local_files import Feedback
 class RemoteFile:
     """A file to fetch.
 
-    Attributes:
+    Args:
         name: Its name in the data folder.
         bytes: Its exact size.
         sha256: Its SHA-256 in hexadecimal digits.
@@ -34,7 +34,7 @@ class RemoteFile:
 class DataSet:
     """A set of files with its licence and citation.
 
-    Attributes:
+    Args:
         name: The name that users type.
         files: The files to fetch.
         licence: The terms of use.

@@ -138,6 +138,11 @@ def request_file(
 ) -> None:
     """Request all bytes of the file once.
 
+    Args:
+        url: Where a mirror has the file.
+        part: The file on disk that receives the bytes. What it has already is dropped.
+        feedback: Gets the number of bytes as they come.
+
     Raises:
         SourceError: The mirror does not have the file.
         BrokenTransfer: The connection broke after the first byte.

@@ -35,7 +35,7 @@ ARCHIVE_ERRORS = (*ARCHIVE_DAMAGE, OSError)
 class ArchiveMember:
     """An entry of an archive.
 
-    Attributes:
+    Args:
         name: Its path in the archive.
         size: Its size in bytes.
         kind: "other" is a link or a device.
@@ -164,8 +164,13 @@ def write_member(
 ) -> None:
     """Write a member to a file.
 
+    Args:
+        archive: The archive, for messages.
+        member: The member.
+        target: The file to write. Its folder is made.
+
     Raises:
-        InputError: Its bytes are damaged.
+        InputError: The member's bytes are damaged.
         OSError: The file cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ MAX_ROW_BYTES = 1 << 30  # a row is in memory
 class StoredArray:
     """An array in a file.
 
-    Attributes:
+    Args:
         label: Its name in messages.
         shape: Its shape; the first dimension is the rows.
         dtype: The type of its numbers.

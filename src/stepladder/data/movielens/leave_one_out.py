@@ -41,7 +41,7 @@ PARENTHESES_TO_SPACES = str.maketrans("(,)", "   ")
 class LeaveOneOut:
     """Training pairs, and for each user a held-out item and the items that it is ranked against.
 
-    Attributes:
+    Args:
         users: The user of each training pair, shape (n,).
         items: The item of each training pair, shape (n,).
         held_out: The held-out item of each user, shape (users,).

@@ -33,7 +33,7 @@ BIAS_ROUNDS = 10
 class Ratings:
     """n ratings in the order of the file.
 
-    Attributes:
+    Args:
         users: The index of each rating's user, shape (n,).
         items: The index of each rating's item, shape (n,).
         ratings: The stars, shape (n,).

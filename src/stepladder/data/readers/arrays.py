@@ -45,7 +45,7 @@ SAFETENSORS_TYPES = {
 class Rows:
     """The rows of one array in a file.
 
-    Attributes:
+    Args:
         begin: The position of the first row.
         stride: The bytes from one row to the next.
         count: The number of rows.

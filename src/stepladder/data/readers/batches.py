@@ -64,9 +64,12 @@ def join_lists(lists: list[np.ndarray]) -> Ragged:
 def decode_image(data: bytes) -> np.ndarray:
     """Return an image as an array (height, width, 3) of uint8.
 
+    Args:
+        data: The bytes of an image file, such as a JPEG or a PNG.
+
     Raises:
         InputError: Pillow is not installed.
-        ValueError: It is no image, or damaged.
+        ValueError: They are no image, or a damaged one.
     """
     try:
         from PIL import Image, UnidentifiedImageError

@@ -13,7 +13,7 @@ DAMAGE_HINT = "copy the file again; stepladder data check PATH lists all that is
 class Damage:
     """Records of one file that cannot be read.
 
-    Attributes:
+    Args:
         file: The file's name.
         first: The number of the first of them in that file.
         count: How many there are.

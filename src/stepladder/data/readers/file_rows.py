@@ -15,16 +15,9 @@ CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
 
 
 class FileRows:
-    """The samples of a source: the rows of its files, one file after the other.
+    """The samples of a source: the rows of its files, one file after the other."""
 
-    Attributes:
-        format: The name of the format.
-        files: The files.
-        options: What the caller of `open_data` has set.
-        starts: The first sample of each file, and the number of samples.
-        edges: The first sample of each chunk, and the number of samples.
-    """
-
+    # The name of the format.
     format: str
 
     def __init__(
@@ -49,6 +42,7 @@ class FileRows:
             raise InputError(f"{files[0].name} has no samples", "a file with some")
         self.files = files
         self.options = options
+        # The first sample of each file, and the number of samples.
         self.starts: IndexArray = np.cumsum([0, *counts])
         rows = options.chunk_rows or max(1, CHUNK_BYTES * total // max(1, self.num_bytes))
         edges = []
@@ -63,6 +57,7 @@ class FileRows:
                 )
             )
             first += count
+        # The first sample of each chunk, and the number of samples.
         self.edges: IndexArray = np.concatenate([*edges, np.array([total], np.int64)])
 
     def __len__(self) -> int:

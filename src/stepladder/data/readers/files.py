@@ -22,16 +22,13 @@ DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
 
 
 class DataFile(Protocol):
-    """A file whose bytes are read by position.
+    """A file whose bytes are read by position."""
 
-    Attributes:
-        name: Its path or URL, as messages name it.
-        size: The number of its bytes.
-        identity: A text that is another one when the contents have changed.
-    """
-
+    # Its path or URL, as messages name it.
     name: str
+    # The number of its bytes.
     size: int
+    # A text that is another one when the contents have changed.
     identity: str
 
     def read(
@@ -56,17 +53,14 @@ class DataFile(Protocol):
 
 
 class LocalFile:
-    """A file on a disk of this machine, or on a file system that it has mounted.
-
-    Attributes:
-        modified_ns: When it was written last.
-    """
+    """A file on a disk of this machine, or on a file system that it has mounted."""
 
     def __init__(self, path: Path) -> None:
         validate_readable(path)
         status = path.stat()
         self.name = str(path)
         self.size = status.st_size
+        # When the file was written last, in nanoseconds since 1970.
         self.modified_ns = status.st_mtime_ns
         self.identity = f"{path.resolve()} {status.st_size} {self.modified_ns}"
 

@@ -73,7 +73,7 @@ def parse_numbers(texts: list[str], kind: Callable[[str], Any]) -> list[Any]:
 class ValueType:
     """What the values of a column of JSON have in common.
 
-    Attributes:
+    Args:
         kind: bool, int or float; list for lists of numbers; object for all else.
         dtype: For lists: the type of their numbers.
         shape: For lists that all have one shape: that shape.

@@ -67,11 +67,7 @@ def find_lines(
 
 
 class JsonLines(IndexedFiles):
-    """A JSON object a line.
-
-    Attributes:
-        types: The type of each column, by the first records.
-    """
+    """A JSON object a line."""
 
     name = "jsonl"
 
@@ -81,6 +77,7 @@ class JsonLines(IndexedFiles):
         options: OpenOptions,
     ) -> None:
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
+        # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
             first = parse_readable(parse_object, self.read_first(TYPED_RECORDS))

@@ -26,7 +26,7 @@ CACHED_PREFIX = "cache-"  # of what Hugging Face's datasets keep beside their fi
 class FileFormat:
     """A format whose files are each opened by themselves.
 
-    Attributes:
+    Args:
         suffixes: What the names of its files end in.
         module: The module that reads it, in this package.
         function: The function of that module that opens files.
@@ -58,12 +58,9 @@ FORMAT_HINT = f"format= one of: {', '.join([*FORMATS, MDS, IMAGE_FOLDER])}"
 
 
 class OpenedSource(Source, Protocol):
-    """A source that `open_data` returns.
+    """A source that `open_data` returns."""
 
-    Attributes:
-        format: The name of its format.
-    """
-
+    # The name of its format.
     format: str
 
     @property

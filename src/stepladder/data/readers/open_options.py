@@ -17,7 +17,7 @@ from stepladder.data.readers.files import DataFile, LocalFile, is_url, list_path
 class OpenOptions:
     """The arguments of `open_data` that readers use.
 
-    Attributes:
+    Args:
         columns: The columns to read, or None for all.
         decode: Makes a sample of the dict of a row or record.
         cache: Holds what is read over the network.

@@ -30,11 +30,9 @@ class RecordFormat(Protocol):
     """How a format divides its files into records.
 
     The `number` of a file is its index in the list of files.
-
-    Attributes:
-        name: The name of the format.
     """
 
+    # The name of the format.
     name: str
 
     def get_offsets(self, number: int) -> IndexArray:
@@ -79,12 +77,9 @@ class RecordFormat(Protocol):
 class IndexedFiles:
     """The offsets of the records in files of a format that needs an index of them.
 
-    Attributes:
+    Args:
         files: The files.
         find_offsets: Finds the offsets of a file, to make its index.
-        beside: Whether an index is written beside its file, not into the cache.
-        get_offsets: Returns the offsets of the file with a number, as in `RecordFormat`.
-        lengths: The length of the offsets of each file that was read before, by its number.
     """
 
     def __init__(
@@ -95,8 +90,11 @@ class IndexedFiles:
     ) -> None:
         self.files = files
         self.find_offsets = find_offsets
+        # Whether an index is written beside its file, not into the cache.
         self.beside = options.index_beside
+        # Returns the offsets of the file with a number, as in `RecordFormat`.
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
+        # The length of the offsets of each file that was read before, by its number.
         self.lengths: dict[int, int] = {}
 
     def _load(self, number: int) -> IndexArray:
@@ -123,17 +121,7 @@ class IndexedFiles:
 
 
 class RecordSource(FileRows):
-    """A source that reads each record of its files by itself.
-
-    Attributes:
-        format: The name of the format.
-        records: How the format divides the files into records.
-        decode: The user's function that makes a sample of a record; None if there is none.
-        first: The values of the first record, by column.
-        as_list: Whether a batch is a list of columns instead of a dict.
-        names: The columns of a batch.
-        needed: The columns that are parsed; None for all.
-    """
+    """A source that reads each record of its files by itself."""
 
     def __init__(
         self,
@@ -143,12 +131,18 @@ class RecordSource(FileRows):
     ) -> None:
         super().__init__(files, record_format.get_counts(), options)
         self.format = record_format.name
+        # How the format divides the files into records.
         self.records = record_format
+        # The user's function that makes a sample of a record; None if there is none.
         self.decode = options.decode
         first_index = np.zeros(1, np.int64)
+        # The values of the first record, by column.
         self.first = self._read_samples(first_index, None)[0]
+        # Whether a batch is a list of columns instead of a dict.
         self.as_list = options.columns is not None
+        # The columns of a batch.
         self.names = select_columns(options.columns or (), self.first, files[0].name)
+        # The columns that are parsed; None for all.
         self.needed = None if options.columns is None else frozenset(self.names)
 
     @property

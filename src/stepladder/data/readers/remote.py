@@ -115,6 +115,10 @@ class UrlFile:
     ) -> bytes:
         """Return the bytes [begin, end).
 
+        Args:
+            begin: The first byte.
+            end: The byte after the last one.
+
         Raises:
             InputError: The file has fewer, has changed since it was opened, or is gone.
             StorageFault: The server does not answer.

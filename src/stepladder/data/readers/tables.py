@@ -37,7 +37,7 @@ IMAGE_FIELDS = {"bytes", "path"}  # of a struct, in the files of Hugging Face's 
 class TablePart:
     """A part of a file that is read at once.
 
-    Attributes:
+    Args:
         file: The file's name.
         first_row: The number of its first row in that file.
         rows: The number of its rows.

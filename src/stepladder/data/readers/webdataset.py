@@ -32,7 +32,7 @@ KEY = re.compile(r"^((?:.*/)?[^/.]+)\.([^/]*)$", re.DOTALL)
 class Member(NamedTuple):
     """A file in a tar file.
 
-    Attributes:
+    Args:
         key: Its name before the first dot of its last part.
         suffix: What follows that dot, in small letters.
         header: Where its first header begins.

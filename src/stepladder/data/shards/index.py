@@ -61,7 +61,7 @@ class StoredShard:
 class StoredIndex:
     """The fields of the index that readers need. It also says what the shards were made from.
 
-    Attributes:
+    Args:
         rows: The number of all rows.
         list_bytes: The bytes of the longest lists of a chunk.
         columns: The columns by name.

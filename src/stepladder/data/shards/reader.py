@@ -80,7 +80,7 @@ class OpenFiles(Generic[File]):
 class Extent(NamedTuple):
     """The position of a column's rows in its file.
 
-    Attributes:
+    Args:
         rows: The rows of each chunk of the file.
         offsets: The byte of each chunk; None if only h5py can read them.
     """

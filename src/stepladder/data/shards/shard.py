@@ -24,7 +24,7 @@ H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
 class Shard:
     """One file of a data set. The last three attributes are None where there is no index.
 
-    Attributes:
+    Args:
         path: The file.
         rows: The number of its rows.
         chunk_rows: The number of rows that are read at once.

@@ -29,7 +29,7 @@ VALUES_PER_CHUNK = 1 << 14  # of the values of lists
 class ShardSettings:
     """Everything that decides the bytes of the shards.
 
-    Attributes:
+    Args:
         source: The identity of the table.
         columns: The columns as the index has them.
         chunk_rows: The rows of a chunk.

@@ -52,14 +52,12 @@ class Inquiry:
         board: What the members share.
         member: The number of this member.
         member_count: The number of members.
-
-    Attributes:
-        current: The number of the current inquiry, from 1; 0 before the first poll.
-        answered: The number of the last inquiry that this member has answered.
     """
 
     def __init__(self, board: Board, member: int, member_count: int) -> None:
+        # The number of the current inquiry, from 1; 0 before the first poll.
         self.current = 0
+        # The number of the last inquiry that this member has answered.
         self.answered = 0
         self._board = board
         self._member = member

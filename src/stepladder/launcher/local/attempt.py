@@ -40,13 +40,10 @@ KEY_PRESS_S = 0.5  # signals that follow each other faster come from one key pre
 
 
 class StopRequest:
-    """The signal that asked a group to stop, if there was one.
-
-    Attributes:
-        signal_number: The signal; 0 if there was none.
-    """
+    """The signal that asked a group to stop, if there was one."""
 
     def __init__(self) -> None:
+        # The signal; 0 if there was none.
         self.signal_number = 0
         self._received_at = 0.0
 
@@ -117,14 +114,11 @@ class GroupAttempt:
     Args:
         spec: What is special about this attempt.
         context: What all attempts of the group have in common.
-
-    Attributes:
-        monitor: Observes the ranks.
-        running: The ranks whose end was not handled yet, by the sentinel of their process, which
-            becomes ready when the process ends.
     """
 
     def __init__(self, spec: AttemptSpec, context: GroupContext) -> None:
+        # The ranks whose end was not handled yet, by the sentinel of their process, which becomes
+        # ready when the process ends.
         self.running: dict[Any, RankProcess] = {}
         self._spec = spec
         self._context = context
@@ -133,6 +127,7 @@ class GroupAttempt:
         self._stop_request = context.stop_request
         self._members: list[RankProcess] = []  # by local rank, with replacements
         self._observed = ObservedRanks(spec.ranks, context.dump_prefix, spec.world_size)
+        # Observes the ranks.
         self.monitor = Monitor(self._observed, context.limits)
         self._errors = MemoryFile("errors")
         self._deadline = math.inf

@@ -114,17 +114,17 @@ def _would_break_again(votes: Collection[NodeVote]) -> bool:
 class Consensus:
     """What a node knows of the other nodes while ranks are lost or join: here, that it is alone.
 
-    Attributes:
+    Args:
         node: The number of this node.
         group_number: The number of the next group, from 1.
-        loss_reported: A node has lost a rank since the last group.
-        join_requested: A node has ranks that wait to join.
     """
 
     def __init__(self, node: int = 0, group_number: int = 1) -> None:
         self.node = node
         self.group_number = group_number
+        # Whether a node has lost a rank since the last group was formed.
         self.loss_reported = False
+        # Whether a node has ranks that wait to join.
         self.join_requested = False
 
     @property

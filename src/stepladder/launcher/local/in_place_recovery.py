@@ -79,12 +79,6 @@ class InPlaceRecovery:
         consensus: The agreement with the other nodes.
         min_ranks: A lost rank whose replacement soon fails as well is not replaced once more if at
             least this number of ranks remains. None if a lost rank is always replaced.
-
-    Attributes:
-        failed: The ranks that failed since the last group was formed.
-        abandoned: The ranks that the others continue without.
-        joining: The replacements and new ranks that have not joined a group yet.
-        state: Whether the next group can be formed.
     """
 
     def __init__(
@@ -94,9 +88,13 @@ class InPlaceRecovery:
         consensus: Consensus,
         min_ranks: int | None,
     ) -> None:
+        # The ranks that failed since the last group was formed.
         self.failed: list[RankProcess] = []
+        # The ranks that the others continue without.
         self.abandoned: set[int] = set()
+        # The replacements and new ranks that have not joined a group yet.
         self.joining: dict[int, RankProcess] = {}
+        # Whether the next group can be formed.
         self.state = RecoveryState.OPEN
         self._policy = policy
         self._actions = actions

@@ -39,9 +39,6 @@ class LocalGroup:
         threads: The intra-op threads of each rank.
         limits: How long ranks may make no progress.
         spec: What the ranks are.
-
-    Attributes:
-        attempt: The current attempt; one without ranks before the first start.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class LocalGroup:
             release_locks=self.release_locks,
             dump_prefix=self._scratch / "progress",
         )
+        # The current attempt; one without ranks before the first start.
         self.attempt = GroupAttempt(AttemptSpec(), self._context)
 
     @property

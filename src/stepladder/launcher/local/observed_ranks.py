@@ -28,13 +28,6 @@ class ObservedRank:
         rank: The number that the rank was started with.
         stack_file: The file into which the rank writes its stack on a signal.
         pid: Its process id; 0 before the process is started.
-
-    Attributes:
-        idle_meter: For how many polls it has been idle.
-        polls_stopped: For how many polls it has been stopped.
-        exit_code: Its exit code; None while it runs.
-        cpu_s: The time that it had computed when the ranks last made progress; None if it writes
-            its progress itself.
     """
 
     def __init__(
@@ -46,9 +39,14 @@ class ObservedRank:
         self.rank = rank
         self.stack_file = stack_file
         self.pid = pid
+        # For how many polls the rank has been idle.
         self.idle_meter = IdleMeter()
+        # For how many polls the rank has been stopped.
         self.polls_stopped = 0
+        # The exit code of the rank; None while it runs.
         self.exit_code: int | None = None
+        # The processor time that the rank had used when the ranks last made progress; None if it
+        # writes its progress itself.
         self.cpu_s: float | None = None
 
     def poll_stopped(self) -> int:

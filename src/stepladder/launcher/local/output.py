@@ -130,9 +130,6 @@ class Output:
         prefixed: Whether to show each line after its rank.
         log_dir: The folder for a log file per rank, with both streams; None for no log files.
         shown: Returns whether a stream (STDOUT or STDERR) of a local rank is shown.
-
-    Attributes:
-        streams: The open pipes, by file descriptor.
     """
 
     def __init__(
@@ -141,6 +138,7 @@ class Output:
         log_dir: Path | None = None,
         shown: Callable[[int, int], bool] = lambda *_: True,
     ) -> None:
+        # The open pipes, by file descriptor.
         self.streams: dict[int, Stream] = {}
         self._prefixed = prefixed
         self._logs = None if log_dir is None else LogFolder(log_dir)

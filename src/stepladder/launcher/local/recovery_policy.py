@@ -35,7 +35,7 @@ class RecoveryAction(Enum):
 class RecoveryView:
     """What the launcher of one node sees at one moment.
 
-    Attributes:
+    Args:
         training: The ranks of this node that live and are not joining.
         joining: The ranks of this node that have not joined a group yet.
         waiting: The ranks of this node that are in no group, and wait for the next one.

@@ -62,12 +62,10 @@ class Screen:
 
     Args:
         clock: Returns the time in seconds.
-
-    Attributes:
-        live: The bar that was drawn last; b"" if there is none.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        # The bar that was drawn last; b"" if there is none.
         self.live = b""
         self._clock = clock
         self._bars_shown_at = 0.0

@@ -67,7 +67,7 @@ RendezvousOpener = Callable[[Callable[[], None]], OpenRendezvous]
 class NodeStart:
     """One start of this node's ranks, together with those of the other nodes.
 
-    Attributes:
+    Args:
         peers: The nodes of the start.
         hang_reporter: Explains, together with the other agents, why ranks wait.
         consensus: The agreement of the nodes on lost ranks; None without in-place recovery.
@@ -79,16 +79,7 @@ class NodeStart:
 
 
 class Agent:
-    """The agent of one node, for one rendezvous.
-
-    Attributes:
-        node: This node.
-        group: The ranks of this node.
-        rendezvous_record: The generation, the node ids and the end of the launch, as published in
-            the run directory.
-        can_resume: Whether the ranks can stop with a snapshot and continue from it.
-        status: The state of the ranks of this node.
-    """
+    """The agent of one node, for one rendezvous."""
 
     def __init__(
         self,
@@ -100,14 +91,18 @@ class Agent:
 
         Args:
             node: This node.
-            rendezvous_record: What the run directory holds about the rendezvous.
+            rendezvous_record: The generation, the node ids and the end of the launch, as published
+                in the run directory.
             open_rendezvous: Opens the rendezvous. While it waits, it calls its argument again and
                 again; an exception from that call abandons the wait.
         """
         self.node = node
+        # The ranks of this node.
         self.group = node.group
         self.rendezvous_record = rendezvous_record
+        # Whether the ranks can stop with a snapshot and continue from it.
         self.can_resume = node.group.restart_policy.has_steps
+        # The state of the ranks of this node.
         self.status = Status.ABSENT
         self._open_rendezvous = open_rendezvous
         self._rendezvous: OpenRendezvous | None = None
@@ -137,15 +132,12 @@ class Agent:
     def run(self) -> int:
         """Run the ranks until the launch has ended on all nodes.
 
+        The caller handles what ends the agent before: the loss of the rendezvous (RendezvousError)
+        or of its store (DistError), a newer rendezvous of the other agents (RendezvousMoved), nodes
+        that continue without this one (NodeExcluded), and bad input to the ranks (InputError).
+
         Returns:
             The exit code.
-
-        Raises:
-            RendezvousError: If the rendezvous is lost.
-            DistError: If the store is lost.
-            RendezvousMoved: If other agents use a newer rendezvous.
-            NodeExcluded: If the other nodes continue without this one.
-            InputError: If the ranks found bad input.
         """
         try:
             self._rendezvous = self._open_rendezvous(self._abandon_wait_at_end)

@@ -14,7 +14,7 @@ class Generation:
 
     The names of the fields are the keys of rendezvous.json.
 
-    Attributes:
+    Args:
         number: Counted from 1.
         host: Address of the node that serves the store.
         port: Port of the store.
@@ -53,7 +53,7 @@ class NodeExcluded(Exception):
 class WaitAbandoned(Exception):
     """A wait for other nodes was abandoned, because the launch ends.
 
-    Attributes:
+    Args:
         end: How the launch ends.
     """
 

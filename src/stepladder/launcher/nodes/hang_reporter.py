@@ -19,7 +19,7 @@ EXPLANATION_POLL_INTERVAL_S = 0.1
 class HangReporter:
     """One agent's part in the explanation of hangs, for one start.
 
-    Attributes:
+    Args:
         group: The ranks of this node.
         inquiry: The inquiry of all agents.
     """

@@ -35,7 +35,7 @@ Check = Callable[[], object]
 class RunningStart:
     """A start whose ranks recover in place.
 
-    Attributes:
+    Args:
         attempt: Its number.
         nodes: The number of nodes that it began with.
         ranks: The number of ranks that it began with.

@@ -19,11 +19,7 @@ Address = tuple[str, int]
 
 
 class LivenessConnections:
-    """The listener of this agent and its connections to other agents.
-
-    Attributes:
-        address: Host and port where this agent listens; port 0 if it does not.
-    """
+    """The listener of this agent and its connections to other agents."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port.
@@ -32,6 +28,7 @@ class LivenessConnections:
             host: Where other agents reach this one. If it is "" or cannot be opened, there is no
                 listener, and this agent's death is noticed by its missing heartbeat.
         """
+        # Host and port where this agent listens; port 0 if it does not.
         self.address: Address = (host, 0)
         self._peer_addresses: Mapping[int, Address] = {}
         self._connections: dict[int, socket.socket | None] = {}

@@ -32,7 +32,7 @@ WAIT_CHECK_INTERVAL_S = 0.1
 class NodeInfo:
     """What a node tells the others before a start, and what they agree on.
 
-    Attributes:
+    Args:
         nproc: The number of its ranks.
         attempt: The number of the last start; a node that joined later knows a smaller one.
         failed: Attempt and step of the last failure in a step.
@@ -53,7 +53,7 @@ class NodeInfo:
 class LocalNode:
     """This node over all starts of its ranks.
 
-    Attributes:
+    Args:
         group: Its ranks.
         info: What it tells the other nodes.
         restarts_left: Restarts that --max-restarts still allows.

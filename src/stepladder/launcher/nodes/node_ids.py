@@ -21,15 +21,15 @@ NO_ID = -1
 class NodeIds:
     """The ids as one agent sees them.
 
-    Attributes:
+    Args:
         path: The file whose bytes are locked.
         max_nodes: The number of agents that can take part; 0 for no limit, and no ids.
-        own_id: The id of this agent, or NO_ID.
     """
 
     def __init__(self, path: Path, max_nodes: int = 0) -> None:
         self.path = path
         self.max_nodes = max_nodes
+        # The id of this agent, or NO_ID.
         self.own_id = NO_ID
         self._file: int | None = None
 

@@ -42,7 +42,7 @@ class UnpublishedRendezvous:
 class OpenRendezvous:
     """An open rendezvous.
 
-    Attributes:
+    Args:
         handler: torchelastic's.
         secret: The launch's.
         address: How other nodes reach this one; "" where torch knows it.

@@ -42,20 +42,13 @@ def open_start_board(
 class Peers:
     """The nodes of one start.
 
-    Attributes:
+    Args:
         store: The store of this rendezvous round.
         index: The index of this node, below `node_count`.
         node_count: The number of nodes, lost ones included.
         secret: Signs the values.
         clock: Returns seconds.
         shared_store: The store of all starts, by default `store`.
-        board: The values of this start.
-        inquiry: The inquiry of all agents into why ranks wait.
-        world_size: The number of ranks at the start.
-        first_rank: The first rank of this node; None if it joined running ranks.
-        liveness_addresses: Host and port where each agent listens, see liveness.py.
-        node_ids: The ids of the nodes, see node_ids.py.
-        lost_nodes: The nodes that the others continue without.
     """
 
     def __init__(
@@ -73,12 +66,19 @@ class Peers:
         self.secret = secret
         self.clock = clock
         self.shared_store = shared_store or store
-        self.board = open_start_board(self.shared_store, -1, secret)  # until `begin_start`
+        # The values of this start; before `begin_start` those of no start.
+        self.board = open_start_board(self.shared_store, -1, secret)
+        # The inquiry of all agents into why ranks wait.
         self.inquiry = Inquiry(self.board, index, node_count)
+        # The number of ranks at the start.
         self.world_size = 0
+        # The first rank of this node; None if it joined running ranks.
         self.first_rank: int | None = None
+        # Host and port where each agent listens, see liveness.py.
         self.liveness_addresses: dict[int, tuple[str, int]] = {}
+        # The ids of the nodes, see node_ids.py.
         self.node_ids: dict[int, int] = {}
+        # The nodes that the others continue without.
         self.lost_nodes: set[int] = set()
         self._next_free_rank = 0
         self._own_beats = 0

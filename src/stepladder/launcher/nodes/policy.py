@@ -37,7 +37,7 @@ class Continue:
 class Stop:
     """Ask the ranks of this node to stop with a snapshot.
 
-    Attributes:
+    Args:
         text: What to print.
     """
 
@@ -48,7 +48,7 @@ class Stop:
 class Restart:
     """End the ranks that still run, join the next rendezvous and start the ranks again.
 
-    Attributes:
+    Args:
         text: What to print.
         counted: Whether it uses up one of --max-restarts.
     """
@@ -61,7 +61,7 @@ class Restart:
 class End:
     """The launch has ended.
 
-    Attributes:
+    Args:
         code: The exit code.
         text: What to print.
     """
@@ -74,7 +74,7 @@ class End:
 class View:
     """What one agent sees at one moment.
 
-    Attributes:
+    Args:
         ranks: The state of the ranks of this node.
         can_resume: The ranks can stop with a snapshot and continue from it; a script's cannot.
         published_end: The launch's end, where another node has published it.

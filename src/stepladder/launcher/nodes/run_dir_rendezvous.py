@@ -53,15 +53,7 @@ Serve = Callable[[int], int]
 
 
 class RunDirRendezvous:
-    """One agent's view of the rendezvous of a run directory.
-
-    Attributes:
-        run_dir: The run directory.
-        address: How other nodes reach this one.
-        timeout: Seconds to find other nodes.
-        node_ids: The ids of the launch's nodes.
-        current: The generation that this agent belongs to.
-    """
+    """One agent's view of the rendezvous of a run directory."""
 
     def __init__(
         self,
@@ -89,7 +81,9 @@ class RunDirRendezvous:
         self.run_dir = run_dir
         self.address = address.strip("[]") or find_own_address()
         self.timeout = timeout
+        # The ids of the launch's nodes.
         self.node_ids = NodeIds(run_dir / NODE_IDS_FILE, max_nodes)
+        # The generation that this agent belongs to.
         self.current: Generation | None = None
         self._endpoint = parse_endpoint(endpoint) if endpoint else None
         self._fresh = fresh

@@ -76,15 +76,7 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
 
 
 class SelfMonitor:
-    """The monitor of one rank, in its own process.
-
-    Attributes:
-        world: The processes of the run.
-        pid: The id of this process.
-        host: The name of this machine.
-        meter: How long this process has been idle.
-        board: Values that the ranks exchange, once the store is open.
-    """
+    """The monitor of one rank, in its own process."""
 
     def __init__(
         self,
@@ -100,9 +92,13 @@ class SelfMonitor:
             stack_file: Descriptor of the file into which this process writes its stack on a signal.
         """
         self.world = world
+        # The id of this process.
         self.pid = os.getpid()
+        # The name of this machine.
         self.host = socket.gethostname()
+        # How long this process has been idle.
         self.meter = IdleMeter()
+        # Values that the ranks exchange, once the store is open.
         self.board: SignedBoard | None = None
         self._polls_until_explained = explain_after / MONITOR_INTERVAL_S
         self._contact = json.dumps([self.host, self.pid, stack_file])

@@ -51,11 +51,10 @@ class SignedBackend(RendezvousBackend):
     only describe a state. Each state is signed together with a number that is larger than that of
     the state before, which exposes an old signed state that somebody puts back.
 
-    Attributes:
-        backend: torchelastic's.
-        secret: The launch's.
-        key: The key that states are signed for, made of the rendezvous' name.
-        newest: The largest number of a state so far.
+    Args:
+        backend: The backend of torchelastic.
+        secret: The secret of the launch.
+        name: The name of the rendezvous.
     """
 
     def __init__(
@@ -66,7 +65,9 @@ class SignedBackend(RendezvousBackend):
     ) -> None:
         self.backend = backend
         self.secret = secret
+        # The key that states are signed for.
         self.key = f"rendezvous/{name}"
+        # The largest number of a state so far.
         self.newest = 0
         self._lock = threading.Lock()  # torchelastic calls from two threads
 

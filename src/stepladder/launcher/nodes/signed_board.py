@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class SignedBoard:
     """The signed values whose keys begin with a scope.
 
-    Attributes:
+    Args:
         store: Holds the values.
         scope: Prefix of all keys, such as "stepladder/start-3".
-        secret: The launch's.
+        secret: The secret of the launch, which signs the values.
     """
 
     def __init__(

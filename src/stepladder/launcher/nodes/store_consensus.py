@@ -36,12 +36,10 @@ FINISHED_KEY = "left-{}"
 class StoreConsensus(Consensus):
     """The consensus as one node takes part in it, for one start.
 
-    Attributes:
+    Args:
         peers: The nodes of the start.
-        board: The values of the start.
         min_nodes: The number of nodes that are enough to continue.
         liveness: Connections to the other agents.
-        excluded: The other nodes continue without this one.
     """
 
     def __init__(
@@ -51,11 +49,13 @@ class StoreConsensus(Consensus):
         liveness: LivenessConnections,
     ) -> None:
         self.peers = peers
+        # The values of the start.
         self.board = peers.board
         super().__init__(peers.index, self._find_next_number())
         self.min_nodes = min_nodes
         self.liveness = liveness
         liveness.set_peers(peers.liveness_addresses)
+        # Whether the other nodes continue without this one.
         self.excluded = False
         host = liveness.address[0]
         self._host = f"[{host}]" if ":" in host else host

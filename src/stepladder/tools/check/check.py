@@ -61,7 +61,7 @@ DAMAGE_OF_A_SNAPSHOT = ("resume-lr", "resume-differs")
 class Request:
     """The request of a check, as the flags of the command.
 
-    Attributes:
+    Args:
         simulate_gpus: Whether GPUs are simulated from the first run on, and not only if the script
             fails without.
         writable_folders: Folders that the script may write for real.
@@ -90,7 +90,7 @@ class Request:
 class Report:
     """The result of a check.
 
-    Attributes:
+    Args:
         findings: All findings, the most severe ones first.
         not_checked: Why the run proves nothing, if it failed or trained nothing.
         run_summary: What has run, in one line.

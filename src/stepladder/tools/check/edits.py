@@ -13,7 +13,7 @@ from stepladder.tools.check.script_source import SourceFile
 class Edit:
     """A change of one file.
 
-    Attributes:
+    Args:
         line: The first line, counted from 1.
         column: Where the change begins, in bytes.
         end_line: The last line.

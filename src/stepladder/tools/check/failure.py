@@ -59,7 +59,7 @@ INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
 class NotChecked:
     """The reason why the script could not be checked, with exit code 3.
 
-    Attributes:
+    Args:
         cause: "script" if it failed by itself, "check" if the probe or the simulation failed,
             "no training" if it made no optimizer step and no backward pass.
         line: What is shown, in one line.

@@ -40,7 +40,7 @@ CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
 class LaunchStyle:
     """One way to start a script.
 
-    Attributes:
+    Args:
         script: The script.
         root: The folder that is copied.
         folder: The working folder of the ranks, in the root.

@@ -20,7 +20,7 @@ RANK_AND_WORLD_SIZE = ("RANK", "WORLD_SIZE")
 class ProbeSettings:
     """The settings of the probes of one start of the script.
 
-    Attributes:
+    Args:
         folder: The folder of the recordings.
         roots: The folders of the user's own code.
         copy: The copy of the working folder, in which the script runs.

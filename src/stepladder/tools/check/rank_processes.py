@@ -52,7 +52,7 @@ Processes = list[subprocess.Popen[bytes]]
 class LaunchOutcome:
     """The outcome of one start of the script.
 
-    Attributes:
+    Args:
         folder: The folder of the recordings and outputs.
         codes: The exit codes of the processes; None of those that the check has ended.
         has_stalled: Whether nothing happened for so long that the check ended the ranks.
@@ -96,7 +96,7 @@ class LaunchOutcome:
 class RankLaunch:
     """How the script is started.
 
-    Attributes:
+    Args:
         python_args: What comes after `python`: the script, or `-m` and a module.
         args: The script's own arguments.
         folder: The working folder, within the copy.

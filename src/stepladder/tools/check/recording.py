@@ -38,7 +38,7 @@ EVENTS_OF_ACTIVITY = 5000  # are enough to distinguish processes that train
 class LoaderPass:
     """One iteration over a loader on one rank.
 
-    Attributes:
+    Args:
         number: Its number on the rank.
         start: The event at its start, which describes the loader.
         events: All events of the rank during the pass, batches included.
@@ -188,7 +188,7 @@ class RankLog:
 class Recording:
     """The recording of one run of the script.
 
-    Attributes:
+    Args:
         ranks: The events of each rank, in the order of ranks.
         world_size: The number of ranks of the process group.
         original: The working folder.

@@ -47,7 +47,7 @@ MOST_COMPARED_STEPS = 12
 class ResumedRun:
     """The unbroken run, the halted run and the resumed run, on rank 0.
 
-    Attributes:
+    Args:
         evidence: The unbroken run, with the copy of the resumed run for its lines.
         unbroken: The events of the unbroken run.
         halted: The events of the run that was ended after its snapshot.

@@ -43,15 +43,13 @@ class ObservedProcesses:
 
     Args:
         folder: The folder of their recordings and outputs.
-
-    Attributes:
-        pids: The process of each rank, by rank.
-        world_size: The number of ranks; 0 before it is known.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # The process of each rank, by rank.
         self.pids: dict[int, int] = {}
+        # The number of ranks; 0 before it is known.
         self.world_size = 0
         self.meters: dict[int, IdleMeter] = {}
         self.finder = DeadlockFinder()

@@ -47,7 +47,7 @@ GB = 1e9
 class Speed:
     """The speed of all_reduce for one size.
 
-    Attributes:
+    Args:
         bytes: The size of the tensor.
         microseconds: The median over rounds, on the slowest rank.
         bus: The bus bandwidth in GB/s.
@@ -62,7 +62,7 @@ class Speed:
 class Link:
     """What was measured.
 
-    Attributes:
+    Args:
         speeds: The speeds of all_reduce among all ranks.
         limit: The GB/s of the slowest interface between nodes by its driver; None on one node, or
             where it is not known.

@@ -44,7 +44,7 @@ CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 class Folder:
     """The folder of runs.
 
-    Attributes:
+    Args:
         kind: The kind of its file system: ext4, nfs4, lustre, ...
         skew: The seconds by which the file system's clock is ahead of this machine's.
     """
@@ -60,7 +60,7 @@ class Folder:
 class Facts:
     """The facts of one machine at one moment.
 
-    Attributes:
+    Args:
         nproc: The processes that the user wants to start here; 0 where that is not known.
         nodes: The machines that take part.
         env: The variables that start ranks.

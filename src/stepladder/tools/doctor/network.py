@@ -28,7 +28,7 @@ class Interface:
 class Peer:
     """Another machine.
 
-    Attributes:
+    Args:
         host: The name or address that was asked for; empty for none.
         addresses: What the name resolves to.
         source: The address of this machine from which a packet is sent to it.

@@ -73,7 +73,7 @@ print("stepladder:" + json.dumps(facts))
 class Gpu:
     """One GPU in the output of nvidia-smi.
 
-    Attributes:
+    Args:
         mig: Whether it is divided into several.
         capability: The compute capability, as 9.0; empty where it is not known.
     """
@@ -89,7 +89,7 @@ class Gpu:
 class Gpus:
     """The GPUs of a machine.
 
-    Attributes:
+    Args:
         found: The GPUs that nvidia-smi lists.
         on_bus: The number of NVIDIA devices on the PCI bus.
         smi_error: The error of nvidia-smi; "missing" where it is not installed.
@@ -110,7 +110,7 @@ class Gpus:
 class Imports:
     """The imports of a script.
 
-    Attributes:
+    Args:
         seconds: The time of all imports together.
         slowest: The packages that take longest, with the seconds of their own modules.
         error: The last line of an import that failed; empty without one.
@@ -127,7 +127,7 @@ class Imports:
 class Torch:
     """The installed torch.
 
-    Attributes:
+    Args:
         version: Its version; empty where it is not installed or cannot be imported.
         error: Why it cannot be imported.
         cuda: The version of CUDA that it was built with; empty without, as `rocm` and `nccl` are.

@@ -25,7 +25,7 @@ EXPANDED_TERMS = {"oom": "out of memory", "timed? out": "timeout", "processgroup
 class KnownError:
     """A known error.
 
-    Attributes:
+    Args:
         source: The program that reports it.
         texts: Literal parts of the message, of which one is enough.
         cause: What it means.

@@ -33,7 +33,7 @@ class Location:
 class Finding:
     """A problem that a rule has found.
 
-    Attributes:
+    Args:
         evidence: What was measured or read.
         cause: Why that is, or what it does to a training.
         fix: What to type.
@@ -61,7 +61,7 @@ class Finding:
 class RuleText:
     """The texts of one rule, or of one case of it.
 
-    Attributes:
+    Args:
         cause: Its cause, or its effect on a training.
         fix: The text to type.
         what: The mistake, in one sentence.

@@ -46,7 +46,7 @@ Echo = Callable[[str], object]
 class CommandResult:
     """The exit code and output of a command, and whether it was ended.
 
-    Attributes:
+    Args:
         exit_code: Its exit code.
         output: All that it has printed, stacks included.
         timed_out: It took too long.
@@ -79,20 +79,18 @@ class CommandResult:
 
 class Watch:
     """Ends a command that hangs or takes too long, after its processes have printed their stacks.
-
-    Attributes:
-        timed_out: Whether it took too long.
-        hung: Whether all of its processes slept.
-        pids: The processes in the order in which they printed their stacks.
-        ranks: The rank of a process by its id, as far as it is known.
     """
 
     def __init__(
         self, process: subprocess.Popen[str], timeout_s: float | None, hang_timeout_s: float | None
     ) -> None:
+        # Whether the command took too long.
         self.timed_out = False
+        # Whether all processes of the command slept.
         self.hung = False
+        # The processes in the order in which they printed their stacks.
         self.pids: list[int] = []
+        # The rank of a process by its id, as far as it is known.
         self.ranks: dict[int, int] = {}
         self._process = process
         self._timeout_s = timeout_s or threading.TIMEOUT_MAX

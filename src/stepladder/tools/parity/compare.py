@@ -109,7 +109,7 @@ class StepTriple:
 class FirstDifference:
     """The first difference.
 
-    Attributes:
+    Args:
         step: The number of the step.
         quantity: What differs.
         deviation: The first tensor that differs; None if samples, rates or step counts differ.

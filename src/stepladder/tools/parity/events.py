@@ -19,7 +19,7 @@ PARITY_SETTINGS = "STEPLADDER_PARITY"
 class ValueSettings:
     """How a run of the script differs from a plain one.
 
-    Attributes:
+    Args:
         perturbed: Whether each activation and gradient is changed by one unit in its last place.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
     """

@@ -12,7 +12,7 @@ from stepladder.tools.probe.events import CodeLine
 class NamedCause:
     """A kind of cause, which has its texts in rules.toml.
 
-    Attributes:
+    Args:
         evidence: What was measured.
         line: The line of the script that it comes from.
     """

@@ -49,7 +49,7 @@ class Size:
 class ParityRequest:
     """The request of the command.
 
-    Attributes:
+    Args:
         check: How the script is run, as for `check`; its number of processes is not used.
         reference: The first size.
         compared: The second size.
@@ -64,7 +64,7 @@ class ParityRequest:
 class ParityReport:
     """The result of a comparison.
 
-    Attributes:
+    Args:
         findings: The difference, if there is one, and what is legal.
         difference: Where the runs differ first; None where they are the same, but for what is
             legal.
@@ -93,7 +93,7 @@ class ParityReport:
 class NotJudged(Exception):
     """A run that proves nothing.
 
-    Attributes:
+    Args:
         reason: Why, for the report.
     """
 

@@ -32,7 +32,7 @@ Tensors = dict[str, list[float]]  # by name: the norm, and then some elements
 class RankStep:
     """One optimizer step on one rank, with what has led to it.
 
-    Attributes:
+    Args:
         epoch: The number of the training pass that it is in, from 0.
         events: The events of the rank since the step before.
         end: The event of the step.
@@ -137,7 +137,7 @@ class Samples:
 class GlobalStep:
     """One optimizer step on all ranks.
 
-    Attributes:
+    Args:
         number: Its number among all steps of the run, from 1.
         ranks: The step on each rank.
         samples: The samples of its global batch.
@@ -204,7 +204,7 @@ class GlobalStep:
 class RunSteps:
     """All steps of one run.
 
-    Attributes:
+    Args:
         recording: What was recorded.
         steps: The steps, as far as all ranks have made them.
         augments: Whether random numbers were drawn while samples were fetched.

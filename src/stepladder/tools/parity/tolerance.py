@@ -30,7 +30,7 @@ NOTHING = [0.0]  # a tensor whose norm is 0
 class Deviation:
     """The difference of a tensor, relative to its norm in the reference.
 
-    Attributes:
+    Args:
         relative: The difference.
         noise: The difference that the perturbation makes.
         epsilon: The rounding unit of the coarsest value.

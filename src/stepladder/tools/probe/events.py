@@ -26,7 +26,7 @@ class CodeLine(NamedTuple):
 class ProbeEvent:
     """Something that a process did: each subclass is a frozen dataclass, and one kind of event.
 
-    Attributes:
+    Args:
         n: Its number in the process.
         at: The line of the user's code that caused it.
     """

@@ -36,7 +36,7 @@ STEPS_FOLDER = "steps"
 class LaunchRecord:
     """One launcher of a script.
 
-    Attributes:
+    Args:
         begun: Unix time in seconds.
         ended: Unix time in seconds; None as long as the launcher has not ended.
         code: Its exit code; None as long as it has not ended.

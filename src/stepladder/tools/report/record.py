@@ -76,23 +76,20 @@ class ResultSummary:
 
 
 class MetricCurves:
-    """The curves of a metrics.jsonl.
-
-    Attributes:
-        step: The last step.
-        losses: The training loss by step.
-        rates: The learning rate by step.
-        evaluations: The curve of each metric of the evaluations, at most MAX_METRICS.
-        evaluated_step: The step of the last evaluation.
-        last_evaluation: The values of the last evaluation.
-    """
+    """The curves of a metrics.jsonl."""
 
     def __init__(self) -> None:
+        # The last step.
         self.step = 0
+        # The training loss by step.
         self.losses = Curve()
+        # The learning rate by step.
         self.rates = Curve()
+        # The curve of each metric of the evaluations, at most MAX_METRICS.
         self.evaluations: dict[str, Curve] = {}
+        # The step of the last evaluation.
         self.evaluated_step = 0
+        # The values of the last evaluation.
         self.last_evaluation: dict[str, float] = {}
 
     def add(self, line: Line) -> None:
@@ -112,7 +109,7 @@ class MetricCurves:
 class RunRecord:
     """The files of a job's run at one moment.
 
-    Attributes:
+    Args:
         name: The recipe or job.
         epochs: The epochs of the job's Config, if it has such a field.
         result: None until the run has finished.

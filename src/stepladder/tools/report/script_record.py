@@ -24,24 +24,21 @@ MAX_START_ROWS = 256  # a multiple of two
 
 
 class RankStart:
-    """One start of one rank.
-
-    Attributes:
-        start: The name of the start, which all of its ranks write.
-        begun: Unix time of its first line.
-        ended: Unix time of its newest line.
-        has_gpu: The phases of a step could not be measured one by one.
-        rows: (steps so far, seconds so far of each phase). The first row is at step 1, whose own
-            time is not known. If there are many rows, every second one is dropped, which leaves the
-            sums right.
-    """
+    """One start of one rank."""
 
     def __init__(self, line: Line) -> None:
+        # The name of the start, which all of its ranks write.
         self.start: str = line["start"]
         self.world_size: int = line["world_size"]
+        # Unix time of its first line.
         self.begun: float = line["time"]
+        # Unix time of its newest line.
         self.ended: float = line["time"]
+        # Whether the rank used a GPU, so that the phases of a step were not measured one by one.
         self.has_gpu = bool(line.get("gpu"))
+        # (steps so far, seconds so far of each phase). The first row is at step 1, whose own time
+        # is not known. If there are many rows, every second one is dropped, which leaves the sums
+        # right.
         self.rows: list[tuple[float, ...]] = [(1.0, *(0.0 for _ in STEP_KEYS))]
 
     def add(self, line: Line) -> None:
@@ -61,7 +58,7 @@ class RankStart:
 class ScriptStart:
     """One start of all ranks.
 
-    Attributes:
+    Args:
         steps: The steps that rank 0 has made.
         begun: Unix time of its first line.
         ended: Unix time of its last known step.
@@ -81,7 +78,7 @@ class ScriptStart:
 class ScriptRecord:
     """The files of a script's run at one moment.
 
-    Attributes:
+    Args:
         state: Such as "running" or "finished".
         name: The script's file name.
         warnings: Sentences about damaged lines.

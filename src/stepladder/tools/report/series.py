@@ -22,12 +22,10 @@ class Curve:
     """A curve of at most MAX_CURVE_POINTS points, each the mean of `width` neighbours.
 
     The width is doubled whenever the points become too many.
-
-    Attributes:
-        newest: The last point that was added, unchanged.
     """
 
     def __init__(self) -> None:
+        # The last point that was added, unchanged.
         self.newest: tuple[float, float] | None = None
         self._means: list[tuple[float, float]] = []
         self._width = 1
@@ -69,21 +67,21 @@ class RankTimes:
 
     A column is closed when the number of ranks changes.
 
-    Attributes:
+    Args:
         keys: The names of the phases. The first two are the rank's busy time.
-        speeds: Steps per second, by step.
-        last_steps: The last step of each column.
-        world_size: The number of ranks of the last start.
-        start_column: The first column of the last start.
-        row_of: The row of each label in the table of sums.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = keys
+        # Steps per second, by step.
         self.speeds = Curve()
+        # The number of ranks of the last start.
         self.world_size = 0
+        # The first column of the last start.
         self.start_column = 0
+        # The last step of each column.
         self.last_steps: list[int] = []
+        # The row of each label in the table of sums.
         self.row_of: dict[Label, int] = {}
         # The values of a cell: steps, and seconds by phase.
         self._sums = np.zeros((4, MAX_TIME_COLUMNS, 1 + len(keys)))

@@ -31,27 +31,25 @@ class StateLayout:
 
     To construct a layout distributes the job over the ranks: all ranks do it together, with the
     same weights, before the optimizer has any state.
-
-    Attributes:
-        gathers_weights: Whether a pass gathers weights, so that all ranks must make equally many
-            passes, and each rank has rows of the weights only.
-        has_parts: Whether each rank writes a part of a snapshot.
-        completes_steps: Whether a step can be completed by the remaining ranks, if some are lost
-            after the update and before `gather`.
-        slice_prefix: The names that `load_slices` reads from a snapshot begin with it; None if the
-            whole state is read.
-        manifest_entry: Added to the manifest of a snapshot.
     """
 
+    # Whether a pass gathers weights, so that all ranks must make equally many passes, and each rank
+    # has rows of the weights only.
     gathers_weights = False
+    # Whether each rank writes a part of a snapshot.
     has_parts = False
+    # Whether a step can be completed by the remaining ranks, if some are lost after the update and
+    # before `gather`.
     completes_steps = False
+    # The names that `load_slices` reads from a snapshot begin with it; None if the whole state is
+    # read.
     slice_prefix: str | None = None
 
     def __init__(self, job: Job, comm: Comm) -> None:
         self.model = job.model
         self.optimizer = job.optimizer
         self.comm = comm
+        # Added to the manifest of a snapshot.
         self.manifest_entry: dict[str, Any] = {}
 
     # -- before the layout is made -----------------------------------------------------------------

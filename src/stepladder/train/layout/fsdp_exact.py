@@ -38,14 +38,12 @@ class AlignedRows:
     A processor computes in vectors, and the elements after the last full vector one by one, which a
     fused AdamW rounds differently. So both ends of the rows are stepped in padded copies. The rows
     between the ends, which are nearly all, are stepped in place.
-
-    Attributes:
-        parts: Flat tensors with gradients: the rows between the ends, then the padded ends.
     """
 
     def __init__(self, param: Any) -> None:
         self.param = param
         self.cuts = make_cuts(param)
+        # Flat tensors with gradients: the rows between the ends, then the padded ends.
         self.parts = self.cut(get_local_slice(param).values)
         if param.grad is not None:
             for part, grad in zip(

@@ -17,7 +17,7 @@ ALIGNMENT = 64  # elements: more than any processor's vectors hold
 class ShardPiece(NamedTuple):
     """Elements [lo, hi) of a parameter.
 
-    Attributes:
+    Args:
         number: The index of the parameter among all parameters of the optimizer.
         param: The parameter.
         lo: The first element.

@@ -32,7 +32,7 @@ HELD_GROUPS = struct.Struct("6q")  # of two groups: the number, the rank in it, 
 class StepRecord(NamedTuple):
     """What a rank needs to take a step that another rank has taken.
 
-    Attributes:
+    Args:
         stepped: False if the scaler skipped the step.
         rates: The learning rate of each group of the optimizer.
         gradients: The gradient of each parameter.
@@ -44,19 +44,15 @@ class StepRecord(NamedTuple):
 
 
 class Replicated(Zero1):
-    """Two ranks hold each slice, and each rank keeps what the others need after a loss.
-
-    Attributes:
-        parts_by_group: The slices by the number of the group that cut them: two, until all ranks
-            have the newer slices.
-        unfinished_step: A step whose weights are still to be gathered.
-    """
+    """Two ranks hold each slice, and each rank keeps what the others need after a loss."""
 
     completes_steps = True
     copies = REPLICA_COUNT
 
     def __init__(self, job: Job, comm: Comm) -> None:
         super().__init__(job, comm)
+        # The slices by the number of the group that cut them: two, until all ranks have the newer
+        # slices.
         self.parts_by_group: dict[int, OptimizerSlices] = {}
         if get_joining_rank() is None:
             self.parts_by_group[comm.group_number] = self.parts
@@ -65,6 +61,7 @@ class Replicated(Zero1):
             for index in range(self.parts.ranks)
             for piece in self.parts.pieces_of_slice(index)
         }
+        # A step whose weights are still to be gathered.
         self.unfinished_step: StepRecord | None = None
 
     @classmethod

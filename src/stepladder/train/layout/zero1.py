@@ -53,10 +53,6 @@ class OptimizerSlices:
 
     Outside of `stepping` the optimizer has its complete parameters, and no state. Each rank has one
     slice, and with copies=2 also the slice of the rank before it.
-
-    Attributes:
-        own_pieces: The pieces of this rank's own slice.
-        pieces: The pieces of all slices of this rank.
     """
 
     def __init__(
@@ -72,7 +68,9 @@ class OptimizerSlices:
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self.buckets = self._make_buckets()
         self.buffers = self._make_buffers()
+        # The pieces of this rank's own slice.
         self.own_pieces = self.pieces_of_slice(self.rank)
+        # The pieces of all slices of this rank.
         self.pieces = [
             piece
             for index in slices_of_rank(self.rank, self.ranks, copies)

@@ -22,7 +22,7 @@ run_backward = make_backward()
 class StepResult(NamedTuple):
     """What all ranks know after a step.
 
-    Attributes:
+    Args:
         total_count: What the loss counts, added over all ranks.
         votes: For each question, whether any rank voted yes.
         extra: The sum over all microbatches of the vectors given to `backward`, or None.

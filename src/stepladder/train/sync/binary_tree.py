@@ -17,7 +17,7 @@ from stepladder.core.plan import split_evenly
 class Block:
     """The tree's sum over the microbatches [lo, lo + size).
 
-    Attributes:
+    Args:
         lo: The first microbatch.
         size: How many microbatches, a power of two.
         total: Their sum: a tensor, or the index of a tensor where only the order of the additions

@@ -37,13 +37,6 @@ class TreeBucket:
     Extra values are added like gradients: the loss, and the statistics of batch norm. The vector's
     length is padded to a multiple of the number of ranks, since each rank finishes one slice. A
     leaf of the tree is this vector for one microbatch.
-
-    Attributes:
-        out: The finished sum. `sum_views` are views of its gradients, in the parameters' shapes;
-            `extra_sum` is a view of its extra values, which follow the gradients.
-        leaf: The leaf of the current microbatch. `leaf_views` are views of its gradients, in the
-            parameters' shapes; `leaf_extra` is a view of its extra values.
-        leaf_observer: Called with the bucket when a leaf is full, just before the tree adds it.
     """
 
     def __init__(
@@ -66,17 +59,22 @@ class TreeBucket:
         self.offsets = list(accumulate((param.numel() for param in params), initial=0))
         self.extra_slice = slice(self.offsets[-1], self.offsets[-1] + extra_size)
         self.slice_size = -(-self.extra_slice.stop // comm.world.world_size)
+        # The finished sum, and views of it: of its gradients, in the parameters' shapes, and of its
+        # extra values, which follow the gradients.
         self.out = like.new_zeros(self.slice_size * comm.world.world_size)
         self.gradient = self.out[: self.offsets[-1]]
         self.extra_sum = self.out[self.extra_slice]
         self.sum_views = self._make_views(self.out)
+        # Called with the bucket when a leaf is full, just before the tree adds it.
         self.leaf_observer: LeafObserver | None = None
         self.tree = Tree()
         self.free_leaves: list[torch.Tensor] = []
         # For each leaf, by its id: `leaf_views` and `leaf_extra`. They are made once, since making
         # views costs more than copying gradients.
         self.views_by_leaf: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        self.leaf = self.out  # replaced by `open_leaf`
+        # The leaf of the current microbatch, and the same two views of it. `open_leaf` replaces all
+        # three.
+        self.leaf = self.out
         self.leaf_views = self.sum_views
         self.leaf_extra = self.extra_sum
         self.missing: set[int] = set()  # indices of parameters whose gradient is not in the leaf

@@ -99,7 +99,7 @@ class FullyShardedSync(Sync):
 class RowTree:
     """The reduce-scatter of one block for fully_shard, which adds in the tree of `exact`.
 
-    Attributes:
+    Args:
         size: Elements of the block's gradient, padded to the same number of rows on all ranks.
     """
 

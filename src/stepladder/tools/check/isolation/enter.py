@@ -17,7 +17,7 @@ from stepladder.tools.check.isolation import kernel
 class Entry:
     """How a process enters the sandbox.
 
-    Attributes:
+    Args:
         mechanism: What protects the files outside.
         command: The command to execute in the sandbox.
         folder: The working folder of the command.

@@ -25,7 +25,7 @@ SHARED_MEMORY = "/dev/shm"
 class NamespacePlan:
     """The plan of a namespace.
 
-    Attributes:
+    Args:
         scratch: The folder of this check, which stays writable.
         layers: A folder in it, for the upper layers of overlays.
         copy: The copy of the working folder.

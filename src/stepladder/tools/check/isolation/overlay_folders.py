@@ -54,7 +54,7 @@ ABSOLUTE_PATH = re.compile(r"""(?<![\w./~$}])~?/[^\s'"`,;:|<>()\[\]{}*?$]+""")
 class OverlayRules:
     """Decides on which folders this user may mount overlays.
 
-    Attributes:
+    Args:
         uid: The user; 0 may use the folders of all users.
         mounts: The mounted file systems.
     """

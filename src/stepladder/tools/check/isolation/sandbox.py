@@ -65,7 +65,7 @@ class FolderChanges:
 class SandboxFolders:
     """The folders that a sandbox protects, and those in which the script may write.
 
-    Attributes:
+    Args:
         scratch: The folder of this check.
         copy: The copy in which the script runs.
         original: The working folder, which is copied.
@@ -84,21 +84,19 @@ class SandboxFolders:
 
 class Sandbox:
     """A fresh copy of the working folder for the ranks of one start, without access to other files.
-
-    Attributes:
-        folders: The folders that are protected, and the copy.
-        mechanism: One of MECHANISMS.
-        descriptors: The namespaces that processes enter.
-        upper_layers: The upper layer of each folder that has an overlay.
-        earlier_changes: Changes in an earlier sandbox that are reported as well.
     """
 
     def __init__(self, folders: SandboxFolders) -> None:
         """Copy the working folder, and use the strongest mechanism of this kernel."""
+        # The folders that are protected, and the copy.
         self.folders = folders
+        # One of MECHANISMS.
         self.mechanism = ""
+        # The namespaces that processes enter.
         self.descriptors: tuple[int, ...] = ()
+        # The upper layer of each folder that has an overlay.
         self.upper_layers: dict[str, str] = {}
+        # Changes in an earlier sandbox that are reported as well.
         self.earlier_changes: list[FolderChanges] = []
         self.open()
 

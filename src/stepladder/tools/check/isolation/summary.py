@@ -42,7 +42,7 @@ MOST_NAMES_SHOWN = 4
 class Isolation:
     """What protected the files of this run, and what the script tried outside of its copy.
 
-    Attributes:
+    Args:
         mechanism: One of sandbox.MECHANISMS.
         written: The changes in overlays.
         refused: The paths whose change was refused.

@@ -51,7 +51,7 @@ class CheckIsDone(SystemExit):
 class PassState:
     """The state of one pass over a loader.
 
-    Attributes:
+    Args:
         number: Its number in this process; 0 for an iterator that no loader made.
         key: The file and the line that iterate.
         indices: The indices of batches that were requested and not yet returned.

@@ -25,10 +25,8 @@ MOST_STACK_FRAMES = 12
 class ProbeLog:
     """The log of this process.
 
-    Attributes:
+    Args:
         settings: What the checker asks for.
-        rank: The rank, from the environment or the process group; -1 where it is not known.
-        world_size: The number of ranks, likewise.
     """
 
     def __init__(self, settings: ProbeSettings) -> None:
@@ -36,7 +34,9 @@ class ProbeLog:
         # With a separator, so that /me/train-data is not below /me/train.
         self.roots = tuple(root + os.sep for root in settings.roots)
         rank, world_size = (int(os.environ.get(name, -1)) for name in RANK_AND_WORLD_SIZE)
+        # The rank, from the environment or the process group; -1 where it is not known.
         self.rank = rank
+        # The number of ranks, from the same source.
         self.world_size = world_size
         self.pid = os.getpid()
         self.count = 0

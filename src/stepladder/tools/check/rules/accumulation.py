@@ -40,7 +40,7 @@ SCALES_GRADIENTS = (
 class Window:
     """The backward passes between two optimizer steps, and what else happened between them.
 
-    Attributes:
+    Args:
         backwards: The backward passes.
         forwards: The forward passes of models that keep a graph.
         zero_grads: The calls of zero_grad after the first backward pass.

@@ -37,7 +37,7 @@ Comprehension = ast.ListComp | ast.GeneratorExp
 class BatchMeans:
     """A loop or a comprehension that adds up or collects a mean of each batch.
 
-    Attributes:
+    Args:
         lines: Its lines, up to the object that it iterates over.
         values: The sums and the lists, as they are written.
         loader: What is iterated over.

@@ -84,7 +84,7 @@ R = TypeVar("R", RunRule, SourceRule)
 class Registered:
     """A rule, and the names under which it has findings.
 
-    Attributes:
+    Args:
         static_only: Whether a rule of a run knows more, and replaces this rule of the source.
     """
 
