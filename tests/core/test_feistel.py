@@ -67,6 +67,13 @@ def test_it_stays_the_same_with_every_version() -> None:
     ]
 
 
+def test_a_square_number_of_samples_is_divided_into_as_many_rows_as_columns() -> None:
+    """Then every pair is a position, so no index is computed twice. Frozen, as above."""
+    order = FeistelOrder(10_000, 1)
+    assert (order.left_size, order.right_size) == (100, 100)
+    assert order.indices_at(np.arange(4)).tolist() == [7424, 6471, 1665, 7293]
+
+
 def test_a_thousand_million_samples_need_no_list() -> None:
     tracemalloc.start()
     try:

@@ -67,6 +67,21 @@ def test_rows_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     check_source(open_data(tmp_path / "data", columns=numbers))
 
 
+@pytest.mark.parametrize(("name", "column"), [("mds", "x"), ("webdataset", "x.npy")])
+def test_a_column_has_the_same_type_with_and_without_decode(
+    name: str, column: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "data", name)
+    assert open_data(folder).columns[column] == "4 float32"
+    assert open_data(folder, decode=lambda sample: 0).columns[column] == "4 float32"
+
+
+def test_a_list_that_decode_gets_is_a_list(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "jsonl")
+    columns = open_data(folder, decode=lambda sample: 0).columns
+    assert columns == {"id": "int", "x": "list", "y": "int", "text": "str"}
+
+
 def test_over_http_they_are_the_same(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'stepladder[http]'")
     root = tmp_path / "root"

@@ -77,7 +77,7 @@ def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., RunDirRendez
         endpoint: str = "",
         fresh: bool = False,
         timeout: float = 2.0,
-        asked: str = "",
+        job_digest: str = "",
         max_nodes: int = 0,
     ) -> RunDirRendezvous:
         made.append(
@@ -88,7 +88,7 @@ def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., RunDirRendez
                 fresh,
                 timeout,
                 stores.touch,
-                asked,
+                job_digest,
                 max_nodes,
             )
         )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from snapshots import kill_before_act, run_until_killed, save, whole_steps
+from stepladder.core.errors import InputError
 from stepladder.storage.snapshot_parts import PartWriter, note_path, write_part_and_note
 from stepladder.storage.snapshot_slices import TensorSlice
 from stepladder.storage.snapshot_store import Snapshots
@@ -48,6 +49,22 @@ def test_it_counts_when_all_parts_are_on_disk(folder: Path) -> None:
     result = Snapshots(folder).latest(report=pytest.fail)
     assert result is not None and torch.equal(result.tensors()["w"], WEIGHTS)
     assert not note_path(folder / STEP, 0).exists() and not note_path(folder / STEP, 1).exists()
+
+
+def test_sharded_weights_are_restored_into_a_model_of_their_shape_alone(folder: Path) -> None:
+    snapshots, aside = begun(folder)
+    for number in (0, 1):
+        write_part_and_note(aside, number, part(number))
+    snapshots.wait()
+    snapshot = Snapshots(folder).latest(report=pytest.fail)
+    assert snapshot is not None
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, 3))
+    snapshot.restore_model(model)
+    assert torch.equal(model.w, WEIGHTS)
+    model.w = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(InputError, match=r"w is \[3, 4\] in the model and \[4, 3\]"):
+        snapshot.restore_model(model)
 
 
 def test_without_a_part_there_is_nothing(folder: Path) -> None:

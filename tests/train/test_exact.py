@@ -19,6 +19,7 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import split_evenly
 from stepladder.storage.audit import audit
 from stepladder.train.comm import Comm
+from stepladder.train.pending import Pending
 from stepladder.train.sync.binary_tree import Block, Tree, split_into_blocks
 from stepladder.train.sync.exact import ExactSync, TreeBucket
 
@@ -153,6 +154,25 @@ def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(
 ) -> None:
     comm = Comm(World(world_size=ranks), torch.device("cpu"))
     assert len(TreeBucket(comm, [], torch.zeros(0), size).out) == padded
+
+
+def test_each_rank_is_sent_its_slice_of_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def record(comm: Comm, *args: Any) -> Pending:
+        sent.extend(args)
+        return Pending(None)
+
+    monkeypatch.setattr(Comm, "all_to_all", record)
+    bucket = TreeBucket(Comm(World(1, 2), torch.device("cpu")), [], torch.zeros(0), 4)
+    for microbatch in (3, 4, 5):  # the blocks [3, 4) and [4, 6) of the second rank
+        bucket.open_leaf()
+        bucket.leaf_extra.copy_(torch.arange(4.0) + 10 * microbatch)
+        bucket.push(microbatch)
+    bucket.start_exchange(6)
+    _, send_buffer, received_sizes, sent_sizes = sent
+    assert send_buffer.tolist() == [30, 31, 90, 92, 32, 33, 94, 96]
+    assert (received_sizes, sent_sizes) == ([4, 4], [4, 4])
 
 
 def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:

@@ -232,7 +232,7 @@ def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> Replicated:
     """What a rank of an earlier, larger group has, in a group that follows it."""
     earlier: Any = SimpleNamespace(world=World(rank, ranks, rank, ranks), group_number=0)
     copies = Replicated(job_of(None, optimizer), earlier)
-    copies.comm = copies.parts.comm = comm
+    copies.comm = copies.optimizer_slices.comm = comm
     comm.group_number = 1
     return copies
 
@@ -255,18 +255,19 @@ def go_on(comm: Comm, remaining: list[int], ranks: int, once: dict[str, Any]) ->
         stale = [param.detach().clone() for param in net.parameters()]
         for param, raw in zip(net.parameters(), weights, strict=True):
             param.data.copy_(torch.frombuffer(bytearray(raw), dtype=param.dtype).view(param.shape))
-        old = copies.parts_by_group[0]
+        old = copies.slices_by_group[0]
         saved = [piece.values.clone() for piece in old.pieces]
         for param, before in zip(net.parameters(), stale, strict=True):
             param.data.copy_(before)  # what other ranks have stepped was not gathered
         for piece, values in zip(old.pieces, saved, strict=True):
             piece.values.copy_(values)
         copies.redistribute(copies.find_holders())
-        assert copies.finish_recovery() is False and list(copies.parts_by_group) == [1]
+        assert copies.finish_recovery() is False and list(copies.slices_by_group) == [1]
         expected = made(kind)[1]
         expected.load_state_dict(deepcopy(state))
         states = [
-            held_state(item) for item in (copies.parts, OptimizerSlices(expected, comm, copies=2))
+            held_state(item)
+            for item in (copies.optimizer_slices, OptimizerSlices(expected, comm, copies=2))
         ]
         results[kind] = [bits(param.detach()) for param in net.parameters()], states[0] == states[1]
     return results

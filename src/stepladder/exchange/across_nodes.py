@@ -36,11 +36,11 @@ class AcrossNodes:
     network: NodeNetwork
     timeout: timedelta
 
-    def wait_for_leader(self, memory: SharedMemory) -> None:
-        """Let this rank wait for its leader for twice the time that the leader waits for others.
+    def set_leader_timeout(self, memory: SharedMemory) -> None:
+        """Set how long this rank waits for its leader: twice as long as the leader for others.
 
         If another machine does not answer, the leader then fails first, and tells the ranks of its
-        machine why. This method sets the time only: it does not wait.
+        machine why.
         """
         memory.waiter.set_timeout(2 * self.timeout.total_seconds())
 
@@ -86,7 +86,7 @@ class AllReduceAcross(AcrossNodes):
             without_division.reduce(rows, flat[lo:hi])
 
     def _finish(self, memory: SharedMemory) -> None:
-        self.wait_for_leader(memory)
+        self.set_leader_timeout(memory)
         if self.network.is_leader:
             self.network.all_reduce(
                 self.flats,
@@ -128,7 +128,7 @@ class BroadcastAcross(AcrossNodes):
             source = own_ranks.index(self.root)
         else:
             source = LEADER
-            self.wait_for_leader(memory)
+            self.set_leader_timeout(memory)
             self._send_between_machines()
         for flat in self.flats:
             memory.broadcast(flat, source)
@@ -165,7 +165,7 @@ class AllGatherAcross(AcrossNodes):
         return partial(self._finish, memory)
 
     def _finish(self, memory: SharedMemory) -> None:
-        self.wait_for_leader(memory)
+        self.set_leader_timeout(memory)
         nodes = self.network.nodes
         own_ranks = nodes[self.network.node]
         for targets, source in zip(self.targets, self.sources, strict=True):
@@ -191,7 +191,7 @@ class BarrierAcross(AcrossNodes):
         return partial(self._finish, memory)
 
     def _finish(self, memory: SharedMemory) -> None:
-        self.wait_for_leader(memory)
+        self.set_leader_timeout(memory)
         if self.network.is_leader:
             self.network.barrier(self.timeout)
         memory.barrier()

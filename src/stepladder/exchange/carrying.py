@@ -13,7 +13,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from stepladder.exchange.group_base import C10D, GroupBase, Tensors
-from stepladder.exchange.group_work import NO_TIMEOUT, Explain
+from stepladder.exchange.group_work import NO_TIMEOUT, ErrorExplainer
 from stepladder.exchange.network import await_loss
 from stepladder.exchange.wait import make_loss_error
 from stepladder.rank.torch_fixes import shut_down_connections
@@ -22,7 +22,7 @@ MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can st
 
 
 @contextmanager
-def explaining(explain: Explain) -> Iterator[None]:
+def explaining_errors(explain: ErrorExplainer) -> Iterator[None]:
     """Replace an error that is raised in the block by the error that explains it."""
     try:
         yield
@@ -33,7 +33,7 @@ def explaining(explain: Explain) -> Iterator[None]:
 class CarriedWork(TorchWork):
     """The work of a call that gloo carries; its error names a rank that was lost."""
 
-    def __init__(self, work: Any, explain: Explain) -> None:
+    def __init__(self, work: Any, explain: ErrorExplainer) -> None:
         """Create the work.
 
         Args:
@@ -46,7 +46,7 @@ class CarriedWork(TorchWork):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the result, as gloo's work does."""
-        with explaining(self._explain):
+        with explaining_errors(self._explain):
             is_done: bool = self._work.wait(timeout)
         return is_done
 
@@ -60,7 +60,7 @@ class CarriedWork(TorchWork):
         return future.then(self._get_value)
 
     def _get_value(self, future: Future[Any]) -> Any:
-        with explaining(self._explain):
+        with explaining_errors(self._explain):
             return future.value()
 
     def is_completed(self) -> bool:
@@ -114,7 +114,7 @@ class CarryingGroup(GroupBase):
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """Wait until all ranks have come here; the first rank names those that do not come."""
-        with explaining(partial(self._explain_loss, is_collective=True)):
+        with explaining_errors(partial(self._explain_loss, is_collective=True)):
             super().monitored_barrier(*args, **options)
 
     def split_group(self, *args: Any, **options: Any) -> Any:
@@ -151,7 +151,7 @@ class CarryingGroup(GroupBase):
         if device.type != "cpu" or not self.is_shared:
             return start(*args)
         explain = partial(self._explain_loss, is_collective=method not in MESSAGES)
-        with explaining(explain):
+        with explaining_errors(explain):
             return CarriedWork(start(*args), explain)
 
     def _explain_loss(

@@ -139,7 +139,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self.rank(),
             rendezvous.nodes,
         )
-        explain = partial(network.explain, self._memory.waiter)
+        explain = partial(network.leave_after_error, self._memory.waiter)
         self._network = network
         self._queue = CollectiveQueue(self._memory, explain, uses_network=True)
 

@@ -20,7 +20,7 @@ from stepladder.exchange.runner import ExchangeRunner
 # this time a thread takes over, which costs several wake-ups.
 MAX_CALLER_WAIT_S = 0.005
 Stage = Callable[[], Any]
-Explain = Callable[[RuntimeError], RuntimeError]
+ErrorExplainer = Callable[[RuntimeError], RuntimeError]
 NO_TIMEOUT = timedelta(0)
 
 
@@ -182,7 +182,7 @@ class CollectiveQueue:
     def __init__(
         self,
         runner: ExchangeRunner,
-        explain: Explain = copy_error,
+        explain: ErrorExplainer = copy_error,
         uses_network: bool = False,
     ) -> None:
         """Create the queue of a group.

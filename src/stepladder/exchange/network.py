@@ -143,7 +143,7 @@ class NodeNetwork:
                 self._store.set(LOST_KEY, str(lost))
         return lost
 
-    def explain(
+    def leave_after_error(
         self,
         waiter: PeerWaiter,
         error: RuntimeError,

@@ -269,7 +269,7 @@ def run_job_node(
         launch.topology.endpoint,
         settings.fresh,
         settings.timeout,
-        asked=request.fingerprint,
+        job_digest=request.fingerprint,
         max_nodes=nodes[1],
     )
     # The lock of a node without power stays for a while on a network file system.

@@ -206,7 +206,7 @@ class StepJournal(LoopListener):
         return self.recorder.last_written_step
 
     def _make_message(self) -> StateMessage:
-        weights, unfinished_step = self.state.layout.state_for_behind()
+        weights, unfinished_step = self.state.layout.get_catch_up_state()
         return StateMessage(
             weights,
             self.state.state_dict(),

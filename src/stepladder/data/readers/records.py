@@ -91,14 +91,14 @@ class IndexedFiles:
         self.files = files
         self.find_offsets = find_offsets
         # Whether an index is written beside its file, not into the cache.
-        self.beside = options.index_beside
+        self.writes_beside_files = options.index_beside
         # Returns the offsets of the file with a number, as in `RecordFormat`.
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
         # The length of the offsets of each file that was read before, by its number.
         self.lengths: dict[int, int] = {}
 
     def _load(self, number: int) -> IndexArray:
-        offsets = load_index(self.files[number], self.find_offsets, self.beside)
+        offsets = load_index(self.files[number], self.find_offsets, self.writes_beside_files)
         # The cache of `get_offsets` drops some offsets, and these are loaded once more.
         expected_length = self.lengths.setdefault(number, len(offsets))
         if len(offsets) != expected_length:
@@ -151,10 +151,12 @@ class RecordSource(FileRows):
         descriptions = {}
         first_index = np.zeros(1, np.int64)
         for name in self.names:
-            value = self.first[name]
             if self.decode is None:
-                value = self._make_column(name, [self.first], first_index)
-            descriptions[name] = describe_column(value)
+                column = self._make_column(name, [self.first], first_index)
+            else:  # which gets the values as they are
+                value = self.first[name]
+                column = value[np.newaxis] if isinstance(value, np.ndarray) else [value]
+            descriptions[name] = describe_column(column)
         return descriptions
 
     def read(self, indices: IndexArray) -> Any:
@@ -271,16 +273,10 @@ class RecordSource(FileRows):
         return self.files[number].name, int(rows[0])
 
 
-def describe_column(value: Any) -> str:
-    """Return the type of a column as a text to print.
-
-    Args:
-        value: The column of one sample; its value itself if there is a `decode`.
-    """
-    if isinstance(value, Ragged):
-        return f"lists of {value.values.dtype}"
-    if isinstance(value, np.ndarray):
-        return f"{' x '.join(map(str, value.shape[1:]))} {value.dtype}".strip()
-    if isinstance(value, list) and value:
-        return type(value[0]).__name__
-    return type(value).__name__
+def describe_column(column: Any) -> str:
+    """Return the type of the values of a column, of one sample or more, as a text to print."""
+    if isinstance(column, Ragged):
+        return f"lists of {column.values.dtype}"
+    if isinstance(column, np.ndarray):
+        return f"{' x '.join(map(str, column.shape[1:]))} {column.dtype}".strip()
+    return type(column[0]).__name__

@@ -1,6 +1,6 @@
-"""Writing shards. Each file is complete or absent; a stopped writer can continue.
+"""Writes shards. Each file is complete or absent, and a writer that was stopped can continue.
 
-A writer holds one chunk in memory.
+One chunk is in memory at a time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from stepladder.data.shards.shard_file import (
 )
 from stepladder.data.table import Table, rechunk, row_bytes
 
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 64 << 20  # the size of a file, where the user names no number of rows
 MAX_CHUNK_MEMORY_BYTES = 1 << 30
-MAX_NAME_LENGTH = 255  # of a column
-MAX_GZIP_GAIN = 1032  # bytes that gzip stores in one
-ESTIMATED_LIST_BYTES = 256  # to choose the size of a chunk; the index has the true number
+MAX_COLUMN_NAME_LENGTH = 255
+MAX_GZIP_RATIO = 1032  # gzip stores at most so many bytes in one
+# What a list in a row is taken to have when the size of a chunk is chosen. Lengths are not known
+# before the lists are read.
+ESTIMATED_LIST_BYTES = 256
 
 
 def write_shards(
@@ -110,7 +112,9 @@ def write_table(
         try:
             return write_remaining(table, journal, feedback)
         except InputError:
-            if not find_h5_files(out):  # the user corrects the input, and that changes its identity
+            # The journal names the input. Without shards it is dropped, so that it does not refuse
+            # the input that the user has corrected.
+            if not find_h5_files(out):
                 (out / SHARD_JOURNAL).unlink()
             raise
 
@@ -156,23 +160,23 @@ def validate_free_space(
     table: Table,
     settings: ShardSettings,
     out: Path,
-    done: int,
+    rows_written: int,
 ) -> None:
-    """Check that the remaining rows can fit on the disk, since a sparse file can claim any size.
+    """Check that the remaining rows can fit on the disk: a sparse input can claim any size.
 
     Args:
         table: The table to write.
         settings: Whether the shards are compressed.
         out: The folder of the shards.
-        done: The number of rows that are written already.
+        rows_written: The number of rows that are in shards already.
 
     Raises:
         InputError: The rows need more bytes than the disk has free.
     """
-    needed = (table.rows - done) * row_bytes(table.columns)
+    needed = (table.rows - rows_written) * row_bytes(table.columns)
     free = shutil.disk_usage(out).free
-    gain = MAX_GZIP_GAIN if settings.compress else 1
-    if needed > free * gain:
+    ratio = MAX_GZIP_RATIO if settings.compress else 1
+    if needed > free * ratio:
         raise InputError(
             f"{table.name} has {needed:,} bytes to write, and {out} has {free:,} free",
             "free some space, or another --out DIR",
@@ -249,4 +253,4 @@ def validate_columns(table: Table) -> None:
 
 def is_h5_name(name: str) -> bool:
     is_path = "/" in name or name in (".", "..")
-    return not is_path and name.isprintable() and 0 < len(name) <= MAX_NAME_LENGTH
+    return not is_path and name.isprintable() and 0 < len(name) <= MAX_COLUMN_NAME_LENGTH

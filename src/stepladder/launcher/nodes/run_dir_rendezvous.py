@@ -6,8 +6,9 @@ rendezvous.secret  signs what agents tell each other over the network; only its 
 rendezvous.agents  locked by all agents while they live; an agent that is alone begins a new launch
 rendezvous.seats   each agent locks one byte of it, see node_ids.py
 
-A generation is the life of one store. When its node is lost, a survivor serves the next one; a node
-that is only cut off from it does not. In the end the file says how the launch ended.
+A generation is the life of one store. When the node that serves the store is lost, another node
+serves the next one. A node that cannot reach a store whose node lives does not. When the launch
+ends, rendezvous.json says how.
 """
 
 from __future__ import annotations
@@ -38,18 +39,20 @@ from stepladder.storage.run_dir import move_run_dir_aside, open_lock
 from stepladder.storage.run_dir_access import validate_run_dir_writable
 from stepladder.storage.run_files import CONFIG_FILE
 
-PUBLISHED = "rendezvous.json"
+RENDEZVOUS_FILE = "rendezvous.json"
 SECRET_FILE = "rendezvous.secret"  # of one launch; the next one writes a new secret
 NODE_IDS_FILE = "rendezvous.seats"
 PUBLISH_END_TIMEOUT_S = 3.0
 JOIN_RETRY_INTERVAL_S = 0.3
-STORE_NODE_SILENCE_S = 4.0  # without a touch of the file, where the store does not answer either
-MEMBERS_FIRST_S = 30.0  # for members to notice the loss of their store, before a new agent may
-NODE_ID_TIMEOUT_S = 30.0  # also for a run on one machine to end
+# A store that does not answer is lost if its node has not touched the file for so long either.
+STORE_NODE_SILENCE_S = 4.0
+# An agent that joins waits so long for the launch's own agents to replace a lost store.
+NEW_AGENT_DELAY_S = 30.0
+NODE_ID_TIMEOUT_S = 30.0  # the longest wait for a node id, and for a run on one machine to end
 PUBLISHED_POLL_INTERVAL_S = 1.0  # each poll is a small read from a shared file system
 
 SHARED_DIR_HINT = "--run-dir DIR on a file system that all nodes can write"
-Serve = Callable[[int], int]
+Serve = Callable[[int], int]  # opens a store on a port, 0 for any free one; returns the port
 
 
 class RunDirRendezvous:
@@ -63,7 +66,7 @@ class RunDirRendezvous:
         fresh: bool,
         timeout: float,
         touch: Callable[[Path], None] = os.utime,
-        asked: str = "",
+        job_digest: str = "",
         max_nodes: int = 0,
     ) -> None:
         """Set up the view, without any access to the run directory.
@@ -72,10 +75,10 @@ class RunDirRendezvous:
             run_dir: The run directory.
             address: How other nodes reach this one, "" for its host name.
             endpoint: HOST:PORT where the first store must be, "" for anywhere.
-            fresh: A new launch moves an earlier run aside.
+            fresh: Whether a new launch moves an earlier run aside.
             timeout: Seconds to find other nodes.
             touch: Sets a file's time to the file system's, the only clock that all nodes share.
-            asked: A digest of what the launch computes; launches with different ones do not mix.
+            job_digest: A digest of the job and its settings; an agent joins no launch with another.
             max_nodes: The number of nodes that can take part, 0 for no limit.
         """
         self.run_dir = run_dir
@@ -88,7 +91,7 @@ class RunDirRendezvous:
         self._endpoint = parse_endpoint(endpoint) if endpoint else None
         self._fresh = fresh
         self._touch = touch
-        self._asked = asked
+        self._job_digest = job_digest
         self._agents_file: int | None = None  # locked while this agent takes part
         self._has_moved_run = False
         self._joining = True
@@ -106,7 +109,7 @@ class RunDirRendezvous:
         """Find the generation to belong to, or begin it.
 
         Args:
-            serve: Opens a store on a port (0: any free one) and returns the port.
+            serve: Opens the store of a generation that this agent begins.
             check: Called between tries; an exception from it abandons the wait.
 
         Returns:
@@ -130,8 +133,8 @@ class RunDirRendezvous:
                     return generation
             time.sleep(JOIN_RETRY_INTERVAL_S)
         published = self.read()
-        where = (published.host, published.port) if published else self._endpoint
-        endpoint = "{}:{}".format(*where) if where else None
+        address = (published.host, published.port) if published else self._endpoint
+        endpoint = "{}:{}".format(*address) if address else None
         raise InputError(
             f"no rendezvous answered at {endpoint} within {self.timeout:g} s",
             "the same --run-dir and --rdzv-endpoint on all nodes;"
@@ -173,7 +176,9 @@ class RunDirRendezvous:
         port = 0
         if self.current is None and self._endpoint is not None:
             port = self._endpoint[1]
-        generation = Generation(number, self.address, serve(port), self._asked, given_up=given_up)
+        generation = Generation(
+            number, self.address, serve(port), self._job_digest, given_up=given_up
+        )
         self._served_generation = number
         self._publish(generation)
         return generation
@@ -181,23 +186,24 @@ class RunDirRendezvous:
     def _may_replace(self, published: Generation) -> bool:
         """Return whether this agent may begin the next generation.
 
-        Members may when the store's node is lost; a new agent may when no member did so in time.
+        The agents of the launch may when the store's node is lost. An agent that joins may when
+        none of them did so in time, or none lives.
         """
         if self.current is None:
             if self._is_alone():
                 return True
-            return self._seconds_joining() >= MEMBERS_FIRST_S and self._is_store_node_silent()
+            return self._seconds_joining() >= NEW_AGENT_DELAY_S and self._is_store_node_silent()
         return self.current.number == published.number and self._is_store_node_silent()
 
     def _is_store_node_silent(self) -> bool:
-        """Return whether the store's node no longer touches the file. Needs the lock.
+        """Return whether the store's node no longer touches rendezvous.json. Needs the lock.
 
-        Both times are the file system's: the clocks of the nodes may differ.
+        The file system sets both times that are compared: the clocks of the nodes may differ.
         """
         lock_file = self.run_dir / RENDEZVOUS_LOCK_FILE
         self._touch(lock_file)
         # A network file system asks its server for the time of a file that is opened.
-        with (self.run_dir / PUBLISHED).open("rb") as opened:
+        with (self.run_dir / RENDEZVOUS_FILE).open("rb") as opened:
             touched_at = os.fstat(opened.fileno()).st_mtime
         return lock_file.stat().st_mtime - touched_at > STORE_NODE_SILENCE_S
 
@@ -211,7 +217,7 @@ class RunDirRendezvous:
             fcntl.flock(self._agents_file, fcntl.LOCK_SH)
 
     def _enter_launch(self) -> bool:
-        """Become one of the launch's agents, or the first of a new launch; False to try again."""
+        """Become one of the launch's agents, or the first of a new one; False to try again later."""
         self._agents_file = open_lock_file(self.run_dir / AGENTS_LOCK_FILE)
         if self._is_alone():
             entered = self._begin_launch()
@@ -232,7 +238,7 @@ class RunDirRendezvous:
             return True
         if published.code is not None:
             return False  # the launch has failed or was stopped: its agents are about to exit
-        if published.asked not in ("", self._asked):
+        if published.asked not in ("", self._job_digest):
             raise InputError(
                 f"run directory {self.run_dir} is in use by a launch with another job or settings",
                 "the same command on all its nodes, or another --run-dir",
@@ -240,21 +246,25 @@ class RunDirRendezvous:
         return True
 
     def _begin_launch(self) -> bool:
-        """Prepare the folder for a new launch; False if a run was moved aside: enter again."""
+        """Prepare the folder for a new launch.
+
+        Returns:
+            False if an earlier run was moved aside: this agent has to enter the new, empty folder.
+        """
         wait = min(self.timeout, NODE_ID_TIMEOUT_S)
         holds_run = (self.run_dir / CONFIG_FILE).exists()
         if self._fresh and not self._has_moved_run and holds_run:
             move_run_dir_aside(self.run_dir, wait, is_multi_node=True)
             self._has_moved_run = True
             return False
-        # A run on one machine may use the folder. It looks for agents once it has its lock, and
-        # this agent asks for that lock while it is registered.
+        # A run on one machine may use the folder. It searches for agents once it has the folder's
+        # lock, and this agent takes that lock while it is registered: one notices the other.
         owner = NO_OWNER if self._has_moved_run else None
         lock = open_lock(self.run_dir, wait, owner, is_multi_node=True)
         lock.release()
         if self._has_moved_run and (self.run_dir / CONFIG_FILE).exists():
             raise lock.make_in_use_error()
-        for name in (PUBLISHED, SECRET_FILE):
+        for name in (RENDEZVOUS_FILE, SECRET_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
         self.node_ids.reset()
         return self._claim_node_id(None)
@@ -276,10 +286,10 @@ class RunDirRendezvous:
         return False
 
     def poll(self, given_up: Collection[int] = ()) -> End | None:
-        """Return how the launch has ended, as published a second ago at most.
+        """Return how the launch has ended, as published a second ago at most; None if it runs.
 
         Args:
-            given_up: Ids of nodes that all continue without; they are published.
+            given_up: Ids of the nodes that the others continue without, to be published.
 
         Raises:
             RendezvousMoved: A newer generation is published.
@@ -294,7 +304,7 @@ class RunDirRendezvous:
             self._published_end = None
             return None
         if self._served_generation == published.number:
-            self._touch(self.run_dir / PUBLISHED)
+            self._touch(self.run_dir / RENDEZVOUS_FILE)
         if published.number > self.current.number:
             raise RendezvousMoved
         if self.node_ids.own_id in published.given_up:
@@ -345,20 +355,23 @@ class RunDirRendezvous:
     def read(self) -> Generation | None:
         """Return the published generation, or None if there is none that can be read."""
         try:
-            return typed_file.parse_json(typed_file.read_file(self.run_dir / PUBLISHED), Generation)
+            return typed_file.parse_json(
+                typed_file.read_file(self.run_dir / RENDEZVOUS_FILE), Generation
+            )
         except (OSError, ValueError):
             return None
 
     def _publish(self, generation: Generation) -> None:
-        path = self.run_dir / PUBLISHED
+        path = self.run_dir / RENDEZVOUS_FILE
         with durable.name_write_errors(path, SHARED_DIR_HINT):
             durable.write(path, json.dumps(asdict(generation)) + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Yield whether this agent has rendezvous.lock.
+        """Try to lock rendezvous.lock for the length of the block.
 
-        It has not if another agent has it, or if the folder was moved aside meanwhile.
+        Yields:
+            False if another agent has the lock, or if the folder was moved aside meanwhile.
         """
         with as_input_error(f"run directory {self.run_dir} cannot be written", SHARED_DIR_HINT):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -380,7 +393,7 @@ class RunDirRendezvous:
         return False
 
     def leave(self) -> None:
-        """Stop to be one of the launch's agents."""
+        """Stop being one of the launch's agents."""
         if self._agents_file is not None:
             os.close(self._agents_file)
         self._agents_file = None

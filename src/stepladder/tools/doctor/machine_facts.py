@@ -1,6 +1,7 @@
-"""The facts of a machine, as one value that can be stored, and judged elsewhere.
+"""The facts of a machine as one value, which can be stored, and judged on another machine.
 
-Nothing here judges, and nothing fails because something is missing: unknown facts stay empty.
+Nothing here judges the facts, and nothing fails because something is missing: unknown facts stay
+empty.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Facts:
         nofile: The soft limit of open files; -1 for none.
         memlock: The soft limit of locked memory in bytes; -1 for none.
         own_addresses: What this machine's name resolves to.
+        port: The port that ranks would open here; None where none was tried.
         port_error: Why `port` cannot be opened here; empty where it can.
     """
 
@@ -101,14 +103,14 @@ class Facts:
     def __post_init__(self) -> None:
         network.check_addresses(*self.own_addresses)
 
-    def variable_as_int(self, variable: str) -> int:
-        """Return the number in a variable; 0 where it has none."""
+    def parse_variable(self, variable: str) -> int:
+        """Return the whole number in a variable; 0 where it has none."""
         return parse_whole_number(self.env.get(variable, "")) or 0
 
     @property
     def is_in_slurm_step(self) -> bool:
         """Whether this process is a task of a Slurm step with several tasks."""
-        return self.variable_as_int("SLURM_STEP_NUM_TASKS") > 1
+        return self.parse_variable("SLURM_STEP_NUM_TASKS") > 1
 
     @property
     def tasks_on_node(self) -> int:
@@ -121,11 +123,11 @@ class Facts:
 
     @property
     def planned_ranks(self) -> int:
-        """The processes on this machine: as asked for, else one per visible GPU, else one."""
+        """The processes on this machine: those of `nproc`, else one per visible GPU, else one."""
         return self.nproc or self.torch.devices or len(self.gpus.found) or 1
 
     def save(self, path: Path) -> None:
-        """Write the facts to a file, to be judged elsewhere. Raises InputError."""
+        """Write the facts to a file, for `doctor --load`. Raises InputError."""
         write_output(path, json.dumps(asdict(self), indent=1) + "\n", "--save")
 
     @staticmethod
@@ -139,7 +141,7 @@ class Facts:
             facts: Facts = typed_file.convert(bundle, Facts)
             unequal_keys = set(bundle) ^ set(asdict(facts))
             if unequal_keys:
-                raise ValueError(f"{min(unequal_keys)} is missing, or not of it")
+                raise ValueError(f"{min(unequal_keys)} is missing, or unknown to it")
         return facts
 
 
@@ -222,14 +224,14 @@ def read_cpu_quota(
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        top = cgroups / "cpu" if controllers else cgroups
-        group = top / path.lstrip("/")
-        groups = [parent for parent in (group, *group.parents) if parent.is_relative_to(top)]
-        quotas += [quota_of_cgroup(parent) for parent in groups]
+        root = cgroups / "cpu" if controllers else cgroups
+        group = root / path.lstrip("/")
+        groups = [parent for parent in (group, *group.parents) if parent.is_relative_to(root)]
+        quotas += [read_cgroup_quota(parent) for parent in groups]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def quota_of_cgroup(group: Path) -> float | None:
+def read_cgroup_quota(group: Path) -> float | None:
     """Return the cores that one control group may use; None where it has no quota."""
     with suppress(OSError, ValueError):
         limit, period = (group / "cpu.max").read_text(encoding="utf-8").split()
@@ -246,7 +248,7 @@ def quota_of_cgroup(group: Path) -> float | None:
 def inspect_folder(folder: Path) -> Folder:
     """Inspect a folder, or the nearest one above it that exists.
 
-    Nothing is made except one file, which is removed.
+    One file is written into it, and removed again.
     """
     path = folder.absolute()
     while not path.exists() and path != path.parent:
@@ -259,7 +261,7 @@ def inspect_folder(folder: Path) -> Folder:
         probe.touch(exist_ok=False)
         written = probe.stat().st_mtime
         after = time.time()
-        skew = round(clock_difference(before, written, after), 3)
+        skew = round(compute_clock_skew(before, written, after), 3)
         probe.unlink()
     except OSError:
         is_writable = False
@@ -267,7 +269,7 @@ def inspect_folder(folder: Path) -> Folder:
     return Folder(str(folder), get_file_system(path), free_bytes, is_writable, skew)
 
 
-def clock_difference(before: float, written: float, after: float) -> float:
+def compute_clock_skew(before: float, written: float, after: float) -> float:
     """Return the seconds by which the clock of a file system is ahead.
 
     Args:

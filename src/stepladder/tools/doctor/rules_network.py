@@ -173,8 +173,8 @@ def slurm_and_torchrun(facts: Facts) -> Findings:
         if facts.tasks_on_node > 1:
             yield problem("slurm-and-torchrun", facts)
     elif facts.is_in_slurm_step and "RANK" in facts.env:
-        tasks = facts.variable_as_int("SLURM_STEP_NUM_TASKS")
-        ranks = facts.variable_as_int("WORLD_SIZE")
+        tasks = facts.parse_variable("SLURM_STEP_NUM_TASKS")
+        ranks = facts.parse_variable("WORLD_SIZE")
         task = facts.env.get("SLURM_PROCID")
         if (ranks and ranks != tasks) or facts.env["RANK"] != task:
             yield problem(
@@ -185,7 +185,7 @@ def slurm_and_torchrun(facts: Facts) -> Findings:
 def tasks_without_a_step(facts: Facts) -> int:
     """Return the tasks of a job if this process is in none of its steps, and has no rank."""
     is_in_job = "SLURM_JOB_ID" in facts.env and not facts.is_in_slurm_step
-    tasks = facts.variable_as_int("SLURM_NTASKS")
+    tasks = facts.parse_variable("SLURM_NTASKS")
     if is_in_job and "RANK" not in facts.env and tasks > 1:
         return tasks
     return 0
@@ -206,15 +206,15 @@ def nodes_with_local_master(facts: Facts) -> int:
     address = facts.env.get("MASTER_ADDR", "")
     nodes = max(
         facts.nodes,
-        facts.variable_as_int("SLURM_STEP_NUM_NODES"),
-        facts.variable_as_int("GROUP_WORLD_SIZE"),
+        facts.parse_variable("SLURM_STEP_NUM_NODES"),
+        facts.parse_variable("GROUP_WORLD_SIZE"),
     )
     is_local = address in ("localhost", "::1") or address.startswith("127.")
     return nodes if nodes > 1 and is_local else 0
 
 
 def fewer_cores_than_asked(facts: Facts) -> bool:
-    return facts.is_in_slurm_step and facts.variable_as_int("SLURM_CPUS_PER_TASK") > facts.cores
+    return facts.is_in_slurm_step and facts.parse_variable("SLURM_CPUS_PER_TASK") > facts.cores
 
 
 NETWORK_RULES: dict[str, Rule] = {

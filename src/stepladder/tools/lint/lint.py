@@ -30,13 +30,13 @@ LONG_NAMES = {
     "-t": "--time",
     "-p": "--partition",
 }
+# Escaped characters, quoted texts, comments, and here-documents whose end is quoted. Of a text in
+# double quotes a shell leaves only the escaped characters unexpanded.
 UNEXPANDED = re.compile(
     r"""\\[^\n]|'[^']*'|"(?:[^"\\]|\\.)*"|(?:(?<=\s)|^)\#[^\n]*"""
     r"""|<<-?\s*(['"])(\w+)\1.*?^\s*\2$""",
     re.MULTILINE | re.DOTALL,
 )
-
-
 LINT_TEXTS = Catalogue("stepladder.tools.lint")
 
 
@@ -47,7 +47,7 @@ class BatchScript:
         self.path = path
         self.text = text
         self.code = blank_unexpanded(text)
-        # Line and value of each option of the #SBATCH lines, by its long name.
+        # The line and the value of each option of the #SBATCH lines, by its long name.
         self.options: dict[str, tuple[int, str]] = {}
         for number, line in enumerate(text.splitlines(), 1):
             if line.startswith("#SBATCH"):
@@ -57,38 +57,38 @@ class BatchScript:
         matches = re.finditer(r"(?:[^\n\\]|\\.|\\\n)+", self.code)
         self.commands = [match for match in matches if match[0].strip()]
 
-    def line(self, offset: int) -> int:
+    def find_line(self, offset: int) -> int:
         """Return the line number of an offset in the text."""
         return self.text.count("\n", 0, offset) + 1
 
-    def finding(self, rule: str, line: int, **values: Any) -> Finding:
+    def make_finding(self, rule: str, line: int, **values: Any) -> Finding:
         """Return the finding of a rule on a line."""
         return LINT_TEXTS.finding(rule, Location(str(self.path), line), values=values)
 
-    def option(self, name: str) -> str:
+    def get_option(self, name: str) -> str:
         """Return the value of an #SBATCH option, "" if there is none."""
         return self.options.get(name, (0, ""))[1]
 
 
 def parse_options(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command or an #SBATCH line: long name and value.
+    """Yield the long name and the value of each option of a command or an #SBATCH line.
 
-    Both `--name=value` and `-N value` are recognized.
+    `--name=value`, `--name value`, `-N value` and `-N4` are recognized.
     """
-    words = _split_words(text)
-    for word, next_word in zip(words, [*words[1:], ""], strict=False):
-        if not word.startswith("-"):
+    arguments = _split_arguments(text)
+    for argument, next_argument in zip(arguments, [*arguments[1:], ""], strict=False):
+        if not argument.startswith("-"):
             continue
-        name, sign, value = word.partition("=")
-        if re.fullmatch(r"-\w\d+", word):  # -N4
-            name = word[:2]
-            value = word[2:]
-        elif not sign and not next_word.startswith("-"):
-            value = next_word
+        name, sign, value = argument.partition("=")
+        if re.fullmatch(r"-\w\d+", argument):  # -N4
+            name = argument[:2]
+            value = argument[2:]
+        elif not sign and not next_argument.startswith("-"):
+            value = next_argument
         yield LONG_NAMES.get(name, name), value
 
 
-def _split_words(text: str) -> list[str]:
+def _split_arguments(text: str) -> list[str]:
     if len(text) < MAX_SPLIT_LENGTH:
         with suppress(ValueError):  # a quote that is not closed
             return shlex.split(text, comments=True)
@@ -98,11 +98,11 @@ def _split_words(text: str) -> list[str]:
 def blank_unexpanded(text: str) -> str:
     """Return the script with blanks for what a shell does not expand, in lines of the same length.
 
-    These are single quotes, comments, quoted here-documents and escaped characters.
+    These are texts in single quotes, comments, quoted here-documents and escaped characters.
     """
     characters = list(text)
     for match in UNEXPANDED.finditer(text):
-        if match[0].startswith('"'):  # only escaped characters inside
+        if match[0].startswith('"'):  # the rest of it is expanded
             spans = [
                 (match.start() + escape.start(), match.start() + escape.end())
                 for escape in re.finditer(r"\\[^\n]", match[0])
@@ -117,10 +117,10 @@ def blank_unexpanded(text: str) -> str:
 
 
 def lint_script(path: Path) -> list[Finding]:
-    """Return the mistakes in a script, by line.
+    """Return the mistakes in a script, in the order of its lines.
 
     Raises:
-        InputError: If it cannot be read, or is a Python script.
+        InputError: If the file cannot be read, or is a Python script.
     """
     hint = "stepladder submit --lint FILE"
     with as_input_error(f"{path} cannot be read", hint, (OSError, ValueError)):
@@ -142,20 +142,22 @@ def check_comments(script: BatchScript) -> Iterator[Finding]:
     """Find #SBATCH lines that Slurm does not read."""
     for number, line in enumerate(script.text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b", line):
-            yield script.finding("comment", number, text=line.strip())
+            yield script.make_finding("comment", number, text=line.strip())
     if not script.commands:
         return
     command = script.commands[0]
-    first = script.line(command.end() - len(command[0].lstrip()))
+    first_line = script.find_line(command.end() - len(command[0].lstrip()))
     for name, (number, _) in script.options.items():
-        if number > first:
-            yield script.finding("too late", number, option=name, first=first)
+        if number > first_line:  # Slurm reads no option after the first command
+            yield script.make_finding("too late", number, option=name, first=first_line)
 
 
 def check_early_expansion(script: BatchScript) -> Iterator[Finding]:
-    """Find variables of a task that the batch script expands."""
+    """Find variables of a task that the batch script expands before srun starts the tasks."""
     for match in re.finditer(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b", script.code):
-        yield script.finding("expanded early", script.line(match.start()), variable=match[1])
+        yield script.make_finding(
+            "expanded early", script.find_line(match.start()), variable=match[1]
+        )
 
 
 def check_fixed_port(script: BatchScript) -> Iterator[Finding]:
@@ -166,11 +168,11 @@ def check_fixed_port(script: BatchScript) -> Iterator[Finding]:
     )
     for match in re.finditer(pattern, script.code):
         port = match[match.lastindex or 0]
-        yield script.finding("fixed port", script.line(match.start()), port=port)
+        yield script.make_finding("fixed port", script.find_line(match.start()), port=port)
 
 
 def check_node_counts(script: BatchScript) -> Iterator[Finding]:
-    """Find a second number of nodes, which has to be changed with the first."""
+    """Find a second number of nodes, which has to be changed whenever the first one is."""
     if "--nodes" not in script.options:
         return
     line, count = script.options["--nodes"]
@@ -180,17 +182,21 @@ def check_node_counts(script: BatchScript) -> Iterator[Finding]:
     )
     for match in re.finditer(pattern, script.code.replace("\\\n", "  ")):
         second_count = next(filter(None, match.groups()))
-        yield script.finding(
-            "two counts", script.line(match.end() - 1), second=second_count, first=count, at=line
+        yield script.make_finding(
+            "two counts",
+            script.find_line(match.end() - 1),
+            second=second_count,
+            first=count,
+            at=line,
         )
 
 
 def check_signal_and_requeue(script: BatchScript) -> Iterator[Finding]:
-    """Find missing options without which work is lost at the end."""
+    """Find missing options without which a job loses work at its time limit or a preemption."""
     if "--signal" not in script.options:
-        yield script.finding("no signal", 1)
+        yield script.make_finding("no signal", 1)
     if "--requeue" not in script.options:
-        yield script.finding("no requeue", 1)
+        yield script.make_finding("no requeue", 1)
 
 
 def check_agents(script: BatchScript) -> Iterator[Finding]:
@@ -204,19 +210,19 @@ def check_agents(script: BatchScript) -> Iterator[Finding]:
 def _check_agent(
     script: BatchScript, command: re.Match[str], agent: re.Match[str]
 ) -> Iterator[Finding]:
-    line = script.line(command.start() + agent.start())
-    nodes = script.option("--nodes") or "1"
+    line = script.find_line(command.start() + agent.start())
+    nodes = script.get_option("--nodes") or "1"
     srun = re.search(r"\bsrun\b", command[0][: agent.start()])
     if srun is None:
         if nodes not in ("1", "1-1"):
-            yield script.finding("no srun", line, agent=agent.group())
+            yield script.make_finding("no srun", line, agent=agent.group())
         return
     is_training = re.search(r"\bstepladder\s+train\b", agent.group())
     if is_training and "--nproc" not in command[0]:
         return  # each task is a rank, without agents
     options = dict(parse_options(command[0][srun.end() : agent.start()]))
-    per_node = options.get("--ntasks-per-node") or script.option("--ntasks-per-node")
-    total = options.get("--ntasks") or script.option("--ntasks")
+    per_node = options.get("--ntasks-per-node") or script.get_option("--ntasks-per-node")
+    total = options.get("--ntasks") or script.get_option("--ntasks")
     if per_node:
         tasks = f"{per_node} tasks per node"
         has_too_many = (parse_whole_number(per_node) or 0) > 1
@@ -224,7 +230,7 @@ def _check_agent(
         tasks = f"{total} tasks"
         has_too_many = (parse_whole_number(total) or 0) > (parse_whole_number(nodes) or 1)
     if has_too_many:
-        yield script.finding("tasks and agents", line, tasks=tasks)
+        yield script.make_finding("tasks and agents", line, tasks=tasks)
 
 
 def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
@@ -236,24 +242,26 @@ def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
         if re.match(pattern, f"{name}={value}")
     ]
     for match in re.finditer(pattern, script.code):
-        matches.append((script.line(match.start()), match[0]))
+        matches.append((script.find_line(match.start()), match[0]))
     for number, name in matches:
-        yield script.finding("hidden GPUs", number, option=name)
+        yield script.make_finding("hidden GPUs", number, option=name)
 
 
 def check_processors(script: BatchScript) -> Iterator[Finding]:
-    """Find srun without --cpus-per-task, which it does not take over from the job."""
+    """Find srun without --cpus-per-task: srun does not use the value of the job's option."""
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
     for command in script.commands:
         srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command[0])
         has_flag = "--cpus-per-task" in command[0] or re.search(r"\s-c\s?\S", command[0])
         if srun and not has_flag:
-            yield script.finding("one processor", script.line(command.start() + srun.end() - 1))
+            yield script.make_finding(
+                "one processor", script.find_line(command.start() + srun.end() - 1)
+            )
 
 
 def check_missing_files(script: BatchScript) -> Iterator[Finding]:
-    """Find scripts that are run and do not exist."""
+    """Find Python and shell scripts that are run and do not exist."""
     folders = [Path.cwd(), script.path.parent]
     for command in script.commands:
         change = re.match(r"\s*cd\s+(\S+)", command[0])
@@ -263,13 +271,14 @@ def check_missing_files(script: BatchScript) -> Iterator[Finding]:
             folders = [folder / change[1].strip("\"'") for folder in folders]
         for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command[0]):
             name = match[1]
+            # It follows python, a shell, `source`, `.` or an agent, perhaps after options.
             is_run = re.search(
                 rf"(?:\b(?:python3?|bash|sh|source)|{AGENT_COMMAND}|\s\.)\s(?:[^;&|]*\s)?$",
                 f" {command[0][: match.start()]}",
             )
             if is_run and not any((folder / name).exists() for folder in folders):
-                line = script.line(command.start() + match.start(1))
-                yield script.finding("no file", line, name=name, folder=folders[0])
+                line = script.find_line(command.start() + match.start(1))
+                yield script.make_finding("no file", line, name=name, folder=folders[0])
                 break
 
 

@@ -29,8 +29,8 @@ Holders = tuple[int, list[int]]  # the number of an earlier group, and who sends
 class StateLayout:
     """Every rank holds the whole weights, gradients and optimizer state.
 
-    To construct a layout distributes the job over the ranks: all ranks do it together, with the
-    same weights, before the optimizer has any state.
+    The constructor of a layout distributes the job over the ranks: all ranks call it together, with
+    the same weights, before the optimizer has any state.
     """
 
     # Whether a pass gathers weights, so that all ranks must make equally many passes, and each rank
@@ -156,11 +156,11 @@ class StateLayout:
         """
         return None
 
-    def state_for_behind(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
-        """Return what ranks that are a step behind need.
+    def get_catch_up_state(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+        """Return what a rank that is a step behind needs for `catch_up`.
 
         Returns:
-            The weights that they have to copy, and the step that they have to take themselves.
+            The weights that it has to copy, and the step that it has to take itself.
         """
         return self.model.state_dict(), None
 

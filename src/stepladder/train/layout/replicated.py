@@ -1,9 +1,9 @@
 """`--shard-copies 2`: two ranks hold each slice, so training recovers in place from a lost rank.
 
-A loss finds a rank either before a step and after its part of the sum, or after the step and with
-all weights gathered. A rank that has taken the step has the complete gradient, and keeps it until
-the weights are gathered: the others step their slices by it. Then the slices are partitioned again
-over the remaining ranks, each sent by a rank that holds it.
+When a rank is lost, some of the remaining ranks may have taken the optimizer's step and others may
+not. A rank that has taken the step has the complete gradient, and keeps it until all weights are
+gathered. It sends the gradient to the ranks that are behind, which step their slices with it. Then
+the slices are partitioned again over the remaining ranks: each is sent by a rank that holds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
 
 REPLICA_COUNT = 2
 NO_GROUP = (-1, -1, -1)
-HELD_GROUPS = struct.Struct("6q")  # of two groups: the number, the rank in it, its size
+# For each of two groups whose slices a rank holds: the number of the group, the rank's number in it,
+# and how many ranks it had; NO_GROUP where there is only one group.
+HELD_GROUPS = struct.Struct("6q")
 
 
 class StepRecord(NamedTuple):
@@ -51,17 +53,18 @@ class Replicated(Zero1):
 
     def __init__(self, job: Job, comm: Comm) -> None:
         super().__init__(job, comm)
-        # The slices by the number of the group that cut them: two, until all ranks have the newer
-        # slices.
-        self.parts_by_group: dict[int, OptimizerSlices] = {}
+        # This rank's slices, by the number of the group that they were partitioned for. There are
+        # two entries from a loss until all ranks have the slices of the new group.
+        self.slices_by_group: dict[int, OptimizerSlices] = {}
         if get_joining_rank() is None:
-            self.parts_by_group[comm.group_number] = self.parts
+            self.slices_by_group[comm.group_number] = self.optimizer_slices
+        # The ids of the parameters that are in slices.
         self.sharded_ids = {
             id(piece.param)
-            for index in range(self.parts.ranks)
-            for piece in self.parts.pieces_of_slice(index)
+            for index in range(self.optimizer_slices.ranks)
+            for piece in self.optimizer_slices.pieces_of_slice(index)
         }
-        # A step whose weights are still to be gathered.
+        # The step that this rank has taken and whose weights are not gathered yet.
         self.unfinished_step: StepRecord | None = None
 
     @classmethod
@@ -75,34 +78,34 @@ class Replicated(Zero1):
         """Step this rank's slices, and keep the gradients and learning rates of the step."""
         is_stepped = super().step(scaler)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        gradients = [param.grad for param in self.parts.params]
+        gradients = [param.grad for param in self.optimizer_slices.params]
         self.unfinished_step = StepRecord(is_stepped, rates, gradients)
         return is_stepped
 
     def interrupt_step(self) -> None:
-        """Copy the gradients, since others may soon reduce into their memory."""
+        """Copy the gradients of an unfinished step: their memory is reused after the loss."""
         step = self.unfinished_step
         if step is not None:
             copies = [None if grad is None else grad.clone() for grad in step.gradients]
             self.unfinished_step = step._replace(gradients=copies)
 
     def end_step(self) -> None:
-        """Forget the step: its weights are gathered."""
+        """Drop the record of the step, whose weights are gathered."""
         self.unfinished_step = None
 
     # -- after a loss ------------------------------------------------------------------------------
 
     def find_holders(self) -> Holders:
-        """Find the newest group's slices that the present ranks all hold. A collective.
+        """Find the newest group of which the remaining ranks hold every slice. A collective.
 
         Returns:
             The number of that group, and for each of its slices a rank that holds it.
 
         Raises:
-            StateLost: No rank has some slice.
+            StateLost: Of each group, both ranks that held some slice are lost.
         """
         groups = [
-            (number, parts.rank, parts.ranks) for number, parts in self.parts_by_group.items()
+            (number, slices.rank, slices.ranks) for number, slices in self.slices_by_group.items()
         ]
         groups += [NO_GROUP] * (2 - len(groups))
         messages = self.comm.gather_bytes(HELD_GROUPS.pack(*groups[0], *groups[1]))
@@ -118,8 +121,8 @@ class Replicated(Zero1):
                 return group, [by_slice[index] for index in range(ranks)]
         raise StateLost("both processes that had a slice of the optimizer's state are lost")
 
-    def state_for_behind(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
-        """Return the buffers and frozen weights, which no slice has, and the unfinished step."""
+    def get_catch_up_state(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+        """Return the buffers and frozen weights, which are in no slice, and the unfinished step."""
         state = self.model.state_dict(keep_vars=True)
         unsharded = {
             name: value.detach()
@@ -135,16 +138,19 @@ class Replicated(Zero1):
         step: list[Any] | None,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Take the step that another rank has taken. A rank that joins has no slices to step."""
+        """Take the step that another rank has taken, if this rank has slices of an earlier group.
+
+        A rank that joins has none: it gets the stepped slices from the others.
+        """
         self.unfinished_step = None if step is None else StepRecord(*step)
         record = self.unfinished_step
-        if record is not None and record.stepped and self.parts_by_group:
-            parts = self.parts_by_group[max(self.parts_by_group)]
+        if record is not None and record.stepped and self.slices_by_group:
+            newest = self.slices_by_group[max(self.slices_by_group)]
             rates = [group["lr"] for group in self.optimizer.param_groups]
             self._set_rates_and_gradients(record.rates, record.gradients)
-            with step_without_dynamo(), parts.stepping() as step_slices:
+            with step_without_dynamo(), newest.stepping() as step_slices:
                 step_slices()
-            self._set_rates_and_gradients(rates, [None] * len(parts.params))
+            self._set_rates_and_gradients(rates, [None] * len(newest.params))
         self.model.load_state_dict(weights, strict=False)
         self.optimizer.load_state_dict(optimizer_state)
 
@@ -155,17 +161,17 @@ class Replicated(Zero1):
     ) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for param, grad in zip(self.parts.params, gradients, strict=True):
+        for param, grad in zip(self.optimizer_slices.params, gradients, strict=True):
             param.grad = None if grad is None else grad.to(param.device)
 
     def redistribute(self, holders: Holders | None) -> None:
         """Make this group's slices, with their weights and state, from those of an earlier group.
 
-        It needs memory for the slices before and after it, and for one more slice.
+        The most memory that it needs is that of the old slices, the new ones, and one more slice.
         """
         assert holders is not None
         group, senders = holders
-        old = self.parts_by_group.get(group)
+        old = self.slices_by_group.get(group)
         new = OptimizerSlices(self.optimizer, self.comm, REPLICA_COUNT)
         frozen: dict[int, Any] = {}
         for index, sender in enumerate(senders):
@@ -177,14 +183,14 @@ class Replicated(Zero1):
             for fields in pieces:
                 self._load_piece(new, *fields)
         new.adopt_frozen(frozen)
-        self.parts_by_group = {} if old is None else {group: old}
-        self.parts_by_group[self.comm.group_number] = new
-        self.replace_parts(new)
+        self.slices_by_group = {} if old is None else {group: old}
+        self.slices_by_group[self.comm.group_number] = new
+        self.replace_slices(new)
 
     def finish_recovery(self) -> bool:
         """Drop all but the newest slices, and return whether a step is unfinished."""
-        newest = max(self.parts_by_group)
-        self.parts_by_group = {newest: self.parts_by_group[newest]}
+        newest = max(self.slices_by_group)
+        self.slices_by_group = {newest: self.slices_by_group[newest]}
         return self.unfinished_step is not None
 
     @torch.no_grad()
@@ -197,10 +203,21 @@ class Replicated(Zero1):
         values: torch.Tensor,
         state: dict[str, Any],
     ) -> None:
-        param = self.parts.params[number].detach()
+        """Copy a piece of an earlier group into the weights and the new pieces that overlap it.
+
+        Args:
+            new: The slices of this group.
+            number: The number of the parameter.
+            lo: The first element of the parameter that the piece has.
+            hi: The element after the last one.
+            values: These elements.
+            state: The optimizer's state of these elements.
+        """
+        param = self.optimizer_slices.params[number]
+        weights = param.detach()
         is_whole = hi - lo == param.numel()
-        (param if is_whole else param.view(-1)[lo:hi]).copy_(values)
-        for piece in new.pieces_of_param.get(self.parts.params[number], []):
+        (weights if is_whole else weights.view(-1)[lo:hi]).copy_(values)
+        for piece in new.pieces_of_param.get(param, []):
             if piece.lo >= hi or lo >= piece.hi:
                 continue
             new_state = new.state[piece.values]
@@ -210,7 +227,7 @@ class Replicated(Zero1):
                         new_state[name] = torch.empty_like(piece.values, dtype=value.dtype)
                     copy_overlap(new_state[name], piece, value, lo, hi)
                 else:
-                    new_state[name] = self._copy_scalar(self.parts.params[number], name, value)
+                    new_state[name] = self._copy_scalar(param, name, value)
 
     def _copy_scalar(
         self,
@@ -233,11 +250,11 @@ class Replicated(Zero1):
 
 
 def pack_piece(
-    shards: OptimizerSlices,
+    slices: OptimizerSlices,
     piece: ShardPiece,
 ) -> list[Any]:
-    """Return a piece for other ranks: its elements, their weights and their state."""
-    state = dict(shards.state.get(piece.values, {}))
+    """Return a piece for other ranks: the parameter's number, the elements, values and state."""
+    state = dict(slices.state.get(piece.values, {}))
     return [piece.number, piece.lo, piece.hi, piece.values, state]
 
 
@@ -250,7 +267,7 @@ def copy_overlap(
 ) -> None:
     """Copy elements [lo, hi) of a parameter's state into what a piece has of them."""
     if target.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
-        target.copy_(value)  # also where it does not lie in its own order
+        target.copy_(value)  # also where its strides are not contiguous, as of channels_last
         return
     first = max(lo, piece.lo)
     last = min(hi, piece.hi)

@@ -1,9 +1,9 @@
 """`--shard optimizer`: each rank holds the optimizer's state of its slices, and steps those.
 
-Stage 1 of ZeRO (Rajbhandari et al., SC 2020, section 5.1). The gradient is complete on every rank,
-so what is read from all of it, such as a norm to clip by, has the same bits as without shards; and
-where an optimizer treats each element for itself, so has the step of a slice. The parameters' new
-values are gathered after it.
+Stage 1 of ZeRO (Rajbhandari et al., SC 2020, section 5.1). Every rank has the complete gradient, so
+the norm by which it is clipped has the same bits as without shards. An optimizer that computes each
+element by itself also steps a slice to the same bits. After the step, every rank gathers the new
+values of all parameters.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class OptimizerSlices:
         ]
 
     def _make_buffers(self) -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
-        """Make buffers for the largest bucket of each type, which all buckets share."""
+        """Make the two buffers of `gather` for each dtype, which its buckets share."""
         buffers = {}
+        # The widest bucket comes last, so that its buffers are the ones that stay.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.width):
             sent = bucket.like.new_zeros(bucket.width)
             buffers[sent.dtype] = sent, sent.new_empty(bucket.width * self.ranks)
@@ -135,7 +136,11 @@ class OptimizerSlices:
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
-        """Give the optimizer this rank's slices in the block, with their gradients and state."""
+        """Put this rank's slices, with gradients and state, in place of the optimizer's parameters.
+
+        Yields:
+            The function that takes the step.
+        """
         num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if num_params != len(self.params):
             raise InputError(
@@ -167,7 +172,7 @@ class OptimizerSlices:
                 if value.shape == piece.values.shape:
                     shape = list(piece.param.shape)
                     slices[name] = TensorSlice(value.reshape(-1), piece.lo, shape, flat=True)
-                elif piece.lo == 0:  # what all pieces of a parameter have is written once
+                elif piece.lo == 0:  # a value that all pieces share is written once
                     slices[name] = TensorSlice(
                         value.reshape(-1),
                         0,
@@ -193,7 +198,7 @@ class OptimizerSlices:
                         piece.hi,
                     ).view(piece.values.shape)
                     self.state[piece.values][key] = clone_with_strides(values, piece.values)
-                elif shape:  # else a count of steps, which the optimizer has loaded
+                elif shape:  # a value without shape is a count of steps, which is loaded already
                     self.state[piece.values][key] = reader.read_tensor(name).to(piece.values.device)
 
 
@@ -206,7 +211,7 @@ class Zero1(StateLayout):
 
     def __init__(self, job: Job, comm: Comm) -> None:
         super().__init__(job, comm)
-        self.parts = OptimizerSlices(job.optimizer, comm, self.copies)
+        self.optimizer_slices = OptimizerSlices(job.optimizer, comm, self.copies)
 
     @classmethod
     def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
@@ -220,38 +225,38 @@ class Zero1(StateLayout):
             job.optimizer, [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS], "optimizer"
         )
 
-    def replace_parts(self, parts: OptimizerSlices) -> None:
-        """Take the slices of another group."""
-        self.parts = parts
+    def replace_slices(self, optimizer_slices: OptimizerSlices) -> None:
+        """Use the slices of another group."""
+        self.optimizer_slices = optimizer_slices
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
-        """Give the optimizer this rank's slices in the block."""
-        with self.parts.stepping() as step:
+        """Put this rank's slices in place of the optimizer's parameters, in the block."""
+        with self.optimizer_slices.stepping() as step:
             yield step
 
     def gather(self) -> None:
         """Gather all slices of the parameters on every rank."""
         with self.comm.phases.timer(WAITING_FOR_RANKS):
-            self.parts.gather()
+            self.optimizer_slices.gather()
 
     @property
     def optimizer_state(self) -> Any:
         """The state of this rank's slices, by piece."""
-        return self.parts.state
+        return self.optimizer_slices.state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state without its slices."""
-        return {**self.optimizer.state_dict(), "state": dict(self.parts.frozen)}
+        """Return the optimizer's state without what is in slices."""
+        return {**self.optimizer.state_dict(), "state": dict(self.optimizer_slices.frozen)}
 
     def adopt_state(self) -> None:
         """Keep this rank's slices of the optimizer's whole state."""
-        self.parts.adopt_state()
+        self.optimizer_slices.adopt_state()
 
     def slices(self) -> dict[str, TensorSlice]:
         """Return this rank's own slice of the state."""
-        return self.parts.slices()
+        return self.optimizer_slices.slices()
 
     def load_slices(self, reader: SliceReader) -> None:
         """Load this rank's slices of the state."""
-        self.parts.load_slices(reader)
+        self.optimizer_slices.load_slices(reader)
