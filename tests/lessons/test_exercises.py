@@ -35,7 +35,7 @@ run_exercises = pytest.mark.parametrize(
 
 
 def shipped(exercise: Exercise) -> Path:
-    return COURSE.item_folder(exercise) / "exercise.py"
+    return COURSE.get_item_folder(exercise) / "exercise.py"
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def test_it_fails_as_shipped_for_the_stated_reason(exercise: Exercise) -> None:
 @pytest.mark.usefixtures("warm_python")
 @run_exercises
 def test_its_solution_passes(exercise: Exercise) -> None:
-    verdict = check_exercise(COURSE, exercise, COURSE.solution_file(exercise), print)
+    verdict = check_exercise(COURSE, exercise, COURSE.get_solution_file(exercise), print)
     assert verdict.passed, verdict.text
 
 
@@ -99,7 +99,7 @@ def test_a_typical_wrong_answer_is_rejected(
 def answer_wrongly(exercise: Exercise, answer: dict[str, Any]) -> str:
     """Return the learner's file with a wrong answer of the table."""
     is_shipped = answer.get("shipped", False)
-    path = shipped(exercise) if is_shipped else COURSE.solution_file(exercise)
+    path = shipped(exercise) if is_shipped else COURSE.get_solution_file(exercise)
     text = path.read_text()
     if "old" in answer:
         assert answer["old"] in text
@@ -125,7 +125,7 @@ def test_each_exercise_has_five_wrong_answers() -> None:
 
 @every_exercise
 def test_the_wrong_answers_change_its_solution(exercise: Exercise) -> None:
-    solution = COURSE.solution_file(exercise).read_text()
+    solution = COURSE.get_solution_file(exercise).read_text()
     texts = [answer_wrongly(exercise, answer) for answer in WRONG_ANSWERS[exercise.name]]
     assert solution not in texts
     assert len(set(texts)) == len(texts)
@@ -148,7 +148,7 @@ def test_the_table_lists_what_is_there() -> None:
 @every_exercise
 def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
     given = shipped(exercise).read_text()
-    solved = COURSE.solution_file(exercise).read_text()
+    solved = COURSE.get_solution_file(exercise).read_text()
     assert given.count(CHECK_LINE) == solved.count(CHECK_LINE) == 1
     assert extract_check(given) == extract_check(solved)
     assert given != solved
@@ -162,7 +162,7 @@ def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
 def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(
     exercise: Exercise,
 ) -> None:
-    for file in (shipped(exercise), COURSE.solution_file(exercise)):
+    for file in (shipped(exercise), COURSE.get_solution_file(exercise)):
         text = file.read_text()
         assert len(text.splitlines()) <= MOST_LINES
         assert "import stepladder" not in text
@@ -172,7 +172,7 @@ def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(
 @every_exercise
 def test_its_page_names_its_lesson(exercise: Exercise) -> None:
     (lesson,) = (lesson for lesson in COURSE.lessons if lesson.number == exercise.lesson)
-    page = (COURSE.item_folder(exercise) / "README.md").read_text()
+    page = (COURSE.get_item_folder(exercise) / "README.md").read_text()
     assert page.startswith(f"# {exercise.title}\n")
     assert f"[lesson {lesson.number}](../../{lesson.folder}/README.md)" in page
 

@@ -93,11 +93,11 @@ def show(name: str) -> None:
     if isinstance(item, Lesson):
         echo(f"lesson {item.number}: {item.idea}")
         echo(f"run:    {item.command}")
-        for exercise in course.exercises_of(item):
+        for exercise in course.list_exercises(item):
             echo(f"then:   stepladder learn show {exercise.name}")
     else:
         echo(f"edit:   {load_progress().exercise_file(course, item)}")
-    page = course.item_folder(item) / "README.md"
+    page = course.get_item_folder(item) / "README.md"
     echo(f"page:   {page}\n")
     text = COMMENT.sub("", page.read_text(encoding="utf-8"))
     if not sys.stdout.isatty():
@@ -230,7 +230,7 @@ def solution(name: str, *, yes: bool = False) -> None:
     """
     course = load_course()
     exercise = course.find_exercise(name)
-    file = course.solution_file(exercise)
+    file = course.get_solution_file(exercise)
     if not yes:
         raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
     text = file.read_text(encoding="utf-8")

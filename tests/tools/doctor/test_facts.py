@@ -30,14 +30,14 @@ from stepladder.tools.doctor.programs import (
     Gpu,
     Gpus,
     find_gpus,
-    imports_of,
+    list_imports,
     inspect_script_imports,
     inspect_torch,
-    last_error,
+    find_last_error,
     parse_nvcc,
     parse_smi,
-    seconds_by_package,
-    slowest_packages,
+    sum_import_times,
+    find_slowest_packages,
 )
 from stepladder.tools.doctor.rules import apply_rules
 
@@ -102,8 +102,8 @@ def test_nvcc_s_version_is_read() -> None:
 
 
 def test_import_times_are_added_up_by_package() -> None:
-    seconds = seconds_by_package(IMPORTTIME)
-    assert slowest_packages(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
+    seconds = sum_import_times(IMPORTTIME)
+    assert find_slowest_packages(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
     assert sum(seconds.values()) == pytest.approx(1.05 + 0.005), (
         "what its top level takes with all below it"
     )
@@ -118,7 +118,7 @@ def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
     assert imports.error == "" and imports.name == "train.py"
     assert imports.slowest[0][0] == "beside" and imports.slowest[0][1] >= 0.2
     assert imports.seconds >= 0.2
-    assert imports_of(ast.parse("import a\nif x:\n    import b\nfrom c import d")) == [
+    assert list_imports(ast.parse("import a\nif x:\n    import b\nfrom c import d")) == [
         "import a",
         "from c import d",
     ]
@@ -128,7 +128,7 @@ def test_an_import_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, not_a_module_of_anybody\n")
     error = inspect_script_imports(tmp_path / "train.py").error
     assert error == "ModuleNotFoundError: No module named 'not_a_module_of_anybody'"
-    assert last_error("import time: 1 | 2 | x\n") == "ended without output"
+    assert find_last_error("import time: 1 | 2 | x\n") == "ended without output"
 
 
 def test_a_script_that_is_none_is_refused(tmp_path: Path) -> None:

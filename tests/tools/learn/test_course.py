@@ -24,7 +24,7 @@ def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
 def test_a_folder_below_is_in_the_checkout_too(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(course.item_folder(course.lessons[0]))
+    monkeypatch.chdir(course.get_item_folder(course.lessons[0]))
     assert load_course() == course
 
 
@@ -126,7 +126,7 @@ def test_exercises_are_edited_in_place_until_they_are_copied(
     add = course.find_exercise("add")
     progress = load_progress()
     copies = tmp_path / "copies"
-    shipped = course.item_folder(add) / "exercise.py"
+    shipped = course.get_item_folder(add) / "exercise.py"
     assert progress.exercise_file(course, add) == shipped
     assert progress.copy_exercises(course, copies) == (2, 0)
     copy = load_progress().exercise_file(course, add)

@@ -38,7 +38,7 @@ class ArrayRecordSource(FileRows):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
+        """The name and the type of each column, as texts to print."""
         return {RECORD: "bytes"}
 
     def read(self, indices: IndexArray) -> Any:

@@ -25,7 +25,7 @@ TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 nu
 TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
 DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
 NPY_MAGIC = b"\x93NUMPY"
-MAX_HEADER = 1 << 26
+MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
 SAFETENSORS_TYPES = {
     "F64": "float64",
@@ -100,7 +100,7 @@ class ArraySource(FileRows):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
+        """The name and the type of each column, as texts to print."""
         texts = {}
         for name, rows in self.arrays[0].items():
             texts[name] = " ".join([" x ".join(map(str, rows.shape)), rows.dtype]).strip()
@@ -109,15 +109,15 @@ class ArraySource(FileRows):
     def read(self, indices: IndexArray) -> Any:
         """Return the batch of these rows: by column, or of what `decode` makes of them."""
         indices = np.asarray(indices)
-        places = np.empty((len(indices), 2), np.int64)  # the file and the row of each sample
-        for number, found, rows in self.locate(indices):
-            places[found, 0] = number
-            places[found, 1] = rows
-        columns = {name: self._read_column(name, places.tolist()) for name in self.names}
+        locations = np.empty((len(indices), 2), np.int64)  # the file and the row of each sample
+        for number, positions, rows in self.locate(indices):
+            locations[positions, 0] = number
+            locations[positions, 1] = rows
+        columns = {name: self._read_column(name, locations.tolist()) for name in self.names}
         if self.decode is not None:
             samples = [
-                {name: column[place] for name, column in columns.items()}
-                for place in range(len(indices))
+                {name: column[position] for name, column in columns.items()}
+                for position in range(len(indices))
             ]
             return collate_decoded(samples, self.decode)
         return list(columns.values()) if self.as_list else columns
@@ -139,19 +139,20 @@ class ArraySource(FileRows):
     def _read_column(
         self,
         name: str,
-        places: list[list[int]],
+        locations: list[list[int]],
     ) -> torch.Tensor:
+        """Return the values of a column in these rows, each named by its file and its number."""
         parts = bytearray()
-        for number, row in places:
+        for number, row in locations:
             rows = self.arrays[number][name]
             begin = rows.begin + row * rows.stride
             parts += self.files[number].read(begin, begin + rows.row_bytes)
         first = self.arrays[0][name]
         if first.dtype in ("uint16", "uint32"):  # of which torch has too few operations
             numbers = np.frombuffer(parts, first.dtype).astype(np.int64)
-            return torch.from_numpy(numbers).reshape(len(places), *first.shape)
+            return torch.from_numpy(numbers).reshape(len(locations), *first.shape)
         dtype = getattr(torch, first.dtype)
-        return torch.frombuffer(parts, dtype=dtype).reshape(len(places), *first.shape)
+        return torch.frombuffer(parts, dtype=dtype).reshape(len(locations), *first.shape)
 
 
 def validate_arrays(
@@ -162,8 +163,14 @@ def validate_arrays(
 ) -> dict[str, Rows]:
     """Return the arrays of these names.
 
+    Args:
+        file: The file.
+        names: The names.
+        arrays: All arrays of the file, by name.
+        expected: The arrays of the first file, whose shapes and types these must have.
+
     Raises:
-        InputError: The file lacks one, or has another type, shape, or too few bytes.
+        InputError: The file lacks one of them, or has too few bytes for it, or it differs.
     """
     selected = {}
     for name in names:
@@ -173,11 +180,11 @@ def validate_arrays(
                 f"{file.name}: {name} is not as in the first file", "columns= without it"
             )
         if rows.count and rows.end > file.size:
-            fits = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
+            num_complete = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
             raise Damage(
                 file.name,
-                fits,
-                rows.count - fits,
+                num_complete,
+                rows.count - num_complete,
                 "the file ends before",
             ).as_error()
         selected[name] = rows
@@ -191,7 +198,7 @@ def validate_arrays(
 
 
 def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
-    """Return blocks of tokens; each has one more, so that a target follows each token.
+    """Return blocks of tokens. Each has `block` tokens and the one after them, as the last target.
 
     Args:
         files: Files of tokens, with the header of llm.c or without one.
@@ -245,7 +252,7 @@ def divide_tokens(
     dtype: str,
     block: int,
 ) -> Rows:
-    """Return the blocks of tokens, whose last one is the first of the next block."""
+    """Return blocks of tokens; the last token of a block is the first one of the next block."""
     size = np.dtype(dtype).itemsize
     return Rows(
         begin,
@@ -257,7 +264,7 @@ def divide_tokens(
 
 
 def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
-    """Return the rows of arrays, or blocks of tokens if an array is one long row of them.
+    """Return the rows of arrays, or blocks of tokens if arrays have one axis and `block` is set.
 
     Args:
         files: Files that numpy.save has written.
@@ -278,12 +285,12 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
                 }
             )
             continue
-        row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
         arrays.append(
             {
                 "array": Rows(
                     begin,
-                    row,
+                    row_bytes,
                     shape[0],
                     shape[1:],
                     dtype,
@@ -302,7 +309,7 @@ def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     """Return where the numbers of a .npy file begin, their shape, and their type.
 
     Raises:
-        InputError: It is no such file, or its array is of another kind.
+        InputError: It is no such file, or its values are no numbers of this machine in C order.
     """
     head = file.read(0, min(12, file.size))
     if head[:6] != NPY_MAGIC or len(head) < 12:
@@ -322,7 +329,7 @@ def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
 
 
 def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource:
-    """Return the rows of tensors, which have one length.
+    """Return the rows of tensors, all of which have the same number of rows.
 
     Args:
         files: Files of the safetensors library.
@@ -338,7 +345,7 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
         InputError: Its header is damaged, or it has types that are not read.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
-    if not 0 < length <= min(MAX_HEADER, file.size - 8):
+    if not 0 < length <= min(MAX_SAFETENSORS_HEADER_BYTES, file.size - 8):
         raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
     try:
         header = json.loads(file.read(8, 8 + length))

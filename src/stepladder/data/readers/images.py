@@ -78,7 +78,7 @@ class ImageFolder:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
+        """The name and the type of each column, as texts to print."""
         label = f"int64, {len(self.classes)} classes"
         types = {"image": "height x width x 3 uint8", "label": label, "path": "str"}
         return {name: types[name] for name in self.names}

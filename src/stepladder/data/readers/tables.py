@@ -105,7 +105,7 @@ class TableSource:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
+        """The name and the type of each column, as texts to print."""
         return {name: str(kind) for name, kind in self.types.items()}
 
     def read(self, indices: IndexArray) -> Any:

@@ -24,10 +24,10 @@ from stepladder.core.python_file import parse_source
 TOOL_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 120.0
 SMI_QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
-SMI_QUERY_BEFORE_510 = SMI_QUERY[:-1]  # of drivers before 510
+SMI_QUERY_BEFORE_510 = SMI_QUERY[:-1]  # for drivers before version 510
 PCI_VENDOR_NVIDIA = "0x10de"
 PCI_CLASS_DISPLAY = "0x03"
-MOST_SLOW_PACKAGES = 5
+MAX_SLOW_PACKAGES = 5
 # The microseconds of a module without those that it imports, and its name.
 IMPORT_TIME_LINE = re.compile(r"^import time:\s*(\d+) \|\s*\d+ \| +(\S+)$", re.MULTILINE)
 SHADOWS_MODULE = " comes before the module of that name"
@@ -130,7 +130,7 @@ class Torch:
     Args:
         version: Its version; empty where it is not installed or cannot be imported.
         error: Why it cannot be imported.
-        cuda: The version of CUDA that it was built with; empty without, as `rocm` and `nccl` are.
+        cuda: The version of CUDA that it was built with, empty without; `rocm` and `nccl` likewise.
         devices: The number of GPUs that it sees.
         architectures: The GPUs that it has kernels for, as sm_90.
         cuda_error: Why it sees no GPU.
@@ -218,7 +218,7 @@ def parse_smi(text: str, query: tuple[str, ...] = SMI_QUERY) -> tuple[Gpu, ...]:
 
 
 def count_nvidia_devices() -> int:
-    """Count the display devices of NVIDIA on the PCI bus, which need no driver to be there."""
+    """Count the display devices of NVIDIA on the PCI bus, which lists them without a driver too."""
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
@@ -242,10 +242,10 @@ def inspect_torch() -> Torch:
         re.MULTILINE,
     )
     if match is None:
-        return Torch(error=last_error(completed.stderr))
+        return Torch(error=find_last_error(completed.stderr))
     facts: dict[str, Any] = json.loads(match[1])
     facts["architectures"] = tuple(facts["architectures"])
-    return Torch(**facts, slowest=slowest_packages(seconds_by_package(completed.stderr)))
+    return Torch(**facts, slowest=find_slowest_packages(sum_import_times(completed.stderr)))
 
 
 def inspect_script_imports(path: Path | None) -> Imports:
@@ -255,20 +255,20 @@ def inspect_script_imports(path: Path | None) -> Imports:
     """
     if path is None:
         return Imports()
-    lines = imports_of(parse_source(path))
+    lines = list_imports(parse_source(path))
     python_path = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
     completed = run_with_import_times("\n".join(lines), PYTHONPATH=os.pathsep.join(python_path))
-    seconds = seconds_by_package(completed.stderr)
-    error = last_error(completed.stderr) if completed.returncode else ""
+    seconds = sum_import_times(completed.stderr)
+    error = find_last_error(completed.stderr) if completed.returncode else ""
     return Imports(
         sum(seconds.values()),
-        slowest_packages(seconds),
+        find_slowest_packages(seconds),
         error,
         path.name,
     )
 
 
-def imports_of(tree: ast.Module) -> list[str]:
+def list_imports(tree: ast.Module) -> list[str]:
     """Return the imports at the top level of a module as lines of code, without relative ones."""
     lines = []
     for node in tree.body:
@@ -287,13 +287,13 @@ def run_with_import_times(code: str, **variables: str) -> subprocess.CompletedPr
     return run_tool(command, IMPORT_TIMEOUT_S, **variables)
 
 
-def last_error(text: str) -> str:
+def find_last_error(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("import time:")]
     return lines[-1] if lines else "ended without output"
 
 
-def seconds_by_package(text: str) -> dict[str, float]:
+def sum_import_times(text: str) -> dict[str, float]:
     """Return the time of all modules of each package, from the output of `-X importtime`."""
     seconds: dict[str, float] = {}
     for microseconds, name in IMPORT_TIME_LINE.findall(text):
@@ -302,6 +302,6 @@ def seconds_by_package(text: str) -> dict[str, float]:
     return seconds
 
 
-def slowest_packages(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
+def find_slowest_packages(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
-    return tuple((name, round(value, 3)) for name, value in ranked[:MOST_SLOW_PACKAGES])
+    return tuple((name, round(value, 3)) for name, value in ranked[:MAX_SLOW_PACKAGES])

@@ -87,7 +87,7 @@ def check_exercise(
     echo: Echo,
 ) -> Verdict:
     """Run the learner's file, whose check must be the shipped one."""
-    solution = course.solution_file(exercise).read_text(encoding="utf-8")
+    solution = course.get_solution_file(exercise).read_text(encoding="utf-8")
     if extract_check(file.read_text(encoding="utf-8")) != extract_check(solution):
         text = f"the part below `# -- the check` in {file} was changed: restore the original"
         return Verdict(False, text)

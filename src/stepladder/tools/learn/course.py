@@ -77,9 +77,9 @@ class Course:
         """Yield the lessons in order, each followed by its exercises."""
         for lesson in self.lessons:
             yield lesson
-            yield from self.exercises_of(lesson)
+            yield from self.list_exercises(lesson)
 
-    def exercises_of(self, lesson: Lesson) -> list[Exercise]:
+    def list_exercises(self, lesson: Lesson) -> list[Exercise]:
         return [exercise for exercise in self.exercises if exercise.lesson == lesson.number]
 
     def find_item(self, name: str) -> Lesson | Exercise:
@@ -104,16 +104,16 @@ class Course:
         item = self.find_item(name)
         if isinstance(item, Exercise):
             return item
-        names = ", ".join(exercise.name for exercise in self.exercises_of(item)) or "none"
+        names = ", ".join(exercise.name for exercise in self.list_exercises(item)) or "none"
         raise InputError(f"{name} is a lesson, not an exercise", f"its exercises: {names}")
 
-    def item_folder(self, item: Lesson | Exercise) -> Path:
+    def get_item_folder(self, item: Lesson | Exercise) -> Path:
         lessons = self.root / "lessons"
         if isinstance(item, Lesson):
             return lessons / item.folder
         return lessons / "exercises" / item.name
 
-    def solution_file(self, exercise: Exercise) -> Path:
+    def get_solution_file(self, exercise: Exercise) -> Path:
         return self.root / "lessons" / "solutions" / f"{exercise.name}.py"
 
 
@@ -194,7 +194,7 @@ class CourseProgress:
                 "stepladder learn start my-course, which lays them out",
             )
         if self.folder is None:
-            folder = course.item_folder(exercise)
+            folder = course.get_item_folder(exercise)
         else:
             folder = self.folder / exercise.name
         file = folder / "exercise.py"
@@ -227,7 +227,9 @@ class CourseProgress:
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                durable.write(target, (course.item_folder(exercise) / "exercise.py").read_bytes())
+                durable.write(
+                    target, (course.get_item_folder(exercise) / "exercise.py").read_bytes()
+                )
         self.folder = folder.resolve()
         self.save()
         return len(missing), len(targets) - len(missing)

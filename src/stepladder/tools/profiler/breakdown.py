@@ -107,7 +107,7 @@ def align_clocks(traces: list[Trace]) -> str:
 
 
 def match_collectives(traces: list[Trace]) -> list[tuple[Collective, ...]]:
-    """Return each collective as it was on every rank.
+    """Return each collective as a tuple of its records on the ranks.
 
     The n-th collective of a name on one rank is the n-th of that name on the others. A name that
     ranks have called a different number of times is left out.
@@ -203,7 +203,7 @@ class Breakdown:
         self.masks = {name: covered(part) for name, part in parts.items()}
         self.masks["waiting"] = self.exposed & covered(waits)
         self.masks["communication"] = self.exposed
-        if trace.gpu_events:  # what the GPU computes counts, and not which call started it
+        if trace.gpu_events:  # the time counts in which the GPU computes, not the call's on the CPU
             self.masks["data"] = self.data & ~self.computing
             self.masks |= {name: covered(spans) for name, spans in kernels.items()}
 
