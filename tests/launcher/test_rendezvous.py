@@ -175,7 +175,7 @@ def test_a_newcomer_takes_the_place_of_a_lost_node_when_no_member_has_in_time(
     newcomer = agent()
     member.join(stores.serve)
     stores.lose()
-    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.MEMBERS_FIRST_S", 0.5)
+    monkeypatch.setattr("stepladder.launcher.nodes.run_dir_rendezvous.NEW_AGENT_DELAY_S", 0.5)
     assert newcomer.join(stores.serve).number == 2
     assert member.join(stores.serve).number == 2
 

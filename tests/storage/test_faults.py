@@ -14,13 +14,17 @@ import torch
 
 from jobs.faults import FAULT, install
 from processes import JOBS, audited, run, train
-from stepladder.core.errors import InputError, StorageFault
+from stepladder.core.errors import DISK_HINT, InputError, StorageFault
 from stepladder.launcher.nodes.generation import Generation
 from stepladder.launcher.nodes.run_dir_rendezvous import RunDirRendezvous
 from stepladder.storage import lock as locks
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.run_dir import RunDir
-from stepladder.storage.run_dir_access import translate_storage_errors
+from stepladder.storage.run_dir_access import (
+    FREE_SPACE_HINT,
+    OTHER_WRITER_HINT,
+    translate_storage_errors,
+)
 from stepladder.storage.run_files import CONFIG_FILE, METRICS_FILE, RESULT_FILE, read_stored_json
 from stepladder.storage.snapshot_store import Snapshots
 
@@ -143,6 +147,19 @@ def test_a_lock_that_cannot_be_read_for_long_is_no_other_run(
 def test_an_error_at_a_file_of_the_job_s_own_is_the_job_s(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"), translate_storage_errors(tmp_path / "run"):
         raise OSError(errno.EIO, "Input/output error", str(tmp_path / "run-data" / "file"))
+    with pytest.raises(OSError, match="Input/output"), translate_storage_errors(tmp_path / "run"):
+        raise OSError(errno.EIO, "Input/output error")  # of a file that it does not name
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [("ENOSPC", FREE_SPACE_HINT), ("EIO", DISK_HINT), ("ENOENT", OTHER_WRITER_HINT)],
+)
+def test_what_to_do_depends_on_the_error(error: str, hint: str, tmp_path: Path) -> None:
+    number = getattr(errno, error)
+    with pytest.raises(InputError) as raised, translate_storage_errors(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / METRICS_FILE))
+    assert raised.value.hint == hint
 
 
 # -- whole runs ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ and the docstring's Args its text for --help, with what --help shows for the val
     def submit(script: Path, *, nodes: Annotated[Count, "-N", "--nodes"] = 1) -> None:
         '''Submit SCRIPT.
 
-        Args:
+Args:
             nodes (N): Number of nodes.
         '''
 

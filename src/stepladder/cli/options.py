@@ -206,8 +206,7 @@ class JobCommand(click.Command):
 
 
 class JobOrScript(JobCommand):
-    """A command for jobs and scripts. It takes all flags of a script, whose names it cannot know.
-    """
+    """A command for jobs and scripts. It takes all flags of a script, since it cannot know them."""
 
     # Whether the arguments name a script, which has no function `build`.
     is_script = False

@@ -106,8 +106,7 @@ def open_session(
 
 
 class Opening:
-    """Opens one attempt of a run: reads the run directory, restores the state, starts the records.
-    """
+    """Opens one attempt of a run: reads the run directory, restores the state, opens records."""
 
     def __init__(self, attempt: RunAttempt) -> None:
         self.attempt = attempt

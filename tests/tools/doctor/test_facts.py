@@ -30,14 +30,14 @@ from stepladder.tools.doctor.programs import (
     Gpu,
     Gpus,
     find_gpus,
-    list_imports,
+    find_last_error,
+    find_slowest_packages,
     inspect_script_imports,
     inspect_torch,
-    find_last_error,
+    list_imports,
     parse_nvcc,
     parse_smi,
     sum_import_times,
-    find_slowest_packages,
 )
 from stepladder.tools.doctor.rules import apply_rules
 

@@ -138,7 +138,7 @@ class RunDirRendezvous:
         raise InputError(
             f"no rendezvous answered at {endpoint} within {self.timeout:g} s",
             "the same --run-dir and --rdzv-endpoint on all nodes;"
-            f" it is in {self.run_dir / PUBLISHED}",
+            f" it is in {self.run_dir / RENDEZVOUS_FILE}",
         )
 
     def _seconds_joining(self) -> float:
@@ -217,7 +217,7 @@ class RunDirRendezvous:
             fcntl.flock(self._agents_file, fcntl.LOCK_SH)
 
     def _enter_launch(self) -> bool:
-        """Become one of the launch's agents, or the first of a new one; False to try again later."""
+        """Become one of the launch's agents, or the first of a new one; False to try again."""
         self._agents_file = open_lock_file(self.run_dir / AGENTS_LOCK_FILE)
         if self._is_alone():
             entered = self._begin_launch()

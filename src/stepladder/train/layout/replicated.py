@@ -26,8 +26,8 @@ from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
 
 REPLICA_COUNT = 2
 NO_GROUP = (-1, -1, -1)
-# For each of two groups whose slices a rank holds: the number of the group, the rank's number in it,
-# and how many ranks it had; NO_GROUP where there is only one group.
+# For each of two groups whose slices a rank holds: the number of the group, the rank's number in
+# it, and how many ranks it had; NO_GROUP where there is only one group.
 HELD_GROUPS = struct.Struct("6q")
 
 

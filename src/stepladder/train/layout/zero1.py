@@ -140,6 +140,9 @@ class OptimizerSlices:
 
         Yields:
             The function that takes the step.
+
+        Raises:
+            InputError: The optimizer has got other parameters since.
         """
         num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if num_params != len(self.params):
