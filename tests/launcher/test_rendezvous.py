@@ -334,8 +334,8 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
 def test_a_launch_of_other_settings_is_refused_at_once(
     agent: Callable[..., RunDirRendezvous], stores: Stores
 ) -> None:
-    first = agent(asked="one")
-    second = agent(timeout=SECONDS, asked="other")
+    first = agent(job_digest="one")
+    second = agent(timeout=SECONDS, job_digest="other")
     first.join(stores.serve)
     with pytest.raises(InputError, match="a launch with another job or settings"):
         second.join(stores.serve)

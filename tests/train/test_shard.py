@@ -138,12 +138,12 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         reading.load_slices(reader)
         for name, rows in reading.slices().items():
             assert torch.equal(rows.values, shards.slices()[name].values), (kind, name)
-        for piece in reading.parts.pieces:
-            for value in reading.parts.state[piece.values].values():
+        for piece in reading.optimizer_slices.pieces:
+            for value in reading.optimizer_slices.state[piece.values].values():
                 assert (
                     value.shape != piece.values.shape or value.stride() == piece.values.stride()
                 ), kind
-        own_part = sum(p.values.numel() for p in reading.parts.pieces)
+        own_part = sum(p.values.numel() for p in reading.optimizer_slices.pieces)
         results[kind] = weights, plain(complete), rerun, own_part
     return results
 

@@ -29,7 +29,7 @@ KIND_OF_ENVIRONMENT = {
     "numpy": "versions",
     "cpu_capability": "processor",
 }
-NOT_A_SETTING = "recipe"  # only a name
+NOT_A_SETTING = "recipe"  # the name of the job file, which changes no result
 # Without exact mode or a schedule these have no effect, so some runs did not record them.
 OPTIONAL_SETTINGS = ("threads", "machine", "epochs")
 
@@ -68,8 +68,7 @@ class Divergence:
 class RecordComparison:
     """The differences between the records of two runs.
 
-    Attributes `settings`, `environment` (versions and processor) and `remaining` have the values
-    that differ; `common_steps` counts the steps of both runs up to the first that differs.
+    `settings`, `environment` (versions and processor) and `remaining` have the values that differ.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class RecordComparison:
             {NOT_A_SETTING: second.definition.get(NOT_A_SETTING)},
         )
         self.remaining += find_differing_values(first.config.config, second.config.config)
+        # How many steps both runs have recorded, up to the first one that differs, and the last.
         self.common_steps = 0
         self.last_common_step = 0
         self.divergence = self._find_divergence()

@@ -78,8 +78,7 @@ class CommandResult:
 
 
 class Watch:
-    """Ends a command that hangs or takes too long, after its processes have printed their stacks.
-    """
+    """Ends a command that hangs or takes too long, once its processes have printed their stacks."""
 
     def __init__(
         self, process: subprocess.Popen[str], timeout_s: float | None, hang_timeout_s: float | None

@@ -35,10 +35,10 @@ from stepladder.tools.check.probe.patching import (
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.parity.events import StepValues, ValueSettings
 
-STEPS_RECORDED = 200  # later ones only now and then
-MOST_VALUES_PER_STEP = 2048
-LEAST_VALUES_PER_TENSOR = 8  # of a tensor
-MOST_VALUES_PER_TENSOR = 128
+FULLY_RECORDED_STEPS = 200  # of later steps only some are recorded
+MAX_VALUES_PER_STEP = 2048
+MIN_VALUES_PER_TENSOR = 8
+MAX_VALUES_PER_TENSOR = 128
 DROPOUTS = (
     "dropout",
     "dropout1d",
@@ -61,7 +61,7 @@ class ValueRecorder:
         self.epsilon = 0.0
         self.grads: dict[str, list[float]] = {}
         self.initial: dict[str, list[float]] = {}
-        self.known: set[int] = set()  # the optimizers that have stepped
+        self.stepped_optimizers: set[int] = set()  # by their number
 
     def before_step(self, optimizer: Any) -> None:
         if is_inner_step():
@@ -73,10 +73,10 @@ class ValueRecorder:
             for parameter in with_gradient.values():
                 perturb_in_place(parameter.grad)
         self.initial = {}
-        if number not in self.known:
-            self.initial = samples_of(named)
-            self.known.add(number)
-        self.grads = samples_of({name: p.grad for name, p in with_gradient.items()})
+        if number not in self.stepped_optimizers:
+            self.initial = sample_tensors(named)
+            self.stepped_optimizers.add(number)
+        self.grads = sample_tensors({name: p.grad for name, p in with_gradient.items()})
 
     def after_step(self, optimizer: Any) -> None:
         if is_inner_step():
@@ -84,15 +84,15 @@ class ValueRecorder:
         number = training_tracker.number_of(optimizer)
         step = training_tracker.steps.get(number, 1)
         values: dict[str, Any] = {}
-        if step <= STEPS_RECORDED or is_recorded_fully(step):
+        if step <= FULLY_RECORDED_STEPS or is_recorded_fully(step):
             values["grads"] = self.grads
-            values["weights"] = samples_of(named_parameters_of(optimizer))
+            values["weights"] = sample_tensors(named_parameters_of(optimizer))
         current_log().write(
             StepValues(
                 optimizer=number,
                 step=step,
                 initial=self.initial,
-                settings=[numbers_of(group) for group in optimizer.param_groups],
+                settings=[collect_settings(group) for group in optimizer.param_groups],
                 dropouts=self.calls["dropout"],
                 norms=self.calls["norm"],
                 epsilon=self.epsilon,
@@ -123,21 +123,21 @@ def attach() -> None:
 
 def attach_to_layers(recorder: ValueRecorder) -> None:
     """Wrap the functions whose results differ by rank."""
-    around_dropout = make_dropout(recorder)
+    around_dropout = make_dropout_wrapper(recorder)
     for name in DROPOUTS:
         wrap(functional, name, around_dropout)
-    around_recurrent = make_recurrent(recorder)
+    around_recurrent = make_recurrent_wrapper(recorder)
     for name in RECURRENT:
         wrap(torch._VF, name, around_recurrent)
-    around_attention = make_attention(recorder)
-    around_batch_norm = make_batch_norm(recorder)
+    around_attention = make_attention_wrapper(recorder)
+    around_batch_norm = make_batch_norm_wrapper(recorder)
     wrap(functional, "scaled_dot_product_attention", around_attention)
     wrap(functional, "batch_norm", around_batch_norm)
     wrap(nn.SyncBatchNorm, "forward", call_synchronized)
 
 
 @default_on_error(dict)
-def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+def collect_settings(group: dict[str, Any]) -> dict[str, float]:
     """Return the numeric settings of a group of parameters, such as its learning rate."""
     return {
         name: float(value) for name, value in group.items() if isinstance(value, (bool, int, float))
@@ -145,14 +145,14 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
 
 
 @default_on_error(dict)
-def samples_of(tensors: dict[str, Any]) -> dict[str, list[float]]:
+def sample_tensors(tensors: dict[str, Any]) -> dict[str, list[float]]:
     """Return the norm of each tensor, and then elements at equal distances."""
-    count = MOST_VALUES_PER_STEP // max(1, len(tensors))
-    count = max(LEAST_VALUES_PER_TENSOR, min(MOST_VALUES_PER_TENSOR, count))
-    return {name: sample_of(tensor, count) for name, tensor in tensors.items()}
+    count = MAX_VALUES_PER_STEP // max(1, len(tensors))
+    count = max(MIN_VALUES_PER_TENSOR, min(MAX_VALUES_PER_TENSOR, count))
+    return {name: sample_tensor(tensor, count) for name, tensor in tensors.items()}
 
 
-def sample_of(tensor: Any, count: int) -> list[float]:
+def sample_tensor(tensor: Any, count: int) -> list[float]:
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):  # a collective of all ranks, which step at the same time
         tensor = tensor.full_tensor()
@@ -169,29 +169,29 @@ generator = torch.Generator()
 generator.manual_seed(PERTURBATION_SEED)
 
 
-def random_bits(like: torch.Tensor) -> torch.Tensor:
+def draw_bits(like: torch.Tensor) -> torch.Tensor:
     """Return zeros and ones in a tensor's shape. The script's own generators do not change."""
     bits = torch.empty(like.shape)
     bits.bernoulli_(0.5, generator=generator)
     return bits.to(like.dtype)
 
 
-def perturbation_of(tensor: torch.Tensor) -> torch.Tensor:
+def make_perturbation(tensor: torch.Tensor) -> torch.Tensor:
     """Return what makes half of the elements smaller by one unit in the last place.
 
     No value grows: a probability stays below 1.
     """
-    return tensor.detach() * torch.finfo(tensor.dtype).eps * random_bits(tensor)
+    return tensor.detach() * torch.finfo(tensor.dtype).eps * draw_bits(tensor)
 
 
 def perturb_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient - perturbation_of(gradient)
+    return gradient - make_perturbation(gradient)
 
 
 @default_on_error(lambda: None)
 def perturb_in_place(gradient: Any) -> None:
     if isinstance(gradient, torch.Tensor) and not gradient.is_sparse:
-        gradient.sub_(perturbation_of(gradient))
+        gradient.sub_(make_perturbation(gradient))
 
 
 def make_forward_hook(recorder: ValueRecorder) -> Any:
@@ -211,14 +211,14 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
         recorder.note_precision(output)
         if not recorder.settings.perturbed:
             return None
-        perturbed = output - perturbation_of(output)
+        perturbed = output - make_perturbation(output)
         perturbed.register_hook(perturb_gradient)
         return perturbed
 
     return observe_output
 
 
-def make_dropout(recorder: ValueRecorder) -> Any:
+def make_dropout_wrapper(recorder: ValueRecorder) -> Any:
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
         probability = get_argument(args, kwargs, 1, "p")
         training = get_argument(args, kwargs, 2, "training")
@@ -232,7 +232,7 @@ def make_dropout(recorder: ValueRecorder) -> Any:
     return around
 
 
-def make_attention(recorder: ValueRecorder) -> Any:
+def make_attention_wrapper(recorder: ValueRecorder) -> Any:
     def around(original: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = list(args)
         probability = get_argument(args, kwargs, 1, "dropout_p") or 0.0
@@ -248,7 +248,7 @@ def make_attention(recorder: ValueRecorder) -> Any:
     return around
 
 
-def make_recurrent(recorder: ValueRecorder) -> Any:
+def make_recurrent_wrapper(recorder: ValueRecorder) -> Any:
     """Return the wrapper of recurrent layers, of whose arguments dropout is the only float."""
 
     def around(original: Any, *args: Any) -> Any:
@@ -273,7 +273,7 @@ def call_synchronized(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def make_batch_norm(recorder: ValueRecorder) -> Any:
+def make_batch_norm_wrapper(recorder: ValueRecorder) -> Any:
     def around(
         original: Any,
         tensor: Any,
@@ -305,12 +305,12 @@ def fetch_with_own_seeds(
     with restored_random_states():
         items = []
         for index in indices:
-            seed_all(hash(index) % SEEDS_OF_NUMPY)
+            seed_generators(hash(index) % SEEDS_OF_NUMPY)
             items.append(fetcher.dataset[index])
     return fetcher.collate_fn(items)
 
 
-def seed_all(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -110,7 +110,7 @@ class Sync:
         self._start_missing_exchanges()
         is_on_cpu = self.comm.device.type == "cpu"
         loss_value = float(loss) if is_on_cpu and loss is not None else 0.0
-        call_order = self._call_order()
+        call_order = self._digest_calls()
         voting, sums = self.comm.start_sum([count, *votes, *has_gradient, *call_order, loss_value])
         self._wait_for_sums()
         voting.wait()
@@ -137,12 +137,12 @@ class Sync:
     def _has_gradient(self) -> list[bool]:
         return [param.grad is not None for param in self.params]
 
-    def _call_order(self) -> list[float]:
-        """Return numbers whose sums over the ranks tell whether all called the same blocks."""
+    def _digest_calls(self) -> list[float]:
+        """Return numbers whose sums over the ranks show whether all have called the same blocks."""
         return []
 
     def _validate_call_order(self, sums: list[float]) -> None:
-        """Raise InputError, on all ranks, if the sums of `_call_order` show different calls."""
+        """Raise InputError, on all ranks, if the sums of `_digest_calls` show different calls."""
 
     def _start_missing_exchanges(self) -> None:
         """Start what backward has not started, in the same order on all ranks."""

@@ -1,9 +1,9 @@
 """`--shard full`: fully_shard adds gradients during backward, and each rank has its rows of them.
 
-With `--sync exact` the tree of `binary_tree.py` takes the place of its additions. Ranks take turns
-in the microbatches: in round k rank r has number k * ranks + r. So a round's leaves follow each
-other, each rank adds its rows of them at once, and between rounds holds as many sums of its rows as
-a binary counter has ones.
+With `--sync exact` the tree of `binary_tree.py` replaces the additions of fully_shard. A step has
+rounds: in round k, rank r computes the microbatch k * ranks + r. The microbatches of a round are
+neighbours in the tree, so each rank adds its rows of their gradients when the round is over. Of M
+microbatches, a rank holds at most log2(M) + 1 sums of its rows between two rounds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_DIGEST = 0xFFFF  # so that the squares of a thousand ranks' digests add up e
 class FullyShardedSync(Sync):
     """Divides the sums that fully_shard leaves in `.grad` by what the loss counts on all ranks.
 
-    Ranks that call different blocks of one size would gather rows of both as the weights of one.
-    Shared memory detects that at once. Elsewhere a digest of the calls is compared before the
-    optimizer moves a weight.
+    If ranks call different blocks of the same size, they would gather rows of both blocks as the
+    weights of one. Shared memory detects that at once. Elsewhere the ranks compare a digest of
+    their calls before the optimizer changes a weight.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FullyShardedSync(Sync):
         extra_size: int = 0,
     ) -> None:
         super().__init__(model, comm, extra_size)
-        self.calls: list[int] = []
+        self.calls: list[int] = []  # the blocks called in this step, by their index in `blocks`
         self.blocks: list[str] = []
         self.hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -57,7 +57,7 @@ class FullyShardedSync(Sync):
         super().begin(first, count, total)
         self.calls.clear()
 
-    def _call_order(self) -> list[float]:
+    def _digest_calls(self) -> list[float]:
         digest = float(zlib.crc32(repr(self.calls).encode()) & MAX_DIGEST)
         return [1.0, digest, digest * digest]
 
@@ -100,6 +100,8 @@ class RowTree:
     """The reduce-scatter of one block for fully_shard, which adds in the tree of `exact`.
 
     Args:
+        comm: The ranks.
+        name: The name of the block, for messages.
         size: Elements of the block's gradient, padded to the same number of rows on all ranks.
     """
 
@@ -110,7 +112,7 @@ class RowTree:
         self.tree = Tree()
         self.next_microbatch = 0  # the first one of the next round
         self.total = 0  # microbatches of the step
-        self.is_expecting = False  # the pass under way has not reached this block
+        self.is_expecting = False  # the backward pass under way has not reached this block yet
 
     def begin(self, total: int) -> None:
         self.next_microbatch = 0
@@ -140,8 +142,8 @@ class RowTree:
         """Add the gradients of one round of microbatches to the tree.
 
         Args:
-            output_tensor: Gets this rank's rows of the sum in the step's last round. Before that it
-                stores a block of the tree, and no gradient.
+            output_tensor: Gets this rank's rows of the sum in the last round of the step. In the
+                rounds before, the tree stores the sum of one of its blocks there.
             input_tensor: This rank's gradient: the rows of all ranks, one after the other.
         """
         if not self.is_expecting:
@@ -164,7 +166,7 @@ class RowTree:
             return
         free: torch.Tensor | None = output_tensor
         for block in self.tree.blocks:
-            if block.lo >= first:  # a view, which would keep all that was received
+            if block.lo >= first:  # a view of `received`, all of which it would keep alive
                 block.total = block.total.clone() if free is None else free.copy_(block.total)
                 free = None
 
@@ -176,7 +178,7 @@ class RowTree:
 
 
 class FullyShardedExactSync(FullyShardedSync):
-    """Each block's gradient goes through its RowTree in each pass; ranks make as many passes."""
+    """Adds the gradients of each block by a RowTree. All ranks make equally many passes."""
 
     def __init__(
         self,
@@ -209,12 +211,12 @@ class FullyShardedExactSync(FullyShardedSync):
             tree.validate_reached()
         if extra is not None:
             self.extras.append(extra.reshape(-1).float())
-        if self.microbatches_left:  # else fully_shard would add to it
+        if self.microbatches_left:  # fully_shard would add the next gradient to this one
             for param in self.params:
                 param.grad = None
 
     def _wait_for_sums(self) -> None:
-        """Add `extra` over the microbatches; the gradients' sums are there already."""
+        """Add `extra` over the microbatches; backward has added the gradients already."""
         ranks = self.comm.world.world_size
         own_extras = torch.cat(self.extras)
         gathered = own_extras.new_empty(ranks * len(own_extras))
@@ -251,14 +253,14 @@ def make_row_trees(
         params = [param for param in module.parameters() if param not in assigned]
         assigned.update(params)
         trained = [param for param in params if param.requires_grad and param.numel()]
-        size = sum(padded_size(param, ranks) for param in trained)
+        size = sum(compute_padded_size(param, ranks) for param in trained)
         if size:
             tree = RowTree(comm, name or OUTSIDE_BLOCKS, size)
             module.set_custom_reduce_scatter(tree)
             yield tree
 
 
-def padded_size(param: torch.Tensor, ranks: int) -> int:
+def compute_padded_size(param: torch.Tensor, ranks: int) -> int:
     """Return the elements of a weight whose rows are padded to a multiple of the ranks."""
     row_count = param.shape[0]
     return -(-row_count // ranks) * ranks * (param.numel() // row_count)

@@ -83,8 +83,7 @@ class SandboxFolders:
 
 
 class Sandbox:
-    """A fresh copy of the working folder for the ranks of one start, without access to other files.
-    """
+    """A new copy of the working folder for the ranks of one start, with no access to others."""
 
     def __init__(self, folders: SandboxFolders) -> None:
         """Copy the working folder, and use the strongest mechanism of this kernel."""
