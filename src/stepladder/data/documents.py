@@ -19,13 +19,13 @@ DOCUMENTS_PER_READ = 4096
 class Documents:
     """Documents that are read by number.
 
-    Attributes:
+    Args:
         data: A sequence of arrays of tokens, or a source of documents.
-        chunks: The chunks of a source, or None.
     """
 
     def __init__(self, data: Any) -> None:
         self.data = data
+        # The chunks of a source, or None.
         self.chunks: Chunks | None = make_chunks(self.data) if is_source(data) else None
 
     def __len__(self) -> int:

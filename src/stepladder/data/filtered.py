@@ -19,7 +19,7 @@ SAMPLES_PER_READ = 4096
 class DerivedSource:
     """A source that is made of another one by a function.
 
-    Attributes:
+    Args:
         source: The other source.
         function: The function.
         key: What the user calls the function; None for its own code.

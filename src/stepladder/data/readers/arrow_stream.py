@@ -38,7 +38,7 @@ BATCH_LENGTH = 0
 class Message(NamedTuple):
     """A message of an Arrow file.
 
-    Attributes:
+    Args:
         kind: SCHEMA, RECORD_BATCH or another number.
         rows: The rows of a record batch.
         begin: Where the message begins.

@@ -155,7 +155,8 @@ class UrlFile:
         """Return where the cache has a copy of the whole file, for libraries that open paths.
 
         Raises:
-            InputError: It is larger than the cache, has changed since it was opened, or is gone.
+            InputError: The file is larger than the cache, has changed since it was opened, or is no
+                longer on its server.
             StorageFault: The server does not answer.
         """
         if self.size > self.cache.max_bytes:
