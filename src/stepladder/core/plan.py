@@ -339,11 +339,9 @@ class Plan:
     def from_json(stored: dict[str, Any]) -> Plan:
         """Return the plan that a config.json holds.
 
-        Args:
-            stored: The fields of the plan by name, as `as_json` gives them.
-
         Raises:
-            TypeError: If a value is missing, or is no field of a plan.
+            TypeError: If a value is missing, or there is a value that is no field of a plan, as
+                one of a newer version may be.
             ValueError: If a value has the wrong type, or if values contradict each other.
         """
         numbers = dict(stored)
