@@ -16,8 +16,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).parent.parent
+README = REPOSITORY / "README.md"
+LANDING = REPOSITORY / "docs" / "index.md"
 PICTURES = (".svg", ".png")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
+# A paragraph that is a link to the front page: on the site, the part that begins with its text.
+INCLUDED = re.compile(r"^\[([^\]\n]+)\]\(\.\./README\.md[^)\n]*\)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FENCE = "`" * 8
 LANGUAGES = {
@@ -30,12 +34,29 @@ LANGUAGES = {
 }
 # Pages that are a part of another page now: the old name, and the page and heading.
 MOVED = {
+    "accumulation": "training/#gradient-accumulation",
     "containers": "slurm/#build-an-image",
+    "data": "your-data/#shards-data-that-does-not-fit-in-memory",
+    "early-stopping": "training/#early-stopping-and-the-best-snapshot",
+    "fine-tuning": "use/#fine-tune-a-trained-model",
     "first-job": "cluster/#6-one-gpu",
-    "own-logger": "loggers/#a-logger-of-your-own",
+    "from-accelerate": "from/#from-accelerate",
+    "from-ddp": "from/#from-distributeddataparallel",
+    "from-lightning": "from/#from-lightning",
+    "from-trainer": "from/#from-hugging-faces-trainer",
+    "launchers": "nodes/#mpirun-grid-engine-skypilot-runpod",
+    "loggers": "report/#loggers-tensorboard-weights-and-biases-mlflow",
+    "network": "debugging/#network-variables-nccl-gloo-infiniband",
+    "own-cluster": "nodes/#another-batch-system-than-slurm",
+    "own-logger": "report/#a-logger-of-your-own",
+    "parity": "diff/#compare-one-process-with-several",
+    "porting": "your-own-job/#porting-table",
+    "precision": "training/#mixed-precision",
+    "reproducibility": "exactness/",
     "see": "speed/",
     "sites": "slurm/#what-differs-from-site-to-site",
     "surroundings": "failures/#machines-with-limits",
+    "sweep": "training/#a-hyperparameter-sweep",
 }
 REDIRECT = """<!doctype html>
 <html lang="en">
@@ -53,7 +74,6 @@ def markdown_files() -> list[Path]:
     """All that are pages, in reading order."""
     lessons = REPOSITORY / "lessons"
     return [
-        REPOSITORY / "README.md",
         *sorted((REPOSITORY / "docs").glob("*.md")),
         *sorted((REPOSITORY / "docs" / "reference").glob("*.md")),
         lessons / "README.md",
@@ -65,7 +85,7 @@ def markdown_files() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the lessons, the exercises, the benchmarks and the changes to the menu of mkdocs.yml."""
+    """Add the lessons and the exercises to the menu of mkdocs.yml."""
     lessons = [
         {f"{lesson['number']}. {lesson['title']}": f"lessons/{lesson['folder']}/README.md"}
         for lesson in listed("ladder.toml", "lesson")
@@ -75,12 +95,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         for exercise in listed("exercises.toml", "exercise")
     ]
     assert config.nav is not None
-    overview = [{"Overview": "lessons/README.md"}, {"How it works": "docs/learn.md"}]
-    config.nav += [
-        {"Learn": [*overview, {"Lessons": lessons}, {"Exercises": exercises}]},
-        {"Benchmarks": "benchmarks/README.md"},
-        {"Changes": "CHANGELOG.md"},
-    ]
+    [course] = [group["Learn"] for group in config.nav if "Learn" in group]
+    course += [{"Lessons": lessons}, {"Exercises": exercises}]
     return config
 
 
@@ -90,6 +106,8 @@ def listed(file: str, table: str) -> list[dict[str, Any]]:
 
 
 def place(path: Path) -> str:
+    if path in (README, LANDING):
+        return "index.md"
     return path.relative_to(REPOSITORY).as_posix()
 
 
@@ -100,11 +118,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(file)
     style = REPOSITORY / "docs" / "site.css"
     shown = {place(style): File.generated(config, place(style), abs_src_path=str(style))}
-    for path in markdown_files():
-        if path.is_file():
-            shown[place(path)] = File.generated(config, place(path), abs_src_path=str(path))
-            for target in targets(path.read_text(encoding="utf-8"), path.parent):
-                show(target, shown, config)
+    pages = [path for path in markdown_files() if path.is_file()]
+    for path in pages:
+        shown[place(path)] = File.generated(config, place(path), abs_src_path=str(path))
+    for path in [*pages, README]:  # pages include parts of the README
+        for target in targets(path.read_text(encoding="utf-8"), path.parent):
+            show(target, shown, config)
     summary = File.generated(config, "llms.txt", content=llms_text(config))
     for file in (*shown.values(), *redirects(config), summary):
         files.append(file)
@@ -121,7 +140,9 @@ def llms_text(config: MkDocsConfig) -> str:
             lines += ["", f"## {title}", ""]
             entries = [entry for page in pages for entry in page.items()]
             lines += [
-                f"- [{name}]({address(path)})" for name, path in entries if isinstance(path, str)
+                f"- [{name}]({address(path)})"
+                for name, path in entries
+                if isinstance(path, str) and path != "index.md"
             ]
     return "\n".join(lines) + "\n"
 
@@ -160,7 +181,7 @@ def show(path: Path, shown: dict[str, File], config: MkDocsConfig) -> None:
     report.
     """
     name = page_of(path)
-    if name in shown or not path.exists() or path in markdown_files():
+    if name in shown or not path.exists() or path in [*markdown_files(), README]:
         return
     if path.suffix in (".md", *PICTURES):
         shown[name] = File.generated(config, name, abs_src_path=str(path))
@@ -185,11 +206,40 @@ def code(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to folders and source files lead to their pages."""
+    """Links to folders and source files lead to their pages; parts of the front page are there."""
     if page.file.abs_src_path is None:
         return markdown
-    folder = Path(page.file.abs_src_path).parent
+    path = Path(page.file.abs_src_path)
+    if path == LANDING:
+        page.meta["hide"] = ["navigation", "toc"]
+    if not path.is_relative_to(REPOSITORY / "docs"):
+        page.meta["search"] = {"boost": 0.5}  # a lesson's title may be the very term
     depth = "../" * page.file.src_uri.count("/")
+    # Text and names of parts in turn, as re.split gives them.
+    texts = INCLUDED.split(markdown)
+    texts[::2] = [relink(text, path.parent, depth) for text in texts[::2]]
+    texts[1::2] = [relink(find_part(name), REPOSITORY, depth) for name in texts[1::2]]
+    return "".join(texts)
+
+
+def find_part(name: str) -> str:
+    """Return the part of the front page that begins with `name`.
+
+    That is a section by its heading; or a paragraph, with the picture or the block that follows it.
+    """
+    start = re.escape(name)
+    section = rf"^## {start}.*?(?=\n## |\Z)"
+    paragraph = rf"^{start}.*?(?=\n\n(?!!\[|<!-- run)|\Z)"
+    found = re.search(
+        f"{section}|{paragraph}", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    if not found:
+        raise ValueError(f"the front page has no part that begins with {name!r}")
+    return found.group()
+
+
+def relink(markdown: str, folder: Path, depth: str) -> str:
+    """Let links of a text in `folder` lead to the pages of folders and source files."""
 
     def link(found: re.Match[str]) -> str:
         path = (folder / found[1]).resolve()

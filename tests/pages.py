@@ -30,13 +30,7 @@ PAGES = [
 EXAMPLES = REPOSITORY / "docs" / "examples"
 SHOWN = "#> "
 # Pages on which the indented lines below a block are compared with what it prints.
-COMPARED = {
-    "accumulation.md",
-    "early-stopping.md",
-    "fine-tuning.md",
-    "precision.md",
-    "sweep.md",
-}
+COMPARED = {"install.md", "training.md", "use.md"}
 LESSONS = REPOSITORY / "lessons"
 MARK = re.compile(
     r"<!-- (run|run with MNIST|run with the tutorial|run on the lab|run, saved as [\w.]+"

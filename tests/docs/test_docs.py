@@ -178,8 +178,15 @@ def test_pages_are_short() -> None:
         "docs/glossary.md": 180,
         # Each is several pages in one, so that a reader need not follow links in the middle of a job.
         "docs/cluster.md": 240,
+        "docs/debugging.md": 200,
+        "docs/diff.md": 190,
+        "docs/nodes.md": 200,
         "docs/slurm.md": 240,
         "docs/speed.md": 210,
+        "docs/training.md": 200,
+        "docs/use.md": 200,
+        "docs/your-data.md": 220,
+        "docs/your-own-job.md": 165,
         "docs/json.md": 275,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 350  # a line per behaviour
@@ -208,11 +215,27 @@ def test_blocks_run_with_mnist(page: Path, tmp_path: Path, mnist_dir: Path) -> N
     run_blocks(page, "run with MNIST", tmp_path)
 
 
+def read_menu() -> dict[str, list[str]]:
+    """Return the pages of each group of the site's menu."""
+    menu = (REPOSITORY / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    groups = re.split(r"^  - (.+):$", menu, flags=re.MULTILINE)[1:]
+    return {
+        name: re.findall(r": ([\w/-]+\.md)$", entries, re.MULTILINE)
+        for name, entries in zip(groups[::2], groups[1::2], strict=True)
+    }
+
+
 def test_the_menu_has_every_page_of_docs_but_those_that_are_no_task() -> None:
-    menu = (REPOSITORY / "mkdocs.yml").read_text()
-    shown = set(re.findall(r"docs/([\w-]+)\.md", menu))
+    shown = {Path(page).stem for pages in read_menu().values() for page in pages}
     pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
-    assert pages - shown == {"language-model", "learn", "lineage", "log", "recommender"}
+    assert pages - shown == {"language-model", "lineage", "log", "recommender"}
+
+
+def test_the_menu_has_few_pages_for_users_in_its_groups() -> None:
+    groups = read_menu()
+    user_groups = ["Start", "Convert", "Cluster", "Debug", "Speed and memory"]
+    assert list(groups) == [*user_groups, "Learn", "Reference", "Internals"]
+    assert sum(len(groups[name]) for name in user_groups) <= 22
 
 
 def test_make_and_ci_have_the_readme_s_targets() -> None:

@@ -1,9 +1,10 @@
 """The documentation site, built as `make site` does and looked at in a browser, at the width of a
-phone.
+phone; and its search.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import queue
 import re
@@ -23,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import psutil
 import pytest
 
+from pages import blocks
 from processes import SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,6 +46,23 @@ QUIET = (
     "--disable-extensions",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
+
+# Which page explains each term: the first that a search of it shows.
+EXPLAINED = {
+    "gradient accumulation": "training",
+    "learning-rate schedule": "training",
+    "mixed precision": "training",
+    "early stopping": "training",
+    "hyperparameter sweep": "training",
+    "job array": "training",
+    "fine-tuning": "use",
+    "reproducibility": "exactness",
+    "silent data corruption": "corruption",
+    "fault tolerance": "failures",
+    "quickstart": "cluster",
+    "FAQ": "faq",
+    "Kubernetes": "faq",
+}
 
 pytestmark = pytest.mark.slow
 Pages = dict[str, dict[str, Any]]
@@ -79,9 +98,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Handler(SimpleHTTPRequestHandler):
     """Serves the site, and the page that looks at all others."""
 
-    def __init__(self, *args: Any, site: Path, rendered_pages: queue.Queue[Pages]) -> None:
+    def __init__(self, *args: Any, site: Path, answers: queue.Queue[dict[str, Any]]) -> None:
         self.site = site
-        self.rendered_pages = rendered_pages
+        self.answers = answers
         super().__init__(*args, directory=str(site))
 
     def do_GET(self) -> None:
@@ -89,6 +108,8 @@ class Handler(SimpleHTTPRequestHandler):
             self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/-/pages":
             self.answer(json.dumps(self.pages()).encode(), "application/json")
+        elif self.path == "/-/searches":
+            self.answer(json.dumps(list(EXPLAINED)).encode(), "application/json")
         elif self.path.endswith("/search_index.json"):
             # Each page would build the index of the whole site.
             body = b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}'
@@ -105,7 +126,7 @@ class Handler(SimpleHTTPRequestHandler):
         return [page.replace("/./", "/") for page in sorted(f"/{f.as_posix()}/" for f in folders)]
 
     def do_POST(self) -> None:
-        self.rendered_pages.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.answers.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.answer(b"", "text/plain")
 
     def answer(self, body: bytes, kind: str) -> None:
@@ -120,9 +141,9 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(site: Path, rendered_pages: queue.Queue[Pages]) -> Iterator[str]:
+def serving(site: Path, answers: queue.Queue[dict[str, Any]]) -> Iterator[str]:
     """The site over HTTP, with the page that looks at all others."""
-    handler = partial(Handler, site=site, rendered_pages=rendered_pages)
+    handler = partial(Handler, site=site, answers=answers)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -135,11 +156,11 @@ def serving(site: Path, rendered_pages: queue.Queue[Pages]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def rendered_pages(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    """Every page as the browser saw it, by its path."""
+def browsed(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the browser saw: the pages, and the results of searches."""
     if BROWSER is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
-    answers: queue.Queue[Pages] = queue.Queue()
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
     profile = tmp_path_factory.mktemp("profile")
     with serving(site, answers) as address, (profile / "stderr").open("w") as stderr:
         browser = subprocess.Popen(
@@ -155,7 +176,9 @@ def rendered_pages(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Page
         )
         family = psutil.Process(browser.pid)
         try:
-            return answers.get(timeout=SECONDS)
+            answer = answers.get(timeout=SECONDS)
+            assert "error" not in answer, answer
+            return answer
         except queue.Empty:
             pytest.fail(f"the browser gave no answer:\n{(profile / 'stderr').read_text()[-2000:]}")
         finally:
@@ -165,6 +188,12 @@ def rendered_pages(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Page
                     member.kill()
             browser.wait()
             psutil.wait_procs(members, SECONDS)
+
+
+@pytest.fixture(scope="module")
+def rendered_pages(browsed: dict[str, Any]) -> Pages:
+    """Every page as the browser saw it, by its path."""
+    return browsed["pages"]
 
 
 def origin(rendered_pages: Pages) -> str:
@@ -212,8 +241,21 @@ def test_old_addresses_lead_to_a_page_and_a_heading(rendered_pages: Pages, site:
 
 def test_the_site_has_a_summary_for_language_models(rendered_pages: Pages, site: Path) -> None:
     links = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
-    assert len(links) > 40
+    assert len(links) > 30
     assert not [link for link in links if f"/{link}" not in rendered_pages]
+
+
+def test_a_search_shows_the_page_that_explains_a_term_first(browsed: dict[str, Any]) -> None:
+    first = {term: results[0] for term, results in browsed["searches"].items()}
+    assert first == {term: f"docs/{page}/" for term, page in EXPLAINED.items()}
+
+
+def test_the_landing_page_has_what_the_doors_of_the_readme_print(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "index.html").read_text()))
+    doors = [block for block in blocks(REPOSITORY / "README.md") if block.output]
+    assert len(doors) == 3
+    missing = [line for door in doors for line in door.output.splitlines() if line not in text]
+    assert not missing
 
 
 def test_nothing_comes_from_elsewhere(rendered_pages: Pages) -> None:

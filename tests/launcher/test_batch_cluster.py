@@ -1,4 +1,4 @@
-"""Another cluster than Slurm: the example of docs/own-cluster.md, as a package that pip installs."""
+"""Another cluster than Slurm: the example of docs/nodes.md, as a package that pip installs."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def csv_logger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables with which the example of docs/loggers.md is installed."""
+    """The variables with which the example of docs/report.md is installed."""
     return install_example("csv-logger", tmp_path_factory.mktemp("csv-logger"))
 
 
