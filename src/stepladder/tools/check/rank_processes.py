@@ -16,6 +16,7 @@ from stepladder.core.address import find_free_port
 from stepladder.core.process_count import count_cores
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
+from stepladder.launcher.diagnose.hang import find_rank_to_blame
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.events import EnoughPasses, Halt, Refusal, SpawnsRanks
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
@@ -27,7 +28,7 @@ from stepladder.tools.check.probe_settings import (
     ProbeSettings,
 )
 from stepladder.tools.check.recording import read_events
-from stepladder.tools.check.standstill import ObservedProcesses
+from stepladder.tools.check.standstill import ObservedProcesses, describe_positions
 from stepladder.tools.probe.attach import prepend_startup_folder
 
 POLL_INTERVAL_S = 0.1
@@ -326,8 +327,9 @@ class RunningRanks:
         can_go_on = any(status.is_waiting for status in statuses) and not are_stuck(statuses)
         has_stalled = not can_go_on and is_blocked(self.outcome.folder)
         position = self.outcome.position
-        if can_go_on or has_stalled:  # else they are between two steps, or about to end
-            position = self.observed.describe_position()
+        # Else they are between two steps, about to end, or were inspected just as they went on.
+        if has_stalled or (can_go_on and find_rank_to_blame(statuses)):
+            position = describe_positions(statuses)
         self.outcome = replace(self.outcome, position=position, has_stalled=has_stalled)
         self.judged_at = time.monotonic()
 
@@ -348,7 +350,7 @@ class RunningRanks:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
         outcome = self.outcome
         if outcome.late and not outcome.position:
-            outcome = replace(outcome, position=self.observed.describe_position())
+            outcome = replace(outcome, position=describe_positions(self.observed.inspect()))
         if outcome.failed:
             outcome = replace(outcome, deadlock=self.observed.explain_failure())
         has_stalled = outcome.has_stalled or outcome.deadlock is not None

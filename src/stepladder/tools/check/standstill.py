@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from stepladder.launcher.diagnose.deadlock import PAUSE_S, QUIET_S, DeadlockFinder
@@ -135,11 +136,6 @@ class ObservedProcesses:
             return False
         return WAITED_TOO_LONG.search(self.output_of(status.rank)) is not None
 
-    def describe_position(self) -> str:
-        """Return where the ranks are; empty where no rank is known."""
-        statuses = self.inspect()
-        return explain_hang(statuses).sentence if statuses else ""
-
     def inspect(self) -> list[RankStatus]:
         """Return the status of each rank, with its stack."""
         return [
@@ -210,3 +206,8 @@ class ObservedProcesses:
     def stacks_of(self, pid: int) -> Path:
         """Return the file into which a process writes its stacks."""
         return self.folder / f"{pid}{STACKS_SUFFIX}"
+
+
+def describe_positions(statuses: Sequence[RankStatus]) -> str:
+    """Return where the ranks are; empty where no rank is known."""
+    return explain_hang(statuses).sentence if statuses else ""
