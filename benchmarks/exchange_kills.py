@@ -33,7 +33,6 @@ TIME_TO_END_S = 60.0
 BAR_S = 0.05
 HOST_MEMORY = "/dev/shm/"  # other processes of the machine have files there too
 OWN_MEMORY = "memfd:stepladder"
-MESSAGES = "send and recv"
 
 
 @dataclass(frozen=True)
@@ -97,15 +96,13 @@ def collectives(size: int) -> dict[str, Callable[[], object]]:
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(own, wide),
         "all_to_all_single": lambda: dist.all_to_all_single(wide, wide.clone()),
         "barrier": dist.barrier,
-        # gloo carries these
+        "send and recv": messages,
+        # gloo carries this one
         "all_reduce, sparse": lambda: dist.all_reduce(own[:1000].to_sparse()),
-        MESSAGES: messages,
     }
 
 
-def exchange_until_killed(
-    rank: int, store: str, seed: int, parent: Connection, left_out: tuple[str, ...]
-) -> None:
+def exchange_until_killed(rank: int, store: str, seed: int, parent: Connection) -> None:
     """Be one rank: exchange until a rank is gone, then tell the parent about it."""
     import torch
     import torch.distributed as dist
@@ -126,7 +123,7 @@ def exchange_until_killed(
         if number == WARM_UP:
             parent.send(None)
         size = draw.choice(SIZES)
-        kind = draw.choice([name for name in kinds[1] if name not in left_out])
+        kind = draw.choice(list(kinds[1]))
         try:
             kinds[size][kind]()
         except Exception as error:
@@ -158,14 +155,14 @@ def left_after_end() -> list[str]:
     return [*left, *(["the memory"] if OWN_MEMORY in mapped else [])]
 
 
-def kill_one(context: Any, seed: int, root: Path, left_out: tuple[str, ...] = ()) -> Kill:
+def kill_one(context: Any, seed: int, root: Path) -> Kill:
     """Kill one of three ranks at a random moment, and examine the others."""
     draw = random.Random(seed)
     pipes = []
     processes = []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
-        words = rank, str(root / f"store-{seed}"), seed, theirs, left_out
+        words = rank, str(root / f"store-{seed}"), seed, theirs
         process = context.Process(target=exchange_until_killed, args=words)
         process.start()
         theirs.close()
@@ -215,16 +212,13 @@ def faults_of(survivor: Survivor | None, victim: int) -> list[str]:
     return faults
 
 
-def kill_often(kills: int, seed: int, left_out: tuple[str, ...] = ()) -> list[Kill]:
-    """Kill a rank of three so often, each time of new ones.
-
-    left_out: kinds of collectives that are not called.
-    """
+def kill_often(kills: int, seed: int) -> list[Kill]:
+    """Kill a rank of three so often, each time of new ones."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        return [kill_one(context, seed + number, root, left_out) for number in range(kills)]
+        return [kill_one(context, seed + number, root) for number in range(kills)]
 
 
 def verdict(what: str, count: int, total: int) -> str:

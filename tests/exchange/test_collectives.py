@@ -144,15 +144,41 @@ def objects(group: Any, rank: int) -> list[Any]:
     return [gathered, words]
 
 
+def messages(group: Any, rank: int) -> list[torch.Tensor]:
+    """Around a ring, from anywhere to the first rank, and both ways between two at once."""
+    size = dist.get_world_size(group)
+    after = (rank + 1) % size
+    before = (rank - 1) % size
+    results = []
+    for length in SIZES:
+        came = torch.zeros(2, length)
+        works = [dist.isend(drawn(rank, [length]) + tag, after, group, tag) for tag in range(2)]
+        works += [dist.irecv(came[tag], before, group, tag) for tag in (1, 0)]
+        assert all(work.wait() for work in works if work is not None)
+        results.append(came)
+    sums = torch.zeros(2)
+    if rank:
+        dist.send(torch.tensor([1.0, float(rank)]), 0, group, tag=7)
+    else:
+        for _ in range(1, size):
+            came = torch.zeros(2)
+            source = dist.recv(came, group=group, tag=7)
+            assert came.tolist() == [1.0, source]
+            sums += came
+    both = torch.zeros(3)
+    swap = [
+        dist.P2POp(dist.irecv, both, before, group),
+        dist.P2POp(dist.isend, drawn(rank, [3]), after, group),
+    ]
+    for work in dist.batch_isend_irecv(swap):
+        work.wait()
+    return [*results, sums, both]
+
+
 def through_gloo(group: Any, rank: int) -> list[torch.Tensor]:
-    token = torch.tensor([float(rank)])
-    if rank == 0:
-        dist.send(token, 1, group)
-    elif rank == 1:
-        dist.recv(token, 0, group)
     sparse = torch.eye(3).to_sparse() * (rank + 1)
     dist.all_reduce(sparse, group=group)
-    return [token, sparse.to_dense()]
+    return [sparse.to_dense()]
 
 
 def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[Any, Any]:
@@ -168,7 +194,11 @@ def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[An
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "collective", [reduced, turned, spread, scattered, transposed, coalesced, objects, through_gloo]
+    "collective",
+    [
+        *(reduced, turned, spread, scattered, transposed, coalesced, objects, through_gloo),
+        pytest.param(messages, marks=pytest.mark.slow),
+    ],
 )
 def test_each_collective_leaves_what_gloo_leaves(
     collective: Callable[[Any, int], list[Any]], world_size: int

@@ -1,4 +1,4 @@
-"""The calls that a group which shares memory leaves to gloo, such as messages of two ranks."""
+"""Messages of two ranks, and the calls that a group which shares memory leaves to gloo."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch.futures import Future
 
 from stepladder.exchange.group_base import C10D, GroupBase, Tensors
 from stepladder.exchange.group_work import NO_TIMEOUT, ErrorExplainer
-from stepladder.exchange.network import await_loss
+from stepladder.exchange.message_queue import MessageQueue
+from stepladder.exchange.network import LossFinder, await_loss, wait_for_collective
 from stepladder.exchange.wait import make_loss_error
 from stepladder.rank.torch_fixes import shut_down_connections
+from stepladder.rank.torch_fixes_groups import record_collective
 
 MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can still be sent
 
@@ -33,22 +35,32 @@ def explaining_errors(explain: ErrorExplainer) -> Iterator[None]:
 class CarriedWork(TorchWork):
     """The work of a call that gloo carries; its error names a rank that was lost."""
 
-    def __init__(self, work: Any, explain: ErrorExplainer) -> None:
+    def __init__(
+        self,
+        work: Any,
+        explain: ErrorExplainer,
+        find_loss: LossFinder | None = None,
+    ) -> None:
         """Create the work.
 
         Args:
             work: The work of gloo.
             explain: Returns the error to raise in place of one of gloo's.
+            find_loss: Returns the name of a rank that is lost to others, None if there is none.
+                Without it, as for a message, nobody asks while gloo waits.
         """
         super().__init__()
         self._work = work
         self._explain = explain
+        self._find_loss = find_loss
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the result, as gloo's work does."""
         with explaining_errors(self._explain):
+            if self._find_loss is not None:
+                return wait_for_collective(self._work, timeout, self._find_loss)
             is_done: bool = self._work.wait(timeout)
-        return is_done
+            return is_done
 
     def synchronize(self) -> None:
         """Wait for the result, as `wait` does."""
@@ -88,7 +100,7 @@ class CarriedWork(TorchWork):
 
 
 class CarryingGroup(GroupBase):
-    """A group whose gloo group carries calls, and in which their errors name a lost rank."""
+    """A group with messages, whose gloo group carries calls; their errors name a lost rank."""
 
     def send(
         self,
@@ -97,7 +109,12 @@ class CarryingGroup(GroupBase):
         tag: int,
     ) -> Any:
         """Send a tensor to a rank."""
-        return self._carry("send", tensors[0].device, tensors, rank, tag)
+        [tensor] = tensors
+        queue = self._find_message_queue(tensor, tag)
+        if queue is None:
+            return self._carry("send", tensor.device, tensors, rank, tag)
+        with record_collective("gloo:send", tensors):
+            return queue.send(tensor, rank, tag, self._get_default_timeout())
 
     def recv(
         self,
@@ -106,11 +123,27 @@ class CarryingGroup(GroupBase):
         tag: int,
     ) -> Any:
         """Receive a tensor from a rank."""
-        return self._carry("recv", tensors[0].device, tensors, rank, tag)
+        [tensor] = tensors
+        queue = self._find_message_queue(tensor, tag)
+        if queue is None:
+            return self._carry("recv", tensor.device, tensors, rank, tag)
+        with record_collective("gloo:recv", tensors):
+            return queue.receive(tensor, [rank], tag, self._get_default_timeout())
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """Receive a tensor from any rank."""
-        return self._carry("recv_anysource", tensors[0].device, tensors, tag)
+        [tensor] = tensors
+        queue = self._find_message_queue(tensor, tag)
+        if queue is None:
+            return self._carry("recv_anysource", tensor.device, tensors, tag)
+        with record_collective("gloo:recvAnySource", tensors):
+            return queue.receive(tensor, [], tag, self._get_default_timeout())
+
+    def _find_message_queue(self, tensor: torch.Tensor, tag: int) -> MessageQueue | None:
+        """Return what carries a message, None if gloo carries it or refuses it."""
+        is_on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        is_valid = is_on_host and tensor.is_contiguous() and tag >= 0
+        return self._message_queue if is_valid else None
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """Wait until all ranks have come here; the first rank names those that do not come."""
@@ -150,9 +183,19 @@ class CarryingGroup(GroupBase):
         start = getattr(self._get_backend(device), method)
         if device.type != "cpu" or not self.is_shared:
             return start(*args)
-        explain = partial(self._explain_loss, is_collective=method not in MESSAGES)
+        is_collective = method not in MESSAGES
+        explain = partial(self._explain_loss, is_collective=is_collective)
+        find_loss = self._find_loss_of_others if is_collective else None
         with explaining_errors(explain):
-            return CarriedWork(start(*args), explain)
+            return CarriedWork(start(*args), explain, find_loss)
+
+    def _find_loss_of_others(self) -> int | None:
+        """Return the name of a rank for whose loss a call of another rank has failed."""
+        memory = self._memory
+        lost = None if memory is None else memory.waiter.find_recorded_loss()
+        if lost is None and self._network is not None:
+            lost = self._network.share_loss(None)
+        return lost
 
     def _explain_loss(
         self,

@@ -16,7 +16,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from stepladder.core.console import print_message
-from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage
+from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage, do_nothing
+from stepladder.exchange.message_queue import MessageQueue
 from stepladder.exchange.network import NodeNetwork
 from stepladder.exchange.plan import make_large_halves
 from stepladder.exchange.reduction import Reduction
@@ -31,10 +32,6 @@ FIRST_GROUP_ID = 1
 LARGE_HALF_BYTES = 1 << 22
 STORE_PREFIX = "stepladder"
 Tensors = list[torch.Tensor]
-
-
-def do_nothing() -> None:
-    """Do nothing: most outputs need no completion."""
 
 
 @cache
@@ -77,6 +74,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         self._memory: SharedMemory | None = None
         self._network: NodeNetwork | None = None
         self._queue: CollectiveQueue | None = None
+        self._message_queue: MessageQueue | None = None
         self._gloo: ProcessGroupGloo | None = None
         self._connections = list_tcp_connections()  # of the process; then of the gloo group
 
@@ -132,6 +130,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         )
         if len(rendezvous.nodes) == 1:
             self._queue = CollectiveQueue(self._memory)
+            self._message_queue = MessageQueue(self._memory)
             return
         network = NodeNetwork(
             store,
@@ -159,6 +158,8 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         super().abort()
 
     def _leave_group(self) -> None:
+        if self._message_queue is not None:  # before this rank leaves: then it sends nothing more
+            self._message_queue.close()
         if self._queue is not None:
             self._queue.close()
 
@@ -201,8 +202,12 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
     def _get_timeout(self, opts: Any) -> timedelta:
         """Return how long a collective with these options waits for other ranks."""
         timeout: timedelta = opts.timeout
-        if timeout.total_seconds() <= 0 and self._gloo is not None:
-            timeout = self._gloo.options._timeout
+        return timeout if timeout.total_seconds() > 0 else self._get_default_timeout()
+
+    def _get_default_timeout(self) -> timedelta:
+        """Return how long a call without a timeout waits for other ranks."""
+        assert self._gloo is not None
+        timeout: timedelta = self._gloo.options._timeout
         return timeout
 
     def _find_reduction(

@@ -24,6 +24,30 @@ ErrorExplainer = Callable[[RuntimeError], RuntimeError]
 NO_TIMEOUT = timedelta(0)
 
 
+def do_nothing() -> None:
+    """Do nothing: most outputs need no completion."""
+
+
+class ProcessGuard:
+    """Knows the process that has made it, from which others may be forked."""
+
+    def __init__(self) -> None:
+        """Create the guard of this process."""
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has made the guard."""
+        return self._pid == os.getpid()
+
+    def validate(self) -> None:
+        """Raise RuntimeError if this process was forked from the one that has made the guard."""
+        if not self.is_here:
+            raise RuntimeError(
+                f"this process was forked from process {self._pid}, and is no rank of its group"
+            )
+
+
 def copy_error(error: RuntimeError) -> RuntimeError:
     """Return a copy of an error without its traceback, whose frames keep the shared memory alive.
 
@@ -82,18 +106,28 @@ class GroupWork(TorchWork):
         Raises:
             RuntimeError: The collective has failed, or has not ended within the timeout.
         """
-        if not self.has_ended:
-            with self._lock:
-                if self._end_event is None:
-                    self._end_event = threading.Event()
-                if self.has_ended:
-                    self._end_event.set()
+        if not self.wait_for_end(timeout):
             seconds = timeout.total_seconds()
-            if not self._end_event.wait(seconds if seconds > 0 else None):
-                raise RuntimeError(f"timed out: the collective has a timeout of {seconds:g} s")
+            raise RuntimeError(f"timed out: the collective has a timeout of {seconds:g} s")
         if self.error is not None:
             raise RuntimeError(str(self.error))
         return True
+
+    def wait_for_end(self, timeout: timedelta) -> bool:
+        """Wait until the collective has finished or failed, without a timeout if that is 0.
+
+        Returns:
+            Whether it has.
+        """
+        if self.has_ended:
+            return True
+        with self._lock:
+            if self._end_event is None:
+                self._end_event = threading.Event()
+            if self.has_ended:
+                self._end_event.set()
+        seconds = timeout.total_seconds()
+        return self._end_event.wait(seconds if seconds > 0 else None)
 
     def get_future(self) -> Future[Any]:
         """Return a future whose value is the list of the result's tensors.
@@ -202,7 +236,7 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._is_closed = False
-        self._pid = os.getpid()
+        self._process = ProcessGuard()
 
     def start(
         self,
@@ -223,10 +257,7 @@ class CollectiveQueue:
         Raises:
             RuntimeError: The collective has failed, or an earlier one has.
         """
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                f"this process was forked from process {self._pid}, and is no rank of its group"
-            )
+        self._process.validate()
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
@@ -299,7 +330,7 @@ class CollectiveQueue:
     def close(self) -> None:
         """Leave the group, and end the thread."""
         with self._lock:
-            if self._is_closed or self._pid != os.getpid():
+            if self._is_closed or not self._process.is_here:
                 return
             self._is_closed = True
             if self._error is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,10 @@ LOST_KEY = "lost"
 # that report may have to wait for a core.
 LOSS_REPORT_S = 0.3
 LOSS_POLL_S = 0.001
+WAIT_ENDED = "Operation timed out"  # how torch says that a wait has ended before the collective
+LOSS_CHECK_S = 0.05  # how long a rank waits in gloo before it asks whether others know of a loss
 Tensors = list[torch.Tensor]
+LossFinder = Callable[[], int | None]
 
 
 class NodeNetwork:
@@ -120,7 +125,7 @@ class NodeNetwork:
         """
         try:
             for work in start():
-                work.wait(timeout)
+                wait_for_collective(work, timeout, partial(self.share_loss, None))
         except RuntimeError as error:
             raise NetworkError(f"another machine does not answer: {error}") from None
 
@@ -166,6 +171,39 @@ class NodeNetwork:
             waiter.leave_group(lost)
         shut_down_connections(self._connections)
         return copy_error(error) if lost is None else make_loss_error(lost)
+
+
+def wait_for_collective(
+    work: Any,
+    timeout: timedelta,
+    find_loss: LossFinder,
+) -> bool:
+    """Wait for a collective of gloo, or until other ranks know of a loss.
+
+    If a connection breaks while data are on their way, gloo does not tell who waits for them.
+
+    Args:
+        work: The work of gloo.
+        timeout: How long to wait for it; 0 for no timeout but that of gloo's group.
+        find_loss: Returns the name of a rank that is lost to others, None if there is none.
+
+    Returns:
+        What gloo's work returns.
+
+    Raises:
+        RuntimeError: The collective has failed, has not ended in time, or a rank is lost.
+    """
+    deadline = time.monotonic() + (timeout.total_seconds() or math.inf)
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            has_ended: bool = work.wait(timedelta(seconds=min(LOSS_CHECK_S, max(remaining, 0.001))))
+        except RuntimeError as error:
+            is_only_late = WAIT_ENDED in str(error) and not work.is_completed()
+            if not is_only_late or remaining <= 0 or find_loss() is not None:
+                raise
+        else:
+            return has_ended
 
 
 def await_loss(waiter: PeerWaiter, network: NodeNetwork | None) -> int | None:

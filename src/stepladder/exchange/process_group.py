@@ -1,8 +1,7 @@
 """The collectives of a process group of torch.distributed that shares memory.
 
-Its gloo group carries what shared memory does not: tensors on other devices, sparse tensors,
-messages between two ranks, and every collective that is not defined here. The caller sees one
-group.
+Its gloo group carries what shared memory does not: tensors on other devices, sparse tensors, and
+every collective that is not defined here. The caller sees one group.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ MAX_SKIPPED_SPINS = 64  # then a rank tries again whether the machine is still b
 
 # The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
 # that knows of a lost rank writes that rank's name plus one into the lost word. There are two
-# digests, one for each half of the slot.
+# digests, one for each half of the slot. The bell word is the futex word of a rank's messages.
 EXCHANGE_WORD, FUTEX_WORD, LEFT_WORD, SLEEPING_WORD, LOST_WORD, DIGEST_WORD = range(6)
+BELL_WORD = DIGEST_WORD + 2
 SLOT_WORDS = SLOT_BYTES // 8
 FUTEX_MASK = 2**32 - 1
 OTHER_MACHINE = -2  # in place of the name of a lost rank, if the network tells no more
@@ -68,6 +69,7 @@ class PeerWaiter:
         self.names = names or ranks
         self.peers = [peer for peer in ranks if peer != rank]
         self.futexes = [address + 8 * (SLOT_WORDS * slot + FUTEX_WORD) for slot in ranks]
+        self._bells = [address + 8 * (SLOT_WORDS * slot + BELL_WORD) for slot in ranks]
         self.sleeping_words = [SLOT_WORDS * peer + SLEEPING_WORD for peer in self.peers]
         self.has_core_per_rank = len(pids) <= count_cores()
         self.skipped_spins = 0  # how many of the next waits sleep at once
@@ -101,6 +103,24 @@ class PeerWaiter:
         for slot, futex in enumerate(self.futexes):
             self.slots[SLOT_WORDS * slot + FUTEX_WORD] = time.monotonic_ns() & FUTEX_MASK
             wake_all(futex)
+            self.ring(slot)
+
+    def ring(self, rank: int) -> None:
+        """Wake the thread of a rank that sleeps in `sleep_at_bell`, so that it looks again."""
+        self.slots[SLOT_WORDS * rank + BELL_WORD] = time.monotonic_ns() & FUTEX_MASK
+        wake_all(self._bells[rank])
+
+    def get_bell(self) -> int:
+        """Return a number that changes when this rank's bell rings."""
+        return self.slots[SLOT_WORDS * self.rank + BELL_WORD] & FUTEX_MASK
+
+    def sleep_at_bell(self, bell: int) -> None:
+        """Sleep until this rank's bell rings, for a while at most.
+
+        Args:
+            bell: What `get_bell` returned: if the bell has rung since then, nobody sleeps.
+        """
+        wait_while_equal(self._bells[self.rank], bell, MAX_SLEEP_S)
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long to wait for a peer from now on."""
@@ -199,26 +219,34 @@ class PeerWaiter:
         if self.has_left:
             raise RuntimeError("this rank has left the process group")
         for peer in self.peers:
-            if self._has_gone(peer) and self.slots[SLOT_WORDS * peer] < count:
-                raise make_loss_error(self._record_lost(peer))
+            if self.has_gone(peer) and self.slots[SLOT_WORDS * peer] < count:
+                raise make_loss_error(self.record_lost(peer))
 
     def find_lost(self) -> int | None:
         """Return the name of the rank that was lost first, None if all are in the group."""
         for peer in self.peers:
-            if self._has_gone(peer):
-                return self._record_lost(peer)
-        for peer in self.peers:  # one may know it already, and have gone on to its next collective
+            if self.has_gone(peer):
+                return self.record_lost(peer)
+        return self.find_recorded_loss()
+
+    def find_recorded_loss(self) -> int | None:
+        """Return the name of a lost rank for which a call of a peer has failed, None without one.
+
+        The peer may have gone on to its next call.
+        """
+        for peer in self.peers:
             reason = self.slots[SLOT_WORDS * peer + LOST_WORD] - 1
             if reason not in (-1, self.names[self.rank]):
                 return reason
         return None
 
-    def _has_gone(self, peer: int) -> bool:
+    def has_gone(self, peer: int) -> bool:
+        """Return whether a peer has ended or left the group."""
         has_left = self.slots[SLOT_WORDS * peer + LEFT_WORD] == self.group_id
         return has_left or peer in self.process_watch.ended
 
-    def _record_lost(self, peer: int) -> int:
-        """Tell the other ranks whose loss has made a peer leave the group.
+    def record_lost(self, peer: int) -> int:
+        """Tell the other ranks whose loss has made a peer leave the group or end.
 
         Returns:
             The name of the lost rank: the peer itself, or the rank that the peer has lost.
