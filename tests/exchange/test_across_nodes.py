@@ -57,10 +57,14 @@ for length in LENGTHS:
     parts = [torch.empty(length) for _ in range(size)]
     dist.all_gather(parts, draw(rank, length))
     check(torch.stack(parts), torch.stack([a, b, c, d]))
+    sent = [[draw(10 * source + n, length) for n in range(size)] for source in range(size)]
+    expected = (sent[0][rank] + sent[1][rank]) + (sent[2][rank] + sent[3][rank])
     own = torch.empty(length)
-    if length:
-        dist.reduce_scatter(own, [torch.full([length], float(rank + n)) for n in range(size)])
-        check(own, torch.full([length], 6.0 + 4 * rank))
+    dist.reduce_scatter(own, sent[rank])
+    check(own, expected)
+    own = torch.empty(length)
+    dist.reduce_scatter_tensor(own, torch.cat(sent[rank]), dist.ReduceOp.AVG)
+    check(own, expected / 4)
 objects = [None] * size
 dist.all_gather_object(objects, {"rank": rank})
 assert [value["rank"] for value in objects] == list(range(size))

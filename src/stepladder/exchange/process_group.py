@@ -14,7 +14,6 @@ import torch
 
 from stepladder.exchange.across_nodes import (
     AllGatherAcross,
-    AllReduceAcross,
     BarrierAcross,
     BroadcastAcross,
 )
@@ -107,15 +106,7 @@ class SharedMemoryGroup(TransposingGroup):
         targets = [flats.add(tensor) for tensor in tensors]
         reduce: Enqueue = ReduceToAll(targets, reduction)
         if self._network is not None:
-            operation = C10D.ReduceOp.SUM if reduction.is_mean else opts.reduceOp
-            timeout = self._get_timeout(opts)
-            reduce = AllReduceAcross(
-                self._network,
-                timeout,
-                targets,
-                reduction,
-                operation,
-            )
+            reduce = self._reduce_across(self._network, targets, reduction, opts)
         return self._start(
             "all_reduce",
             reduce,

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from stepladder.exchange.across_nodes import AllReduceAcross
 from stepladder.exchange.carrying import CarryingGroup
 from stepladder.exchange.group_base import C10D, Tensors
+from stepladder.exchange.network import NodeNetwork
 from stepladder.exchange.reduction import Reduction
 from stepladder.exchange.routing import FlatTensors, get_flat, have_length
 from stepladder.exchange.shared_memory import SharedMemory
@@ -131,7 +133,7 @@ class ScatteringGroup(CarryingGroup):
         """Reduce each tensor of a list over the ranks, with one of the results on each rank."""
         [output] = output_tensors
         [parts] = input_tensors
-        reduction = self._find_reduction([output, *parts], opts)
+        reduction = self._find_reduction([output, *parts], opts, across_nodes=True)
         if reduction is None or parts[self.rank()].numel() != output.numel():
             device = output.device
             return self._carry("reduce_scatter", device, output_tensors, input_tensors, opts)
@@ -145,7 +147,7 @@ class ScatteringGroup(CarryingGroup):
     ) -> Any:
         """Reduce a tensor over the ranks, with one slice of the result on each rank."""
         length = output.numel() * self.size()
-        reduction = self._find_reduction([output, tensor], opts)
+        reduction = self._find_reduction([output, tensor], opts, across_nodes=True)
         if reduction is None or tensor.numel() != length:
             return self._carry("_reduce_scatter_base", output.device, output, tensor, opts)
         return self._reduce_scatter([output], [self._split_by_rank(tensor)], reduction, opts)
@@ -159,7 +161,7 @@ class ScatteringGroup(CarryingGroup):
         opts: Any = REDUCE_SCATTER,
     ) -> Any:
         """Reduce several tensors over the ranks, with a slice of each result on each rank."""
-        reduction = self._find_reduction([*outputs, *tensors], opts)
+        reduction = self._find_reduction([*outputs, *tensors], opts, across_nodes=True)
         if reduction is None:
             return super().reduce_scatter_single_coalesced(outputs, tensors, opts)
         sources = [self._split_by_rank(tensor) for tensor in tensors]
@@ -189,18 +191,52 @@ class ScatteringGroup(CarryingGroup):
         """
         flats = FlatTensors()
         targets = [flats.add(output) for output in outputs]
+        rows = [row for slices in sources for row in slices]
 
         def enqueue(memory: SharedMemory) -> None:
             for target, slices in zip(targets, sources, strict=True):
                 reduce_slices(memory, target, slices, reduction)
 
+        if self._network is None:
+            return self._start(
+                "_reduce_scatter_base",
+                enqueue,
+                rows,
+                outputs,
+                opts,
+                flats.write_back,
+            )
+        totals = [torch.cat(slices) for slices in sources]
+
+        def take_slices() -> None:
+            for target, slices, total in zip(targets, sources, totals, strict=True):
+                target.copy_(total.split(list(map(len, slices)))[self.rank()])
+            flats.write_back()
+
         return self._start(
             "_reduce_scatter_base",
-            enqueue,
-            [row for slices in sources for row in slices],
+            self._reduce_across(self._network, totals, reduction, opts),
+            rows,
             outputs,
             opts,
-            flats.write_back,
+            take_slices,
+        )
+
+    def _reduce_across(
+        self,
+        network: NodeNetwork,
+        flats: Tensors,
+        reduction: Reduction,
+        opts: Any,
+    ) -> AllReduceAcross:
+        """Return the first stage that reduces flat tensors over several machines, in place."""
+        operation = C10D.ReduceOp.SUM if reduction.is_mean else opts.reduceOp
+        return AllReduceAcross(
+            network,
+            self._get_timeout(opts),
+            flats,
+            reduction,
+            operation,
         )
 
 
