@@ -66,11 +66,14 @@ def attach() -> None:
 
 
 def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
-    return PathSearch(path=absolute_path(path))
+    return PathSearch(path=path_in_copy(path))
 
 
 def move_event(source: Any, target: Any, **_: Any) -> FileMove:
-    return FileMove(source=absolute_path(source), target=absolute_path(target))
+    return FileMove(
+        source=path_in_copy(source),
+        target=path_in_copy(target),
+    )
 
 
 def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +92,19 @@ def absolute_path(path: Any) -> str:
         return str(os.path.abspath(os.fspath(path))) if path else ""  # noqa: PTH100  # for any kind of path
     except TypeError:
         return ""
+
+
+def path_in_copy(path: Any) -> str:
+    """Return the absolute path of a file, which is that in the copy for one of the user's folder.
+
+    A script that runs at the path of its own folder sees the copy there.
+    """
+    absolute = absolute_path(path)
+    settings = current_log().settings
+    is_in_copy = absolute.startswith(settings.copy + os.sep)
+    if is_in_copy or not absolute.startswith(settings.original + os.sep):
+        return absolute
+    return settings.copy + absolute.removeprefix(settings.original)
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
-from stepladder.tools.check.probe.hooks_files import absolute_path
+from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
 from stepladder.tools.check.probe.hooks_train import training_tracker
 from stepladder.tools.check.probe.patching import default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
@@ -50,12 +50,9 @@ def redirect_to_copy(file: Any) -> tuple[str, Any]:
     memory.
     """
     is_path = isinstance(file, (str, os.PathLike))
-    path = absolute_path(file if is_path else getattr(file, "name", ""))
-    settings = current_log().settings
-    is_in_copy = path.startswith(settings.copy + os.sep)
-    is_in_original = path.startswith(settings.original + os.sep) and not is_in_copy
-    if is_path and is_in_original:
-        path = settings.copy + path.removeprefix(settings.original)
+    named = file if is_path else getattr(file, "name", "")
+    path = path_in_copy(named)
+    if is_path and path != absolute_path(named):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return path, path
     return path, file
@@ -86,7 +83,7 @@ def record_pickle(original: Any, value: Any, file: Any, *args: Any, **kwargs: An
     if log.is_called_by_user():
         parts = parts_of(value)
         if parts["model"]:
-            path = absolute_path(getattr(file, "name", ""))
+            path = path_in_copy(getattr(file, "name", ""))
             log.write_with_line(Save(path=path, existed=True, opened=True, **parts))
     return original(value, file, *args, **kwargs)
 
