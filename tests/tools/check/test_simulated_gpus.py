@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from processes import run
 from stepladder.tools.check import simulated_gpu
 from stepladder.tools.check.startup_variables import simulated_gpu_variables
 
@@ -34,8 +36,10 @@ def run_examples(script: str, folder: Path, *args: str) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    assert done.stdout, done.stderr
+    failures = dict(json.loads(done.stdout.splitlines()[-1]))
+    assert done.returncode == any(failures.values()), done.stderr
+    return failures
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,16 @@ def on_several_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", names_of_examples("nccl_idioms.py")[1:])
 def test_an_idiom_of_several_gpus(name: str, on_several_gpus: dict[str, Any]) -> None:
     assert on_several_gpus[name] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("script", ["gpu_idioms.py", "nccl_idioms.py"])
+def test_the_probe_of_a_check_changes_no_idiom(script: str, tmp_path: Path) -> None:
+    """The script fails if one of its examples does."""
+    shutil.copy(SCRIPTS / script, tmp_path)
+    done = run("check", "--json", "--gpus", script, cwd=tmp_path)
+    assert json.loads(done.stdout)["not_checked"] is None
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def random_numbers():
 
 
 def snapshots():
-    path = f"{os.environ['EXAMPLES']}/snapshot.pt"
+    path = f"{os.environ.get('EXAMPLES', '.')}/snapshot.pt"
     torch.save({"weights": torch.ones(3, device="cuda"), "device": torch.device("cuda:1")}, path)
     for location in ("cuda:0", torch.device("cuda"), {"cuda:0": "cuda:1"}, lambda storage, _: storage):
         assert torch.load(path, map_location=location)["weights"].sum() == 3
@@ -388,6 +388,7 @@ def main():
         except Exception:
             results[example.__name__] = traceback.format_exc()
     print(json.dumps(results))
+    sys.exit(any(results.values()))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def main(rank=0, folder=""):
         print(json.dumps(results), flush=True)
     sys.stdout.flush()
     dist.destroy_process_group()
+    sys.exit(any(results.values()))
 
 
 EXAMPLES = [
@@ -171,4 +172,4 @@ EXAMPLES = [
 ]
 
 if __name__ == "__main__":
-    mp.spawn(main, (os.environ["EXAMPLES"],), nprocs=torch.cuda.device_count())
+    mp.spawn(main, (os.environ.get("EXAMPLES", os.getcwd()),), nprocs=torch.cuda.device_count())
