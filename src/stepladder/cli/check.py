@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from stepladder.cli.findings import show_finding
+from stepladder.cli.findings import show_finding, tell_finding
 from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.types import AsJson, Count, Wait, Words
 from stepladder.core.console import echo, print_message
@@ -90,7 +90,7 @@ def command(
             validate_writable(file, flag)
             validate_replaceable(file, flag, start)
     request = make_request(script, args, flags)
-    report = check(request, (lambda _: None) if flags.as_json else show_finding)
+    report = check(request, (lambda _: None) if flags.as_json else tell_finding)
     if flags.sarif:
         write_output(flags.sarif, sarif_of_report(report, version("stepladder")), "--sarif")
     show_report(report, flags.as_json)
@@ -163,11 +163,13 @@ def split_arguments(text: str) -> tuple[str, ...]:
 
 
 def show_report(report: Report, as_json: bool) -> None:
-    """Print all of a report as JSON, or its summary."""
+    """Print a report, the most serious finding first, or as JSON."""
     if as_json:
         echo(json_of_report(report))
-    else:
-        show_summary(report)
+        return
+    for finding in report.findings:
+        show_finding(finding)
+    show_summary(report)
 
 
 def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:

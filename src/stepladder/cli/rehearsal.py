@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.console import echo, print_message
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 
 REHEARSAL_NPROC = 2
@@ -76,10 +76,9 @@ class Rehearsal:
         Returns:
             Whether the script ran, without an error or a warning.
         """
-        from stepladder.cli.check import show_summary
-        from stepladder.cli.findings import show_finding
+        from stepladder.cli.check import show_report
+        from stepladder.cli.findings import tell_finding
         from stepladder.tools.check.check import Request, check
-        from stepladder.tools.check.formats import json_of_report
 
         request = Request(
             self.script,
@@ -90,11 +89,9 @@ class Rehearsal:
             simulate_gpus=self.gpus,
             writable_folders=self.writes,
         )
-        report = check(request, (lambda _: None) if as_json else show_finding)
-        if as_json and report.exit_code:
-            echo(json_of_report(report))
-        elif not as_json:
-            show_summary(report)
+        report = check(request, (lambda _: None) if as_json else tell_finding)
+        if report.exit_code or not as_json:
+            show_report(report, as_json)
         if report.not_checked and report.exit_code != 1:
             print_message(
                 "the rehearsal could not check the script, see above: nothing is submitted;"

@@ -125,6 +125,32 @@ def test_the_users_frames_are_shown_without_the_probes_and_in_the_users_folder()
     assert shown == traceback(SCRIPT, TORCH).replace("/t/copy", "/home/u/work").rstrip()
 
 
+def test_what_a_rank_has_printed_is_shown_without_what_differs_each_time() -> None:
+    log = "[rank1]:[W1126 08:51:02.12345 ProcessGroupGloo.cpp:1] Warning: it is late"
+    frames = "frame #0: c10::Error::Error(std::string) + 0x98 (0x7f12 in libc10.so)\n"
+    shown = classify_failure(f"{log}\n{frames}{traceback(SCRIPT)}", FOLDERS, simulates=True).output
+    assert "[W ProcessGroupGloo.cpp:1] Warning: it is late\nepoch 0\n" in shown
+    assert "frame #0" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "is_own"),
+    [
+        ("ValueError: no such label", True),
+        (
+            "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer",
+            False,
+        ),
+        ("RuntimeError: Timed out waiting 12000ms for recv operation to complete", False),
+        ("torch.distributed.DistStoreError: Timed out after 5 seconds", False),
+    ],
+)
+def test_what_a_rank_raises_tells_of_itself_or_of_another_rank(error: str, is_own: bool) -> None:
+    frame = '  File "/t/copy/train.py", line 3, in main\n    dist.init_process_group("gloo")\n'
+    assert failure.has_own_error(traceback(frame, error=error)) is is_own
+    assert not failure.has_own_error("terminate called without an active exception")
+
+
 NOT_OF_THE_SCRIPT = {
     "a package that is not installed": (
         "ModuleNotFoundError: No module named 'apex.parallel'",

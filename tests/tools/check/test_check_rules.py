@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from check_recordings import (
     train_pass,
 )
 from stepladder.launcher.diagnose.hang import explain_hang
-from stepladder.launcher.diagnose.rank_status import RankStatus
+from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Frame
+from stepladder.tools.check.events import Fetch, PassStart, ProcessStart
+from stepladder.tools.check.recording import read_recording
 from stepladder.tools.check.rules.all_rules import apply_rules, apply_source_rules
-from stepladder.tools.check.rules.evidence import CHECK_TEXTS
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.probe.events import ProbeEvent
 
 Events = list[dict[str, Any]]
 ZERO = [[0, 2], [4, 6]]
@@ -726,6 +730,87 @@ def test_two_nodes_that_read_one_share_are_told_that_it_is_that_of_their_local_r
     passes = [train_pass(1, ZERO, sampler_rank=rank) for rank in range(2)]
     (finding,) = apply_rules(evidence_of(*passes, text=text))
     assert "share of rank" not in finding.evidence
+
+
+def left_early(way: str, *, returns: bool = False) -> list[list[dict[str, Any]]]:
+    """Rank 0 is in a collective after one step of two, and rank 1 in its second backward pass."""
+    at = {"at": ["train.py", 2, "train"]}
+    passes = [train_pass(1, [[0, 2], [4, 6]])[:-5], train_pass(1, [[1, 3], [5, 7]])[:-3]]
+    zero, one = ([event | at for event in events] for events in passes)
+    waits = COLL | {"op": "barrier", "way": way, "at": ["train.py", 5, "train"]}
+    return [[*zero, waits, *([{"k": "did"}] if returns else [])], one]
+
+
+BREAKS = """def train():
+    for x, y in loader:
+        if step(x, y):
+            break
+    dist.barrier()
+"""
+TORN_DOWN = [RankStatus(rank, 0, ProcessState.ABORTED, threads=[[]]) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("deadlock", [None, explain_hang(TORN_DOWN)], ids=["ended", "aborted"])
+def test_who_has_left_a_loop_is_read_from_what_ranks_have_recorded(deadlock: Any) -> None:
+    """So it is the same whenever they are inspected, and whatever gloo has done to them by then."""
+    state = {"text": BREAKS, "has_stalled": True, "deadlock": deadlock}
+    (finding,) = apply_rules(evidence_of(*left_early("train:5"), **state))
+    assert finding.rule == "uneven-steps"
+    assert finding.evidence == (
+        "rank 0 has left the loop after 1 steps, and rank 1 is in its step 2"
+    )
+    (finding,) = apply_rules(evidence_of(*left_early("train:3"), **state))
+    assert finding.rule == "collective-order"
+
+
+def test_a_rank_that_raised_has_left_no_loop() -> None:
+    state = {"text": BREAKS, "has_stalled": True, "has_raised": True}
+    assert rules_of(*left_early("train:5"), **state) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "severity"),
+    [
+        ({"state": {"w": ""}}, "note"),
+        ({"state": {"w": "-"}}, "warning"),  # it cannot be hashed, as where it is sharded
+        ({"state": {"w": ""}, "lr": [0.2]}, "warning"),
+    ],
+)
+def test_an_optimizer_without_state_is_hardly_missed(fields: Any, severity: str) -> None:
+    saved = SAVED | {"optimizer": False, "existed": False}
+    (finding,) = apply_rules(evidence_of([*steps(step(1), step(2, **fields)), saved]))
+    assert (finding.rule, finding.severity) == ("incomplete-snapshot", severity)
+
+
+def test_ranks_that_save_one_file_at_once_are_counted_alike_whoever_is_first() -> None:
+    def overwritten(first: bool, second: bool) -> str:
+        saves = [[SAVED | {"existed": there}, SAVED] for there in (first, second)]
+        findings = {f.rule: f for f in apply_rules(evidence_of(*saves))}
+        return findings["in-place-snapshot"].evidence
+
+    assert overwritten(False, True) == overwritten(True, False) == overwritten(False, False)
+    assert "written 2 times, 1 times over the only copy" in overwritten(False, True)
+    assert "written 2 times, 2 times over the only copy" in overwritten(True, True)
+
+
+def test_a_worker_belongs_to_the_process_that_made_it_also_where_it_has_no_rank(
+    tmp_path: Path,
+) -> None:
+    def write(pid: int, *events: ProbeEvent) -> None:
+        lines = [event.to_line(number, None) for number, event in enumerate(events, 1)]
+        (tmp_path / f"{pid}.jsonl").write_bytes(b"".join(lines))
+
+    fetches = [Fetch(indices=[n], used={"rng": "s"}, worker=n, parent=99) for n in (0, 1)]
+    write(99, ProcessStart(rank=-1), PassStart(number=1))
+    write(999, ProcessStart(rank=-1), fetches[0])
+    write(1000, ProcessStart(rank=-1), fetches[1])
+    recording = read_recording(tmp_path)
+    (log,) = recording.ranks
+    assert [event.worker for event in log.worker_events if isinstance(event, Fetch)] == [0, 1]
+    (finding,) = apply_rules(RunEvidence(recording, source()))
+    assert finding.evidence == (
+        "worker 0 and worker 1 draw the same random numbers (rng generator) for samples [0] and [1]"
+    )
 
 
 def test_every_rule_has_a_text_of_its_own() -> None:

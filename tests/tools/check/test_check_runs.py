@@ -341,10 +341,59 @@ def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["pearls_local", "trees_validate", "patches_trainer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pearls_local",
+        "trees_validate",
+        "patches_trainer",
+        "stop_early",
+        "flowers_keep",
+        "birds_resume",
+    ],
+)
 def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path: Path) -> None:
+    """Two that hang, two ranks that write one file, and one that is ended and resumed, are among
+    them.
+    """
     script = CORPUS / f"{name}.py"
-    _, report = check(script, tmp_path, "--notes")
+    # Without a number of epochs their number depends on the time that two of them take.
+    flags = ("--notes", "--epochs", "5", *(["--resume"] if name.endswith("resume") else []))
+    _, report = check(script, tmp_path, *flags)
     assert report["findings"]
     for _ in range(2):
-        assert check(script, tmp_path, "--notes")[1] == report
+        assert check(script, tmp_path, *flags)[1] == report
+
+
+RAISES = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 4))
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (x,) in enumerate(DataLoader(data, 8, sampler=DistributedSampler(data))):
+    if number == 2 and dist.get_rank() == 1:
+        raise ValueError("no such label")
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_rank_that_raises_is_not_said_to_have_left_the_loop(tmp_path: Path) -> None:
+    script = tmp_path / "from" / "train.py"
+    script.parent.mkdir()
+    script.write_text(RAISES)
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (3, [])
+    assert "ValueError: no such label" in report["failed"]
+    assert report["ran"].endswith("2 steps on each, then it failed")

@@ -136,8 +136,9 @@ class RankStatus:
         worker = self.find_slow_worker()
         if worker is not None:
             pid, frame = worker
+            shown_pid = f" (pid {pid})" if self.pid else ""
             position = describe_frame(frame)
-            return f"waiting for its data loader, whose worker (pid {pid}) is in {position}"
+            return f"waiting for its data loader, whose worker{shown_pid} is in {position}"
         phase = PHASES[self.progress.phase]
         if self.frame is None:
             return f"in its {phase} phase" if phase else "at an unknown position"

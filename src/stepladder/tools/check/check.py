@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
@@ -24,8 +24,13 @@ from stepladder.tools.check.launch_style import (
     is_for_one_node,
     local_rank_option,
 )
+from stepladder.tools.check.local_ranks import (
+    EXPLAINS_A_HANG,
+    hangs_on_one_node,
+    needs_one_node,
+)
 from stepladder.tools.check.probe_settings import ProbeSettings
-from stepladder.tools.check.rank_processes import RankLaunch
+from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
@@ -35,6 +40,7 @@ from stepladder.tools.check.rules.all_rules import (
     drop_suppressed,
 )
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.check.run_summary import no_training, summarize_run
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
@@ -53,7 +59,6 @@ MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one proc
 SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
-EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
 DAMAGE_OF_A_SNAPSHOT = ("resume-lr", "resume-differs")
 
 
@@ -121,7 +126,8 @@ class Check:
 
     Args:
         request: What to check.
-        on_finding: Called with each finding as soon as it is certain.
+        on_finding: Called with each finding that is certain before the report, and only once. What
+            the report says of it does not depend on the moment at which it was certain.
     """
 
     def __init__(
@@ -136,15 +142,19 @@ class Check:
         self.style = self.styles[0]
         self.source: ScriptSource = read_source(self.script, self.style.root)
         self.findings: dict[tuple[str, str, int], Finding] = {}
+        self.told: set[tuple[str, str, int]] = set()
         self.notes: list[str] = []
 
     def run(self) -> Report:
-        self.add_findings(apply_source_rules(self.source, self.request.static))
+        source_findings = apply_source_rules(self.source, self.request.static)
+        self.add_findings(source_findings)
         report = Report(notes=self.notes)
         if not self.request.static:
+            self.tell_early(source_findings)
             with exit_on_signals():
                 report = self.try_styles()
-        findings = sort_by_severity(list(self.findings.values()))
+        by_rule = sorted(self.findings.values(), key=attrgetter("rule"))
+        findings = sort_by_severity(by_rule)
         return replace(report, findings=findings, folder=self.style.folder)
 
     @property
@@ -187,13 +197,26 @@ class Check:
         self.style = style
 
     def add_findings(self, findings: list[Finding]) -> None:
-        """Add the findings that are new, and pass them on."""
-        for finding in map(self.style.with_shown_path, sort_by_severity(findings)):
-            is_known = finding.key in self.findings or self.has_static_finding(finding.rule)
-            is_hidden = CHECK_TEXTS.texts[finding.rule].on_request and not self.request.shows_notes
-            if not is_known and not is_hidden:
+        """Add findings to the report; a later start knows more than an earlier one."""
+        for finding in self.shown(findings):
+            if not self.has_static_finding(finding.rule):
                 self.findings[finding.key] = finding
+
+    def tell_early(self, findings: list[Finding]) -> None:
+        """Pass on the findings that were not passed on before."""
+        for finding in self.shown(findings):
+            if finding.key not in self.told:
+                self.told.add(finding.key)
                 self.on_finding(finding)
+
+    def shown(self, findings: list[Finding]) -> list[Finding]:
+        """Return the findings that are asked for, as the user knows their files."""
+        shown = []
+        for finding in sort_by_severity(findings):
+            text = CHECK_TEXTS.texts[finding.rule]
+            if self.request.shows_notes or not text.on_request:
+                shown.append(self.style.with_shown_path(finding))
+        return shown
 
     def has_static_finding(self, rule: str) -> bool:
         known_rules = {known for known, _, _ in self.findings}
@@ -223,16 +246,31 @@ class Check:
         scratch_folder: Path,
         sandbox: Sandbox,
     ) -> Report:
-        runs = ScriptRuns(self.source, self.add_early_findings)
+        runs = ScriptRuns(self.source, self.watch)
         run = runs.run(self.make_launch(scratch_folder, sandbox))
         self.notes += runs.notes
         if run.launch.is_alone and len(run.recording.ranks) > 1:
             self.notes.append(MAKES_ITS_RANKS)
         evidence = RunEvidence(run.recording, self.source)
         findings = apply_rules(evidence)
+        if needs_one_node(evidence, run.launch):
+            launch = launch_in_new_copy(
+                replace(run.launch, nodes=1),
+                scratch_folder,
+                "one-node",
+            )
+            on_one_node = runs.read_run(
+                launch,
+                run_ranks(launch, "one-node"),
+            )
+            findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
         not_checked = self.reason_not_checked(run, findings)
         if self.request.resume and not not_checked:
-            launch = launch_in_new_copy(run.launch, scratch_folder)
+            launch = launch_in_new_copy(
+                run.launch,
+                scratch_folder,
+                "again",
+            )
             resume_findings, note = compare_resumed_run(
                 evidence,
                 launch,
@@ -296,9 +334,9 @@ class Check:
             patience_s=request.patience,
         )
 
-    def add_early_findings(self, recording: Recording) -> None:
-        """Add what is certain while the script still runs."""
-        self.add_findings(apply_rules(RunEvidence(recording, self.source), early=True))
+    def watch(self, recording: Recording) -> None:
+        """Pass on what is certain while the script still runs."""
+        self.tell_early(apply_rules(RunEvidence(recording, self.source), early=True))
 
     def reason_not_checked(
         self,
@@ -326,9 +364,9 @@ class Check:
         return None if run.has_trained else no_training(run)
 
 
-def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path) -> RankLaunch:
-    """Return the launch in another copy, for the run that is halted and resumed."""
-    copy = scratch_folder / "again"
+def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path, name: str) -> RankLaunch:
+    """Return the launch in another copy, of this name, for one more run."""
+    copy = scratch_folder / name
     launch.sandbox.move_to(copy, keep_changes=True)
     roots = (str(scratch_folder), *launch.settings.roots[1:])
     return replace(launch, settings=replace(launch.settings, copy=str(copy), roots=roots))
@@ -352,36 +390,6 @@ def add_measured_damage(findings: list[Finding], measured: list[Finding]) -> lis
         else finding
         for finding in findings
     ]
-
-
-def summarize_run(run: ScriptRun) -> str:
-    ranks = run.recording.ranks
-    steps = 0
-    epochs = 0
-    if ranks:
-        steps = len(ranks[0].select(OptimizerStep))
-        epochs = len(ranks[0].training_passes)
-    if run.outcome.has_stalled:
-        end = "then it stood still"
-    elif run.outcome.failed:
-        end = "then it failed"
-    elif run.recording.select(EnoughPasses):
-        end = "then the check ended it"
-    else:
-        end = "to its end"
-    ranks_text = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
-    epochs_text = f"{epochs} epoch{'s' * (epochs != 1)}"
-    return f"{ranks_text}, {epochs_text}, {steps} steps on each, {end}"
-
-
-def no_training(run: ScriptRun) -> NotChecked:
-    was_ended = run.outcome.late or run.outcome.has_stalled
-    end = "was ended" if was_ended else "ended"
-    line = (
-        f"no training was seen: the script {end} without an optimizer step and without a backward "
-        f"pass"
-    )
-    return NotChecked("no training", line, run.last_output)
 
 
 def check(request: Request, on_finding: OnFinding = lambda _: None) -> Report:

@@ -150,6 +150,7 @@ class Fetch(ProbeEvent, kind="fetch"):
     indices: list[int]  # the first samples
     used: dict[str, str]  # the states of the random generators that were used
     worker: int = -1  # the number of the worker; -1 in the rank itself
+    parent: int = -1  # the process that made the worker
 
 
 class Draw(ProbeEvent, kind="draw"):

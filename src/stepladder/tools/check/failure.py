@@ -25,6 +25,8 @@ FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, i
 # torch puts it before each line where there is a process group.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 OWN_MODULE = re.compile(r"^stepladder\.[\w.]*\.(?=\w+:)")  # before the name of an exception
+CPP_FRAME = re.compile(r"^(?:\[rank\d+\]:\s?)?frame #\d+: .*\n?", re.MULTILINE)
+LOG_TIME = re.compile(r"(\[[IWEF])\d{4} [\d:.]+(?= )")
 # Lines of wrappers that only call the wrapped function.
 FORWARDING_CALL = re.compile(r"\boriginal\w*\(|\b(?:around|call)\(original|super\(\)\.__init__\(")
 # The code of torch.cuda itself is reached only through something that is not simulated.
@@ -51,6 +53,13 @@ MISSING_VARIABLE = re.compile(
     r"(?:.*\n)*?.*KeyError: '(?P<name>\w+)'"
 )
 PORT_IN_USE = re.compile(r"(?:port: (?P<port>\d+).*)?(?:EADDRINUSE|[Aa]ddress already in use)")
+WAITED_TOO_LONG = re.compile(r"timed? ?out", re.IGNORECASE)
+# What a rank raises because another one was lost, has not come, or sends something else.
+TELLS_OF_A_PEER = re.compile(
+    r"gloo|Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed"
+    rf"|{WAITED_TOO_LONG.pattern}",
+    re.IGNORECASE,
+)
 # A script that insists on where a tensor is: with simulated GPUs it says that it is on the CPU.
 INSISTS_ON_DEVICE = re.compile(r"^assert\b.*(?:\.is_cuda\b|\.device\b)")
 
@@ -138,6 +147,12 @@ def classify_failure(
         describe_failure(output),
         shown,
     )
+
+
+def has_own_error(output: str) -> bool:
+    """Return whether a rank was ended by an exception that does not tell of another rank."""
+    exceptions = [exception_line(traceback) for traceback in last_traceback_chain(output)]
+    return bool(exceptions) and not any(map(TELLS_OF_A_PEER.search, exceptions))
 
 
 def describe_failure(output: str) -> str:
@@ -248,10 +263,13 @@ def exception_line(traceback: str) -> str:
 
 
 def hide_check_frames(output: str, folders: Folders) -> str:
-    """Return an output without this check's frames, and with the original folder for the copy."""
+    """Return an output without this check's frames, and with the original folder for the copy.
+
+    Frames of C++, and the times of torch's log, would be others each time.
+    """
     shown: list[str] = []
     is_hidden = False
-    for line in output.splitlines():
+    for line in CPP_FRAME.sub("", LOG_TIME.sub(r"\1", output)).splitlines():
         if match := FRAME.match(line):
             is_hidden = match["file"].startswith((CHECK_PREFIX, PARITY_PREFIX))
         elif not RANK_PREFIX.sub("", line).startswith("    "):  # no source line of the frame

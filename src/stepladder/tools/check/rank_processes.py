@@ -19,6 +19,7 @@ from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import find_rank_to_blame
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.events import EnoughPasses, Halt, Refusal, SpawnsRanks
+from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
@@ -32,10 +33,10 @@ from stepladder.tools.check.standstill import ObservedProcesses, describe_positi
 from stepladder.tools.probe.attach import prepend_startup_folder
 
 POLL_INTERVAL_S = 0.1
-# Without an event of any rank after one has halted: another may not have come so far yet.
+# Without an event or work of any rank after one has halted: another may not have come so far yet.
 HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
-MOST_FAILURE_DELAY_S = 20.0  # even if the others go on
+MOST_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
 JUDGEMENT_INTERVAL_S = 2.0
 RANK_VARIABLES_OF_TORCHRUN = (
     "RANK",
@@ -61,6 +62,7 @@ class LaunchOutcome:
         halted: Whether a rank has halted after its snapshot.
         late: Whether the timeout was over.
         deadlock: Why ranks could not go on together, where that is certain.
+        has_raised: Whether a rank has failed by an exception that tells of no other rank.
         enough: How many ranks the check has ended, since they have trained enough.
         rank_count: The number of ranks that were seen.
         position: Where the ranks were when they were ended, or while some waited long for others.
@@ -73,6 +75,7 @@ class LaunchOutcome:
     halted: bool = False
     late: bool = False
     deadlock: Explanation | None = None
+    has_raised: bool = False
     enough: int = 0
     rank_count: int = 0
     position: str = ""
@@ -84,7 +87,12 @@ class LaunchOutcome:
         A process that has made the ranks may then miss what they would have left for it.
         """
         were_ended = self.enough >= max(1, self.rank_count)
-        return not were_ended and any(code not in (0, None) for code in self.codes)
+        return not were_ended and bool(self.failed_ranks)
+
+    @property
+    def failed_ranks(self) -> list[int]:
+        """The ranks whose processes have failed, and were not ended by the check."""
+        return [rank for rank, code in enumerate(self.codes) if code not in (0, None)]
 
     def output(self, rank: int) -> str:
         path = self.folder / f"rank-{rank}.out"
@@ -141,6 +149,8 @@ class RankLaunch:
         env[PROBE_SETTINGS] = self.settings.to_json()
         env |= self.sandbox.variables()
         env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))
+        if not self.is_alone:  # sets of texts have another order on each rank, the same each time
+            env.setdefault("PYTHONHASHSEED", str(rank + 1))
         if not self.gpus_available:  # else Accelerate lets each rank train alone
             env.setdefault("ACCELERATE_USE_CPU", "true")
         if self.simulates_gpus:
@@ -294,6 +304,11 @@ class RunningRanks:
         return time.monotonic() - self.grown_at
 
     @property
+    def rest_s(self) -> float:
+        """The seconds without an event, without output and without work of any process."""
+        return min(self.idle_s, self.observed.idle_s)
+
+    @property
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
 
@@ -314,7 +329,7 @@ class RunningRanks:
         )
         if not self.outcome.failed:
             self.well_at = now
-        is_idle = min(self.idle_s, self.observed.idle_s) > self.launch.patience_s
+        is_idle = self.rest_s > self.launch.patience_s
         if is_idle and now - self.judged_at > JUDGEMENT_INTERVAL_S:
             self.judge_standstill()
 
@@ -343,8 +358,9 @@ class RunningRanks:
             return True
         if outcome.failed:
             failed_s = time.monotonic() - self.well_at
-            return self.idle_s > FAILURE_DELAY_S or failed_s > MOST_FAILURE_DELAY_S
-        return outcome.halted and self.idle_s > HALT_DELAY_S
+            return self.rest_s > FAILURE_DELAY_S or failed_s > MOST_DELAY_S
+        is_at_rest = self.rest_s > HALT_DELAY_S or self.idle_s > MOST_DELAY_S
+        return outcome.halted and is_at_rest
 
     def conclude(self) -> LaunchOutcome:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
@@ -352,7 +368,16 @@ class RunningRanks:
         if outcome.late and not outcome.position:
             outcome = replace(outcome, position=describe_positions(self.observed.inspect()))
         if outcome.failed:
-            outcome = replace(outcome, deadlock=self.observed.explain_failure())
+            outputs = map(outcome.output, outcome.failed_ranks)
+            has_raised = any(map(has_own_error, outputs))
+            deadlock = None
+            if not has_raised:
+                deadlock = self.observed.explain_failure()
+            outcome = replace(
+                outcome,
+                has_raised=has_raised,
+                deadlock=deadlock,
+            )
         has_stalled = outcome.has_stalled or outcome.deadlock is not None
         return replace(outcome, codes=self.codes, has_stalled=has_stalled)
 

@@ -195,6 +195,8 @@ class Recording:
         copy: The copy of it in which the script ran.
         has_stalled: Whether the run was ended because nothing had happened for a while.
         deadlock: Why ranks could not go on together, where that is certain.
+        has_raised: Whether a rank has failed by an exception that tells of no other rank: then no
+            rule has to explain why the others did not go on.
         has_finished: Whether the script ended by itself, on all ranks.
         is_single_process: Whether the script was run as one process.
         other_processes: Processes that are no rank, of a script that starts its own.
@@ -206,6 +208,7 @@ class Recording:
     copy: str = ""
     has_stalled: bool = False
     deadlock: Explanation | None = None
+    has_raised: bool = False
     has_finished: bool = True
     is_single_process: bool = False
     other_processes: list[RankLog] = field(default_factory=list)
@@ -244,21 +247,28 @@ def read_recording(
     copy: str = "",
 ) -> Recording:
     """Return all recordings of a folder, as far as they are written."""
-    processes = [list(read_events(path)) for path in sorted(folder.glob("*.jsonl"))]
-    processes = [events for events in processes if events]
-    processes.sort(key=has_trained, reverse=True)  # ranks before their workers and parents
-    logs: dict[int, RankLog] = {}
+    # Ranks before the processes that made them; else in the order in which they were started.
+    paths = sorted(folder.glob("*.jsonl"), key=process_of)
+    recorded = {process_of(path): list(read_events(path)) for path in paths}
+    processes = sorted(recorded, key=lambda process: not has_trained(recorded[process]))
+    by_process: dict[int, RankLog] = {}
+    by_rank: dict[int, RankLog] = {}
     other_processes: list[RankLog] = []
-    for events in processes:
-        rank = rank_of(events)
-        if is_worker(events):
-            if rank in logs:
-                logs[rank].add_worker(events)
-        elif rank >= 0 and rank not in logs:
-            logs[rank] = RankLog(rank, events)
+    for process in processes:
+        events = recorded[process]
+        if not events or is_worker(events):
+            continue
+        log = RankLog(rank_of(events), events)
+        by_process[process] = log
+        if log.rank >= 0 and log.rank not in by_rank:
+            by_rank[log.rank] = log
         else:
-            other_processes.append(RankLog(rank, events))
-    ranks = [logs[rank] for rank in sorted(logs)]
+            other_processes.append(log)
+    for events in recorded.values():
+        parent = by_process.get(parent_of_worker(events))
+        if parent is not None:
+            parent.add_worker(events)
+    ranks = [by_rank[rank] for rank in sorted(by_rank)]
     world_sizes = [event.world for log in ranks for event in log.select(ProcessStart)]
     if not ranks:
         ranks = other_processes[:1]
@@ -273,6 +283,11 @@ def read_recording(
     )
 
 
+def process_of(path: Path) -> int:
+    """Return the process that has written a recording."""
+    return int(path.stem)
+
+
 def has_trained(events: list[ProbeEvent]) -> bool:
     """Return whether a process has trained, or joined a group: one that starts others has not."""
     return any(isinstance(event, ACTIVITY_OF_RANKS) for event in events[:EVENTS_OF_ACTIVITY])
@@ -282,6 +297,16 @@ def is_worker(events: list[ProbeEvent]) -> bool:
     """Return whether the events are those of a data-loader worker."""
     has_fetched = any(isinstance(event, Fetch) for event in events)
     return has_fetched and not any(isinstance(event, NOT_BY_WORKERS) for event in events)
+
+
+def parent_of_worker(events: list[ProbeEvent]) -> int:
+    """Return the process whose loader made a worker; -1 of a process that is no worker.
+
+    A worker may not know the rank: one that is a new interpreter has no process group.
+    """
+    if not is_worker(events):
+        return -1
+    return next(event.parent for event in events if isinstance(event, Fetch))
 
 
 def rank_of(events: list[ProbeEvent]) -> int:

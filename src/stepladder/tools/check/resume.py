@@ -19,6 +19,7 @@ from stepladder.tools.check.events import (
     SetEpoch,
     StateDictLoad,
 )
+from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import (
     LoaderPass,
@@ -107,8 +108,9 @@ def failed_resume(
     outcome: LaunchOutcome,
 ) -> Finding:
     """Return the finding of a resumed script that failed."""
-    failed_rank = next(rank for rank, code in enumerate(outcome.codes) if code)
-    last_line = " ".join(outcome.output(failed_rank).rstrip().splitlines()[-1:])
+    outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
+    causes = filter(has_own_error, outputs)  # the others tell of the rank that was lost
+    last_line = " ".join(next(causes, outputs[0]).splitlines()[-1:])
     loads = resumed.select(Load) or evidence.run.select(Save)[:1]
     is_prefixed = any(event.more or event.fewer for _, event in resumed.select(StateDictLoad))
     rule = "module-prefix" if is_prefixed else "resume-differs"

@@ -23,6 +23,7 @@ from stepladder.tools.check.events import (
     SpawnsRanks,
 )
 from stepladder.tools.check.failure import (
+    WAITED_TOO_LONG,
     Folders,
     NotChecked,
     classify_failure,
@@ -124,6 +125,14 @@ class ScriptRun:
         return has_asked or (self.failure is not None and self.failure.cause == "check")
 
     @property
+    def stood_still(self) -> bool:
+        """Whether ranks waited for each other until the check ended them, or their own time-out."""
+        outcome = self.outcome
+        outputs = map(outcome.output, outcome.failed_ranks)
+        has_timed_out = outcome.failed and any(map(WAITED_TOO_LONG.search, outputs))
+        return outcome.has_stalled or (has_timed_out and not outcome.has_raised)
+
+    @property
     def folders(self) -> Folders:
         return Folders(self.launch.settings.copy, self.launch.settings.original)
 
@@ -131,18 +140,17 @@ class ScriptRun:
     def failure(self) -> NotChecked | None:
         """The reason why ranks have failed: a failure of the check on any rank comes first."""
         failures = []
-        for rank, code in enumerate(self.outcome.codes):
-            if self.outcome.failed and code not in (0, None):
-                output = self.outcome.output(rank).rstrip()
-                if code < 0 or not output:
-                    output = f"{output}\nexit code {code}".lstrip()
-                failures.append(
-                    classify_failure(
-                        output,
-                        self.folders,
-                        self.launch.simulates_gpus,
-                    )
-                )
+        for rank in self.outcome.failed_ranks if self.outcome.failed else ():
+            output = self.outcome.output(rank).rstrip()
+            code = self.outcome.codes[rank] or 0
+            if code < 0 or not output:
+                output = f"{output}\nexit code {code}".lstrip()
+            failure = classify_failure(
+                output,
+                self.folders,
+                self.launch.simulates_gpus,
+            )
+            failures.append(failure)
         if not failures:
             return None
         by_check = [failure for failure in failures if failure.cause == "check"]
@@ -240,10 +248,15 @@ class ScriptRuns:
                 name_overlaid,
                 self.make_watcher(launch, is_last),
             )
+        return self.read_run(launch, outcome)
+
+    def read_run(self, launch: RankLaunch, outcome: LaunchOutcome) -> ScriptRun:
+        """Return a start that is over, with its recording."""
         recording = replace(
             self.read_recording(outcome.folder, launch),
             has_stalled=outcome.has_stalled or outcome.failed,
             deadlock=outcome.deadlock,
+            has_raised=outcome.has_raised,
             has_finished=not outcome.failed and None not in outcome.codes,
         )
         return ScriptRun(launch, outcome, recording)

@@ -6,14 +6,14 @@ downloads while the others wait for it.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from stepladder.launcher.diagnose.deadlock import PAUSE_S, QUIET_S, DeadlockFinder
 from stepladder.launcher.diagnose.explanation import Explanation
-from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.hang import explain_hang, find_rank_to_blame
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.launcher.local.process_stats import (
     IdleKind,
@@ -25,7 +25,7 @@ from stepladder.launcher.local.process_stats import (
 )
 from stepladder.rank.stacks import Stack, parse_traceback, read_abort_stacks, read_stacks
 from stepladder.tools.check.events import GroupJoined, ProcessStart
-from stepladder.tools.check.failure import RANK_PREFIX
+from stepladder.tools.check.failure import RANK_PREFIX, WAITED_TOO_LONG
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 from stepladder.tools.probe.events import ProbeEvent
 
@@ -33,10 +33,6 @@ OBSERVE_INTERVAL_S = 0.2
 NO_PID = 0  # of ranks in a report, whose text is the same each time
 WORKING_SHARE = 0.05  # of a core
 TELLS_THE_RANK = (ProcessStart.marker(), GroupJoined.marker())
-WAITED_TOO_LONG = re.compile(
-    r"timed? ?out",
-    re.IGNORECASE,
-)
 
 
 class ObservedProcesses:
@@ -119,16 +115,21 @@ class ObservedProcesses:
     def explain_failure(self) -> Explanation | None:
         """Return why ranks have failed together: some were aborted, or have waited too long.
 
-        None if the failure is another one, or nothing is known of it.
+        None if the failure is another one, or nothing is known of it. Of ranks that have waited too
+        long it is the explanation that they would have had before.
         """
         statuses = self.inspect()
         if any(status.state is ProcessState.ABORTED for status in statuses):
             return explain_hang(statuses)
         have_come = [status for status in statuses if status.is_waiting]
-        is_awaited = len(have_come) < len(statuses)
-        if is_awaited and any(map(self.has_timed_out, have_come)):
-            return explain_hang(statuses)
-        return None
+        if not any(map(self.has_timed_out, have_come)):
+            return None
+        return find_rank_to_blame(
+            [
+                replace(status, state=ProcessState.RUNNING) if status.is_waiting else status
+                for status in statuses
+            ]
+        )
 
     def has_timed_out(self, status: RankStatus) -> bool:
         """Return whether a rank has failed because it had waited too long."""
@@ -175,9 +176,11 @@ class ObservedProcesses:
         """Return the status of a rank that has ended, from its last words."""
         state = ProcessState.ABORTED
         threads = read_abort_stacks(self.stacks_of(self.pids[rank]))
-        if not threads:
-            threads = parse_traceback(self.output_of(rank))
-            state = ProcessState.ENDED if threads else ProcessState.DONE
+        raised = parse_traceback(self.output_of(rank))
+        is_at_exit = bool(threads) and not threads[0]  # gloo may abort a rank that has raised
+        if not threads or (is_at_exit and raised):
+            threads = raised
+            state = ProcessState.ENDED if raised else ProcessState.DONE
         return RankStatus(
             rank,
             NO_PID,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -79,9 +80,16 @@ def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
         indices=index_list[:MOST_RECORDED_INDICES],
         used={name: state for name, state in before.items() if after.get(name) != state},
         worker=info.id if info else -1,
+        parent=pid_of_parent(),
     )
     current_log().write(event, line_of_getitem(fetcher.dataset))
     return batch
+
+
+def pid_of_parent() -> int:
+    """Return the process that made this one by `multiprocessing`; -1 where none has."""
+    parent = parent_process()
+    return parent.pid if parent is not None and parent.pid else -1
 
 
 def generator_states(dataset: Any) -> dict[str, str]:

@@ -42,6 +42,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
 MOST_RECORDED_POINTERS = 8
+NOT_HASHED = "-"  # in place of a hash of a sharded state, which is a state all the same
 # The code that runs around the step of each optimizer.
 STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -347,7 +348,7 @@ def compare_with_models(parameters: list[Any]) -> dict[str, Any]:
 
 def state_digest(state: Any) -> str:
     tensors = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
-    return "".join(digests.digest(tensor)[:6] for tensor in tensors)
+    return "".join(digests.digest(tensor)[:6] or NOT_HASHED for tensor in tensors)
 
 
 def ignore_initial_step(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,6 +42,8 @@ class SampleFetch:
     indices: list[int]
 
     def __str__(self) -> str:
+        if self.rank < 0:  # of a script that knows no ranks
+            return f"worker {self.worker}"
         worker = f"'s worker {self.worker}" if self.worker >= 0 else ""
         return f"rank {self.rank}{worker}"
 
@@ -63,8 +65,8 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
                 yield evidence.finding(
                     "same-augmentation",
                     drawing_line(evidence) or event.at,
-                    f"{first} and {fetch} draw the same random numbers ({generator} generator, "
-                    f"state {state}) for samples {first.indices[:3]} and {fetch.indices[:3]}",
+                    f"{first} and {fetch} draw the same random numbers ({generator} generator) "
+                    f"for samples {first.indices[:3]} and {fetch.indices[:3]}",
                 )
                 return
     yield from same_draws(evidence)
@@ -101,8 +103,7 @@ def same_draws(evidence: RunEvidence) -> Findings:
         yield evidence.finding(
             "same-augmentation",
             equal[0].at,
-            f"rank 0 and rank 1 draw the same random numbers in {len(equal)} of {len(pairs)} draws "
-            f"(state {equal[0].state} before the first)",
+            f"rank 0 and rank 1 draw the same random numbers in {len(equal)} of {len(pairs)} draws",
         )
 
 

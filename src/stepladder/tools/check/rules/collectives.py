@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import re
+from dataclasses import replace
 from itertools import zip_longest
 
 from stepladder.launcher.diagnose.rank_status import ProcessState
@@ -11,15 +10,12 @@ from stepladder.tools.check.events import (
     Backward,
     EnoughPasses,
     GroupInit,
-    JoinContext,
-    OptimizerStep,
     ProcessExit,
     ScriptCollective,
 )
-from stepladder.tools.check.recording import LoaderPass, RankLog
+from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.rules.hangs import has_left_loop_of
-from stepladder.tools.check.script_source import find_nodes
+from stepladder.tools.check.rules.uneven_steps import stands_still, test_of_rank, uneven_end
 
 HAS_A_CPU_PATH = (
     "is_available",
@@ -30,30 +26,6 @@ HAS_A_CPU_PATH = (
     "is_nccl_available",
     "accelerator",
 )
-CHOOSES_ONE_RANK = re.compile(r"rank(\(\))? == 0|not \w*rank\b|is_main|is_master")
-
-
-@run_rule("uneven-steps")
-def uneven_steps(evidence: RunEvidence) -> Findings:
-    """Find passes with more batches on one rank than on another."""
-    if not evidence.has_several_ranks or evidence.run.select(JoinContext):
-        return
-    logs = evidence.run.ranks
-    for number in range(max(len(log.training_passes) for log in logs)):
-        present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
-        is_cut = any(one_pass.end is not None and one_pass.end.cut for one_pass in present)
-        if len(present) < 2 or is_cut:
-            continue
-        counts = [len(one_pass.batches) for one_pass in present]
-        complete_counts = [len(p.batches) for p in present if p.is_complete]
-        if complete_counts and max(counts) > min(complete_counts):
-            text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            yield evidence.finding(
-                "uneven-steps",
-                present[0].line,
-                f"batches in pass {present[0].number}: {text}",
-            )
-            return
 
 
 @run_rule("collective-order")
@@ -103,7 +75,7 @@ def collective_order(evidence: RunEvidence) -> Findings:
                 0,
             )
             return
-    if evidence.run.has_stalled and not evidence.run.deadlock:  # whose own finding says more
+    if stands_still(evidence) and not evidence.run.deadlock:  # whose own finding says more
         yield from unanswered_backward(evidence)
 
 
@@ -128,7 +100,7 @@ def unanswered_collective(
     peer = 1 - rank
     peer_log = evidence.run.ranks[peer]
     peer_ended_by_itself = peer_log.has_ended and not peer_log.select(EnoughPasses)
-    if not evidence.run.has_stalled and not peer_ended_by_itself:
+    if evidence.run.has_raised or not (evidence.run.has_stalled or peer_ended_by_itself):
         return
     if list(uneven_end(evidence)):  # which has its own finding
         return
@@ -149,10 +121,12 @@ def unanswered_collective(
 def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
     statuses = evidence.run.deadlock.ranks if evidence.run.deadlock else ()
     status = next((status for status in statuses if status.rank == log.rank), None)
-    # A rank that waits when no rank can go on is ended by us, and may write that down. One without
-    # a stack was ending by itself.
-    was_waiting = status is not None and status.state is ProcessState.RUNNING and bool(status.stack)
-    if log.has_ended and not was_waiting:
+    # A rank that waits when no rank can go on is ended by us, or by what it waits for, and may
+    # write that down. One without a stack was ending by itself.
+    is_stuck = status is not None and bool(status.stack)
+    if status is not None and status.is_waiting:
+        status = replace(status, state=ProcessState.RUNNING)
+    if log.has_ended and not is_stuck:
         return "it has ended"
     collectives = log.select(ScriptCollective)
     if collectives and collectives[-1].group:
@@ -164,120 +138,6 @@ def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
         return "it has done nothing"
     last = events[-1]
     return f"it was last seen at {evidence.location(last.at)} ({last.kind})"
-
-
-@run_rule("uneven-steps")
-def uneven_end(evidence: RunEvidence) -> Findings:
-    """Find a rank that has left the training loop while the other is still in it.
-
-    Only in a run that stands still, or breaks off.
-    """
-    is_stalled = evidence.run.has_stalled and not evidence.run.select(JoinContext)
-    if not evidence.has_several_ranks or not is_stalled:
-        return
-    logs = evidence.run.ranks[:2]
-    backwards = [len(log.select(Backward)) for log in logs]
-    passes = [len(log.training_passes) for log in logs]
-    if backwards[0] == backwards[1] or min(backwards) == 0 or min(passes) == 0:
-        return
-    fewer = 0 if backwards[0] < backwards[1] else 1
-    last_pass = logs[fewer].training_passes[-1]
-    # That rank is done with the pass, and does something else before the next one.
-    if passes[0] != passes[1] and last_pass.end is not None:
-        return
-    if is_at_collective_of_one_rank(
-        evidence,
-        logs[fewer],
-    ):
-        return
-    if evidence.run.deadlock:
-        has_left = has_left_loop_of(
-            evidence,
-            fewer,
-            1 - fewer,
-        )
-    else:
-        has_left = logs[fewer].has_ended or has_left_loop(
-            evidence,
-            logs[fewer],
-            last_pass,
-        )
-    if has_left:
-        steps = len(logs[fewer].select(OptimizerStep))
-        yield evidence.finding(
-            "uneven-steps",
-            last_pass.line,
-            f"rank {fewer} has left the loop after {steps} steps, and rank {1 - fewer} is in its "
-            f"step {backwards[1 - fewer]}",
-            fewer,
-        )
-
-
-def is_at_collective_of_one_rank(evidence: RunEvidence, log: RankLog) -> bool:
-    """Return whether the last collective of a rank is one that only some ranks call."""
-    collectives = log.select(ScriptCollective)
-    return bool(collectives) and bool(
-        test_of_rank(
-            evidence,
-            collectives[-1],
-        )
-    )
-
-
-def test_of_rank(evidence: RunEvidence, event: ScriptCollective) -> str:
-    """Return the `if` of the source that lets only some ranks come to a collective, if any."""
-    calls = {frame for frame in event.way.split(" < ") if frame}
-    for file in evidence.source.files:
-        for node in find_nodes(
-            file.tree,
-            ast.If,
-        ):
-            test = ast.unparse(node.test)
-            function = getattr(
-                file.enclosing_function(node),
-                "name",
-                "<module>",
-            )
-            lines = range(node.body[0].lineno, (node.body[-1].end_lineno or node.lineno) + 1)
-            is_around = any(f"{function}:{line}" in calls for line in lines)
-            if is_around and CHOOSES_ONE_RANK.search(test.lower()):
-                return test
-    return ""
-
-
-def has_left_loop(
-    evidence: RunEvidence,
-    log: RankLog,
-    last_pass: LoaderPass,
-) -> bool:
-    """Return whether the last collective of a rank is outside of the loop over a pass."""
-    collectives = [e for e in log.select(ScriptCollective) if e.n > last_pass.start.n]
-    loop = find_loop(
-        evidence,
-        last_pass,
-    )
-    if not collectives or loop is None:
-        return False
-    first_line, last_line = loop
-    function_of_loop = last_pass.line.function if last_pass.line else ""
-    for frame in collectives[-1].way.split(" < "):
-        function, _, line = frame.rpartition(":")
-        if frame and function == function_of_loop and first_line <= int(line) <= last_line:
-            return False
-    return True
-
-
-def find_loop(evidence: RunEvidence, one_pass: LoaderPass) -> tuple[int, int] | None:
-    """Return the first and the last line of the loop over a pass, if the source has it."""
-    if not one_pass.line:
-        return None
-    file = evidence.source.file(evidence.location(one_pass.line).file)
-    if file is None:
-        return None
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.For) and node.lineno == one_pass.line.line:
-            return node.lineno, node.end_lineno or node.lineno
-    return None
 
 
 def unanswered_backward(evidence: RunEvidence) -> Findings:
@@ -296,33 +156,6 @@ def unanswered_backward(evidence: RunEvidence) -> Findings:
         f"{counts[peer]}",
         waiting,
     )
-
-
-@run_rule("uneven-steps")
-def uneven_backward(evidence: RunEvidence) -> Findings:
-    """Compare the number of backward passes, for loops without a loader."""
-    run = evidence.run
-    if not evidence.has_several_ranks or run.select(JoinContext):
-        return
-    if any(log.training_passes for log in run.ranks):
-        return
-    is_at_end = (run.has_finished or run.has_stalled) and not run.was_cut_short
-    backwards = [log.select(Backward) for log in run.ranks[:2]]
-    counts = [len(events) for events in backwards]
-    if is_at_end and counts[0] != counts[1] and min(counts) > 1:
-        more = 0 if counts[0] > counts[1] else 1
-        if run.deadlock and not has_left_loop_of(
-            evidence,
-            1 - more,
-            more,
-        ):
-            return
-        yield evidence.finding(
-            "uneven-steps",
-            backwards[more][-1].at,
-            f"rank 0 makes {counts[0]} backward passes and rank 1 {counts[1]}",
-            more,
-        )
 
 
 @run_rule("no-destroy")

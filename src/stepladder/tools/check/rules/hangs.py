@@ -55,7 +55,7 @@ def has_left_loop_of(
     for frame in statuses[peer].stack:
         if loop := innermost_loop(
             evidence,
-            frame,
+            line_of(frame),
         ):
             return not is_in_lines(
                 statuses[rank],
@@ -65,9 +65,9 @@ def has_left_loop_of(
     return False
 
 
-def innermost_loop(evidence: RunEvidence, frame: Frame) -> range | None:
-    """Return the lines of the innermost loop around a call; None where the script has none."""
-    file = evidence.source.file(evidence.location(line_of(frame)).file)
+def innermost_loop(evidence: RunEvidence, line: CodeLine) -> range | None:
+    """Return the lines of the innermost loop around a line; None where the script has none."""
+    file = evidence.source.file(evidence.location(line).file)
     loops = [
         range(node.lineno, (node.end_lineno or node.lineno) + 1)
         for node in ast.walk(
@@ -80,7 +80,7 @@ def innermost_loop(evidence: RunEvidence, frame: Frame) -> range | None:
         )
         if isinstance(node, (ast.For, ast.While))
     ]
-    around = [lines for lines in loops if frame.line in lines]
+    around = [lines for lines in loops if line.line in lines]
     return min(around, key=len, default=None)
 
 

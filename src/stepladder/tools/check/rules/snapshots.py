@@ -28,6 +28,8 @@ PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
 TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MOST_KEYS_SHOWN = 8
+STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
+ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
 
 
 def renamed_paths(log: RankLog) -> dict[str, str]:
@@ -127,10 +129,12 @@ def first_trained_rows(
 @run_rule("in-place-snapshot")
 def in_place(evidence: RunEvidence) -> Findings:
     """Find snapshots that are written over the only copy."""
-    for log in [*evidence.run.ranks, *evidence.run.other_processes]:
+    logs = [*evidence.run.ranks, *evidence.run.other_processes]
+    for log in logs:
         for path, saves in saves_in_place(log).items():
             is_temporary = path.endswith(TEMPORARY_SUFFIXES) or path.startswith("/dev/")
-            text = "" if is_temporary else describe_overwriting(log, saves)
+            was_there = is_older_than_all_saves(logs, path)
+            text = "" if is_temporary else describe_overwriting(log, saves, was_there)
             if text:
                 yield evidence.finding(
                     "in-place-snapshot",
@@ -151,10 +155,27 @@ def saves_in_place(log: RankLog) -> dict[str, list[Save]]:
     return saves
 
 
-def describe_overwriting(log: RankLog, saves: list[Save]) -> str:
-    """Return how these saves of one path endanger the only copy; empty where they do not."""
+def is_older_than_all_saves(logs: list[RankLog], path: str) -> bool:
+    """Return whether a file was there before any process saved it.
+
+    Of processes that save it at once, all but the first may find it, or none.
+    """
+    saves_by_process = [[e for e in log.select(Save) if e.path == path] for log in logs]
+    return all(saves[0].existed for saves in saves_by_process if saves)
+
+
+def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> str:
+    """Return how these saves of one path endanger the only copy; empty where they do not.
+
+    Args:
+        log: The events of the process that saves.
+        saves: Its saves.
+        was_there: Whether the file was there before all of them.
+    """
     first = saves[0]
-    overwriting = [event for event in saves if event.existed]
+    overwriting = [event for event in saves[1:] if event.existed]
+    if was_there:
+        overwriting.append(first)
     if overwriting:
         return (
             f"{file_name(first)} is written {len(saves)} times, {len(overwriting)} times over the "
@@ -217,7 +238,7 @@ def missing_parts(
         model.at,
         f"{file_name(model)} holds {describe_content(model, has)}; missing: {', '.join(missing)}",
         log.rank,
-        "note" if missing == ["random state"] else None,
+        "note" if missing in ONLY_NOTED else None,
     )
 
 
@@ -246,10 +267,7 @@ def describe_content(event: Save, has: dict[str, bool]) -> str:
 def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     missing = []
     if not has["optimizer"]:
-        states = [event.state for event in log.select(OptimizerStep) if event.has_weights]
-        has_state = any(any(state.values()) for state in states)
-        detail = " (it has state: momentum or moments)" if has_state else ""
-        missing.append(f"the optimizer{detail}")
+        missing.append(describe_optimizer(log))
     if not has["schedule"] and log.select(ScheduleStep):
         missing.append("the schedule")
     if not has["position"]:
@@ -257,6 +275,16 @@ def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
     if not has["random"] and any(event.drops for event in log.select(Forward)):
         missing.append("random state")
     return missing
+
+
+def describe_optimizer(log: RankLog) -> str:
+    """Return what is lost with the optimizer."""
+    steps = log.select(OptimizerStep)
+    states = [event.state for event in steps if event.has_weights]
+    if any(any(state.values()) for state in states):
+        return "the optimizer (it has state: momentum or moments)"
+    has_one_rate = len({str(event.lr) for event in steps}) == 1
+    return STATELESS_OPTIMIZER if states and has_one_rate else "the optimizer"
 
 
 @run_rule("module-prefix")

@@ -1,0 +1,96 @@
+"""Collectives that only local rank 0 of each node calls.
+
+With two ranks each simulates a node, so both are local rank 0, and both call them. On one node with
+two ranks only one does, and waits for the other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stepladder.tools.check.events import Forward, ScriptCollective
+from stepladder.tools.check.rank_processes import RankLaunch
+from stepladder.tools.check.rules.all_rules import apply_rules
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.script_source import ScriptSource, find_nodes, last_name
+from stepladder.tools.findings.finding import Finding
+
+CHOOSES_LOCAL_RANK_0 = re.compile(
+    r"local_?rank\W*(?:== 0|in [\[(]-1, 0)|not (?:\w+\.)*local_?rank|is_local_(?:main|master)"
+)
+EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
+
+Lines = set[tuple[str, int]]  # names of files, and lines
+
+
+def needs_one_node(evidence: RunEvidence, launch: RankLaunch) -> bool:
+    """Return whether each rank was local rank 0, and has called what others might not call."""
+    if launch.is_alone or launch.nproc < 2 or launch.ranks_per_node > 1:
+        return False
+    if not evidence.run.has_finished:
+        return False
+    lines = lines_of_local_rank_0(evidence.source)
+    for _, event in evidence.run.select(
+        ScriptCollective,
+        Forward,
+    ):
+        if isinstance(event, Forward) and not event.wrapped:
+            continue
+        location = evidence.location(event.at)
+        if (location.file, location.line) in lines:
+            return True
+    return False
+
+
+def hangs_on_one_node(evidence: RunEvidence) -> list[Finding]:
+    """Return why ranks of one node cannot go on together."""
+    findings = []
+    for finding in apply_rules(evidence):
+        if finding.rule in EXPLAINS_A_HANG:
+            text = f"{finding.evidence}; so it is on one node, where each rank has a local rank"
+            findings.append(
+                replace(
+                    finding,
+                    evidence=text,
+                )
+            )
+    return findings
+
+
+def lines_of_local_rank_0(source: ScriptSource) -> Lines:
+    """Return the lines that only local rank 0 comes to: under an `if`, and in functions called."""
+    lines: Lines = set()
+    for file in source.files:
+        for node in find_nodes(file.tree, ast.If):
+            if CHOOSES_LOCAL_RANK_0.search(ast.unparse(node.test).lower()):
+                for statement in node.body:
+                    lines |= lines_of(file.name, statement)
+                    for function in called_functions(source, statement):
+                        lines |= function
+    return lines
+
+
+def lines_of(file: str, node: ast.stmt) -> Lines:
+    return {(file, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def called_functions(source: ScriptSource, statement: ast.stmt) -> Iterator[Lines]:
+    """Yield the lines of the script's functions that a statement calls, also through others."""
+    known: set[str] = set()
+    nodes: list[ast.AST] = [statement]
+    while nodes:
+        calls = find_nodes(nodes.pop(), ast.Call)
+        called = {last_name(call.func) for call in calls} - known
+        known |= called
+        for file in source.files:
+            functions = find_nodes(file.tree, ast.FunctionDef)
+            for function in functions:
+                if function.name in called:
+                    nodes.append(function)
+                    yield lines_of(
+                        file.name,
+                        function,
+                    )
