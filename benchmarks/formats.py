@@ -8,12 +8,13 @@ at 90 % of an epoch; rows a second, cold and warm (in turns, medians of five); m
 imports; how well an epoch is shuffled. At last 10^7 and 10^8 rows of JSON Lines, ours alone.
 
 A native loader saves its state as its documentation says: datasets and webdataset by torchdata's
-StatefulDataLoader, mosaicml-streaming by its own. Each rank saves its own; a rank that had none
+StatefulDataLoader, Grain by its ElasticIterator, the others by their own. Each rank saves its own; a rank that had none
 before takes that of the last one. All libraries are in one environment:
 
     pip install -e '.[json,parquet]' datasets webdataset torchdata
     pip install --no-deps mosaicml-streaming
-    pip install catalogue brotli python-snappy zstd"""
+    pip install catalogue brotli python-snappy zstd
+    pip install grain litdata  # optional: without them ArrayRecord and litdata are left out"""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from formats_readers import NATIVE, READERS, WRITERS, Rank, open_fastest
+from formats_readers import (
+    NATIVE,
+    OPTIONAL,
+    READERS,
+    WRITERS,
+    Rank,
+    list_formats,
+    open_fastest,
+)
 from report import Report, bar, table
 
 from stepladder import Loader, open_data
@@ -308,12 +317,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--formats", default=",".join(WRITERS))
+    parser.add_argument("--formats", default=",".join(list_formats()))
     parser.add_argument("--lines", type=int, default=10**8, help="of JSON, for the memory")
     parser.add_argument("--write", action="store_true", help="save the report under results/")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     packages = ["torch", "pyarrow", "datasets", "torchdata", "webdataset", "mosaicml-streaming"]
+    packages += [OPTIONAL[name][0] for name in args.formats.split(",") if name in OPTIONAL]
     packages += ["msgspec", "stepladder"]
     report = Report("formats.py", "Files of common formats, in any loop", packages, "2")
     matrix: list[list[str]] = []

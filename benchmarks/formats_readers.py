@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +111,39 @@ def write_csv(folder: Path, count: int) -> None:
             out.writerows([row["id"], *row["x"].tolist()] for row in rows)
 
 
+def write_array_record(folder: Path, count: int) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    for number, rows in enumerate(make_files(count)):
+        out = ArrayRecordWriter(str(folder / f"{number:03d}.arrayrecord"), "group_size:1")
+        for row in rows:
+            out.write(struct.pack("<q", row["id"]) + row["x"].tobytes())
+        out.close()
+
+
+def parse_record(record: dict[str, bytes] | bytes) -> tuple[int, np.ndarray]:
+    """Return the id and the numbers of a record of write_array_record."""
+    data = record["record"] if isinstance(record, dict) else record
+    return int.from_bytes(data[:8], "little"), np.frombuffer(data, np.float32, offset=8).copy()
+
+
+def write_litdata(folder: Path, count: int) -> None:
+    """The rows in litdata's chunks, which its loader reads, and in Parquet, which ours reads."""
+    import litdata
+
+    for name in ("chunks", "rows"):
+        (folder / name).mkdir()
+    write_parquet(folder / "rows", count)
+    rows = [row for part in make_files(count) for row in part]
+    litdata.optimize(
+        keep_row, rows, str(folder / "chunks"), chunk_size=GROUP, num_workers=1, verbose=False
+    )
+
+
+def keep_row(row: Row) -> Row:
+    return row
+
+
 def write_tokens(folder: Path, count: int) -> None:
     np.arange(count * BLOCK + 1, dtype=np.uint32).tofile(folder / "train.bin")
 
@@ -121,7 +156,16 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "jsonl": write_jsonl,
     "csv": write_csv,
     "tokens": write_tokens,
+    "array_record": write_array_record,
+    "litdata": write_litdata,
 }
+OPTIONAL = {"array_record": ("grain",), "litdata": ("litdata", "boto3")}  # libraries
+
+
+def list_formats() -> list[str]:
+    """Return the formats whose native loaders are installed."""
+    return [name for name in WRITERS if all(map(find_spec, OPTIONAL.get(name, ())))]
+
 
 # -- readers ---------------------------------------------------------------------------------------
 
@@ -131,9 +175,12 @@ class Ours:
 
     def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
         columns = {"webdataset": ("cls", "npy")}.get(name)
-        self.key: Any = 0 if columns else "id"
+        decode = parse_record if name == "array_record" else None
+        self.key: Any = 0 if columns or decode else "id"
+        if name == "litdata":
+            folder = folder / "rows"
         self.loader = Loader(
-            open_data(folder, columns=columns, block=BLOCK, dtype="uint32"),
+            open_data(folder, columns=columns, decode=decode, block=BLOCK, dtype="uint32"),
             reader_rank.global_batch,
             seed=SEED,
             num_workers=reader_rank.workers,
@@ -145,7 +192,7 @@ class Ours:
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.loader:
-            if "tokens" in batch:
+            if self.key == "id" and "tokens" in batch:
                 yield (batch["tokens"][:, 0] // BLOCK).tolist()
             else:
                 yield batch[self.key].tolist()
@@ -239,6 +286,51 @@ class RandomBlocks:
         self.step = state["step"]
 
 
+class GrainBatches:
+    """Grain's MapDataset over ArrayRecord, in the iterator whose state holds on other ranks."""
+
+    def __init__(self, name: str, folder: Path, reader_rank: Rank) -> None:
+        self.paths = sorted(map(str, folder.glob("*.arrayrecord")))
+        self.rank = reader_rank
+        self.iterator = self._open()
+
+    def _open(self) -> Any:
+        import grain
+
+        data = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(self.paths))
+        workers = None
+        if self.rank.workers:
+            workers = grain.multiprocessing.MultiprocessingOptions(self.rank.workers)
+        elastic = grain.experimental.ElasticIterator(
+            data.seed(SEED).shuffle().map(parse_record),
+            self.rank.global_batch,
+            grain.sharding.ShardOptions(self.rank.rank, self.rank.ranks),
+            multiprocessing_options=workers,
+        )
+        return iter(elastic)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.iterator
+        self.iterator = self._open()
+
+    def state_dict(self) -> Any:
+        return self.iterator.get_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.iterator.set_state(state)
+
+
+def open_litdata(name: str, folder: Path, reader_rank: Rank) -> Any:
+    import litdata
+
+    if reader_rank.ranks > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")  # where litdata finds the rank
+    data = litdata.StreamingDataset(str(folder / "chunks"), shuffle=True, seed=SEED)
+    return litdata.StreamingDataLoader(
+        data, batch_size=reader_rank.batch, num_workers=reader_rank.workers
+    )
+
+
 OPENERS: dict[str, Callable[[str, Path, Rank], Any]] = {
     "parquet": open_streamed,
     "arrow": open_saved,
@@ -247,6 +339,8 @@ OPENERS: dict[str, Callable[[str, Path, Rank], Any]] = {
     "jsonl": open_streamed,
     "csv": open_streamed,
     "tokens": RandomBlocks,
+    "array_record": GrainBatches,
+    "litdata": open_litdata,
 }
 NATIVE = {
     "parquet": "datasets, streaming",
@@ -256,6 +350,8 @@ NATIVE = {
     "jsonl": "datasets, streaming",
     "csv": "datasets, streaming",
     "tokens": "the loop of nanoGPT",
+    "array_record": "Grain",
+    "litdata": "litdata, and ours of Parquet",
 }
 READERS: dict[str, Callable[[str, Path, Rank], Any]] = {"ours": Ours, "native": Theirs}
 
