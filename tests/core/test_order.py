@@ -116,11 +116,14 @@ def test_with_few_slots_one_chunk_is_read_after_the_other(slots: int) -> None:
     assert np.count_nonzero(np.diff(order // 10)) == 7
 
 
-@pytest.mark.parametrize(("slots", "lanes"), [(1, 1), (8, 2), (16, 4), (1024, 8)])
+@pytest.mark.parametrize(("slots", "lanes"), [(1, 1), (8, 2), (12, 2), (16, 4), (1024, 8)])
 def test_a_lane_has_four_slots_or_more(slots: int, lanes: int) -> None:
-    """And there are no more lanes than microbatches."""
-    stream = Plan(7680, 80, 10, chunks=Chunks(((7680, 10),), slots)).stream
+    """And there are no more lanes than microbatches, nor more than 64."""
+    chunks = Chunks(((7680, 10),), slots)
+    stream = Plan(7680, 80, 10, chunks=chunks).stream
     assert stream is not None and stream.num_lanes == lanes
+    stream = Plan(7680, 128, 1, chunks=chunks).stream
+    assert stream is not None and (stream.num_lanes == 64) == (slots == 1024)
 
 
 @pytest.mark.parametrize(("rows_per_chunk", "shared"), [(12, 0), (11, 7)])
