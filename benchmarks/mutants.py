@@ -54,7 +54,10 @@ SNAPSHOT = [
 ]
 
 MODULES = {  # source, and its tests, the quickest first
-    "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
+    "plan": (
+        "core/plan.py",
+        ["core/test_plan.py", "core/test_order.py", "core/test_length_pools.py"],
+    ),
     "order": ("core/order.py", ["core/test_order.py", "core/test_feistel.py", "core/test_plan.py"]),
     "tree": ("train/sync/exact.py", ["train/test_exact.py", "train/test_shared_memory.py"]),
     "binary_tree": ("train/sync/binary_tree.py", ["train/test_exact.py"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from inspect import signature
 from itertools import product
 
 import numpy as np
@@ -18,6 +19,7 @@ from stepladder.core.plan import (
     IdleSpan,
     Plan,
     Span,
+    add_idle_spans,
     choose_microbatch,
     fuse_spans,
     split_evenly,
@@ -288,3 +290,20 @@ def test_a_rank_without_samples_makes_an_empty_step_so_that_ranks_stay_together(
 def test_a_pass_that_adds_nothing_has_no_samples() -> None:
     assert len(IdleSpan(0, 4, 8)) == 0
     assert len(Span(0, 4, 8)) == 4
+
+
+def test_idle_passes_follow_until_all_ranks_make_as_many() -> None:
+    shares = [[Span(0, 0, 4), Span(1, 4, 8), Span(2, 8, 12)], [Span(3, 12, 16)], []]
+    idle = IdleSpan(0, 0, 4)
+    passes = [add_idle_spans(spans, shares) for spans in shares]
+    assert passes == [shares[0], [*shares[1], idle, idle], [idle, idle, idle]]
+
+
+def test_without_the_last_batch_there_has_to_be_another_one() -> None:
+    assert Plan(16, 16, 4, drop_last=True).steps_per_epoch == 1
+    with pytest.raises(InputError, match="drop_last leaves no batch: 15 samples"):
+        Plan(15, 16, 4, drop_last=True)
+
+
+def test_a_plan_is_made_of_its_public_fields_alone() -> None:
+    assert not [name for name in signature(Plan).parameters if name.startswith("_")]
