@@ -75,12 +75,29 @@ def trace(
     """A trace of one step from 0 to 100 microseconds, with these events in it."""
     content = {
         "traceEvents": [note("ProfilerStep#1", 0, 100), *events], "baseTimeNanoseconds": base, "host_name": host,
-        "stepladder": {"rank": rank, "peak_bytes": 1000, "peak_gpu_bytes": None},
+        "stepladder": describe_rank(rank),
     }  # fmt: skip
     return write_trace(folder, rank, content)
 
 
-def trace_of_steps(folder: Path, rank: int, enters: list[float], ends: list[float]) -> Trace:
+def describe_rank(rank: int, queued_s: list[float] | None = None) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "peak_bytes": 1000,
+        "peak_gpu_bytes": None,
+        "cores": 2,
+        "threads": 1,
+        "queued_s": queued_s,
+    }
+
+
+def trace_of_steps(
+    folder: Path,
+    rank: int,
+    enters: list[float],
+    ends: list[float],
+    queued_s: list[float] | None = None,
+) -> Trace:
     """A trace of steps of which each has one collective, entered and ended so many us after its
     begin, and 20 us of optimizer after that.
     """
@@ -97,7 +114,7 @@ def trace_of_steps(folder: Path, rank: int, enters: list[float], ends: list[floa
         begin += ended + 20
     content = {
         "traceEvents": events, "baseTimeNanoseconds": 0, "host_name": "here",
-        "stepladder": {"rank": rank, "peak_bytes": 1000, "peak_gpu_bytes": None},
+        "stepladder": describe_rank(rank, queued_s),
     }  # fmt: skip
     return write_trace(folder, rank, content)
 
@@ -115,13 +132,25 @@ def rank_profile(
     on_gpu: bool = False,
     early: bool = False,
     overlapped: float = 0.0,
+    held_up: float = 0.0,
     **parts: float,
 ) -> RankProfile:
     """A step of a second, of these parts; the rest of it is forward."""
     seconds = {name: parts.get(name, 0.0) for name in PARTS}
     seconds["forward"] += 1 - sum(seconds.values())
     return RankProfile(
-        rank, "here", 3, 1.0, dict(seconds), overlapped, python, early, on_gpu, 1000, None
+        rank=rank,
+        host="here",
+        steps=3,
+        seconds=1.0,
+        parts=dict(seconds),
+        overlapped=overlapped,
+        python=python,
+        held_up=held_up,
+        early=early,
+        on_gpu=on_gpu,
+        peak_bytes=1000,
+        peak_gpu_bytes=None,
     )
 
 

@@ -66,6 +66,18 @@ def test_a_late_rank_whose_parts_are_not_longer_is_held_up() -> None:
     assert "no part of it is longer, so it is held up by what else runs on its cores" in advice.text
 
 
+@pytest.mark.parametrize(
+    ("held_up", "rules"),
+    [(0.0, ["late_rank", "slow_communication"]), (0.25, ["late_rank"]), (0.5, ["nothing"])],
+)
+def test_what_other_programs_explain_of_waits_and_communication_is_left_out(
+    held_up: float, rules: list[str]
+) -> None:
+    ranks = [rank_profile(0, waiting=0.45, held_up=held_up, communication=0.2)]
+    ranks.append(rank_profile(1, backward=0.65, held_up=held_up, communication=0.2))
+    assert [item.rule for item in advise(profile(*ranks))] == rules
+
+
 def test_what_to_do_about_communication_depends_on_when_it_begins() -> None:
     (after,) = advise(profile(rank_profile(communication=0.3)))
     (early,) = advise(profile(rank_profile(communication=0.3, early=True, overlapped=0.1)))

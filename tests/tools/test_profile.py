@@ -63,6 +63,8 @@ def complete(path: Path) -> list[dict[str, Any]]:
 def test_a_real_trace_says_where_the_time_went(traces: list[Trace]) -> None:
     assert align_clocks(traces) == "one machine, one clock"
     quick, slow = make_rank_profiles(traces)
+    for trace in traces:
+        assert len(trace.queued_us) == STEPS and (trace.queued_us >= 0).all()
     for one in (quick, slow):
         assert one.steps == STEPS and one.peak_bytes > 50e6
         assert one.seconds == pytest.approx(sum(s or 0.0 for s in one.parts.values()))

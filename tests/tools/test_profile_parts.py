@@ -13,12 +13,14 @@ import pytest
 from rich.console import Console
 
 from profiles import arrow, event, note, rank_profile, trace, trace_of_steps
-from stepladder.tools.profiler.advice import Profile, advise
+from stepladder.tools.profiler.advice import Profile, advise, describe_disturbance
 from stepladder.tools.profiler.breakdown import (
     PARTS,
     Operator,
     align_clocks,
     choose_typical_steps,
+    find_crowded_host,
+    find_disturbed_steps,
     find_top_operators,
     make_rank_profiles,
     match_collectives,
@@ -235,6 +237,58 @@ def test_a_hiccup_of_one_rank_changes_nothing(tmp_path: Path) -> None:
     assert rules == [["python", "slow_communication"]] * 2
     assert [rank.parts["waiting"] for rank in profiles[0].ranks] == [0, 0]
     assert profiles[0].ranks[0].seconds == pytest.approx(420e-6)
+
+
+def disturb(folder: Path, num_disturbed: int) -> list[Trace]:
+    """Traces of 30 steps of 420 us, of which rank 1 waits 3 ms for a core in so many."""
+    folder.mkdir(exist_ok=True)
+    queued_us = [3_000.0] * num_disturbed + [0.0] * (30 - num_disturbed)
+    enters = [300 + queued for queued in queued_us]
+    ends = [enter + 100 for enter in enters]
+    queued_s = [queued / 1e6 for queued in queued_us]
+    return [
+        trace_of_steps(folder, 0, [300.0] * 30, ends, [0.0] * 30),
+        trace_of_steps(folder, 1, enters, ends, queued_s),
+    ]
+
+
+@pytest.mark.parametrize("num_held_up", [3, 20, 24])
+def test_steps_in_which_another_program_has_the_core_do_not_count(
+    num_held_up: int, tmp_path: Path
+) -> None:
+    """Also where most of the steps are such. The step after them does not count either."""
+    traces = disturb(tmp_path, num_held_up)
+    assert find_disturbed_steps(traces).sum() == num_held_up + 1
+    profile = Profile(make_rank_profiles(traces), [], disturbed_steps=num_held_up + 1)
+    assert [item.rule for item in advise(profile)] == ["python", "slow_communication"]
+    assert profile.ranks[0].seconds == pytest.approx(420e-6)
+    assert describe_disturbance(profile) == (
+        f"Other programs used the cores: in or just before {num_held_up + 1} of 30 steps a rank was"
+        " ready to compute and had no core; those steps do not count above."
+    )
+
+
+def test_a_disturbance_that_cannot_be_left_out_is_told(tmp_path: Path) -> None:
+    traces = disturb(tmp_path, 28)
+    profile = Profile(make_rank_profiles(traces), [], disturbed_steps=28)
+    assert profile.ranks[0].parts["waiting"] == pytest.approx(3000e-6)
+    assert [item.rule for item in advise(profile)] == ["python"], "the wait is explained"
+    assert "leave out what that explains" in (describe_disturbance(profile) or "")
+    few = Profile(profile.ranks, [], disturbed_steps=2)
+    assert describe_disturbance(few) is None
+
+
+def test_ranks_that_crowd_their_cores_are_no_other_program(tmp_path: Path) -> None:
+    traces = disturb(tmp_path, 20)
+    for one in traces:
+        one.metadata["threads"] = 2
+    crowded = find_crowded_host(traces)
+    assert crowded == "2 ranks with 4 threads share 2 cores"
+    profile = Profile(make_rank_profiles(traces), [], disturbed_steps=20, crowded=crowded)
+    assert profile.ranks[0].seconds == pytest.approx(3420e-6)
+    assert (describe_disturbance(profile) or "").startswith(
+        f"{crowded}: in or just before 20 of 30 "
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 12, 64])

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from stepladder.tools.profiler.breakdown import Operator, RankProfile
+from stepladder.core.numbers import format_count
+from stepladder.tools.profiler.breakdown import MIN_UNDISTURBED_STEPS, Operator, RankProfile
 
 MAX_ADVICE = 3
+MIN_DISTURBED_SHARE = 0.1  # of the steps: fewer are what any machine has
 COPY_OPERATORS = (
     "aten::copy_",
     "aten::clone",
@@ -34,12 +36,16 @@ class Advice:
 class Profile:
     """The profiles of all ranks, and the top operators in their mean.
 
-    `step_range` is the shortest and the longest time of the steps that count, in seconds.
+    `step_range` is the shortest and the longest time of the steps that count, in seconds. In
+    `disturbed_steps` of the recorded ones a rank was ready to compute and had no core; `crowded`
+    says it if the ranks alone have more threads than cores.
     """
 
     ranks: Sequence[RankProfile]
     operators: Sequence[Operator]
     step_range: tuple[float, float] = (0.0, 0.0)
+    disturbed_steps: int = 0
+    crowded: str | None = None
 
     def share(self, part: str) -> float:
         """Return the fraction of the step's time that a part takes, in the mean of the ranks."""
@@ -48,6 +54,10 @@ class Profile:
     @property
     def seconds(self) -> float:
         return mean(rank.seconds for rank in self.ranks)
+
+    @property
+    def undisturbed_seconds(self) -> float:
+        return mean(rank.undisturbed_seconds for rank in self.ranks)
 
     @property
     def on_gpu(self) -> bool:
@@ -91,7 +101,7 @@ def find_copies(profile: Profile) -> Iterator[Advice]:
     copies = [
         operator for operator in profile.operators if operator.name.startswith(COPY_OPERATORS)
     ]
-    share = sum(operator.seconds for operator in copies) / profile.seconds
+    share = sum(operator.seconds for operator in copies) / profile.undisturbed_seconds
     if share >= 0.15:
         names = ", ".join(operator.name for operator in copies)
         text = (
@@ -131,7 +141,7 @@ def describe_late_rank(
         for part in LOCAL_PARTS
     }
     part = max(LOCAL_PARTS, key=lambda name: excess_s[name])
-    mean_step_s = mean(rank.seconds for rank in [late_rank, *waiting_ranks])
+    mean_step_s = mean(rank.undisturbed_seconds for rank in [late_rank, *waiting_ranks])
     text = f"Rank {late_rank.rank} comes last, the others wait for {waited:.0%} of a step"
     if excess_s[part] < 0.25 * waited * mean_step_s:
         return f"{text}; no part of it is longer, so it is held up by {COMPETING_PROGRAMS}."
@@ -149,7 +159,7 @@ def find_slow_communication(profile: Profile) -> Iterator[Advice]:
     remedy = "reduce gradients during backward (--sync ddp, DistributedDataParallel)"
     if any(rank.early for rank in profile.ranks):
         hidden_s = mean(rank.overlapped for rank in profile.ranks)
-        hidden_share = hidden_s / (hidden_s + share * profile.seconds)
+        hidden_share = hidden_s / (hidden_s + share * profile.undisturbed_seconds)
         text += f" ({hidden_share:.0%} of all is hidden behind backward)"
         remedy = "a larger batch per process, or fewer processes"
     yield Advice("slow_communication", share, f"{text}: {remedy}.")
@@ -167,6 +177,28 @@ def advise(profile: Profile) -> list[Advice]:
     """Return the advice about the largest shares of a step, or if no rule applies, a summary."""
     advice = sorted(find_all_advice(profile), key=lambda item: -item.share)
     return advice[:MAX_ADVICE] or [summarize(profile)]
+
+
+def describe_disturbance(profile: Profile) -> str | None:
+    """Say whether programs took the cores from ranks that were ready to compute.
+
+    Returns:
+        A sentence for the reader of the advice, or None if nearly all steps were undisturbed.
+    """
+    steps = profile.ranks[0].steps
+    if profile.disturbed_steps < MIN_DISTURBED_SHARE * steps:
+        return None
+    cause = profile.crowded or "Other programs used the cores"
+    consequence = "those steps do not count above"
+    if profile.crowded:
+        consequence = "the shares above include it"
+    elif steps - profile.disturbed_steps < MIN_UNDISTURBED_STEPS:
+        consequence = "of waiting and communication, the shares above leave out what that explains"
+    disturbed = f"{profile.disturbed_steps} of {format_count(steps, 'step')}"
+    return (
+        f"{cause}: in or just before {disturbed} a rank was ready to compute and had no core;"
+        f" {consequence}."
+    )
 
 
 def summarize(profile: Profile) -> Advice:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.profiler.trace import (
     Collective,
     Event,
@@ -30,6 +31,8 @@ from stepladder.tools.profiler.trace import (
 PARTS = ("waiting", "communication", "data", "backward", "forward", "optimizer", "other")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")  # calls by which the CPU starts GPU work
 MAX_OPERATORS = 10
+MAX_QUEUED_SHARE = 0.05  # of a step that counts as undisturbed
+MIN_UNDISTURBED_STEPS = 5  # fewer say less than the disturbed ones
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,28 @@ class RankProfile:
     parts: dict[str, float | None]  # None: the trace does not show this part
     overlapped: float  # communication while something computes
     python: float  # the main thread in no operator, not reading data, not waiting
+    held_up: float  # at most, by this rank and another one that had work, but no core
     early: bool  # a collective begins while backward still runs
     on_gpu: bool
     peak_bytes: int  # of the process
     peak_gpu_bytes: int | None
 
     def share(self, part: str) -> float:
-        """Return the fraction of the step's time that a part takes."""
-        seconds = self.python if part == "python" else self.parts[part]
-        return (seconds or 0.0) / self.seconds
+        """Return the fraction of the step's time that a part takes, without what held it up."""
+        seconds = self.python if part == "python" else self.undisturbed_parts[part]
+        return seconds / self.undisturbed_seconds
+
+    @property
+    def undisturbed_parts(self) -> dict[str, float]:
+        """The parts, less the time for which ranks may have waited for one without a core."""
+        parts = {name: seconds or 0.0 for name, seconds in self.parts.items()}
+        for name in ("waiting", "communication"):
+            parts[name] = max(0.0, parts[name] - self.held_up)
+        return parts
+
+    @property
+    def undisturbed_seconds(self) -> float:
+        return sum(self.undisturbed_parts.values())
 
     def as_json(self) -> dict[str, Any]:
         """Return bytes and seconds per step; null for a part that the trace does not show."""
@@ -62,6 +78,7 @@ class RankProfile:
             **self.parts,
             "overlapped": self.overlapped,
             "python": self.python,
+            "held_up": self.held_up,
             "peak_bytes": self.peak_bytes,
             "peak_gpu_bytes": self.peak_gpu_bytes,
         }
@@ -135,24 +152,59 @@ def measure_steps(traces: list[Trace]) -> NDArray[np.float64]:
     return means
 
 
-def choose_typical_steps(traces: list[Trace]) -> NDArray[np.int64]:
-    """Return the indices of the steps that count: more than half, those nearest the median time.
+def find_disturbed_steps(traces: list[Trace]) -> Mask:
+    """Return for each step whether a rank had work, but no core, for long, in it or before it.
 
-    One interruption of a rank makes a step of all ranks long, and would change every mean. A step
-    counts on all ranks or on none, so that the parts of the ranks still add up to the step.
+    A rank that was held up after the last collective of a step is late in the next one.
+    """
+    disturbed: Mask = find_longest_queue_us(traces) > MAX_QUEUED_SHARE * measure_steps(traces)
+    disturbed[1:] |= disturbed[:-1]
+    return disturbed
+
+
+def find_longest_queue_us(traces: list[Trace]) -> NDArray[np.float64]:
+    """Return for each step the longest time in which a rank had work, but no core."""
+    num_steps = len(measure_steps(traces))
+    longest: NDArray[np.float64] = np.max([trace.queued_us[:num_steps] for trace in traces], axis=0)
+    return longest
+
+
+def find_crowded_host(traces: list[Trace]) -> str | None:
+    """Describe a machine on which the ranks alone have more threads than there are cores."""
+    for host in dict.fromkeys(trace.host for trace in traces):
+        ranks = [trace.metadata for trace in traces if trace.host == host]
+        threads = sum(rank["threads"] for rank in ranks)
+        cores = ranks[0]["cores"]
+        if threads > cores:
+            return f"{format_count(len(ranks), 'rank')} with {threads} threads share {cores} cores"
+    return None
+
+
+def choose_typical_steps(traces: list[Trace]) -> NDArray[np.int64]:
+    """Return the indices of the steps that count: more than half of the undisturbed ones.
+
+    They are those nearest to the median time. One interruption of a rank makes a step of all ranks
+    long, and would change every mean. A step counts on all ranks or on none, so that the parts of
+    the ranks still add up to the step.
     """
     times = measure_steps(traces)
-    num_steps = len(times)
-    by_distance = np.argsort(np.abs(times - np.median(times)), kind="stable")
-    return np.sort(by_distance[: num_steps // 2 + 1])
+    steps = np.flatnonzero(~find_disturbed_steps(traces))
+    if len(steps) < MIN_UNDISTURBED_STEPS or find_crowded_host(traces):
+        steps = np.arange(len(times))
+    distances = np.abs(times[steps] - np.median(times[steps]))
+    by_distance = steps[np.argsort(distances, kind="stable")]
+    return np.sort(by_distance[: len(steps) // 2 + 1])
 
 
 def make_rank_profiles(traces: list[Trace]) -> list[RankProfile]:
     """Return the profile of each rank, from traces that are aligned already."""
     chosen = choose_typical_steps(traces)
     waits = find_waits(traces)
+    held_up_us = 2 * find_longest_queue_us(traces)[chosen].mean()
+    if find_crowded_host(traces):  # by the ranks themselves, which is how this job runs
+        held_up_us = 0.0
     return [
-        Breakdown(trace, wait, trace.steps[chosen]).profile()
+        Breakdown(trace, wait, trace.steps[chosen]).profile(held_up_us)
         for trace, wait in zip(traces, waits, strict=True)
     ]
 
@@ -207,7 +259,7 @@ class Breakdown:
             self.masks["data"] = self.data & ~self.computing
             self.masks |= {name: covered(spans) for name, spans in kernels.items()}
 
-    def profile(self) -> RankProfile:
+    def profile(self, held_up_us: float) -> RankProfile:
         parts: dict[str, float | None] = {
             name: self.seconds_per_step(mask)
             for name, mask in assign_parts(self.masks, self.in_steps).items()
@@ -223,6 +275,7 @@ class Breakdown:
             parts=parts,
             overlapped=self.seconds_per_step(overlapped),
             python=self.seconds_per_step(python),
+            held_up=held_up_us / 1e6,
             early=self.communicates_in_backward(),
             on_gpu=bool(self.trace.gpu_events),
             peak_bytes=self.trace.metadata["peak_bytes"],

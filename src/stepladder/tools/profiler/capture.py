@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import sys
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 
+from stepladder.core.process_count import count_cores
 from stepladder.tools.probe.job_listener import JobListener
 from stepladder.tools.probe.ranks import (
     end_script_after,
     get_rank_and_world_size,
     write_step_count,
 )
+from stepladder.tools.probe.step_clock import RunQueue
 
 METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to torch's own keys
 MARK_PREFIX = "stepladder:"  # of a job's phase, before the phase's name
@@ -29,8 +33,8 @@ def peak_memory_bytes() -> int:
 class Capture(JobListener):
     """Skips `warmup` optimizer steps, records `steps` more, and writes the trace to `folder`.
 
-    The file has the name that TensorBoard's profiler plug-in expects; its METADATA_KEY has the rank
-    and its peak memory.
+    The file has the name that TensorBoard's profiler plug-in expects; its METADATA_KEY has the
+    rank, its peak memory, its threads and cores, and the time that each step waited for a core.
     """
 
     def __init__(
@@ -55,10 +59,15 @@ class Capture(JobListener):
         self.last_step = warmup + steps
         self.finished_steps = 0
         self.peak_bytes: int | None = None
+        self.queue = RunQueue()
+        self.queued_s: list[float] = []  # before each recorded step, and after the last
         self.record_function = record_function
         self.on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        activities = [ProfilerActivity.CPU]
+        if self.on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         self.profiler = profile(
-            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu],
+            activities=activities,
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
             on_trace_ready=tensorboard_trace_handler(str(folder), worker_name=f"rank-{rank}"),
             acc_events=True,
@@ -74,6 +83,8 @@ class Capture(JobListener):
         """Return whether the window has ended, so that the trace is complete."""
         self.finished_steps += 1
         is_over = self.finished_steps == self.last_step
+        if self.warmup <= self.finished_steps <= self.last_step:
+            self.queued_s.append(self.queue.seconds())
         if is_over:
             self.add_metadata()
         if self.warmup <= self.finished_steps <= self.last_step:
@@ -84,12 +95,19 @@ class Capture(JobListener):
         return is_over
 
     def add_metadata(self) -> None:
-        gpu_bytes = sys.modules["torch"].cuda.max_memory_allocated() if self.on_gpu else None
+        torch = sys.modules["torch"]
         metadata = {
             "rank": self.rank,
             "peak_bytes": self.peak_bytes,
-            "peak_gpu_bytes": gpu_bytes,
+            "peak_gpu_bytes": None,
+            "cores": count_cores(),
+            "threads": torch.get_num_threads(),
+            "queued_s": None,  # the kernel does not tell
         }
+        if self.on_gpu:
+            metadata["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+        if not math.isnan(self.queued_s[0]):
+            metadata["queued_s"] = [end - begin for begin, end in pairwise(self.queued_s)]
         self.profiler.add_metadata_json(METADATA_KEY, json.dumps(metadata))
 
     def observe_part(self, mark: str) -> AbstractContextManager[object]:

@@ -16,10 +16,12 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.output_file import write_output
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.core.world import World
-from stepladder.tools.profiler.advice import Advice, Profile, advise
+from stepladder.tools.profiler.advice import Advice, Profile, advise, describe_disturbance
 from stepladder.tools.profiler.breakdown import (
     align_clocks,
     choose_typical_steps,
+    find_crowded_host,
+    find_disturbed_steps,
     find_top_operators,
     make_rank_profiles,
     measure_steps,
@@ -50,6 +52,7 @@ class ProfileResult:
             "job": self.job,
             "out": str(self.out),
             "steps": self.profile.ranks[0].steps,
+            "disturbed_steps": self.profile.disturbed_steps,
             "clock": self.clock,
             "ranks": [rank.as_json() for rank in self.profile.ranks],
             "operators": [asdict(operator) for operator in self.profile.operators],
@@ -60,8 +63,11 @@ class ProfileResult:
         """Yield the advice and the paths of the traces, as lines for the terminal."""
         for number, item in enumerate(self.advice, start=1):
             yield f"{number}. {item.text}"
+        disturbance = describe_disturbance(self.profile)
         shortest, longest = self.profile.step_range
-        if longest > UNSTEADY_FACTOR * shortest:
+        if disturbance:
+            yield disturbance
+        elif longest > UNSTEADY_FACTOR * shortest:
             yield (
                 f"Typical steps took {1e3 * shortest:.3g} to {1e3 * longest:.3g} ms: something else"
                 " uses this machine, or steps differ. More --steps make the result steadier."
@@ -125,6 +131,8 @@ def examine_traces(
         make_rank_profiles(traces),
         find_top_operators(traces),
         (float(step_times.min()), float(step_times.max())),
+        int(find_disturbed_steps(traces).sum()),
+        find_crowded_host(traces),
     )
     result = ProfileResult(name, out, clock, profile, advise(profile))
     remove(out / TENSORBOARD)

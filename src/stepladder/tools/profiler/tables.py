@@ -35,7 +35,9 @@ def make_tables(result: ProfileResult, width: int) -> Iterator[Table]:
 def make_rank_tables(profile: Profile, name: str, width: int) -> Iterator[Table]:
     steps = format_count(profile.ranks[0].steps, "step")
     title = f"{name}: ms per step, of the typical among {steps}"
-    rows = ["step", *PARTS_SHOWN, "overlapped", "Python", "memory MB", *["GPU MB"] * profile.on_gpu]
+    rows = ["step", *PARTS_SHOWN, "overlapped", "Python", "memory MB"]
+    if profile.on_gpu:
+        rows.append("GPU MB")
     yield from make_column_tables(title, "", rows, make_rank_columns(profile), width)
 
 
@@ -70,9 +72,17 @@ def get_numbers(rank: RankProfile, on_gpu: bool) -> list[float | None]:
         rank.overlapped,
         rank.python,
     ]
-    sizes = [rank.peak_bytes, *[rank.peak_gpu_bytes] * on_gpu]
-    milliseconds = [None if second is None else 1e3 * second for second in seconds]
-    return milliseconds + [None if size is None else size / 1e6 for size in sizes]
+    numbers = [scale_known(second, 1e3) for second in seconds]
+    numbers.append(scale_known(rank.peak_bytes, 1e-6))
+    if on_gpu:
+        numbers.append(scale_known(rank.peak_gpu_bytes, 1e-6))
+    return numbers
+
+
+def scale_known(number: float | None, factor: float) -> float | None:
+    if number is None:
+        return None
+    return factor * number
 
 
 def summarize_known(

@@ -127,6 +127,12 @@ class Trace:
     def steps(self) -> Spans:
         return self.spans(self.step_annotations)
 
+    @property
+    def queued_us(self) -> NDArray[np.float64]:
+        """The microseconds of each step in which the rank had work, but no core; 0 if unknown."""
+        queued_s = self.metadata["queued_s"] or [0.0] * len(self.step_annotations)
+        return 1e6 * np.array(queued_s, dtype=np.float64)
+
     def spans(
         self,
         events: Iterable[Event],
