@@ -206,10 +206,19 @@ class Sandbox:
         )
         if completed.returncode != 0:
             return []
-        return [
-            FolderChanges(folder, tuple(written), tuple(removed))
-            for folder, written, removed in json.loads(completed.stdout)
-        ]
+        changes = []
+        for folder, names, removed in json.loads(completed.stdout):
+            # A folder that was there, in which files came and went, is no change.
+            written = [name for name in names if not Path(folder, name).is_dir()]
+            if written or removed:
+                changes.append(
+                    FolderChanges(
+                        folder,
+                        tuple(written),
+                        tuple(removed),
+                    )
+                )
+        return changes
 
     def close(self) -> None:
         """Release the namespaces, with their overlays."""
