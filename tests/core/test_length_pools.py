@@ -68,6 +68,20 @@ def test_of_samples_in_chunks_those_at_like_places_make_a_batch() -> None:
         assert len(set((batch // 256).tolist())) > 4
 
 
+def test_few_chunks_are_read_twice() -> None:
+    plan = Plan(4000, 64, 1, chunks=Chunks(((4000, 10),), slots=64), by_length=True)
+    in_memory: dict[int, None] = {}
+    loads = 0
+    for batch in read_steps(plan, 0):
+        for chunk in np.unique(batch // 10).tolist():
+            loads += chunk not in in_memory
+            in_memory.pop(chunk, None)
+            in_memory[chunk] = None
+            if len(in_memory) > 64:
+                del in_memory[next(iter(in_memory))]
+    assert loads < 600  # of 400 chunks
+
+
 def test_without_the_last_samples_every_batch_has_one_size() -> None:
     plan = Plan(103, 10, 1, by_length=True, drop_last=True)
     batches = read_steps(plan, 0)

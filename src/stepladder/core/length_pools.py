@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from stepladder.core.order import IndexArray, derive_seed, make_permutation
+from stepladder.core.order import Chunks, IndexArray, derive_seed, make_permutation
 
 MAX_POOL_STEPS = 50  # whose samples are sorted together
 MIN_POOLS = 4  # of an epoch; with fewer, each epoch would have nearly the same batches
@@ -27,7 +27,7 @@ class LengthPools:
     def __init__(
         self,
         seed: int,
-        edges: IndexArray,
+        chunks: Chunks,
         num_steps: int,
         get_batch: Callable[[int], tuple[int, int]],
         read_order: Callable[[int, int, int], IndexArray],
@@ -36,18 +36,22 @@ class LengthPools:
 
         Args:
             seed: The run's seed.
-            edges: The first sample of each chunk, and the number of samples.
+            chunks: Their samples are in the order of their lengths. The samples of a pool are no
+                more than half of the chunks in memory have, so that few chunks are read twice.
             num_steps: The steps of an epoch.
             get_batch: Returns the positions [lo, hi) of a step of the epoch. All steps have one
                 size; only the last may have another one.
             read_order: Returns the samples of (epoch, lo, hi) in an order that knows no lengths.
         """
         self.seed = seed
-        self.edges = edges
+        self.edges = chunks.edges
         self.num_steps = num_steps
         self.get_batch = get_batch
         self.read_order = read_order
-        self.pool_steps = min(MAX_POOL_STEPS, max(1, num_steps // MIN_POOLS))
+        begin, end = get_batch(0)
+        rows_in_memory = int(self.edges[-1]) * chunks.slots // (len(self.edges) - 1)
+        max_steps = min(num_steps // MIN_POOLS, rows_in_memory // 2 // (end - begin))
+        self.pool_steps = max(1, min(MAX_POOL_STEPS, max_steps))
         self._get_pool = lru_cache(maxsize=2)(self._make_pool)
 
     def indices_of_step(

@@ -242,10 +242,9 @@ class Plan:
         """The order of batches of similar lengths, or None for another order."""
         if not self.by_length:
             return None
-        edges = np.array([0, self.num_samples]) if self.chunks is None else self.chunks.edges
         return LengthPools(
             self.seed,
-            edges,
+            self.chunks or Chunks(((self.num_samples, self.num_samples),), slots=2),
             self.steps_per_epoch,
             self.batch,
             self._shuffled_indices_at,
