@@ -22,8 +22,8 @@ NOT_COPIED = {
     ".pytest_cache",
 }
 VENV_MARKER = "pyvenv.cfg"
-MOST_COPIED_FILES = 20_000
-MOST_COPIED_BYTES = 4 << 30
+MAX_COPIED_FILES = 20_000
+MAX_COPIED_BYTES = 4 << 30
 
 
 def copy_folder(
@@ -59,7 +59,7 @@ def validate_size(source: Path, writable_folders: Sequence[Path]) -> None:
     for _, _, files in walk(source, writable_folders):
         count += len(files)
         size += sum(file.stat().st_size for file in files)
-        if count > MOST_COPIED_FILES or size > MOST_COPIED_BYTES:
+        if count > MAX_COPIED_FILES or size > MAX_COPIED_BYTES:
             raise InputError(
                 f"{source} is too large to be copied: {count} files or more, {size >> 20} MiB",
                 "cd to a folder that holds the script and little else, with links to folders of "

@@ -15,7 +15,7 @@ Cause = Literal["script", "check", "no training"]
 
 CHECK_PREFIX = str(Path(__file__).parent) + os.sep
 PARITY_PREFIX = str(Path(__file__).parents[1] / "parity") + os.sep
-MOST_OUTPUT_CHARACTERS = 4000  # of a failed rank, in JSON
+MAX_OUTPUT_CHARACTERS = 4000  # of a failed rank, in JSON
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = (
     "During handling of the above exception",
@@ -83,7 +83,7 @@ class NotChecked:
         return {
             "cause": self.cause,
             "line": self.line,
-            "output": self.output[-MOST_OUTPUT_CHARACTERS:],
+            "output": self.output[-MAX_OUTPUT_CHARACTERS:],
         }
 
 

@@ -9,7 +9,7 @@ from stepladder.tools.check.check import Report
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import as_record, format_sarif
 
-MOST_OUTPUT_CHARACTERS = 4000
+MAX_OUTPUT_CHARACTERS = 4000
 CHECK_RECORD_KEYS = {
     "rule": "rule",
     "severity": "severity",
@@ -36,7 +36,7 @@ def json_of_report(report: Report) -> str:
     fields["notes"] = report.notes
     fields["failed"] = ""
     if not_checked and not_checked.cause == "script":
-        fields["failed"] = (not_checked.output or not_checked.line)[-MOST_OUTPUT_CHARACTERS:]
+        fields["failed"] = (not_checked.output or not_checked.line)[-MAX_OUTPUT_CHARACTERS:]
     fields["findings"] = [as_record(finding, CHECK_RECORD_KEYS) for finding in report.findings]
     fields["not_checked"] = not_checked.as_json() if not_checked else None
     return json.dumps(fields)

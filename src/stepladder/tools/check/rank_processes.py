@@ -36,7 +36,7 @@ POLL_INTERVAL_S = 0.1
 # Without an event or work of any rank after one has halted: another may not have come so far yet.
 HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
-MOST_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
+MAX_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
 JUDGEMENT_INTERVAL_S = 2.0
 RANK_VARIABLES_OF_TORCHRUN = (
     "RANK",
@@ -358,8 +358,8 @@ class RunningRanks:
             return True
         if outcome.failed:
             failed_s = time.monotonic() - self.well_at
-            return self.rest_s > FAILURE_DELAY_S or failed_s > MOST_DELAY_S
-        is_at_rest = self.rest_s > HALT_DELAY_S or self.idle_s > MOST_DELAY_S
+            return self.rest_s > FAILURE_DELAY_S or failed_s > MAX_DELAY_S
+        is_at_rest = self.rest_s > HALT_DELAY_S or self.idle_s > MAX_DELAY_S
         return outcome.halted and is_at_rest
 
     def conclude(self) -> LaunchOutcome:

@@ -41,7 +41,7 @@ NO_COMPARISON = (
     "--resume: two runs of the script differ from the first step on, so weights cannot be "
     "compared: seed it"
 )
-MOST_COMPARED_STEPS = 12
+MAX_COMPARED_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,8 @@ def batches_trained_in(one_pass: LoaderPass) -> list[Batch]:
 def compare_learning_rates(run: ResumedRun) -> Finding | None:
     """Compare the learning rates of the first steps after the snapshot."""
     first_step = run.steps_before + 1
-    unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :][:MOST_COMPARED_STEPS]
-    resumed = run.resumed.select(OptimizerStep)[:MOST_COMPARED_STEPS]
+    unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :][:MAX_COMPARED_STEPS]
+    resumed = run.resumed.select(OptimizerStep)[:MAX_COMPARED_STEPS]
     for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
         if not expected.lr:
             continue

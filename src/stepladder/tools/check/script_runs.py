@@ -70,8 +70,8 @@ IS_MODEL_PARALLEL = (
 TRAINING_EVENTS = (OptimizerStep, Backward, AutogradCall)
 WORKING_EVENTS = (Forward, Backward, OptimizerStep, ScriptCollective)
 EARLY_READ_INTERVAL_S = 1.5
-MOST_BYTES_READ_EARLY = 4 << 20
-MOST_OUTPUT_LINES = 20
+MAX_BYTES_READ_EARLY = 4 << 20
+MAX_SHOWN_LINES = 20
 
 LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed"
@@ -97,7 +97,7 @@ class ScriptRun:
     def last_output(self) -> str:
         """The last lines that the first rank has printed."""
         output = hide_check_frames(self.outcome.output(0), self.folders)
-        return "\n".join(output.rstrip().splitlines()[-MOST_OUTPUT_LINES:])
+        return "\n".join(output.rstrip().splitlines()[-MAX_SHOWN_LINES:])
 
     @property
     def has_worked(self) -> bool:
@@ -313,7 +313,7 @@ class ScriptRuns:
 
         def read_and_watch(folder: Path) -> None:
             is_early = time.monotonic() - self.last_read < EARLY_READ_INTERVAL_S
-            if not is_last or is_early or size_of_recordings(folder) > MOST_BYTES_READ_EARLY:
+            if not is_last or is_early or size_of_recordings(folder) > MAX_BYTES_READ_EARLY:
                 return
             recording = self.read_recording(folder, launch)
             has_group = launch.is_alone or recording.select(GroupJoined)

@@ -16,7 +16,7 @@ from stepladder.core.python_file import parse_source
 Node = TypeVar("Node", bound=ast.AST)
 
 SUPPRESSION = re.compile(r"#\s*stepladder:\s*ignore\[(?P<rules>[\w, -]+)\]\s*(?P<reason>.*)")
-MOST_SOURCE_FILES = 60
+MAX_SOURCE_FILES = 60
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def read_source(script: Path, folder: Path) -> ScriptSource:
     paths = [script]
     while paths:
         path = paths.pop()
-        if path in files or len(files) > MOST_SOURCE_FILES:
+        if path in files or len(files) > MAX_SOURCE_FILES:
             continue
         is_in_folder = path.is_relative_to(folder)
         name = str(path.relative_to(folder) if is_in_folder else path)

@@ -29,8 +29,8 @@ from stepladder.tools.findings.finding import Finding
 MEASURED_BYTES = tuple(4 * 4**k for k in range(13))  # 4 bytes to 64 MiB
 SIZE_BUDGET_S = 0.25  # for all rounds of one size
 LAST_SIZE_S = 0.6  # no larger size follows one that takes so long
-FEWEST_ROUNDS = 5
-MOST_ROUNDS = 200
+MIN_MEASURE_ROUNDS = 5
+MAX_MEASURE_ROUNDS = 200
 WARM_UP_ROUNDS = 2
 MEASUREMENT_TIMEOUT_S = 120.0
 RENDEZVOUS_TIMEOUT_S = 60.0
@@ -246,7 +246,7 @@ def measure_speed(
 
     warm_up_seconds = max(all_reduce_seconds() for _ in range(WARM_UP_ROUNDS))
     affordable = SIZE_BUDGET_S / max(gather_values(comm, warm_up_seconds))
-    rounds = int(min(MOST_ROUNDS, max(FEWEST_ROUNDS, affordable)))
+    rounds = int(min(MAX_MEASURE_ROUNDS, max(MIN_MEASURE_ROUNDS, affordable)))
     median = float(np.median([all_reduce_seconds() for _ in range(rounds)]))
     seconds = max(gather_values(comm, median))
     bus = bus_bandwidth(ranks, tensor_bytes, seconds)

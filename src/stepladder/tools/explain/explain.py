@@ -13,7 +13,7 @@ from stepladder.tools.findings.finding import Finding, Location
 MIN_PART_CHARACTERS = 8  # of a part of a message that identifies it
 MIN_SHARED_TERMS = 2
 MIN_TERM_LETTERS = 3
-MOST_NEAREST = 2
+MAX_NEAREST_ERRORS = 2
 COMMON_WORDS = {
     "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that",
     "error", "runtimeerror",
@@ -96,7 +96,7 @@ def find_nearest(text: str) -> Iterator[Finding]:
     scores = [s for s in scores if s.shared_with_message and s.shared >= least_shared]
     best = max(((s.shared, s.shared_with_message) for s in scores), default=None)
     nearest = [s for s in scores if (s.shared, s.shared_with_message) == best]
-    for result in nearest[:MOST_NEAREST]:
+    for result in nearest[:MAX_NEAREST_ERRORS]:
         yield result.error.finding(result.message)
 
 

@@ -34,8 +34,8 @@ REFUSAL_TEXTS = (
 # What Python and torch keep in TMPDIR themselves, under names that are new in each run.
 OWN_TEMPORARY = re.compile(r"^(?:torchinductor_|pymp-|listener-|pytorch-errorfile-|torch_|tmp)")
 READ_ONLY_TEXT = os.strerror(errno.EROFS)  # of a program in C
-MOST_FOLDERS_SHOWN = 8
-MOST_NAMES_SHOWN = 4
+MAX_FOLDERS_SHOWN = 8
+MAX_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Isolation:
     def lines(self) -> list[str]:
         """Return a line for the mechanism, and lines for what the script tried to change."""
         lines = [f"files outside the copy: {MECHANISM_TEXTS[self.mechanism]}"]
-        lines += [describe_changes(changes) for changes in self.written[:MOST_FOLDERS_SHOWN]]
-        if len(self.written) > MOST_FOLDERS_SHOWN:
-            lines.append(f"  and in {len(self.written) - MOST_FOLDERS_SHOWN} folders more")
-        for path in self.refused[:MOST_FOLDERS_SHOWN]:
+        lines += [describe_changes(changes) for changes in self.written[:MAX_FOLDERS_SHOWN]]
+        if len(self.written) > MAX_FOLDERS_SHOWN:
+            lines.append(f"  and in {len(self.written) - MAX_FOLDERS_SHOWN} folders more")
+        for path in self.refused[:MAX_FOLDERS_SHOWN]:
             folder = Path(path).parent
             lines.append(f"  refused: {path}  HINT: stepladder check --writes {folder} ...")
         if self.refused_programs:
@@ -85,9 +85,9 @@ def describe_changes(changes: FolderChanges) -> str:
 
 
 def shorten_names(names: Sequence[str]) -> str:
-    text = ", ".join(names[:MOST_NAMES_SHOWN])
-    if len(names) > MOST_NAMES_SHOWN:
-        text += f" and {len(names) - MOST_NAMES_SHOWN} more"
+    text = ", ".join(names[:MAX_NAMES_SHOWN])
+    if len(names) > MAX_NAMES_SHOWN:
+        text += f" and {len(names) - MAX_NAMES_SHOWN} more"
     return text
 
 

@@ -14,10 +14,10 @@ import xxhash
 from stepladder.tools.check.probe.patching import default_on_error
 
 DIGEST_CHARACTERS = 12
-MOST_HASHED_ROWS = 256
-MOST_HASHED_ELEMENTS = 65536  # of each tensor of a data set
-MOST_ATTRIBUTES = 50
-MOST_ITEMS = 20  # of a list
+MAX_HASHED_ROWS = 256
+MAX_HASHED_ELEMENTS = 65536  # of each tensor of a data set
+MAX_ATTRIBUTES = 50
+MAX_ITEMS = 20  # of a list
 MAX_DEPTH = 4  # of nested lists and dicts
 
 
@@ -67,7 +67,7 @@ def row_digests(batch: Any) -> list[str]:
     if not arrays:
         return []
     hashes = []
-    for row in range(min(count, MOST_HASHED_ROWS)):
+    for row in range(min(count, MAX_HASHED_ROWS)):
         state = xxhash.xxh3_64()
         for array in arrays:
             state.update(array[row].tobytes())
@@ -121,7 +121,7 @@ def random_states() -> dict[str, str]:
 def generator_states(owner: Any, depth: int = 0) -> dict[str, str]:
     """Return hashes of the states of random generators that an object holds, by attribute."""
     states: dict[str, str] = {}
-    for name, value in list(getattr(owner, "__dict__", {}).items())[:MOST_ATTRIBUTES]:
+    for name, value in list(getattr(owner, "__dict__", {}).items())[:MAX_ATTRIBUTES]:
         state = generator_state(value)
         if state:
             states[name] = state
@@ -160,7 +160,7 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
     with suppress(TypeError):
         state.update(str(len(dataset)))
     if isinstance(dataset, (list, tuple)):
-        state.update(repr([value_key(item, 3) for item in dataset[:MOST_ITEMS]]))
+        state.update(repr([value_key(item, 3) for item in dataset[:MAX_ITEMS]]))
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         state.update(f"{name}={value_key(value, depth)}")
     return state.hexdigest()[:DIGEST_CHARACTERS]
@@ -169,13 +169,13 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
 def value_key(value: Any, depth: int) -> str:
     """Return a text that is equal for equal values; the class's name where that would be slow."""
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{digest(value.reshape(-1)[:MOST_HASHED_ELEMENTS])}"
+        return f"{tuple(value.shape)}{digest(value.reshape(-1)[:MAX_HASHED_ELEMENTS])}"
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return array_key(value)
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value)[:500]
     if isinstance(value, (list, tuple)):
-        items = value[:MOST_ITEMS] if depth < MAX_DEPTH else ()
+        items = value[:MAX_ITEMS] if depth < MAX_DEPTH else ()
         return f"{len(value)}:" + ",".join(value_key(item, depth + 1) for item in items)
     if hasattr(value, "__getitem__") and hasattr(value, "__dict__") and depth < 3:
         return dataset_fingerprint(value, depth + 1)
@@ -185,4 +185,4 @@ def value_key(value: Any, depth: int) -> str:
 def array_key(array: Any) -> str:
     if array.dtype == object:
         return "object"
-    return f"{array.shape}{short_hash(array.reshape(-1)[:MOST_HASHED_ELEMENTS].tobytes())}"
+    return f"{array.shape}{short_hash(array.reshape(-1)[:MAX_HASHED_ELEMENTS].tobytes())}"

@@ -47,9 +47,9 @@ COLLECTIVES = (
     "barrier",
     "monitored_barrier",
 )
-MOST_RECORDED_VALUES = 64
-MOST_GATHERED_ITEMS = 10_000
-MOST_KNOWN_MEANS = 64
+MAX_RECORDED_VALUES = 64
+MAX_GATHERED_ITEMS = 10_000
+MAX_KNOWN_MEANS = 64
 
 
 class KnownMeans:
@@ -59,7 +59,7 @@ class KnownMeans:
         self.counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def add(self, mean: torch.Tensor, count: int) -> None:
-        if len(self.counts) > MOST_KNOWN_MEANS:
+        if len(self.counts) > MAX_KNOWN_MEANS:
             self.counts.clear()
         self.counts[id(mean)] = (weakref.ref(mean), count)
 
@@ -185,7 +185,7 @@ def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
         "ptr": tensor.data_ptr(),
         "count": count,
     }
-    if count <= MOST_RECORDED_VALUES and not tensor.is_complex():
+    if count <= MAX_RECORDED_VALUES and not tensor.is_complex():
         fields["value"] = tensor.detach().reshape(-1).double().tolist()
     return fields | {"mean_of": known_means.count_of(tensor)}
 
@@ -195,9 +195,9 @@ def sample_numbers(gathered: Any) -> list[int]:
 
     If each comes once, they are numbers of samples.
     """
-    if isinstance(gathered, dict) and len(gathered) <= MOST_GATHERED_ITEMS:
+    if isinstance(gathered, dict) and len(gathered) <= MAX_GATHERED_ITEMS:
         keys = list(gathered)
-    elif isinstance(gathered, list) and len(gathered) <= MOST_GATHERED_ITEMS:
+    elif isinstance(gathered, list) and len(gathered) <= MAX_GATHERED_ITEMS:
         keys = [item[0] for item in gathered if isinstance(item, (list, tuple)) and item]
     else:
         return []

@@ -34,8 +34,8 @@ from stepladder.tools.check.probe.patching import default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 EPOCHS_BY_DEFAULT = 2
-MOST_ATTRIBUTES_SEARCHED = 50
-MOST_ITEMS_SEARCHED = 20
+MAX_ATTRIBUTES_SEARCHED = 50
+MAX_ITEMS_SEARCHED = 20
 FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
 # Attributes that the probe gives to objects of torch.
@@ -330,9 +330,9 @@ def record_open_files(
         path: The attributes that lead to the object.
         depth: The number of objects around it.
     """
-    for name, value in list(vars(owner).items())[:MOST_ATTRIBUTES_SEARCHED]:
+    for name, value in list(vars(owner).items())[:MAX_ATTRIBUTES_SEARCHED]:
         if isinstance(value, (list, tuple)):
-            first_items = enumerate(value[:MOST_ITEMS_SEARCHED])
+            first_items = enumerate(value[:MAX_ITEMS_SEARCHED])
             items = [(f"{path}.{name}[{index}]", item) for index, item in first_items]
         else:
             items = [(f"{path}.{name}", value)]

@@ -14,7 +14,7 @@ from stepladder.tools.check.events import FileMove, FileRead, PathSearch, Print
 from stepladder.tools.check.probe.patching import record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
-MOST_LISTED_FILES = 5000
+MAX_LISTED_FILES = 5000
 NOT_DATA_SUFFIXES = (
     ".py",
     ".pyc",
@@ -134,7 +134,7 @@ def record_data_file(path: str) -> None:
     beside: list[str] = []
     if (folder + pattern) not in read_files.patterns:
         read_files.patterns.add(folder + pattern)
-        names = os.listdir(folder)[:MOST_LISTED_FILES]  # noqa: PTH208
+        names = os.listdir(folder)[:MAX_LISTED_FILES]  # noqa: PTH208
         alike = [sibling for sibling in names if re.sub(r"\d+", "*", sibling) == pattern]
         beside = [os.path.join(folder, sibling) for sibling in alike]  # noqa: PTH118
     current_log().write(FileRead(path=path, pattern=pattern, beside=beside))

@@ -16,9 +16,9 @@ from stepladder.tools.check.probe.hooks_data import pass_counters
 from stepladder.tools.check.probe.patching import default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
 
-MOST_NUMBERINGS = 200
-MOST_VALUES = 200  # that are recorded of each
-MOST_NUMBERED_VALUES = 1_000_000
+MAX_NUMBERINGS = 200
+MAX_VALUES = 200  # that are recorded of each
+MAX_NUMBERED_VALUES = 1_000_000
 
 
 class NumberingCounter:
@@ -46,7 +46,7 @@ class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
         iterable: Iterable[Any],
         start: int = 0,
     ) -> RecordingEnumerate:
-        is_early = numberings.count < MOST_NUMBERINGS and pass_counters.passes == 0
+        is_early = numberings.count < MAX_NUMBERINGS and pass_counters.passes == 0
         if is_early and current_log().is_called_by_user():
             record_numbering(iterable)
         return super().__new__(cls, iterable, start)
@@ -56,10 +56,10 @@ class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
 def record_numbering(values: Any) -> None:
     if not isinstance(values, (list, tuple, set, frozenset, dict)):
         return
-    if not 1 < len(values) <= MOST_NUMBERED_VALUES:
+    if not 1 < len(values) <= MAX_NUMBERED_VALUES:
         return
     numberings.add()
-    first_values = list(values)[:MOST_VALUES]
+    first_values = list(values)[:MAX_VALUES]
     shown = [repr(value)[:60] for value in first_values if isinstance(value, (str, int))]
     if len(shown) == len(first_values):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))

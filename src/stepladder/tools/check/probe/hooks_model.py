@@ -26,7 +26,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 SHARDING_CLASSES = ("FSDPModule",)
 CALLS_RECORDED_FULLY = 40  # of models with a gradient; later ones only now and then
 CALLS_PER_FULL_RECORD = 16
-MOST_RECORDED_ROWS = 64
+MAX_RECORDED_ROWS = 64
 
 
 class CalledModels(NestingDepth):
@@ -126,7 +126,7 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
     }
     is_recorded_fully = calls <= CALLS_RECORDED_FULLY or calls % CALLS_PER_FULL_RECORD == 0
     if keeps_graph and is_recorded_fully:
-        fields["rows"] = digests.row_digests([args, kwargs])[:MOST_RECORDED_ROWS]
+        fields["rows"] = digests.row_digests([args, kwargs])[:MAX_RECORDED_ROWS]
         fields |= count_layers_with_modes(module)
     if is_first_evaluation:
         fields |= count_layers_with_modes(module)

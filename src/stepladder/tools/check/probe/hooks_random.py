@@ -30,9 +30,9 @@ DRAWING_FUNCTIONS = (
     "multinomial",
 )
 DRAWING_METHODS = ("uniform_", "normal_", "bernoulli_", "random_")
-MOST_DRAWS_PER_LINE = 40
-MOST_FETCHES = 4  # of each fetcher
-MOST_RECORDED_INDICES = 64
+MAX_DRAWS_PER_LINE = 40
+MAX_FETCHES = 4  # of each fetcher
+MAX_RECORDED_INDICES = 64
 
 fetch_counts: Counter[int] = Counter()  # by the id of the fetcher
 draw_counts: Counter[str] = Counter()  # by file and line
@@ -54,7 +54,7 @@ def record_draw(name: str) -> Any:
         frame = log.user_frame()
         line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
         draw_counts[line] += 1
-        if draw_counts[line] <= MOST_DRAWS_PER_LINE:
+        if draw_counts[line] <= MAX_DRAWS_PER_LINE:
             generator = kwargs.get("generator")
             if generator is None:
                 state = digests.digest(torch.get_rng_state())
@@ -69,7 +69,7 @@ def record_draw(name: str) -> Any:
 def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     """Record the generators whose states change while samples are fetched."""
     fetch_counts[id(fetcher)] += 1
-    if fetch_counts[id(fetcher)] > MOST_FETCHES:
+    if fetch_counts[id(fetcher)] > MAX_FETCHES:
         return original(fetcher, indices)
     before = generator_states(fetcher.dataset)
     batch = original(fetcher, indices)
@@ -77,7 +77,7 @@ def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     info = get_worker_info()
     index_list = list(indices) if isinstance(indices, (list, tuple)) else [indices]
     event = Fetch(
-        indices=index_list[:MOST_RECORDED_INDICES],
+        indices=index_list[:MAX_RECORDED_INDICES],
         used={name: state for name, state in before.items() if after.get(name) != state},
         worker=info.id if info else -1,
         parent=pid_of_parent(),

@@ -32,7 +32,7 @@ NAMES_OF_SETTINGS = (
 )
 NAMES_OF_POSITIONS = ("epoch", "step", "iter", "batch", "position", "global")
 RANDOM_STATE_BYTES = (5056, 16)  # of torch on a CPU, and on a GPU
-MOST_RECORDED_KEYS = 20
+MAX_RECORDED_KEYS = 20
 PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
 
 
@@ -107,7 +107,7 @@ def parts_of(value: Any) -> dict[str, Any]:
     parts = no_parts()
     parts["bare"] = is_weights(value)
     if isinstance(value, dict):
-        parts["keys"] = sorted(map(str, value))[:MOST_RECORDED_KEYS]
+        parts["keys"] = sorted(map(str, value))[:MAX_RECORDED_KEYS]
     for name, item in nested_items(value):
         part = part_of_training(name.lower(), item)
         if part:

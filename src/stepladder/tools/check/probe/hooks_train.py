@@ -41,7 +41,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
-MOST_RECORDED_POINTERS = 8
+MAX_RECORDED_POINTERS = 8
 NOT_HASHED = "-"  # in place of a hash of a sharded state, which is a state all the same
 # The code that runs around the step of each optimizer.
 STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__
@@ -155,7 +155,7 @@ def has_no_gradient(parameter: Any) -> bool:
 def gradient_pointers(parameters: list[Any]) -> list[int]:
     """Return the addresses of the first gradients, by which collectives are recognized."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.data_ptr() for gradient in gradients[:MOST_RECORDED_POINTERS]]
+    return [gradient.data_ptr() for gradient in gradients[:MAX_RECORDED_POINTERS]]
 
 
 def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from stepladder.tools.check.events import WEIGHT_HAS_IT
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import default_on_error
 
-MOST_KEPT_OUTPUTS = 4000
+MAX_KEPT_OUTPUTS = 4000
 LOSS_ALONE = "inputs, weights and the outputs of all layers are finite: it comes from the loss"
 
 
@@ -43,7 +43,7 @@ class LayerOutputs:
         output: Any,
     ) -> None:
         """Keep what a layer without layers inside has returned."""
-        if self.model is None or layer._modules or len(self.outputs) >= MOST_KEPT_OUTPUTS:
+        if self.model is None or layer._modules or len(self.outputs) >= MAX_KEPT_OUTPUTS:
             return
         self.outputs += [(layer, tensor) for tensor in floating_tensors(output)]
 

@@ -19,7 +19,7 @@ from stepladder.tools.check.probe_settings import (
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 CHECK_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,PTH120  # pathlib is slow to import
-MOST_STACK_FRAMES = 12
+MAX_STACK_FRAMES = 12
 
 
 class ProbeLog:
@@ -106,7 +106,7 @@ class ProbeLog:
         """Return the functions and lines of the user's code, from the innermost one outwards."""
         calls: list[str] = []
         frame = self.user_frame()
-        while frame is not None and len(calls) < MOST_STACK_FRAMES:
+        while frame is not None and len(calls) < MAX_STACK_FRAMES:
             if self.is_user_file(frame.f_code.co_filename):
                 calls.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             frame = frame.f_back

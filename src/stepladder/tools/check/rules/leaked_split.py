@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 from stepladder.tools.check.recording import LoaderPass
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
-LEAST_LEAKED_SAMPLES = 2
-LEAST_LEAKED_SHARE = 0.05
-LEAST_DISTINCT_SHARE = 0.9  # of rows: data with equal rows cannot be told apart
+MIN_LEAKED_SAMPLES = 2
+MIN_LEAKED_SHARE = 0.05
+MIN_DISTINCT_SHARE = 0.9  # of rows: data with equal rows cannot be told apart
 
 Samples = set[Hashable]
 
@@ -38,7 +38,7 @@ def leaked_split(evidence: RunEvidence) -> Findings:
         for rank, samples in enumerate(evaluated):
             peers_samples = [trained[peer] for peer in range(len(trained)) if peer != rank]
             leaked = samples & set().union(*peers_samples)
-            if len(leaked) >= max(LEAST_LEAKED_SAMPLES, LEAST_LEAKED_SHARE * len(samples)):
+            if len(leaked) >= max(MIN_LEAKED_SAMPLES, MIN_LEAKED_SHARE * len(samples)):
                 yield evidence.finding(
                     "leaked-split",
                     passes[0].loader_line,
@@ -69,4 +69,4 @@ def samples_of(
             return set()
         samples.update(read)
         count = max(count, len(read))
-    return samples if len(samples) >= LEAST_DISTINCT_SHARE * count else set()
+    return samples if len(samples) >= MIN_DISTINCT_SHARE * count else set()

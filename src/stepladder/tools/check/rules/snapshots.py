@@ -27,7 +27,7 @@ READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
 TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
-MOST_KEYS_SHOWN = 8
+MAX_KEYS_SHOWN = 8
 STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
 ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
 
@@ -260,7 +260,7 @@ def snapshots_of(log: RankLog) -> list[list[Save]]:
 def describe_content(event: Save, has: dict[str, bool]) -> str:
     if event.bare:
         return "weights"
-    keys = ", ".join(event.keys[:MOST_KEYS_SHOWN])
+    keys = ", ".join(event.keys[:MAX_KEYS_SHOWN])
     return keys or ", ".join(["model", *(part for part in SNAPSHOT_PARTS if has[part])])
 
 
