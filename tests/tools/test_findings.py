@@ -16,7 +16,7 @@ from stepladder.tools.lint.lint import LINT_RULES
 
 TOOLS = Path(stepladder.__file__).parent / "tools"
 CORPUS = Path(__file__).parents[1] / "check_corpus"
-MAKE_FINDINGS = ("finding", "finding_at", "make_finding")
+MAKE_FINDINGS = ("finding", "finding_at", "make_finding", "problem")
 
 
 def names_in(tool: str) -> set[str]:
