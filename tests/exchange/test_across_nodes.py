@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -98,6 +99,42 @@ for attempt in range(2):
 """
 
 
+KILLED_WHILE_IT_SENDS = """\
+import os, signal, sys, threading, torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+victim = int(sys.argv[1])
+numbers = torch.zeros(60_000_000)
+dist.barrier()
+
+
+def await_first_number():
+    while not numbers[0]:
+        pass
+    os.close(os.open("begun", os.O_WRONLY))
+
+
+def await_end():
+    os.open("begun", os.O_RDONLY)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if rank == victim:
+    numbers.fill_(1.0)
+    threading.Thread(target=await_end, daemon=True).start()
+elif rank == 2 - victim:  # the leader of the other machine
+    threading.Thread(target=await_first_number, daemon=True).start()
+for attempt in range(2):
+    try:
+        while True:
+            dist.broadcast(numbers, victim)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}", flush=True)
+"""
+
+
 @contextmanager
 def two_machines(folder: Path, *arguments: object) -> Iterator[list[Started]]:
     """A launcher of two ranks on each of two machines, as far as processes can tell."""
@@ -147,6 +184,24 @@ def test_a_rank_that_is_lost_on_one_machine_is_named_on_all(
     printed, _ = read_all(machines)
     for rank in {0, 1, 2, 3} - {victim}:
         assert printed.count(f"rank {rank}: rank {victim} has gone\n") == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("victim", "message"), [(2, "rank 2 has gone"), (0, "another machine does not answer")]
+)
+def test_a_rank_that_is_lost_while_it_sends_leaves_no_other_machine_waiting(
+    tmp_path: Path, victim: int, message: str
+) -> None:
+    """gloo does not tell who waits for data on their way. Rank 0 takes the store with it."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_WHILE_IT_SENDS)
+    os.mkfifo(tmp_path / "begun")
+    with two_machines(tmp_path, script, victim) as machines:
+        codes = [machine.end() for machine in machines]
+    assert any(codes)
+    printed, _ = read_all(machines)
+    for rank in (2 - victim, 3 - victim):  # of the other machine
+        assert printed.count(f"rank {rank}: {message}") == 2, printed
 
 
 def test_another_machine_does_not_answer_when_it_took_the_store_with_it(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ class CarryingGroup(GroupBase):
         memory = self._memory
         lost = None if memory is None else memory.waiter.find_recorded_loss()
         if lost is None and self._network is not None:
-            lost = self._network.share_loss(None)
+            lost = self._network.find_loss()
         return lost
 
     def _explain_loss(

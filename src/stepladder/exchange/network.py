@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +31,9 @@ LOSS_REPORT_S = 0.3
 LOSS_POLL_S = 0.001
 WAIT_ENDED = "Operation timed out"  # how torch says that a wait has ended before the collective
 LOSS_CHECK_S = 0.05  # how long a rank waits in gloo before it asks whether others know of a loss
+# So long after the end of the process that serves the store, other machines give up. It may have
+# ended well, and what it has sent is still on its way.
+STORE_GRACE_S = 5.0
 Tensors = list[torch.Tensor]
 LossFinder = Callable[[], int | None]
 
@@ -65,6 +67,7 @@ class NodeNetwork:
         self.is_leader = rank == nodes[self.node][0]
         self._store = store
         self._has_shared_loss = False
+        self._store_ended_at = math.inf
         self._leaders: Any = None
         options: Any = gloo.options
         earlier_connections = list_tcp_connections()
@@ -125,11 +128,27 @@ class NodeNetwork:
         """
         try:
             for work in start():
-                wait_for_collective(work, timeout, partial(self.share_loss, None))
+                wait_for_collective(work, timeout, self.find_loss)
         except RuntimeError as error:
             raise NetworkError(f"another machine does not answer: {error}") from None
 
     # -- a loss ------------------------------------------------------------------------------------
+
+    def find_loss(self) -> int | None:
+        """Return the name of a rank that is known to be lost on any machine, None without one.
+
+        Returns:
+            The name; OTHER_MACHINE if the store has ended, which would tell the name.
+        """
+        try:
+            if self._store.check([LOST_KEY]):
+                return int(self._store.get(LOST_KEY))
+        except RuntimeError:
+            now = time.monotonic()
+            self._store_ended_at = min(self._store_ended_at, now)
+            if now - self._store_ended_at > STORE_GRACE_S:
+                return OTHER_MACHINE
+        return None
 
     def share_loss(self, lost: int | None) -> int | None:
         """Tell the other machines which rank is lost, or learn it from them.
