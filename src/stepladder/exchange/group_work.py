@@ -75,7 +75,9 @@ class GroupWork(TorchWork):
         self.error: RuntimeError | None = None
         self.has_ended = False
         self._lock = threading.Lock()
-        self._end_event: threading.Event | None = None
+        # Locked until the collective ends. It is no threading.Event: a rank that waits in one is in
+        # a function of Python's, and the stack of a hang would look like a deadlock of threads.
+        self._gate: threading.Lock | None = None
         self._end: Future[None] | None = None
         self._future: Future[Any] | None = None
 
@@ -84,10 +86,11 @@ class GroupWork(TorchWork):
         if error is None:
             self.finish()
         with self._lock:
+            had_ended = self.has_ended
             self.error = error
             self.has_ended = True
-            if self._end_event is not None:
-                self._end_event.set()
+            if self._gate is not None and not had_ended:
+                self._gate.release()
             end = self._end
         if end is not None:
             end.set_result(None)
@@ -122,12 +125,16 @@ class GroupWork(TorchWork):
         if self.has_ended:
             return True
         with self._lock:
-            if self._end_event is None:
-                self._end_event = threading.Event()
             if self.has_ended:
-                self._end_event.set()
+                return True
+            if self._gate is None:
+                self._gate = threading.Lock()
+                self._gate.acquire()
         seconds = timeout.total_seconds()
-        return self._end_event.wait(seconds if seconds > 0 else None)
+        has_ended = self._gate.acquire(timeout=seconds if seconds > 0 else -1)
+        if has_ended:
+            self._gate.release()
+        return has_ended
 
     def get_future(self) -> Future[Any]:
         """Return a future whose value is the list of the result's tensors.

@@ -54,9 +54,9 @@ class PeerMessage(GroupWork):
         Raises:
             RuntimeError: The rank is lost, or has not come in time.
         """
-        seconds = timeout or self._timeout
-        if not self.wait_for_end(seconds):
-            self._give_up(self, seconds)
+        limit = timeout if timeout > NO_TIMEOUT else self._timeout
+        if not self.wait_for_end(limit):
+            self._give_up(self, limit)
         return super().wait()
 
 
