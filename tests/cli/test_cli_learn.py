@@ -225,7 +225,9 @@ def test_a_class_hands_in_pages_that_are_merged(learn: Learn, tmp_path: Path) ->
     pages[1].write_text(render_learner_page(other))
     learn("class", *pages, "-o", tmp_path / "class.html")
     text = (tmp_path / "class.html").read_text()
-    assert "The class: 2 learners" in text and "<td>&lt;Ada&gt;</td><td>2 of 4</td>" in text
+    assert (
+        "The class: 2 learners" in text and "<td>&lt;Ada&gt;</td><td>2 of 4</td><td>1</td>" in text
+    )
     assert re.findall(r"<td>(stop|add)</td><td>(\d)</td>", text) == [("stop", "2"), ("add", "1")]
 
 

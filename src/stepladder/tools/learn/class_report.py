@@ -48,6 +48,10 @@ class LearnerResults:
         return sum(item.passed is True for item in self.items)
 
     @property
+    def num_skipped(self) -> int:
+        return sum(item.passed is None for item in self.items)
+
+    @property
     def next_label(self) -> str:
         """The first item that has not passed."""
         return next((item.label for item in self.items if item.passed is False), "-")
@@ -69,7 +73,8 @@ def render_learner_page(results: LearnerResults) -> str:
     return render_page(
         "learner.html",
         title=f"The course: {results.learner}",
-        outcome=f"{results.num_passed} of {len(results.items)} passed, {results.checked}",
+        outcome=f"{results.num_passed} of {len(results.items)} passed,"
+        f" {results.num_skipped} skipped, {results.checked}",
         is_complete=results.num_passed == len(results.items),
         rows=[[item.label, marks[item.passed], item.text] for item in results.items],
         data=json.dumps(asdict(results)),
@@ -109,6 +114,7 @@ def render_class_page(class_results: Sequence[LearnerResults]) -> str:
         [
             results.learner,
             f"{results.num_passed} of {len(results.items)}",
+            results.num_skipped,
             results.next_label,
             results.checked,
         ]
