@@ -59,7 +59,10 @@ MODULES = {  # source, and its tests, the quickest first
         ["core/test_plan.py", "core/test_order.py", "core/test_length_pools.py"],
     ),
     "order": ("core/order.py", ["core/test_order.py", "core/test_feistel.py", "core/test_plan.py"]),
-    "tree": ("train/sync/exact.py", ["train/test_exact.py", "train/test_shared_memory.py"]),
+    "tree": (
+        "train/sync/exact.py",
+        ["train/test_exact.py", "train/test_recompute_check.py", "train/test_shared_memory.py"],
+    ),
     "binary_tree": ("train/sync/binary_tree.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluation.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
