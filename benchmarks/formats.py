@@ -355,7 +355,8 @@ def main() -> None:
     )
     text = (
         "The name of an error: the native loader refuses the state of another number of ranks or"
-        " workers, or fails with it. "
+        " workers, or fails with it. A loader whose rows a second of processor time are many times its"
+        " rows a second waits most of the time: look at the former. "
         f"The index of {args.lines:,} rows takes {large_set['indexing']:.0f} s once; with it, opening"
         f" takes {large_set['opening']:.3f} s, and the first batch at 90 % {large_set['first']:.3f} s."
     )
