@@ -107,6 +107,7 @@ def test_a_loader_gives_blocks() -> None:
     ("documents", "options", "named"),
     [
         ([[1], [2]], {"lengths": [1]}, "lengths has 1 numbers, and there are 2 documents"),
+        ([[1], [2]], {"lengths": [-1, 2]}, "a document has the length -1"),
         ([[], []], {}, "the documents hold no token"),
         ([[1]], {"block_size": 0}, "block_size=0"),
     ],

@@ -44,7 +44,7 @@ class Documents:
             lengths: These numbers, as the caller knows them; None to read and count all.
 
         Raises:
-            InputError: They are not one for each document, or a batch has no documents.
+            InputError: They are not one for each document or negative, or a batch has no documents.
         """
         count = len(self)
         if lengths is None:
@@ -53,10 +53,15 @@ class Documents:
             parts = [count_tokens(find_documents(self.read(span))) for span in spans]
             return np.concatenate([np.empty(0, np.int64), *parts])
         counts = np.asarray(lengths, np.int64)
-        if counts.shape != (count,) or (counts < 0).any():
+        if counts.shape != (count,):
             raise InputError(
                 f"lengths has {counts.size} numbers, and there are {count} documents",
                 "a number of tokens for each document",
+            )
+        if count and counts.min() < 0:
+            raise InputError(
+                f"a document has the length {counts.min()}",
+                "a number of tokens for each document, 0 or more",
             )
         return counts
 
