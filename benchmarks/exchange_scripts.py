@@ -37,7 +37,7 @@ FLAGS: dict[str, list[str]] = {MEMORY: [], GLOO: ["--exchange", "gloo"]}
 VARIABLES = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 NOTE = (
     "A difference of nan: FSDP2's example leaves the weights of its norms as the memory has them"
-    " (`to_empty`), so its losses may be nan on gloo, too."
+    " (`to_empty`), so its losses may be nan."
 )
 HEADER = [
     "script",
