@@ -13,10 +13,15 @@ if TYPE_CHECKING:
 
 
 class AfterImport:
-    """A finder of modules that calls a function with a module after its import."""
+    """A finder of modules that calls a function with a module after its import.
+
+    Other finders find the module. Python may ask for it more than once before it is loaded, as a
+    library does that asks whether another one is installed.
+    """
 
     def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
         self.callbacks = callbacks
+        self.searched = ""  # the module that other finders are asked for
 
     def find_spec(
         self,
@@ -24,17 +29,21 @@ class AfterImport:
         path: Any = None,
         target: Any = None,
     ) -> Any:
-        callback = self.callbacks.pop(name, None)
-        if callback is None:
+        if name not in self.callbacks or name == self.searched:
             return None
-        spec: Any = find_spec(name)
+        self.searched = name
+        try:
+            spec: Any = find_spec(name)
+        finally:
+            self.searched = ""
         if spec is None or spec.loader is None:
             return spec
         original_exec = spec.loader.exec_module
 
         def exec_and_call(module: ModuleType) -> None:
             original_exec(module)
-            callback(module)
+            if callback := self.callbacks.pop(name, None):
+                callback(module)
 
         spec.loader.exec_module = exec_and_call
         return spec
