@@ -46,12 +46,8 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     handler = EVENT_HANDLERS.get(event)
     if handler is not None:
         handler(*args)
-    elif event in program_guard.EVENT_HANDLERS and mechanism() == "audit":
-        program_guard.EVENT_HANDLERS[event](
-            raise_program_refusal,
-            guard_path,
-            *args,
-        )
+    elif event in program_guard.GUARDED_EVENTS and mechanism() == "audit":
+        program_guard.guard_event(raise_program_refusal, guard_path, event, args)
 
 
 def guard_open(path: Any, mode: Any, flags: Any) -> None:

@@ -76,75 +76,12 @@ def starts_with_guard(python_path: str) -> bool:
     return first_folder.endswith(os.path.join("tools", "probe", "startup"))
 
 
-def check_popen(
-    refuse: Refuse,
-    guard_path: Refuse,
-    program: Any,
-    args: Any,
-    folder: Any,
-    env: Any,
-) -> None:
+def program_of_popen(program: Any, args: Any, _folder: Any, env: Any) -> tuple[Any, ...]:
     argv = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
-    check_program(
-        refuse,
-        argv[0] if program is None else program,
-        argv,
-        env,
-    )
+    return argv[0] if program is None else program, argv, env
 
 
-def check_exec(
-    refuse: Refuse,
-    guard_path: Refuse,
-    program: Any,
-    args: Any = (),
-    env: Any = None,
-) -> None:
-    check_program(refuse, program, args, env)
-
-
-def check_shell_command(
-    refuse: Refuse,
-    guard_path: Refuse,
-    command: Any,
-) -> None:
-    check_program(refuse, command)
-
-
-def check_spawn(
-    refuse: Refuse,
-    guard_path: Refuse,
-    mode: Any,
-    program: Any,
-    args: Any = (),
-    env: Any = None,
-) -> None:
-    check_program(refuse, program, args, env)
-
-
-def check_terminal(
-    refuse: Refuse,
-    guard_path: Refuse,
-    args: Any,
-) -> None:
-    check_program(refuse, args if isinstance(args, str) else args[0])
-
-
-def check_c_function(
-    refuse: Refuse,
-    guard_path: Refuse,
-    library: Any,
-    name: Any,
-) -> None:
-    if name in WRITING_FUNCTIONS_OF_C:
-        refuse(f"the function {name} of C")
-
-
-def check_database(
-    refuse: Refuse,
-    guard_path: Refuse,
-    path: Any,
-) -> None:
+def check_database(guard_path: Refuse, path: Any) -> None:
     """Refuse a database outside, unless it is opened to be read: SQLite opens its files itself."""
     name = os.fsdecode(path)
     if name in ("", ":memory:"):
@@ -158,12 +95,7 @@ def check_database(
     guard_path(name)
 
 
-def check_socket(
-    refuse: Refuse,
-    guard_path: Refuse,
-    sock: Any,
-    address: Any,
-) -> None:
+def check_socket(guard_path: Refuse, _socket: Any, address: Any) -> None:
     """Refuse a Unix socket outside, which is a file unless its address begins with a zero byte."""
     if isinstance(address, (str, bytes)) and os.fsencode(address)[:1] not in (
         b"",
@@ -172,14 +104,33 @@ def check_socket(
         guard_path(address)
 
 
-EVENT_HANDLERS: dict[str, Callable[..., None]] = {
-    "subprocess.Popen": check_popen,
-    "os.exec": check_exec,
-    "os.posix_spawn": check_exec,
-    "os.spawn": check_spawn,
-    "os.system": check_shell_command,
-    "pty.spawn": check_terminal,
-    "ctypes.dlsym": check_c_function,
+# The program, its arguments and its environment, by the event that starts it.
+PROGRAM_EVENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "subprocess.Popen": program_of_popen,
+    "os.exec": lambda *call: call,
+    "os.posix_spawn": lambda *call: call,
+    "os.spawn": lambda _mode, *call: call,
+    "os.system": lambda command: (command,),
+    "pty.spawn": lambda args: (args if isinstance(args, str) else args[0],),
+}
+PATH_EVENTS: dict[str, Callable[..., None]] = {
     "sqlite3.connect": check_database,
     "socket.bind": check_socket,
 }
+C_FUNCTION_EVENT = "ctypes.dlsym"
+GUARDED_EVENTS = {*PROGRAM_EVENTS, *PATH_EVENTS, C_FUNCTION_EVENT}
+
+
+def guard_event(
+    refuse: Refuse,
+    guard_path: Refuse,
+    event: str,
+    args: Sequence[Any],
+) -> None:
+    """Refuse what one of GUARDED_EVENTS announces if it could change a file outside."""
+    if event in PROGRAM_EVENTS:
+        check_program(refuse, *PROGRAM_EVENTS[event](*args))
+    elif event in PATH_EVENTS:
+        PATH_EVENTS[event](guard_path, *args)
+    elif args[1] in WRITING_FUNCTIONS_OF_C:
+        refuse(f"the function {args[1]} of C")
