@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -30,51 +29,6 @@ from stepladder.data.table import Column, Ragged, concatenate_blocks
 MAX_OPEN_FILES = 32
 MAX_OPEN_H5 = 4  # each has a cache of its own
 NOT_LOADED = -1
-
-
-class Closeable(Protocol):
-    """Something that is open."""
-
-    def close(self) -> None: ...
-
-
-File = TypeVar("File", bound=Closeable)
-
-
-class OpenFiles(Generic[File]):
-    """Open files of shards. The file that has not been used for longest is closed."""
-
-    def __init__(
-        self,
-        open_file: Callable[[int], File],
-        limit: int,
-    ) -> None:
-        """Make an empty cache.
-
-        Args:
-            open_file: Opens the file of a shard.
-            limit: The number of files that may be open.
-        """
-        self.open_file = open_file
-        self.limit = limit
-        self.files: OrderedDict[int, File] = OrderedDict()
-
-    def get(self, shard_index: int) -> File:
-        if shard_index not in self.files:
-            self.files[shard_index] = self.open_file(shard_index)
-            if len(self.files) > self.limit:
-                _, oldest = self.files.popitem(last=False)
-                oldest.close()
-        self.files.move_to_end(shard_index)
-        return self.files[shard_index]
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-        self.forget()
-
-    def forget(self) -> None:
-        self.files.clear()
 
 
 class Extent(NamedTuple):
@@ -117,19 +71,16 @@ class ShardReader:
         self.last_read = np.full(self.num_slots, -1, np.int64)  # that used a slot
         self.num_reads = 0
         self.extents: dict[tuple[int, str], Extent] = {}
-        self.files = OpenFiles(self._open_file, MAX_OPEN_FILES)
-        self.h5_files = OpenFiles(self._open_h5, MAX_OPEN_H5)
+        # Return the open file of a shard; one is closed when many others were opened since.
+        self.get_file = lru_cache(MAX_OPEN_FILES)(self._open_file)
+        self.get_h5 = lru_cache(MAX_OPEN_H5)(self._open_h5)
 
     def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.pid == os.getpid():
-            self.files.close()
-            self.h5_files.close()
-        else:  # the parent still reads them
-            self.files.forget()
-            self.h5_files.forget()
+        self.get_file.cache_clear()
+        self.get_h5.cache_clear()
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -246,12 +197,12 @@ class ShardReader:
         """Read rows from `lo` on into `target`, as many as it has."""
         extent = self._extent(shard_index, name)
         if extent.offsets is None:
-            dataset = self.h5_files.get(shard_index)[name]
+            dataset = self.get_h5(shard_index)[name]
             dataset.read_direct(target, np.s_[lo : lo + len(target)])
             return
         row_bytes = self.shards.columns[name].row_bytes
         buffer = target.reshape(-1).view(np.uint8).data
-        file = self.files.get(shard_index)
+        file = self.get_file(shard_index)
         done = 0
         while done < len(target):  # a chunk of the shard may be several of the file
             file_chunk, row = divmod(lo + done, extent.rows)
@@ -270,7 +221,7 @@ class ShardReader:
         hi: int,
     ) -> tuple[IndexArray, np.ndarray]:
         """Return where the lists lo to hi end in their values, from 0 on, and the values."""
-        group = self.h5_files.get(shard_index)[name]
+        group = self.get_h5(shard_index)[name]
         first = int(group["ends"][lo - 1]) if lo else 0
         ends = np.concatenate([[0], group["ends"][lo:hi] - first])
         return ends, group["values"][first : first + int(ends[-1])]
