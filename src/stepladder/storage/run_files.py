@@ -53,6 +53,7 @@ RUN_FILES = (
 )
 RUN_FOLDERS = (LEDGER_FOLDER, SNAPSHOTS_FOLDER, "tensorboard", "log", "steps")
 FOLDERS_OF_FILES = ("log", "steps")  # they contain only files, each opened by its name
+SNAPSHOT_NAME = re.compile("step_[0-9]{8,18}")
 LEDGER_FILE_NAME = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 
 
@@ -102,6 +103,15 @@ def list_snapshots(folder: Path) -> list[Path]:
     complete = [path for path in folder.glob("step_*") if path.is_dir() and not path.suffix]
     # By length first: a step may have more than the eight digits that its number is padded to.
     return sorted(complete, key=lambda path: (len(path.name), path.name))
+
+
+def find_snapshots(run_dir: Path) -> dict[int, Path]:
+    """Return the complete snapshots of a run, by the number of steps that were done."""
+    return {
+        int(path.name.removeprefix("step_")): path
+        for path in list_snapshots(run_dir / SNAPSHOTS_FOLDER)
+        if SNAPSHOT_NAME.fullmatch(path.name)
+    }
 
 
 def finite_or_none(value: float) -> float | None:

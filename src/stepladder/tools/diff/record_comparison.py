@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, to_one_line
-from stepladder.storage.run_files import RESULT_FILE
+from stepladder.storage.run_files import RESULT_FILE, find_snapshots
 from stepladder.tools.diff.recorded_run import RecordedRun, pair_by_step
 from stepladder.tools.report.record import read_result
 
@@ -186,8 +186,8 @@ class RecordComparison:
 
     def _compare_snapshots(self, last_step: int) -> Divergence | None:
         first_run, second_run = self.runs
-        first = first_run.snapshots()
-        second = second_run.snapshots()
+        first = find_snapshots(first_run.run_dir)
+        second = find_snapshots(second_run.run_dir)
         for step in sorted(first.keys() & second.keys()):
             if step > last_step:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
@@ -20,7 +19,7 @@ from stepladder.storage.audit import (
     verify_ledgers,
 )
 from stepladder.storage.run_config import open_config
-from stepladder.storage.run_files import METRICS_FILE, SNAPSHOTS_FOLDER, list_snapshots
+from stepladder.storage.run_files import METRICS_FILE
 from stepladder.tools.report.record import StoredConfig, is_metrics_line
 
 LOSS_TOLERANCE = 1e-5  # relative; in exact mode all bits must be equal
@@ -91,14 +90,6 @@ class RecordedRun:
                     total = differences[mismatch.step] + mismatch.digest_difference
                     differences[mismatch.step] = total % (1 << 64)
         return differences
-
-    def snapshots(self) -> dict[int, Path]:
-        """Return the path of each snapshot by its number of finished steps."""
-        return {
-            int(path.name.removeprefix("step_")): path
-            for path in list_snapshots(self.run_dir / SNAPSHOTS_FOLDER)
-            if re.fullmatch("step_[0-9]{8,18}", path.name)
-        }
 
 
 def read_step_lines(run_dir: Path) -> Iterator[Line]:

@@ -12,7 +12,7 @@ from typing import Any
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.typed_file import hash_file
-from stepladder.storage.run_files import CONFIG_FILE, SNAPSHOTS_FOLDER
+from stepladder.storage.run_files import CONFIG_FILE, SNAPSHOTS_FOLDER, find_snapshots
 from stepladder.storage.snapshot import read_snapshot
 from stepladder.storage.snapshot_slices import DamagedSnapshot
 from stepladder.tools.diff.record_comparison import JOB_HASH
@@ -60,7 +60,7 @@ def train_and_record(
 
 def find_start(run: RecordedRun, step: int) -> int:
     """Return the step of the newest undamaged snapshot before a step, or 0 without any."""
-    for snapshot_step, path in sorted(run.snapshots().items(), reverse=True):
+    for snapshot_step, path in sorted(find_snapshots(run.run_dir).items(), reverse=True):
         if snapshot_step >= step:
             continue
         try:
@@ -85,7 +85,7 @@ def rerun_steps(
     """
     request = make_request(run, steps.last, folder)
     if start:
-        snapshot = run.snapshots()[start]
+        snapshot = find_snapshots(run.run_dir)[start]
         copytree(snapshot, folder / SNAPSHOTS_FOLDER / snapshot.name)
     work = partial(train_and_record, request, start, steps.first)
     run_on_ranks(work, 1, request)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from stepladder.storage.run_files import find_snapshots
 from stepladder.tools.diff import step_events
 from stepladder.tools.diff.record_comparison import (
     KIND_OF_ENVIRONMENT,
@@ -148,8 +149,8 @@ class RerunComparison:
                 rel_tol=run.tolerance,
             ):
                 return int(recorded["step"])
-        recorded_snapshot = run.snapshots().get(last)
-        rerun_snapshot = RecordedRun(rerun.folder).snapshots().get(last)
+        recorded_snapshot = find_snapshots(run.run_dir).get(last)
+        rerun_snapshot = find_snapshots(rerun.folder).get(last)
         if recorded_snapshot is None or rerun_snapshot is None:
             return None
         paths = (recorded_snapshot, rerun_snapshot)

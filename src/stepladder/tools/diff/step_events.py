@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from stepladder.tools.probe.job_listener import JobListener
 from stepladder.tools.verify.causes import list_leaves
@@ -84,7 +85,7 @@ class EventRecorder(JobListener):
 
     def compute_loss(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         batch: Any,
     ) -> Any:
         """Compute the job's loss, and record the batch, the random generator and the loss."""
@@ -104,7 +105,7 @@ class EventRecorder(JobListener):
     def _record_input(
         self,
         name: str,
-        module: torch.nn.Module,
+        module: nn.Module,
         args: Any,
         kwargs: Any,
     ) -> None:
@@ -116,7 +117,7 @@ class EventRecorder(JobListener):
     def _record_output(
         self,
         name: str,
-        module: torch.nn.Module,
+        module: nn.Module,
         _args: Any,
         output: Any,
     ) -> None:
@@ -131,7 +132,7 @@ class EventRecorder(JobListener):
     def _record_gradient(
         self,
         name: str,
-        param: torch.Tensor,
+        param: Tensor,
     ) -> None:
         self.record(GRADIENT_KIND, name, param.grad)
 
@@ -178,7 +179,7 @@ class EventRecorder(JobListener):
                 self.record(kind, f"{name} of {param_name}", value)
 
 
-def is_leaf(module: torch.nn.Module) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
@@ -191,7 +192,7 @@ def compute_digest(value: Any) -> str:
 
 
 def to_hashable(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return leaf.to_dense()
     return leaf if isinstance(leaf, (float, int, str, bytes)) else None
 

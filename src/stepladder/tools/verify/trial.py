@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core import durable
 from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
 from stepladder.storage.audit import audit
-from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, SNAPSHOTS_FOLDER
+from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, find_snapshots
 from stepladder.storage.snapshot import read_snapshot
-from stepladder.storage.snapshot_store import Snapshots
 from stepladder.tools.trial.training import open_training
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.forward_buffers import BufferChanged
@@ -83,11 +83,6 @@ class Trial:
         lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["loss"] for record in records if "lr" in record}
-
-    def find_snapshots(self) -> dict[int, Path]:
-        """Return the snapshots by the number of steps done."""
-        paths = Snapshots(self.folder / SNAPSHOTS_FOLDER).paths()
-        return {int(path.name.split("_")[1]): path for path in paths}
 
 
 @dataclass(frozen=True)
@@ -196,8 +191,8 @@ def find_first_difference(
             )
     losses = first.read_losses()
     second_losses = second.read_losses()
-    snapshots = first.find_snapshots()
-    second_snapshots = second.find_snapshots()
+    snapshots = find_snapshots(first.folder)
+    second_snapshots = find_snapshots(second.folder)
     for step in range(1, first.steps + 1):
         loss = torch.tensor(losses[step], dtype=torch.float64)
         second_loss = torch.tensor(second_losses[step], dtype=torch.float64)
@@ -255,7 +250,7 @@ def measure_distance(a: Any, b: Any) -> float:
     """
     if fingerprint(a) == fingerprint(b):
         return 0.0
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return math.inf
     if a.shape != b.shape:
         return math.inf
