@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.errors import InputError, get_reason
 from stepladder.core.numbers import MAX_INTEGER
 from stepladder.core.safe_open import open_without_links
 from stepladder.core.typed_file import convert, open_to_read
@@ -121,9 +121,8 @@ class JsonlReader:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"{self.path} cannot be read: {to_one_line(str(reason))}",
+                f"{self.path} cannot be read: {get_reason(error)}",
                 f"mv {self.path} {self.path}.damaged",
             ) from error
 

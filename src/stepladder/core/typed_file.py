@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stepladder.core.errors import InputError, name_file_in_errors, to_one_line
+from stepladder.core.errors import InputError, get_reason, name_file_in_errors
 
 Kind = TypeVar("Kind")
 # O_NONBLOCK: a FIFO would wait for its writer. Windows has O_BINARY alone.
@@ -61,8 +61,7 @@ def load_json(
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        message = f"{label or path} cannot be used: {to_one_line(str(reason))}"
+        message = f"{label or path} cannot be used: {get_reason(error)}"
         raise InputError(message, hint) from error
 
 

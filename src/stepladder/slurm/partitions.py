@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.folders import get_file_system
+from stepladder.core.numbers import format_count
 from stepladder.slurm.batch_job import BatchJob, parse_time_limit
 from stepladder.slurm.client import lab_conf, run_slurm, slurm_environment
 
@@ -235,7 +236,7 @@ def describe_cluster_defaults(
             " its default"
         )
     if job.gpus_per_node and "cpus_per_task" not in typed_fields:
-        cores = f"{job.cpus_per_task} CPU core{'s' * (job.cpus_per_task > 1)}"
+        cores = format_count(job.cpus_per_task, "CPU core")
         unit = "process" if job.per_rank else "node"
         available = max(group.cpus for group in partition.nodes)
         sentences.append(

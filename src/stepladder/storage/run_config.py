@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import typed_file
-from stepladder.core.errors import InputError, as_input_error, to_one_line
+from stepladder.core.errors import InputError, as_input_error, get_reason, to_one_line
 from stepladder.core.masking import drop_masked
 from stepladder.core.order import SORT
 from stepladder.core.typed_file import Kind, convert, hash_file
@@ -34,9 +34,8 @@ def open_config(run_dir: Path) -> Iterator[dict[str, Any]]:
     try:
         text = typed_file.read_file(run_dir / CONFIG_FILE)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"{run_dir} is not a run directory: {CONFIG_FILE}: {reason}", "ls runs"
+            f"{run_dir} is not a run directory: {CONFIG_FILE}: {get_reason(error)}", "ls runs"
         ) from error
     try:
         config: dict[str, Any] = typed_file.parse_json(text, dict)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from stepladder.core.console import write_text
 from stepladder.core.errors import DONE, InputError, to_one_line
+from stepladder.core.numbers import format_count
 from stepladder.core.settings import TrainRequest
 from stepladder.core.terminal import make_console
 from stepladder.core.world import World
@@ -237,7 +238,7 @@ def advise(
     if device_memory is None:
         return "--device-memory SIZE says what fits"
     memory = f"{device_memory / 1e9:.3g} GB"
-    processes = format_processes(requested_size)
+    processes = format_count(requested_size, "process")
     requested_shard = shard if requested_size > 1 else "none"
     for estimate in estimates:
         is_requested = (estimate.nproc, estimate.shard) == (requested_size, requested_shard)
@@ -251,7 +252,7 @@ def advise(
     if alternatives:
         flags = ", or ".join(alternatives)
         return f"does not fit in {memory} on {processes}: needs {flags}"
-    largest = format_processes(max(estimate.nproc for estimate in estimates))
+    largest = format_count(max(estimate.nproc for estimate in estimates), "process")
     return (
         f"does not fit in {memory}, on up to {largest} and with any --shard."
         f" HINT: {SMALLER_JOB_HINT}"
@@ -276,8 +277,4 @@ def find_fitting_sizes(
     larger = [fits for size, fits in fits_of_size.items() if size > smallest]
     if larger and all(larger):
         return f"--shard {shard} on {smallest} or more processes"
-    return f"--shard {shard} on {format_processes(smallest)}"
-
-
-def format_processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return f"--shard {shard} on {format_count(smallest, 'process')}"

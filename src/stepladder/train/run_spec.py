@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import format_count
 from stepladder.core.order import derive_seed, find_largest_divisor
 from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
@@ -318,8 +319,8 @@ def describe_run(spec: RunSpec, world: World) -> list[str]:
     """Return the effective values of a run, and what depends on the number of ranks."""
     plan = spec.plan
     settings = spec.settings
-    processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
-    threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
+    processes = format_count(world.world_size, "process")
+    threads = f"{format_count(spec.threads, 'thread')} each"
     lines = [
         f"{spec.recipe.name} on {processes}, {spec.device.type}, {threads}, --sync {settings.sync}",
         f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.script_runs import ScriptRun
@@ -20,9 +21,8 @@ def summarize_run(run: ScriptRun) -> str:
         end = "then the check ended it"
     else:
         end = "to its end"
-    ranks_text = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
-    epochs_text = f"{epochs} epoch{'s' * (epochs != 1)}"
-    return f"{ranks_text}, {epochs_text}, {steps} steps on each, {end}"
+    counts = f"{format_count(len(ranks), 'rank')}, {format_count(epochs, 'epoch')}"
+    return f"{counts}, {steps} steps on each, {end}"
 
 
 def no_training(run: ScriptRun) -> NotChecked:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.findings.finding import SEVERITIES, Finding, RuleText
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -25,11 +26,8 @@ def format_finding(finding: Finding) -> str:
 def count_severities(findings: Iterable[Finding]) -> str:
     """Return the number of findings of each severity, such as `1 error, 0 warnings, 2 notes`."""
     severities = [finding.severity for finding in findings]
-    counts = {severity: severities.count(severity) for severity in SEVERITIES}
-    return ", ".join(
-        f"{count} {severity}" if count == 1 else f"{count} {severity}s"
-        for severity, count in counts.items()
-    )
+    counts = [format_count(severities.count(severity), severity) for severity in SEVERITIES]
+    return ", ".join(counts)
 
 
 def as_record(finding: Finding, keys: Mapping[str, str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.parity.steps import RunSteps
 from stepladder.tools.probe.events import CodeLine
 
@@ -32,4 +33,4 @@ def loader_line(run: RunSteps) -> CodeLine | None:
 
 
 def processes(run: RunSteps) -> str:
-    return "1 process" if run.world_size == 1 else f"{run.world_size} processes"
+    return format_count(run.world_size, "process")

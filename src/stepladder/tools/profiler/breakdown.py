@@ -22,6 +22,7 @@ from stepladder.tools.profiler.trace import (
     Spans,
     Timeline,
     Trace,
+    contains,
     make_spans,
 )
 
@@ -319,9 +320,7 @@ def group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Sp
 
     def launched_in(part: Spans) -> Iterator[Event]:
         for kernel, time in launched:
-            has_begun = part[:, 0] <= time
-            has_not_ended = time < part[:, 1]
-            if (has_begun & has_not_ended).any():
+            if contains(part, time):
                 yield kernel
 
     return {

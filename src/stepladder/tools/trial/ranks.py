@@ -9,6 +9,7 @@ from typing import Any
 
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.core.masking import mask_command
+from stepladder.core.numbers import format_count
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.supervisor import run_local
@@ -59,9 +60,9 @@ def run_on_ranks(work: Callable[[], int], ranks: int, request: TrainRequest) -> 
     if code == STOPPED or group.stop_signal:  # also while the ranks were ending by themselves
         raise KeyboardInterrupt
     if code:
-        processes = "process" if ranks == 1 else "processes"
+        processes = format_count(ranks, "process")
         raise InputError(
-            f"training on {ranks} {processes} ended with exit code {code}",
+            f"training on {processes} ended with exit code {code}",
             make_train_command(request, ranks),
         )
 
