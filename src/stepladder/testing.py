@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
@@ -114,10 +114,10 @@ def to_array(column: Any) -> np.ndarray:
             values = column.values[begin:end]
             rows[row] = values.tolist()
         return rows
-    assert isinstance(column, (torch.Tensor, np.ndarray)), (
+    assert isinstance(column, (Tensor, np.ndarray)), (
         f"a batch holds a {type(column).__name__}, not a tensor or an array"
     )
-    array: np.ndarray = column.numpy(force=True) if isinstance(column, torch.Tensor) else column
+    array: np.ndarray = column.numpy(force=True) if isinstance(column, Tensor) else column
     assert array.ndim > 0, "a batch holds a single number, not a row for each sample"
     return array
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core.safe_open import create_file
 
@@ -24,8 +25,8 @@ DTYPE_NAMES = {"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    load: Callable[[str], torch.Tensor] | None = None,
+    tensors: Mapping[str, Tensor],
+    load: Callable[[str], Tensor] | None = None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write a new file.
@@ -68,7 +69,7 @@ def write_tensors(
     return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
 
 
-def get_bytes(tensor: torch.Tensor) -> Any:
+def get_bytes(tensor: Tensor) -> Any:
     """Return the values as a NumPy array of bytes, without a copy if contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepladder.core.process_count import count_cores
 
@@ -24,10 +25,10 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[Keys, torch.Tensor] = {}  # by the keys that lead to a tensor
+        self.buffers: dict[Keys, Tensor] = {}  # by the keys that lead to a tensor
         # Chunks of large tensors that are still to be copied.
-        self.targets: list[torch.Tensor] = []
-        self.sources: list[torch.Tensor] = []
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
 
     def copy(self, tree: Any) -> Any:
         """Return `tree` with every tensor copied into its own buffer."""
@@ -43,7 +44,7 @@ class HostBuffers:
         return result
 
     def _copy(self, tree: Any, keys: Keys) -> Any:
-        if isinstance(tree, torch.Tensor):
+        if isinstance(tree, Tensor):
             return self._copy_tensor(tree, keys)
         if isinstance(tree, dict):
             return {key: self._copy(value, (*keys, key)) for key, value in tree.items()}
@@ -60,9 +61,9 @@ class HostBuffers:
 
     def _copy_tensor(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         keys: Keys,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         buffer = self.buffers.get(keys)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(
@@ -78,7 +79,7 @@ class HostBuffers:
         return buffer
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
+def _is_large(tensor: Tensor) -> bool:
     """Return whether several threads can copy the tensor as plain bytes, and gain by it."""
     is_contiguous = (
         tensor.device.type == "cpu"
@@ -89,17 +90,17 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return is_contiguous and tensor.nbytes > COPY_CHUNK_BYTES
 
 
-def _split_bytes(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _split_bytes(tensor: Tensor) -> list[Tensor]:
     return list(tensor.view(-1).view(torch.uint8).split(COPY_CHUNK_BYTES))
 
 
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_bytes(target: Tensor, source: Tensor) -> None:
     np.copyto(target.numpy(), source.numpy())  # it needs neither the GIL nor threads of its own
 
 
 def split_tied_tensors(
-    state: dict[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    state: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Separate tensors that share memory, which a safetensors file cannot contain twice.
 
     Sharded tensors are left out.
@@ -108,7 +109,7 @@ def split_tied_tensors(
         The tensors to store, each once, and for each other name of a tied tensor the name under
         which it is stored.
     """
-    stored: dict[str, torch.Tensor] = {}
+    stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in state.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from stepladder.core import typed_file
 from stepladder.core.errors import get_reason
@@ -125,7 +126,7 @@ class Checkpoint:
         if has_folder or (self.folder / file).resolve().parent != self.folder.resolve():
             raise ValueError(f"{METADATA} leads out of the folder, to {file}")
 
-    def read(self, name: str, target: torch.Tensor) -> None:
+    def read(self, name: str, target: Tensor) -> None:
         """Copy a tensor into a target of the same shape, chunk by chunk.
 
         Raises OSError or ValueError if a chunk is missing, damaged, or is no tensor.
@@ -149,7 +150,7 @@ class Checkpoint:
         name: str,
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
-        target: torch.Tensor,
+        target: Tensor,
     ) -> None:
         if (name, offsets) not in self.chunks or len(offsets) != target.ndim:
             raise ValueError(
@@ -220,7 +221,7 @@ class FileSection(io.RawIOBase):
         return int(count)
 
 
-def load_chunk(folder: Path, chunk: StoredChunk) -> torch.Tensor:
+def load_chunk(folder: Path, chunk: StoredChunk) -> Tensor:
     """Return the tensor of a chunk. Raises OSError, or ValueError if it holds no tensor."""
     try:
         with typed_file.open_to_read(folder / chunk.file) as file:
@@ -232,6 +233,6 @@ def load_chunk(folder: Path, chunk: StoredChunk) -> torch.Tensor:
         raise
     except Exception as error:  # the bytes are not trusted: torch raises errors of any type
         raise ValueError(f"{chunk.file}: {get_reason(error)}") from error
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise ValueError(f"{chunk.file} holds what is no tensor")
     return tensor

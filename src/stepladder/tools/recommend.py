@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
@@ -91,9 +92,9 @@ class UserRatings(NamedTuple):
         rated: The indices of all items that this user rated, also in the held-out data.
     """
 
-    counts: torch.Tensor
-    in_training: torch.Tensor
-    rated: torch.Tensor
+    counts: Tensor
+    in_training: Tensor
+    rated: Tensor
 
 
 def get_user_ratings(data: Ratings | LeaveOneOut, train_data: Any, user_index: int) -> UserRatings:

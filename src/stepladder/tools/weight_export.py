@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -51,7 +52,7 @@ class StoredWeights:
         # The stored name of each tied weight.
         self.aliases: dict[str, str] = snapshot.manifest["aliases"]
         # A tensor on the meta device for each weight: its shape and type.
-        self.meta_tensors: dict[str, torch.Tensor] = {}
+        self.meta_tensors: dict[str, Tensor] = {}
         self._slices = snapshot.reader
         self._model_file = open_safetensors(Path(snapshot.folder) / MODEL_FILE)
         for name in self._model_file.keys():  # noqa: SIM118 - it is no dict
@@ -69,12 +70,12 @@ class StoredWeights:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.meta_tensors.values())
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Return the values of a weight; a tied weight has several names."""
         name = self.aliases.get(name, name)
         if MODEL_PREFIX + name in self._slices.slices:
             return self._slices.read_tensor(MODEL_PREFIX + name)
-        tensor: torch.Tensor = self._model_file.get_tensor(name)
+        tensor: Tensor = self._model_file.get_tensor(name)
         return tensor
 
 
@@ -136,9 +137,9 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
     (folder / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
 
 
-def split_into_files(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def split_into_files(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Split into files of at most MAX_WEIGHTS_FILE_BYTES; a larger tensor has its own file."""
-    files: list[dict[str, torch.Tensor]] = [{}]
+    files: list[dict[str, Tensor]] = [{}]
     file_bytes = 0
     for name, tensor in tensors.items():
         if files[-1] and file_bytes + tensor.nbytes > MAX_WEIGHTS_FILE_BYTES:
@@ -175,7 +176,7 @@ class LazySavePlanner(DefaultSavePlanner):
         super().__init__()
         self.weights = weights
 
-    def lookup_object(self, index: Any) -> torch.Tensor:
+    def lookup_object(self, index: Any) -> Tensor:
         return self.weights.read(index.fqn)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError, to_one_line
@@ -43,7 +44,7 @@ class WeightFolder(NamedTuple):
     """
 
     shapes: dict[str, list[int]]
-    read: Callable[[str, torch.Tensor], None]
+    read: Callable[[str, Tensor], None]
 
 
 def import_weights(folder: Path, request: TrainRequest) -> str:
@@ -127,14 +128,14 @@ def open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> Wei
         name: files[file].get_slice(name).get_shape() for name, file in file_of_tensor.items()
     }
 
-    def read(name: str, target: torch.Tensor) -> None:
+    def read(name: str, target: Tensor) -> None:
         target.copy_(files[file_of_tensor[name]].get_tensor(name))
 
     return WeightFolder(shapes, read)
 
 
 def match_names(
-    folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]
+    folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]
 ) -> dict[str, str]:
     """Return the folder's name of each of the model's tensors; of tied tensors one is enough.
 
@@ -162,9 +163,7 @@ def match_names(
     return stored_names
 
 
-def strip_model_prefix(
-    targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]
-) -> dict[str, str]:
+def strip_model_prefix(targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
     """Return the folder's names by the model's names.
 
     If no name is one of the model's, and some are with the prefix "model.", only the names with the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepladder.core.plan import Plan
 from stepladder.train.step_listener import LoopListener
@@ -46,8 +46,8 @@ class RunningStatistics(LoopListener):
             self.counters.append(layer.num_batches_tracked)
         # Elements of the statistics of all layers.
         self.size = sum(buffer.numel() for buffer in self.buffers)
-        self.buffers_before: list[torch.Tensor] = []  # empty when no step is under way
-        self.counters_before: list[torch.Tensor] = []
+        self.buffers_before: list[Tensor] = []  # empty when no step is under way
+        self.counters_before: list[Tensor] = []
 
     def begin_step(
         self,
@@ -90,12 +90,12 @@ class RunningStatistics(LoopListener):
         self.buffers_before = []
 
     @torch.no_grad()
-    def capture(self) -> torch.Tensor:
+    def capture(self) -> Tensor:
         """Return the statistics of the microbatch that forward has just read, shape (size,)."""
         return torch.cat([buffer.reshape(-1) for buffer in self.buffers])
 
     @torch.no_grad()
-    def finish(self, mean: torch.Tensor) -> None:
+    def finish(self, mean: Tensor) -> None:
         """Move the running statistics towards the mean of the step.
 
         A layer in eval mode, which the user has frozen, keeps its statistics.

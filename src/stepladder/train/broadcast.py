@@ -1,4 +1,4 @@
-"""The broadcast of a nested state from one rank to others, one tensor at a time."""
+"""What ranks send each other besides gradients: a nested state, tensor by tensor, and texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.train.comm import Comm
 
@@ -35,12 +36,12 @@ def broadcast_state(
     data = comm.broadcast_bytes(file.getvalue(), source)
     structure = torch.load(io.BytesIO(data), weights_only=True)
 
-    def receive(like: torch.Tensor) -> torch.Tensor:
+    def receive(like: Tensor) -> Tensor:
         tensor = torch.empty(like.shape, dtype=like.dtype)
         comm.broadcast(tensor, source)
         return tensor if needed else like
 
-    def send(tensor: torch.Tensor) -> None:
+    def send(tensor: Tensor) -> None:
         comm.broadcast(tensor.detach().cpu().contiguous(), source)
 
     if state is None:
@@ -51,13 +52,20 @@ def broadcast_state(
 
 def _map_tensors(
     value: Any,
-    function: Callable[[torch.Tensor], Any],
+    function: Callable[[Tensor], Any],
 ) -> Any:
     """Replace each tensor by what `function` returns for it, in one order on all ranks."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
         return {name: _map_tensors(item, function) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_map_tensors(item, function) for item in value)
     return value
+
+
+def gather_texts(comm: Comm, text: bytes) -> list[bytes]:
+    """Return every rank's text, padded with spaces to one length."""
+    lengths = comm.gather_bytes(len(text).to_bytes(8, "big"))
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    return comm.gather_bytes(text.ljust(longest))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
@@ -91,7 +92,7 @@ class Comm:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending:
         """Start adding `tensor` over the ranks, in place."""
         if self.alone:
             return Pending(None)
@@ -104,8 +105,8 @@ class Comm:
 
     def all_to_all(
         self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
+        received: Tensor,
+        sent: Tensor,
         received_sizes: list[int],
         sent_sizes: list[int],
     ) -> Pending:
@@ -125,8 +126,8 @@ class Comm:
 
     def all_gather(
         self,
-        gathered: torch.Tensor,
-        part: torch.Tensor,
+        gathered: Tensor,
+        part: Tensor,
         block: str = "",
     ) -> Pending:
         """Start collecting every rank's flat `part`, of the model block `block`, in rank order."""
@@ -141,8 +142,8 @@ class Comm:
 
     def reduce_scatter(
         self,
-        result: torch.Tensor,
-        tensor: torch.Tensor,
+        result: Tensor,
+        tensor: Tensor,
         block: str,
     ) -> Pending:
         """Start adding the flat `tensor` over the ranks; `result` gets this rank's slice."""
@@ -152,7 +153,7 @@ class Comm:
 
     def combine(
         self,
-        rows: torch.Tensor,
+        rows: Tensor,
         rows_per_rank: tuple[int, ...],
         length: int,
         combine: CombineFunction,
@@ -197,7 +198,7 @@ class Comm:
 
     def broadcast(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         source: int = 0,
     ) -> None:
         """Overwrite `tensor` with the tensor of rank `source`."""

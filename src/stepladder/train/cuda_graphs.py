@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Span
@@ -129,17 +129,17 @@ class RecordableLoss(nn.Module):
             cache_enabled=False,
         )
 
-    def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the loss sum, and the count if that is a tensor."""
         with self.autocast:
             result = self.loss(self.model, batch)
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             return (result,)
         is_pair = isinstance(result, tuple) and len(result) == 2
-        if not is_pair or not isinstance(result[0], torch.Tensor):
+        if not is_pair or not isinstance(result[0], Tensor):
             raise make_error("loss", result, LOSS_HINT)
         total, self.count = result
-        if isinstance(self.count, torch.Tensor):
+        if isinstance(self.count, Tensor):
             return total, self.count.detach()
         return (total,)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
@@ -24,13 +25,13 @@ from stepladder.train.return_values import (
     validate_metrics,
 )
 
-Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
+Metrics = Callable[[nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 EVALUATION_EPOCH = 0  # always the same: a Dataset then draws the same random numbers each time
 
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module,
+    model: nn.Module,
     source: BatchSource,
     metrics: Metrics,
     comm: Comm,
@@ -82,7 +83,7 @@ def evaluate(
 
 
 @contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set a model to eval mode for the length of the block.
 
     Each module gets its own mode back, since the user may have frozen some of them.
@@ -97,7 +98,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _compute_metrics(
-    model: torch.nn.Module,
+    model: nn.Module,
     metrics: Metrics,
     comm: Comm,
     numbered_batches: Iterable[tuple[int, Any]],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -67,12 +67,12 @@ class FakeModelBuilder:
     ) -> Any:
         return None if param is None else self._make_fake(param)
 
-    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor not in self.fake_by_real:
             self.fake_by_real[tensor] = self.mode.from_tensor(tensor)
-        fake: torch.Tensor = self.fake_by_real[tensor]
+        fake: Tensor = self.fake_by_real[tensor]
         return fake
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.train.build_errors import validate_unwrapped
@@ -49,7 +50,7 @@ def is_classes(value: Any) -> bool:
 
 JOB_PARTS = {
     "model": PartRule(
-        lambda value: isinstance(value, torch.nn.Module),
+        lambda value: isinstance(value, nn.Module),
         "torch.nn.Linear(20, 1), or another module",
     ),
     "optimizer": PartRule(
@@ -122,5 +123,5 @@ def validate_adafactor(job: Job) -> None:
                 )
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepladder.core.plan import fuse_spans
 from stepladder.core.settings import Settings
@@ -66,7 +67,7 @@ class FakeComm(Comm):
         super().__init__(world, torch.device("cpu"))
         self.shared_memory: Any = self if shares_memory and not self.alone else None
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending:
         return Pending(None)
 
     def all_to_all(self, *_: Any) -> Pending:
@@ -128,12 +129,12 @@ def open_batches(
 def without_values(batch: Any) -> Any:
     """Return a batch of empty tensors: fake ones in the block of a FakeTensorMode."""
 
-    def make_empty(tensor: torch.Tensor) -> torch.Tensor:
+    def make_empty(tensor: Tensor) -> Tensor:
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
 
-    return tree_map_only(torch.Tensor, make_empty, batch)
+    return tree_map_only(Tensor, make_empty, batch)
 
 
 class FakeSession(LoopListener):
@@ -271,7 +272,7 @@ def fake_process_group(
         torch.distributed.destroy_process_group()
 
 
-def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({id(storage): storage.nbytes() for storage in storages}.values())
@@ -282,7 +283,7 @@ def count_state_bytes(states: Any) -> int:
     total = 0
     for state in states.values():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 total += to_local(value).nbytes
     return total
 
@@ -297,9 +298,9 @@ def read_first_eval_batch(spec: RunSpec) -> Any:
         return next(batches)[1]
 
 
-def find_data_tensors(spec: RunSpec) -> list[torch.Tensor]:
+def find_data_tensors(spec: RunSpec) -> list[Tensor]:
     """Return the tensors of the job's data, which each process holds completely."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for source in (spec.train_source, spec.eval_source):
         if isinstance(source, TensorSource):
             tensors += source.tensors

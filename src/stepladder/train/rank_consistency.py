@@ -13,6 +13,7 @@ from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.data.sources import BatchSource
 from stepladder.storage.run_config import find_first_difference
+from stepladder.train.broadcast import gather_texts
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import fingerprint, fingerprint_source, format_ranks
 from stepladder.train.job import Recipe
@@ -133,10 +134,3 @@ def describe_data_difference(peer: bytes, first: bytes) -> str:
     if peer_count != first_count:
         return f"{peer_count} samples against {first_count}"
     return "other values"
-
-
-def gather_texts(comm: Comm, text: bytes) -> list[bytes]:
-    """Return every rank's text, padded with spaces to one length."""
-    lengths = comm.gather_bytes(len(text).to_bytes(8, "big"))
-    longest = max(int.from_bytes(length, "big") for length in lengths)
-    return comm.gather_bytes(text.ljust(longest))

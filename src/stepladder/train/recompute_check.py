@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
 from stepladder.core.order import derive_seed
@@ -117,7 +118,7 @@ class RecomputeCheck(LoopListener):
         chosen = self._choose_microbatch(step, self.comm.world.rank)
         self.hashes = {}
 
-        def noting_backward(loss: torch.Tensor, count: float, extra: torch.Tensor | None) -> None:
+        def noting_backward(loss: Tensor, count: float, extra: Tensor | None) -> None:
             if chosen is None or self.sync.microbatch != chosen.number:
                 backward(loss, count, extra)
                 return
@@ -160,9 +161,9 @@ class RecomputeCheck(LoopListener):
 
     def _recompute_backward(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         count: float,
-        extra: torch.Tensor | None,
+        extra: Tensor | None,
     ) -> None:
         assert extra is not None
         self.hashes[COUNT_ITEM] = fingerprint(count)

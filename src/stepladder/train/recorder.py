@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepladder.core.errors import InputError, name_file_in_errors
 from stepladder.core.jsonl import open_for_append
@@ -35,11 +36,11 @@ MAX_PENDING_ROWS = 1000
 FLUSH_INTERVAL_S = 1.0  # a person may be watching
 SCALARS_INTERVAL_S = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
-Loss = torch.Tensor | float | None
+Loss = Tensor | float | None
 # One step that is not yet written: step, epoch, loss (a sum of this rank, or of all ranks), what
 # the loss counts, learning rate, norm of the gradient. A plain tuple, since one is made in every
 # step.
-Row = tuple[int, int, Loss, float, float, torch.Tensor | None]
+Row = tuple[int, int, Loss, float, float, Tensor | None]
 
 
 class Recorder:
@@ -142,7 +143,7 @@ class Recorder:
             self.ledger.flush()
 
     def record_step(
-        self, loss: Loss, count: float, learning_rate: float, norm: torch.Tensor | None = None
+        self, loss: Loss, count: float, learning_rate: float, norm: Tensor | None = None
     ) -> None:
         """Record a step as done.
 
@@ -310,12 +311,12 @@ def read_losses(losses: Sequence[Loss], device: torch.device) -> np.ndarray:
     if device.type == "cpu":
         return np.array([float(loss) if loss is not None else 0.0 for loss in losses])
     zero = torch.zeros((), device=device)
-    tensors = [loss if isinstance(loss, torch.Tensor) else zero for loss in losses]
+    tensors = [loss if isinstance(loss, Tensor) else zero for loss in losses]
     stacked = torch.stack(tensors)
     return stacked.double().cpu().numpy()
 
 
-def read_norms(norms: Sequence[torch.Tensor | None]) -> list[float | None]:
+def read_norms(norms: Sequence[Tensor | None]) -> list[float | None]:
     """Return norms as numbers, read at once. None for no norm, or one that JSON cannot express."""
     tensors = [norm for norm in norms if norm is not None]
     values = iter(torch.stack(tensors).tolist() if tensors else [])

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from stepladder.core.errors import InputError, to_one_line
 
@@ -28,7 +28,7 @@ MAX_METRIC_NAME_LENGTH = 100
 MAX_ITEMS_SHOWN = 4
 
 
-def parse_loss(result: Any, samples: int) -> tuple[torch.Tensor, float]:
+def parse_loss(result: Any, samples: int) -> tuple[Tensor, float]:
     """Return the sum, shape (), and the count of what `loss` has returned.
 
     Args:
@@ -45,7 +45,7 @@ def parse_loss(result: Any, samples: int) -> tuple[torch.Tensor, float]:
     count: Any = None
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
-    if not (is_number(total) and isinstance(total, torch.Tensor) and total.requires_grad):
+    if not (is_number(total) and isinstance(total, Tensor) and total.requires_grad):
         raise make_error("loss", result, LOSS_HINT)
     if total is result:
         total = total * samples
@@ -153,7 +153,7 @@ def validate_best(name: str, metrics: dict[str, float]) -> None:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number or a tensor of one number, without waiting for a GPU."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     try:  # int and float before Real: they are tested faster, and this runs in every step
         return isinstance(value, (int, float, Real)) and type(float(value)) is float
@@ -168,7 +168,7 @@ def make_error(function: str, result: Any, hint: str) -> InputError:
 
 def describe(value: Any) -> str:
     """Return a short description of a value; of a tensor its shape, and its number if it is one."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return _describe_tensor(value)
     if value is ...:
         return "..."
@@ -184,7 +184,7 @@ def describe(value: Any) -> str:
     return to_one_line(repr(value))
 
 
-def _describe_tensor(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     text = f"a tensor of shape {list(tensor.shape)}"
     if tensor.requires_grad:
         return f"{text}, with a gradient"

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import derive_pass_seed, derive_seed
@@ -171,7 +172,7 @@ class TrainingLoop:
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
         self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
 
-    def _list_unshared_buffers(self) -> list[torch.Tensor]:
+    def _list_unshared_buffers(self) -> list[Tensor]:
         """Return the buffers that may differ between ranks.
 
         Where a rank computes its share in one pass, batch norm sees only the rank's own samples.
@@ -233,7 +234,7 @@ class TrainingLoop:
             backward: Backward = self.sync.backward
             for listener in self.listeners:
                 backward = listener.begin_step(step, backward)
-            loss_sum: torch.Tensor | None = None
+            loss_sum: Tensor | None = None
             count = 0.0
             indices_read = []
             for span in spans:
@@ -275,7 +276,7 @@ class TrainingLoop:
         span: Span,
         batch: Any,
         backward: Backward,
-    ) -> tuple[torch.Tensor, float]:
+    ) -> tuple[Tensor, float]:
         """Compute forward and backward of one microbatch, or of the rank's whole share.
 
         Args:
@@ -310,7 +311,7 @@ class TrainingLoop:
             backward(loss, count, extra)
         return loss_sum, count
 
-    def _make_extra(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+    def _make_extra(self, loss: Tensor, samples: int) -> Tensor:
         """Return the values of one microbatch that are added over microbatches as gradients are.
 
         It is the loss, shape (). With batch norm the statistics of the batch follow, shape
@@ -322,7 +323,7 @@ class TrainingLoop:
         statistics = self.statistics.capture() * samples
         return torch.cat([loss.reshape(1).float(), statistics])
 
-    def _reduce(self, count: float, loss: torch.Tensor | None) -> StepResult:
+    def _reduce(self, count: float, loss: Tensor | None) -> StepResult:
         """Add the gradients over ranks, vote on what follows, and return the result of the step."""
         if self.state.step + 1 in self.failing_steps:
             kill_once(self.settings.run_dir, self.comm.world.rank, self.state.step + 1)
@@ -337,7 +338,7 @@ class TrainingLoop:
         ]
         return self.sync.finish(count, votes, loss)
 
-    def _loss_over_ranks(self, result: StepResult) -> torch.Tensor | float | None:
+    def _loss_over_ranks(self, result: StepResult) -> Tensor | float | None:
         """Return the step's loss; a tensor on a GPU, where reading it would wait for the GPU."""
         if result.extra is None:
             return result.loss

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepladder.storage.snapshot_slices import (
     AVERAGE_PREFIX,
@@ -37,7 +37,7 @@ class WeightAverage(LoopListener):
             if param.requires_grad:
                 self.params[name] = param
         self.weight = 1.0 - decay
-        self.values: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +86,7 @@ class WeightAverage(LoopListener):
         return rows
 
     @torch.no_grad()
-    def load(self, stored: dict[str, torch.Tensor]) -> None:
+    def load(self, stored: dict[str, Tensor]) -> None:
         """Load this rank's rows from a complete average.
 
         Raises:
@@ -98,7 +98,7 @@ class WeightAverage(LoopListener):
                 average = average[rows.first : rows.first + len(rows.values)]
             rows.values.copy_(average)
 
-    def _weights(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[Tensor]:
         return [get_local_slice(param).values.detach() for param in self.params.values()]
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import optimizer as optimizers
 from torch.utils.data._utils import fetch
@@ -106,7 +106,7 @@ class ValueRecorder:
         if torch.is_grad_enabled():
             self.calls[layer] += 1
 
-    def note_precision(self, tensor: torch.Tensor) -> None:
+    def note_precision(self, tensor: Tensor) -> None:
         self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
 
 
@@ -169,14 +169,14 @@ generator = torch.Generator()
 generator.manual_seed(PERTURBATION_SEED)
 
 
-def draw_bits(like: torch.Tensor) -> torch.Tensor:
+def draw_bits(like: Tensor) -> Tensor:
     """Return zeros and ones in a tensor's shape. The script's own generators do not change."""
     bits = torch.empty(like.shape)
     bits.bernoulli_(0.5, generator=generator)
     return bits.to(like.dtype)
 
 
-def make_perturbation(tensor: torch.Tensor) -> torch.Tensor:
+def make_perturbation(tensor: Tensor) -> Tensor:
     """Return what makes half of the elements smaller by one unit in the last place.
 
     No value grows: a probability stays below 1.
@@ -184,13 +184,13 @@ def make_perturbation(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() * torch.finfo(tensor.dtype).eps * draw_bits(tensor)
 
 
-def perturb_gradient(gradient: torch.Tensor) -> torch.Tensor:
+def perturb_gradient(gradient: Tensor) -> Tensor:
     return gradient - make_perturbation(gradient)
 
 
 @default_on_error(lambda: None)
 def perturb_in_place(gradient: Any) -> None:
-    if isinstance(gradient, torch.Tensor) and not gradient.is_sparse:
+    if isinstance(gradient, Tensor) and not gradient.is_sparse:
         gradient.sub_(make_perturbation(gradient))
 
 
@@ -203,7 +203,7 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
         output: Any,
     ) -> Any:
         is_innermost = next(module.children(), None) is None
-        if not is_innermost or not isinstance(output, torch.Tensor) or not output.requires_grad:
+        if not is_innermost or not isinstance(output, Tensor) or not output.requires_grad:
             return None
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_traced or not output.is_floating_point():

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
@@ -78,7 +79,7 @@ class StateLayout:
         """Return what adds the gradients, and `extra_size` other values, over the ranks."""
         return make_sync(mode, self.model, self.comm, extra_size)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; return its norm before, shape ()."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).detach()
 
@@ -128,7 +129,7 @@ class StateLayout:
         self.optimizer.load_state_dict(stored)
         for param, state in self.optimizer.state.items():
             for key, value in state.items():
-                is_elementwise = isinstance(value, torch.Tensor) and value.shape == param.shape
+                is_elementwise = isinstance(value, Tensor) and value.shape == param.shape
                 if is_elementwise and value.stride() != param.stride():
                     state[key] = clone_with_strides(value, param)
         self.adopt_state()
@@ -156,7 +157,7 @@ class StateLayout:
         """
         return None
 
-    def get_catch_up_state(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+    def get_catch_up_state(self) -> tuple[dict[str, Tensor], list[Any] | None]:
         """Return what a rank that is a step behind needs for `catch_up`.
 
         Returns:
@@ -166,7 +167,7 @@ class StateLayout:
 
     def catch_up(
         self,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Tensor],
         step: list[Any] | None,
         optimizer_state: dict[str, Any],
     ) -> None:

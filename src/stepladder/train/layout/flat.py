@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core.settings import Settings
 from stepladder.rank.torch_fixes import BareStep
@@ -46,7 +47,7 @@ class FlatGroup:
             param.data = part
         self.addresses = [param.data_ptr() for param in self.params]
 
-    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, vector: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a vector, in the parameters' shapes."""
         parts = zip(vector.split(self.sizes), self.params, strict=True)
         return [part[: param.numel()].view(param.shape) for part, param in parts]
@@ -80,15 +81,15 @@ class FlatGroup:
         has_same_names = all(state.keys() == joined.keys() for state in states)
         return joined if has_same_names else None
 
-    def _join_values(self, values: list[Any]) -> torch.Tensor | None:
-        if not all(isinstance(value, torch.Tensor) for value in values):
+    def _join_values(self, values: list[Any]) -> Tensor | None:
+        if not all(isinstance(value, Tensor) for value in values):
             return None
         if [value.shape for value in values] == [param.shape for param in self.params]:
             vector = torch.zeros_like(self.vector, dtype=values[0].dtype)
             torch._foreach_copy_(self.split(vector), values)
             return vector
         if all(value.ndim == 0 and value.equal(values[0]) for value in values):
-            copy: torch.Tensor = values[0].clone()
+            copy: Tensor = values[0].clone()
             return copy
         return None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -111,11 +112,11 @@ class FullyShardedLayout(StateLayout):
         """Return what divides the sums that fully_shard leaves in the gradients."""
         return FullyShardedSync(self.model, self.comm, extra_size)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; return its norm before, shape ()."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         with self.comm.phases(EXCHANGING):
-            full_norm: torch.Tensor = norm.full_tensor()
+            full_norm: Tensor = norm.full_tensor()
         return full_norm.detach()
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class FullyShardedLayout(StateLayout):
         for name in self.names_by_number:
             param = self.params[name]
             for key, value in self.optimizer.state.get(param, {}).items():
-                is_tensor = isinstance(value, torch.Tensor)
+                is_tensor = isinstance(value, Tensor)
                 is_elementwise = is_tensor and value.shape == param.shape
                 if is_elementwise and not is_distributed(value):
                     own_rows = get_local_slice(param)
@@ -188,11 +189,11 @@ class BlockAllGather:
         self.comm = comm
         self.block = block
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any
     ) -> Any:
         if self.comm.shared_memory is not None:
             collective = getattr(self.comm, self.name)
@@ -212,7 +213,7 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def distribute_like(param: DTensor, rows: torch.Tensor) -> DTensor:
+def distribute_like(param: DTensor, rows: Tensor) -> DTensor:
     """Return a DTensor of this rank's rows, distributed in the way of `param`."""
     return DTensor.from_local(
         rows.to(param.device).contiguous().clone(),

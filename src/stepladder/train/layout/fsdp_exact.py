@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepladder.core.settings import Settings
 from stepladder.storage.snapshot_slices import get_local_slice
@@ -53,7 +54,7 @@ class AlignedRows:
             ):
                 part.grad = grad
 
-    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+    def cut(self, rows: Tensor) -> list[Tensor]:
         """Cut a tensor of the rows' shape: a view between the ends, and padded copies of them."""
         flat = rows.view(-1)
         middle, *ends = self.cuts
@@ -67,8 +68,8 @@ class AlignedRows:
 
     def store(
         self,
-        parts: list[torch.Tensor],
-        rows: torch.Tensor,
+        parts: list[Tensor],
+        rows: Tensor,
     ) -> None:
         """Copy the parts of `cut`, or new parts of their shapes, into the rows."""
         flat = rows.view(-1)
@@ -148,9 +149,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
         piece.store(piece.parts, values)
         stored = self.optimizer.state
         for name, value in states[0].items():
-            is_elementwise = isinstance(value, torch.Tensor) and (
-                value.shape == piece.parts[0].shape
-            )
+            is_elementwise = isinstance(value, Tensor) and (value.shape == piece.parts[0].shape)
             if not is_elementwise:
                 stored[piece.param][name] = value
                 continue
@@ -162,12 +161,12 @@ class FullyShardedExactLayout(FullyShardedLayout):
             rows = stored[piece.param][name].to_local()
             piece.store([state[name] for state in states], rows)
 
-    def _gather_tensor(self, rows: Any) -> torch.Tensor:
+    def _gather_tensor(self, rows: Any) -> Tensor:
         with self.comm.phases(EXCHANGING):
-            gathered: torch.Tensor = rows.full_tensor()
+            gathered: Tensor = rows.full_tensor()
         return gathered
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float) -> Tensor:
         """Clip gradients as torch's clip_grad_norm_ does with complete gradients.
 
         One gradient at a time is gathered. All ranks must call this method.
@@ -180,7 +179,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
         """
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         norms = [torch.linalg.vector_norm(self._gather_tensor(grad)) for grad in grads]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in grads:
             grad.to_local().mul_(factor)  # type: ignore[attr-defined]
@@ -189,4 +188,4 @@ class FullyShardedExactLayout(FullyShardedLayout):
 
 def copy_value(value: Any) -> Any:
     """Copy a value; deepcopy cannot copy the fake tensors of a dry run."""
-    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+    return value.clone() if isinstance(value, Tensor) else deepcopy(value)

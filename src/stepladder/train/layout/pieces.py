@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepladder.train.comm import Comm
 
@@ -29,13 +29,13 @@ class ShardPiece(NamedTuple):
     param: nn.Parameter
     lo: int
     hi: int
-    values: torch.Tensor
+    values: Tensor
 
     @property
     def is_whole(self) -> bool:
         return self.hi - self.lo == self.param.numel()
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
         """Return the piece's part of a tensor of the parameter's shape, as a view if possible."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.lo : self.hi]
 
@@ -57,8 +57,8 @@ class ShardBucket:
     def gather(
         self,
         comm: Comm,
-        sent: torch.Tensor,
-        gathered: torch.Tensor,
+        sent: Tensor,
+        gathered: Tensor,
     ) -> None:
         """Copy the other ranks' values of their pieces, by way of the two buffers."""
         ranks = len(self.pieces_by_rank)
@@ -135,7 +135,7 @@ def count_elements(pieces: list[ShardPiece]) -> int:
     return sum(piece.values.numel() for piece in pieces)
 
 
-def pack_pieces(pieces: list[ShardPiece], flat: torch.Tensor) -> None:
+def pack_pieces(pieces: list[ShardPiece], flat: Tensor) -> None:
     """Copy the pieces into a flat vector, one after the other."""
     if pieces:
         values = [piece.values for piece in pieces]
@@ -143,7 +143,7 @@ def pack_pieces(pieces: list[ShardPiece], flat: torch.Tensor) -> None:
 
 
 def unpack_pieces(
-    flat: torch.Tensor,
+    flat: Tensor,
     pieces: list[ShardPiece],
 ) -> None:
     """Copy a flat vector into the pieces that lie in it one after the other."""
@@ -153,9 +153,9 @@ def unpack_pieces(
 
 
 def split_like(
-    flat: torch.Tensor,
-    tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:
+    flat: Tensor,
+    tensors: list[Tensor],
+) -> list[Tensor]:
     """Return views of a flat vector, one after the other, in the shapes of the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)
@@ -165,7 +165,7 @@ def split_like(
 @contextmanager
 def substitute_params(
     optimizer: torch.optim.Optimizer,
-    params_by_group: list[list[torch.Tensor]],
+    params_by_group: list[list[Tensor]],
     state: Any,
 ) -> Iterator[Callable[[], object]]:
     """Give an optimizer other parameters, and their state, for the length of the block."""
@@ -184,9 +184,9 @@ def substitute_params(
 
 
 def clone_with_strides(
-    values: torch.Tensor,
-    param: torch.Tensor,
-) -> torch.Tensor:
+    values: Tensor,
+    param: Tensor,
+) -> Tensor:
     """Return a copy on the parameter's device, with the parameter's strides.
 
     A fused step goes through the parameter and its state in the order of their memory.

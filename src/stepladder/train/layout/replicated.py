@@ -12,6 +12,7 @@ import struct
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepladder.core.errors import StateLost
 from stepladder.core.settings import Settings
@@ -42,7 +43,7 @@ class StepRecord(NamedTuple):
 
     stepped: bool
     rates: list[Any]
-    gradients: list[torch.Tensor | None]
+    gradients: list[Tensor | None]
 
 
 class Replicated(Zero1):
@@ -121,7 +122,7 @@ class Replicated(Zero1):
                 return group, [by_slice[index] for index in range(ranks)]
         raise StateLost("both processes that had a slice of the optimizer's state are lost")
 
-    def get_catch_up_state(self) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+    def get_catch_up_state(self) -> tuple[dict[str, Tensor], list[Any] | None]:
         """Return the buffers and frozen weights, which are in no slice, and the unfinished step."""
         state = self.model.state_dict(keep_vars=True)
         unsharded = {
@@ -134,7 +135,7 @@ class Replicated(Zero1):
 
     def catch_up(
         self,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Tensor],
         step: list[Any] | None,
         optimizer_state: dict[str, Any],
     ) -> None:
@@ -157,7 +158,7 @@ class Replicated(Zero1):
     def _set_rates_and_gradients(
         self,
         rates: list[Any],
-        gradients: list[torch.Tensor | None],
+        gradients: list[Tensor | None],
     ) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -200,7 +201,7 @@ class Replicated(Zero1):
         number: int,
         lo: int,
         hi: int,
-        values: torch.Tensor,
+        values: Tensor,
         state: dict[str, Any],
     ) -> None:
         """Copy a piece of an earlier group into the weights and the new pieces that overlap it.
@@ -222,7 +223,7 @@ class Replicated(Zero1):
                 continue
             new_state = new.state[piece.values]
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == values.shape:
+                if isinstance(value, Tensor) and value.shape == values.shape:
                     if name not in new_state:
                         new_state[name] = torch.empty_like(piece.values, dtype=value.dtype)
                     copy_overlap(new_state[name], piece, value, lo, hi)
@@ -236,7 +237,7 @@ class Replicated(Zero1):
         value: Any,
     ) -> Any:
         """Copy a value to the device where load_state_dict of torch.optim puts it."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return value
         group = self._find_group(param)
         is_host_count = name == "step" and not (group.get("capturable") or group.get("fused"))
@@ -259,9 +260,9 @@ def pack_piece(
 
 
 def copy_overlap(
-    target: torch.Tensor,
+    target: Tensor,
     piece: ShardPiece,
-    value: torch.Tensor,
+    value: Tensor,
     lo: int,
     hi: int,
 ) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
@@ -101,7 +101,7 @@ class OptimizerSlices:
             for params in make_fixed_buckets(trained)
         ]
 
-    def _make_buffers(self) -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
+    def _make_buffers(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
         """Make the two buffers of `gather` for each dtype, which its buckets share."""
         buffers = {}
         # The widest bucket comes last, so that its buffers are the ones that stay.
@@ -119,7 +119,7 @@ class OptimizerSlices:
         self.state = defaultdict(dict)
         for piece in self.pieces:
             for name, value in full_state.get(piece.param, {}).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     is_elementwise = value.shape == piece.param.shape
                     value = (piece.cut(value) if is_elementwise else value).clone()
                 self.state[piece.values][name] = value

@@ -8,14 +8,15 @@ exact   a fixed tree over the microbatches, in `exact.py`: the same bits for any
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepladder.rank.torch_fixes import make_backward
 from stepladder.train.comm import Comm
 
-Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # `Sync.backward`
+Backward = Callable[[Tensor, float, Tensor | None], None]  # `Sync.backward`
 run_backward = make_backward()
 
 
@@ -32,8 +33,8 @@ class StepResult(NamedTuple):
 
     total_count: float
     votes: list[bool]
-    extra: torch.Tensor | None = None
-    loss: torch.Tensor | float | None = None
+    extra: Tensor | None = None
+    loss: Tensor | float | None = None
 
 
 class Sync:
@@ -53,7 +54,8 @@ class Sync:
         self.comm = comm
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.microbatches_left = 0  # microbatches of this rank that are to come in this step
-        self.extra: torch.Tensor | None = None
+        self.hooks: list[Any] = []  # of the model or its parameters, for `close`
+        self.extra: Tensor | None = None
         if extra_size:
             self.extra = torch.zeros(extra_size, device=comm.device)
 
@@ -71,9 +73,9 @@ class Sync:
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         count: float,
-        extra: torch.Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> None:
         """Add the gradient of one microbatch.
 
@@ -92,7 +94,7 @@ class Sync:
         self,
         count: float,
         votes: list[bool],
-        loss: torch.Tensor | None = None,
+        loss: Tensor | None = None,
     ) -> StepResult:
         """Add the gradients over the ranks and divide them by the global count.
 
@@ -157,6 +159,8 @@ class Sync:
 
     def close(self) -> None:
         """Remove the hooks from the model."""
+        for hook in self.hooks:
+            hook.remove()
 
 
 class SingleProcessSync(Sync):
@@ -180,9 +184,9 @@ class SingleProcessSync(Sync):
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         count: float,
-        extra: torch.Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> None:
         """Add the gradient of one microbatch, or compute the mean if it is the only one."""
         if not self.has_one_microbatch:
@@ -200,7 +204,7 @@ class SingleProcessSync(Sync):
         self,
         count: float,
         votes: list[bool],
-        loss: torch.Tensor | None = None,
+        loss: Tensor | None = None,
     ) -> StepResult:
         """Return the step's result; divide the gradients unless backward has done so."""
         if self.has_one_microbatch:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.core.plan import split_evenly
 
@@ -36,7 +37,7 @@ class Tree:
     leave at most log2(M) + 1 blocks.
     """
 
-    def __init__(self, add: Callable[[Any, Any], Any] = torch.Tensor.add_) -> None:
+    def __init__(self, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
         """Create an empty tree.
 
         Args:
@@ -125,9 +126,9 @@ def plan_additions(
 
 
 def add_in_order(
-    blocks: Iterable[torch.Tensor],
+    blocks: Iterable[Tensor],
     pairs: list[tuple[int, int]],
-    out: torch.Tensor,
+    out: Tensor,
 ) -> None:
     """Add all blocks in the order of `pairs`, and store the sum in `out`; no block is changed."""
     sums = list(blocks)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from stepladder.train.comm import Comm
 from stepladder.train.pending import Pending
@@ -24,7 +25,7 @@ def allocate_shared_zeros(
     comm: Comm,
     length: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a vector of zeros, in memory that the ranks share if it is large enough to profit.
 
     It is for a vector that is reduced in every step. All ranks must call this function, in the same
@@ -43,7 +44,7 @@ class Bucket:
 
     def __init__(
         self,
-        params: list[torch.nn.Parameter],
+        params: list[nn.Parameter],
         comm: Comm,
     ) -> None:
         self.params = params
@@ -76,9 +77,9 @@ class Bucket:
         self.filled[index] = True
 
 
-def make_fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def make_fixed_buckets(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters in reverse order: roughly the order in which backward finishes gradients."""
-    buckets: list[list[torch.nn.Parameter]] = []
+    buckets: list[list[nn.Parameter]] = []
     free_bytes = 0
     for param in reversed(params):
         size = param.numel() * param.element_size()
@@ -92,7 +93,7 @@ def make_fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.P
 
 def register_gradient_hooks(
     sync: Sync,
-    on_gradient: Callable[[torch.Tensor], None],
+    on_gradient: Callable[[Tensor], None],
 ) -> list[Any]:
     """Call a function with each parameter as soon as its gradient is complete, where that helps.
 
@@ -118,7 +119,7 @@ class BucketedSync(Sync):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         comm: Comm,
         extra_size: int = 0,
     ) -> None:
@@ -139,7 +140,7 @@ class BucketedSync(Sync):
         for bucket in self.buckets:
             bucket.filled = [False] * len(bucket.params)
 
-    def _on_gradient(self, param: torch.Tensor) -> None:
+    def _on_gradient(self, param: Tensor) -> None:
         if self.microbatches_left == 0:  # the last microbatch: this gradient is complete
             bucket, index = self.bucket_and_index[param]  # type: ignore[index]
             bucket.fill(index)
@@ -178,8 +179,3 @@ class BucketedSync(Sync):
     def _divide_gradients(self, count: float) -> None:
         for bucket in self.buckets:
             bucket.flat.div_(count)
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self.hooks:
-            hook.remove()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor, nn
 
 from stepladder.train.comm import Comm
 from stepladder.train.pending import Pending
@@ -42,8 +43,8 @@ class TreeBucket:
     def __init__(
         self,
         comm: Comm,
-        params: list[torch.nn.Parameter],
-        like: torch.Tensor,
+        params: list[nn.Parameter],
+        like: Tensor,
         extra_size: int = 0,
     ) -> None:
         """Create a bucket.
@@ -68,10 +69,10 @@ class TreeBucket:
         # Called with the bucket when a leaf is full, just before the tree adds it.
         self.leaf_observer: LeafObserver | None = None
         self.tree = Tree()
-        self.free_leaves: list[torch.Tensor] = []
+        self.free_leaves: list[Tensor] = []
         # For each leaf, by its id: `leaf_views` and `leaf_extra`. They are made once, since making
         # views costs more than copying gradients.
-        self.views_by_leaf: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self.views_by_leaf: dict[int, tuple[list[Tensor], Tensor]] = {}
         # The leaf of the current microbatch, and the same two views of it. `open_leaf` replaces all
         # three.
         self.leaf = self.out
@@ -87,7 +88,7 @@ class TreeBucket:
         self.summed_slice = self.out
         self.pending = Pending(None)
 
-    def _make_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _make_views(self, flat: Tensor) -> list[Tensor]:
         bounds = zip(pairwise(self.offsets), self.params, strict=True)
         return [flat[lo:hi].view(param.shape) for (lo, hi), param in bounds]
 
@@ -109,7 +110,7 @@ class TreeBucket:
         self.params[index].grad = None
         self.missing.discard(index)
 
-    def fill_missing(self) -> list[torch.nn.Parameter]:
+    def fill_missing(self) -> list[nn.Parameter]:
         """Copy the missing gradients in one call, and zeros for parameters that have none.
 
         Returns:
@@ -188,7 +189,7 @@ class TreeBucket:
             sent_sizes,
         )
 
-    def _join_blocks(self, blocks: list[torch.Tensor]) -> torch.Tensor:
+    def _join_blocks(self, blocks: list[Tensor]) -> Tensor:
         if len(blocks) == 1:
             return blocks[0]
         return torch.cat(blocks) if blocks else self.out[:0]
@@ -205,7 +206,7 @@ class TreeBucket:
 
     def _combine(
         self,
-        block_parts: list[torch.Tensor],
+        block_parts: list[Tensor],
         lo: int,
         hi: int,
     ) -> None:
@@ -234,7 +235,7 @@ class ExactSync(Sync):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         comm: Comm,
         extra_size: int,
     ) -> None:
@@ -289,9 +290,9 @@ class ExactSync(Sync):
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         count: float,
-        extra: torch.Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> None:
         """Add the gradient of one microbatch, and its extra values, to the tree."""
         if extra is not None:  # before backward, since its hooks push a leaf once it is full
@@ -312,8 +313,8 @@ class ExactSync(Sync):
 
     def recompute_leaves(
         self,
-        loss: torch.Tensor,
-        extra: torch.Tensor,
+        loss: Tensor,
+        extra: Tensor,
         observer: LeafObserver,
     ) -> None:
         """Compute a microbatch's leaves once more, without adding them to the tree.
@@ -342,7 +343,7 @@ class ExactSync(Sync):
         for param, grad in zip(self.params, step_grads, strict=True):
             param.grad = grad
 
-    def _on_gradient(self, param: torch.Tensor) -> None:
+    def _on_gradient(self, param: Tensor) -> None:
         if (
             self.microbatches_left
         ):  # not the last microbatch: `backward` copies all gradients at once
@@ -368,7 +369,7 @@ class ExactSync(Sync):
         self,
         count: float,
         votes: list[bool],
-        loss: torch.Tensor | None = None,
+        loss: Tensor | None = None,
     ) -> StepResult:
         """Finish the tree over all ranks and divide by the global count."""
         result = super().finish(count, votes, loss)
@@ -389,8 +390,3 @@ class ExactSync(Sync):
     def _divide_gradients(self, count: float) -> None:
         for bucket in self.buckets:
             bucket.gradient.div_(count)
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self.hooks:
-            hook.remove()

@@ -16,8 +16,10 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
+from stepladder.train.broadcast import gather_texts
 from stepladder.train.comm import Comm
 from stepladder.train.model_blocks import OUTSIDE_BLOCKS
 from stepladder.train.sync.base import Sync
@@ -36,14 +38,13 @@ class FullyShardedSync(Sync):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         comm: Comm,
         extra_size: int = 0,
     ) -> None:
         super().__init__(model, comm, extra_size)
         self.calls: list[int] = []  # the blocks called in this step, by their index in `blocks`
         self.blocks: list[str] = []
-        self.hooks: list[Any] = []
         for name, module in model.named_modules():
             if hasattr(module, "set_custom_reduce_scatter"):
                 record = partial(self._record_call, len(self.blocks))
@@ -65,10 +66,7 @@ class FullyShardedSync(Sync):
         ranks, total, squares = sums
         if ranks * squares == total * total:  # exact in float64; equal only if all digests are
             return
-        message = json.dumps(self.calls).encode()
-        lengths = self.comm.gather_bytes(len(message).to_bytes(8, "big"))
-        longest = max(int.from_bytes(length, "big") for length in lengths)
-        texts = self.comm.gather_bytes(message.ljust(longest))
+        texts = gather_texts(self.comm, json.dumps(self.calls).encode())
         orders = [json.loads(text) for text in texts]
         rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
         names = [*self.blocks, "nothing more"]  # -1, after the last call, is its index
@@ -81,10 +79,6 @@ class FullyShardedSync(Sync):
             f" call {index + 1} of the step",
             "call each block on every rank, as often and in the same order; or --shard optimizer",
         )
-
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
 
     def _wait_for_sums(self) -> None:
         if self.extra is not None:
@@ -133,12 +127,10 @@ class RowTree:
         *,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **_named: Any) -> None:
         """Add the gradients of one round of microbatches to the tree.
 
         Args:
@@ -164,7 +156,7 @@ class RowTree:
             output_tensor.copy_(self.tree.root())
             self.tree = Tree()
             return
-        free: torch.Tensor | None = output_tensor
+        free: Tensor | None = output_tensor
         for block in self.tree.blocks:
             if block.lo >= first:  # a view of `received`, all of which it would keep alive
                 block.total = block.total.clone() if free is None else free.copy_(block.total)
@@ -182,14 +174,14 @@ class FullyShardedExactSync(FullyShardedSync):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         comm: Comm,
         extra_size: int = 0,
     ) -> None:
         super().__init__(model, comm)
         self.trees = list(make_row_trees(model, comm))
         self.total = 0  # microbatches of the step
-        self.extras: list[torch.Tensor] = []  # of this rank's microbatches
+        self.extras: list[Tensor] = []  # of this rank's microbatches
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)
@@ -200,9 +192,9 @@ class FullyShardedExactSync(FullyShardedSync):
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         count: float,
-        extra: torch.Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> None:
         for tree in self.trees:
             tree.begin_pass()
@@ -235,7 +227,7 @@ class FullyShardedExactSync(FullyShardedSync):
 
 
 def make_row_trees(
-    model: torch.nn.Module,
+    model: nn.Module,
     comm: Comm,
 ) -> Iterator[RowTree]:
     """Make a tree for each module that fully_shard gathers.
@@ -246,7 +238,7 @@ def make_row_trees(
         A tree over the trained weights of a module that belong to no gathered module within it.
     """
     ranks = comm.world.world_size
-    assigned = set[torch.Tensor]()
+    assigned = set[Tensor]()
     for name, module in reversed(list(model.named_modules())):
         if not hasattr(module, "set_custom_reduce_scatter"):
             continue
@@ -260,7 +252,7 @@ def make_row_trees(
             yield tree
 
 
-def compute_padded_size(param: torch.Tensor, ranks: int) -> int:
+def compute_padded_size(param: Tensor, ranks: int) -> int:
     """Return the elements of a weight whose rows are padded to a multiple of the ranks."""
     row_count = param.shape[0]
     return -(-row_count // ranks) * ranks * (param.numel() // row_count)

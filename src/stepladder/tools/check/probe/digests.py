@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from stepladder.tools.check.probe.patching import default_on_error
 
@@ -85,9 +86,9 @@ def row_count(batch: Any) -> int:
     return 0
 
 
-def tensors_with_rows(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_with_rows(batch: Any) -> Iterator[Tensor]:
     for leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
             yield leaf
 
 
@@ -133,7 +134,7 @@ def generator_states(owner: Any, depth: int = 0) -> dict[str, str]:
 
 def has_attributes(value: Any) -> bool:
     """Return whether a value is an object that may hold others, such as a data set."""
-    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type))
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, type))
 
 
 @default_on_error(str)
@@ -168,7 +169,7 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
 
 def value_key(value: Any, depth: int) -> str:
     """Return a text that is equal for equal values; the class's name where that would be slow."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{tuple(value.shape)}{digest(value.reshape(-1)[:MAX_HASHED_ELEMENTS])}"
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return array_key(value)

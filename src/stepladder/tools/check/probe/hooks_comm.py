@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stepladder.tools.check.events import (
@@ -58,12 +59,12 @@ class KnownMeans:
     def __init__(self) -> None:
         self.counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def add(self, mean: torch.Tensor, count: int) -> None:
+    def add(self, mean: Tensor, count: int) -> None:
         if len(self.counts) > MAX_KNOWN_MEANS:
             self.counts.clear()
         self.counts[id(mean)] = (weakref.ref(mean), count)
 
-    def count_of(self, tensor: torch.Tensor) -> int | None:
+    def count_of(self, tensor: Tensor) -> int | None:
         reference, count = self.counts.get(id(tensor), (None, 0))
         if reference is not None and reference() is tensor:
             return count
@@ -83,7 +84,7 @@ def attach() -> None:
     wrap([c10d, dist], "init_process_group", record_init)
     wrap(c10d, "_update_default_pg", record_group)
     record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
-    wrap([torch.Tensor], "mean", remember_mean)
+    wrap([Tensor], "mean", remember_mean)
     wrap([torch], "mean", remember_mean)
     wrap(
         [spawn, torch.multiprocessing],
@@ -168,7 +169,7 @@ def describe_call(
     if name in ("all_gather_object", "gather_object"):
         index = 1 if name == "all_gather_object" else 0
         fields["numbers"] = sample_numbers(get_argument(args, kwargs, index, "obj"))
-    tensor = first_of_type((*args, *kwargs.values()), torch.Tensor)
+    tensor = first_of_type((*args, *kwargs.values()), Tensor)
     if tensor is None:
         return fields
     return fields | describe_tensor(tensor)
@@ -178,7 +179,7 @@ def first_of_type(values: tuple[Any, ...], kind: Any) -> Any:
     return next((value for value in values if isinstance(value, kind)), None)
 
 
-def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+def describe_tensor(tensor: Tensor) -> dict[str, Any]:
     count = tensor.numel()
     fields: dict[str, Any] = {
         "shape": list(tensor.shape),
@@ -210,7 +211,7 @@ def sample_numbers(gathered: Any) -> list[int]:
 def remember_mean(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Remember of how many values a scalar mean is, to find means of means."""
     result = original(*args, **kwargs)
-    is_scalar = isinstance(result, torch.Tensor) and result.dim() == 0
-    if is_scalar and args and isinstance(args[0], torch.Tensor):
+    is_scalar = isinstance(result, Tensor) and result.dim() == 0
+    if is_scalar and args and isinstance(args[0], Tensor):
         known_means.add(result, args[0].numel())
     return result

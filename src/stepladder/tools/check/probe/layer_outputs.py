@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.tools.check.events import WEIGHT_HAS_IT
 from stepladder.tools.check.probe import digests
@@ -22,8 +23,8 @@ class LayerOutputs:
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[tuple[Any, torch.Tensor]] = []
+        self.inputs: list[Tensor] = []
+        self.outputs: list[tuple[Any, Tensor]] = []
         self.is_reported = False
 
     def begin(
@@ -81,17 +82,17 @@ class LayerOutputs:
 
 
 @default_on_error(list)
-def floating_tensors(values: Any) -> list[torch.Tensor]:
+def floating_tensors(values: Any) -> list[Tensor]:
     leaves = digests.leaves(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
 
 
-def is_nan(tensor: torch.Tensor) -> bool:
+def is_nan(tensor: Tensor) -> bool:
     return bool(torch.isnan(tensor.detach()).any())
 
 
-def is_not_finite(tensor: torch.Tensor) -> bool:
+def is_not_finite(tensor: Tensor) -> bool:
     return not bool(torch.isfinite(tensor.detach()).all())
 
 

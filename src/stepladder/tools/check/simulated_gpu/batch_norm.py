@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
@@ -17,7 +18,7 @@ class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over the ranks of a group, and of its gradient likewise."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         original_all_reduce(total, group=group)
@@ -30,7 +31,7 @@ class SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: Any) -> Any:
+def sum_over_ranks(tensor: Tensor, group: Any) -> Any:
     return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
@@ -38,7 +39,7 @@ def synchronize_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `SyncBatchNorm.forward` that exchanges its statistics between CPU ranks."""
 
     @functools.wraps(original)
-    def forward(self: Any, input: torch.Tensor) -> Any:
+    def forward(self: Any, input: Tensor) -> Any:
         group = None
         if self.training and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
@@ -49,7 +50,7 @@ def synchronize_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def normalize(layer: Any, samples: torch.Tensor, group: Any) -> Any:
+def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
     """Return samples that are normalized by the mean and variance over all ranks."""
     layer._check_input_dim(samples)
     has_few_digits = samples.dtype in (torch.float16, torch.bfloat16)
@@ -78,8 +79,8 @@ def normalize(layer: Any, samples: torch.Tensor, group: Any) -> Any:
 
 def update_running_statistics(
     layer: Any,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
+    mean: Tensor,
+    variance: Tensor,
     count: float,
 ) -> None:
     layer.num_batches_tracked.add_(1)

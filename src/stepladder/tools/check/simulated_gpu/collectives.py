@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stepladder.tools.check.simulated_gpu.refusal import SimulatedObject
@@ -96,10 +97,10 @@ def global_rank(group: Any, rank: int) -> int:
 
 def flat_view(value: Any) -> Any:
     """Return a tensor, or each of a list, as one row of its elements."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.view(-1) if value.is_contiguous() else value
     is_list = isinstance(value, (list, tuple)) and bool(value)
-    if is_list and all(isinstance(item, torch.Tensor) for item in value):
+    if is_list and all(isinstance(item, Tensor) for item in value):
         return [flat_view(item) for item in value]
     return value
 

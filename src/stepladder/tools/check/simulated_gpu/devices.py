@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 CPU_DEVICE = torch.device("cpu")
@@ -109,16 +110,16 @@ class PinnedMemory:
     def __init__(self) -> None:
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def add(self, tensor: Tensor) -> Tensor:
         with suppress(NotImplementedError):  # sparse tensors have no storage
             self.storages.add(tensor.untyped_storage())
         return tensor
 
-    def pin(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def pin(self, tensor: Tensor, device: Any = None) -> Tensor:
         """Return a copy, as pinning does, unless the tensor is pinned already."""
         return tensor if self.contains(tensor) else self.add(tensor.clone())
 
-    def contains(self, tensor: torch.Tensor, device: Any = None) -> bool:
+    def contains(self, tensor: Tensor, device: Any = None) -> bool:
         with suppress(NotImplementedError):
             return tensor.untyped_storage() in self.storages
         return False
@@ -127,11 +128,11 @@ class PinnedMemory:
 pinned_memory = PinnedMemory()
 
 
-def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+def pin_memory(self: Tensor, device: Any = None) -> Tensor:
     return pinned_memory.pin(self)
 
 
-def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+def is_pinned(self: Tensor, device: Any = None) -> bool:
     return pinned_memory.contains(self)
 
 
@@ -141,7 +142,7 @@ def stay_on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def record_stream(self: torch.Tensor, stream: Any) -> None:
+def record_stream(self: Tensor, stream: Any) -> None:
     """Stand in for `Tensor.record_stream`."""
 
 
