@@ -28,13 +28,9 @@ class ArrayRecordSource(FileRows):
         files: list[DataFile],
         options: OpenOptions,
     ) -> None:
-        self.format = "array_record"
-        self.decode = options.decode
-        self.as_list = options.columns is not None
-        self.files = files
-        self.open_again = lru_cache(OPEN_RECORD_FILES)(self._open)
+        self.open_again = lru_cache(OPEN_RECORD_FILES)(lambda number: open_reader(files[number]))
         counts = [self.open_again(number).num_records() for number in range(len(files))]
-        super().__init__(files, counts, options)
+        super().__init__("array_record", files, counts, options)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -51,8 +47,7 @@ class ArrayRecordSource(FileRows):
                 samples[place] = {RECORD: record}
         if self.decode is not None:
             return collate_decoded(samples, self.decode)
-        records = [sample[RECORD] for sample in samples]
-        return [records] if self.as_list else {RECORD: records}
+        return self.make_batch({RECORD: [sample[RECORD] for sample in samples]})
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all records, and yield those that cannot be read."""
@@ -85,15 +80,20 @@ class ArrayRecordSource(FileRows):
             ).as_error() from error
         return records
 
-    def _open(self, number: int) -> Any:
-        file = self.files[number]
-        try:
-            from array_record.python.array_record_module import ArrayRecordReader
-        except ImportError as error:
-            problem = f"{file.name} needs array_record"
-            raise InputError(problem, "pip install array-record") from error
-        try:
-            return ArrayRecordReader(str(file.get_path()))
-        except (ValueError, RuntimeError, OSError) as error:
-            problem = f"{file.name} cannot be used: {get_reason(error)}"
-            raise InputError(problem, DAMAGE_HINT) from error
+
+def open_reader(file: DataFile) -> Any:
+    """Return the library's reader of a file.
+
+    Raises:
+        InputError: The library is not installed, or the file is damaged.
+    """
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+        problem = f"{file.name} needs array_record"
+        raise InputError(problem, "pip install array-record") from error
+    try:
+        return ArrayRecordReader(str(file.get_path()))
+    except (ValueError, RuntimeError, OSError) as error:
+        problem = f"{file.name} cannot be used: {get_reason(error)}"
+        raise InputError(problem, DAMAGE_HINT) from error

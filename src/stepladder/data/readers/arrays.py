@@ -82,9 +82,6 @@ class ArraySource(FileRows):
         arrays: list[dict[str, Rows]],
         options: OpenOptions,
     ) -> None:
-        self.format = format_name
-        self.decode = options.decode
-        self.as_list = options.columns is not None
         self.names = select_columns(options.columns or (), arrays[0], files[0].name)
         self.arrays = [
             validate_arrays(
@@ -96,7 +93,7 @@ class ArraySource(FileRows):
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
-        super().__init__(files, counts, options)
+        super().__init__(format_name, files, counts, options)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -120,7 +117,7 @@ class ArraySource(FileRows):
                 for position in range(len(indices))
             ]
             return collate_decoded(samples, self.decode)
-        return list(columns.values()) if self.as_list else columns
+        return self.make_batch(columns)
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all files, and yield those that cannot be read; their numbers have no checksum."""

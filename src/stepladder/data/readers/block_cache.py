@@ -66,7 +66,7 @@ class BlockCache:
                 number for number, path in zip(numbers, paths, strict=True) if blocks[path] is None
             ]
             if missing:
-                with lock_blocks(folder, missing):
+                with lock_places(folder, missing, f"the cache in {folder}"):
                     blocks |= self._fetch_missing(folder, missing, fetch)
         return [block for path in paths if (block := blocks[path]) is not None]
 
@@ -79,7 +79,7 @@ class BlockCache:
         """
         folder = self.folder / key
         path = folder / WHOLE_FILE
-        with self.lock, lock_blocks(folder, [0]):
+        with self.lock, lock_places(folder, [0], f"the cache in {folder}"):
             if not path.exists():
                 with (
                     as_input_error(f"cannot write the cache in {folder}", SPACE_HINT),
@@ -159,13 +159,18 @@ class BlockCache:
 
 
 @contextmanager
-def lock_blocks(folder: Path, numbers: list[int]) -> Iterator[None]:
-    """Let no other process of this machine fetch these blocks during the block.
+def lock_places(folder: Path, numbers: list[int], label: str) -> Iterator[None]:
+    """Let no other process of this machine write what these numbers stand for during the block.
+
+    Args:
+        folder: The folder of a file whose bytes are locked.
+        numbers: The bytes.
+        label: What cannot be written if the folder cannot, for a message.
 
     The kernel drops the locks of a process that ends. A file system may have none: then two
-    processes can fetch one block, and the second replaces it by the same bytes.
+    processes can write the same, and the second replaces it by the same bytes.
     """
-    with as_input_error(f"cannot write the cache in {folder}", SPACE_HINT):
+    with as_input_error(f"cannot write {label}", SPACE_HINT):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+b")
     with file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -14,54 +15,35 @@ from stepladder.data.readers.open_options import OpenOptions
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
 
 
-class FileRows:
-    """The samples of a source: the rows of its files, one file after the other."""
-
-    # The name of the format.
-    format: str
+class FilesSource:
+    """Samples in files, in chunks that are read together."""
 
     def __init__(
         self,
+        format_name: str,
         files: list[DataFile],
-        counts: list[int],
+        edges: IndexArray,
         options: OpenOptions,
     ) -> None:
-        """Divide the samples into chunks, which end with files.
+        """Set up the source.
 
         Args:
+            format_name: The name of the format.
             files: The files.
-            counts: The number of rows of each file.
-            options: What the caller of `open_data` has set. Without the rows of a chunk it has
-                about CHUNK_BYTES.
-
-        Raises:
-            InputError: There are no rows.
+            edges: The first sample of each chunk, and the number of samples.
+            options: What the caller of `open_data` has set.
         """
-        total = sum(counts)
-        if total == 0:
-            raise InputError(f"{files[0].name} has no samples", "a file with some")
+        self.format = format_name
         self.files = files
+        self.edges = edges
         self.options = options
-        # The first sample of each file, and the number of samples.
-        self.starts: IndexArray = np.cumsum([0, *counts])
-        rows = options.chunk_rows or max(1, CHUNK_BYTES * total // max(1, self.num_bytes))
-        edges = []
-        first = 0
-        for count in counts:
-            edges.append(
-                np.arange(
-                    first,
-                    first + count,
-                    rows,
-                    dtype=np.int64,
-                )
-            )
-            first += count
-        # The first sample of each chunk, and the number of samples.
-        self.edges: IndexArray = np.concatenate([*edges, np.array([total], np.int64)])
+        # The user's function that makes a sample of a row or record; None if there is none.
+        self.decode = options.decode
+        # Whether a batch is a list of columns instead of a dict.
+        self.as_list = options.columns is not None
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return int(self.edges[-1])
 
     @property
     def chunk_edges(self) -> IndexArray:
@@ -82,6 +64,55 @@ class FileRows:
     def fingerprint(self) -> str | None:
         """A text that is another one when the samples are; None if `decode` may change unseen."""
         return self.options.make_fingerprint(self.format, self.files)
+
+    def make_batch(self, columns: dict[str, Any]) -> Any:
+        """Return columns as the batch that the caller of `open_data` wants."""
+        return list(columns.values()) if self.as_list else columns
+
+
+class FileRows(FilesSource):
+    """The samples of a source: the rows of its files, one file after the other."""
+
+    def __init__(
+        self,
+        format_name: str,
+        files: list[DataFile],
+        counts: list[int],
+        options: OpenOptions,
+    ) -> None:
+        """Divide the samples into chunks, which end with files.
+
+        Args:
+            format_name: The name of the format.
+            files: The files.
+            counts: The number of rows of each file.
+            options: What the caller of `open_data` has set. Without the rows of a chunk it has
+                about CHUNK_BYTES.
+
+        Raises:
+            InputError: There are no rows.
+        """
+        total = sum(counts)
+        if total == 0:
+            raise InputError(f"{files[0].name} has no samples", "a file with some")
+        # The first sample of each file, and the number of samples.
+        self.starts: IndexArray = np.cumsum([0, *counts])
+        num_bytes = sum(file.size for file in files)
+        rows = options.chunk_rows or max(1, CHUNK_BYTES * total // max(1, num_bytes))
+        edges = []
+        first = 0
+        for count in counts:
+            edges.append(
+                np.arange(
+                    first,
+                    first + count,
+                    rows,
+                    dtype=np.int64,
+                )
+            )
+            first += count
+        edges.append(np.array([total], np.int64))
+        super().__init__(format_name, files, np.concatenate(edges), options)
 
     def count_rows(self, number: int) -> int:
         """Return the number of rows of a file."""

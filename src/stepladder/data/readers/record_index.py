@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from stepladder.core.durable import replace_file
 from stepladder.core.errors import as_input_error
 from stepladder.core.folders import get_cache_folder
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.block_cache import SPACE_HINT
+from stepladder.data.readers.block_cache import SPACE_HINT, lock_places
 from stepladder.data.readers.files import DataFile, LocalFile, shorten
 
 INDEX_HEADER = struct.Struct(
@@ -98,9 +96,10 @@ def map_or_write(
     """Return the numbers of an index file, which one of several processes writes if need be."""
     found = map_index(path, header, oldest_ns)
     if found is None:
+        place = int(shorten(identity)[:7], 16)
         with (
             as_input_error(f"cannot write the index {path}", SPACE_HINT),
-            lock_index(identity),
+            lock_places(get_cache_folder() / "indexes", [place], f"the index {path}"),
         ):
             if map_index(path, header, oldest_ns) is None:
                 write_index(path, header, find_parts())
@@ -151,23 +150,3 @@ def write_index(
         out.write(header)
         for part in parts:
             out.write(part.astype(np.int64).tobytes())
-
-
-@contextmanager
-def lock_index(identity: str) -> Iterator[None]:
-    """Let no other process of this machine make the same index during the block."""
-    folder = get_cache_folder() / "indexes"
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    place = int(shorten(identity)[:7], 16)
-    try:
-        with suppress(OSError):  # some file systems have no locks: both make it, with one result
-            fcntl.lockf(
-                descriptor,
-                fcntl.LOCK_EX,
-                1,
-                place,
-            )
-        yield
-    finally:
-        os.close(descriptor)

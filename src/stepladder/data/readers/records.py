@@ -129,17 +129,12 @@ class RecordSource(FileRows):
         record_format: RecordFormat,
         options: OpenOptions,
     ) -> None:
-        super().__init__(files, record_format.get_counts(), options)
-        self.format = record_format.name
+        super().__init__(record_format.name, files, record_format.get_counts(), options)
         # How the format divides the files into records.
         self.records = record_format
-        # The user's function that makes a sample of a record; None if there is none.
-        self.decode = options.decode
         first_index = np.zeros(1, np.int64)
         # The values of the first record, by column.
         self.first = self._read_samples(first_index, None)[0]
-        # Whether a batch is a list of columns instead of a dict.
-        self.as_list = options.columns is not None
         # The columns of a batch.
         self.names = select_columns(options.columns or (), self.first, files[0].name)
         # The columns that are parsed; None for all.
@@ -165,8 +160,9 @@ class RecordSource(FileRows):
         samples = self._read_samples(indices, self.needed)
         if self.decode is not None:
             return collate_decoded(samples, self.decode)
-        columns = {name: self._make_column(name, samples, indices) for name in self.names}
-        return list(columns.values()) if self.as_list else columns
+        return self.make_batch(
+            {name: self._make_column(name, samples, indices) for name in self.names}
+        )
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all records, and yield those that cannot be read."""

@@ -16,13 +16,13 @@ from stepladder.core.order import IndexArray
 from stepladder.data.formats.parquet import PARQUET_DAMAGE, convert_array, parse_type
 from stepladder.data.readers.batches import (
     DECODE_HINT,
-    Decode,
     collate_decoded,
     decode_image,
     join_lists,
     stack_values,
 )
 from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.file_rows import FilesSource
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import Column, Ragged, select_columns
@@ -52,7 +52,7 @@ class TablePart:
     read: Callable[[list[str]], Any]
 
 
-class TableSource:
+class TableSource(FilesSource):
     """Rows of many tables, some of which are in memory."""
 
     def __init__(
@@ -63,45 +63,18 @@ class TableSource:
         schema: Any,
         options: OpenOptions,
     ) -> None:
-        self.format = format_name
-        self.files = files
-        self.options = options
+        edges: IndexArray = np.cumsum([0, *(part.rows for part in parts)])
+        super().__init__(format_name, files, edges, options)
         self.parts = parts
-        self.decode: Decode | None = options.decode
-        self.as_list = options.columns is not None
         self.names = select_columns(options.columns or (), schema.names, parts[0].file)
         self.types = {name: schema.field(name).type for name in self.names}
         self.numbers = {name: find_numbers(name, kind) for name, kind in self.types.items()}
         self.is_list = {
             name: column is not None and column.is_list for name, column in self.numbers.items()
         }
-        self.edges: IndexArray = np.cumsum([0, *(part.rows for part in parts)])
         largest = max(part.size for part in parts)
         self.chunks_in_memory = min(MAX_TABLES, max(MIN_TABLES, POOL_BYTES // max(1, largest)))
         self._load = lru_cache(self.chunks_in_memory)(self._read_part)
-
-    def __len__(self) -> int:
-        return int(self.edges[-1])
-
-    @property
-    def chunk_edges(self) -> IndexArray:
-        """The first row of each table, and the number of rows."""
-        return self.edges
-
-    @property
-    def num_files(self) -> int:
-        """The number of files."""
-        return len(self.files)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None if `decode` may change unseen."""
-        return self.options.make_fingerprint(self.format, self.files)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -119,8 +92,9 @@ class TableSource:
             batch.add(places, self._take(number, rows))
         if self.decode is not None:
             return collate_decoded(batch.columns["rows"], self.decode)
-        columns = {name: batch.finish(name, self.is_list[name]) for name in self.names}
-        return list(columns.values()) if self.as_list else columns
+        return self.make_batch(
+            {name: batch.finish(name, self.is_list[name]) for name in self.names}
+        )
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all rows, and yield those that cannot be read."""
