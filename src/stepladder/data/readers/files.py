@@ -76,7 +76,7 @@ class LocalFile:
         """
         # Not mapped: a file that somebody truncates would end the process with SIGBUS.
         try:
-            data = os.pread(open_file(self.name).fileno(), end - begin, begin)
+            data = os.pread(open_file(self.name, self.identity).fileno(), end - begin, begin)
         except OSError:
             data = b""  # the error is raised again below, where entering a block costs more time
         return data if len(data) == end - begin else self._read_pieces(begin, end)
@@ -98,7 +98,7 @@ class LocalFile:
                 data[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)
             ]
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            file = open_file(self.name)
+            file = open_file(self.name, self.identity)
             sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
             parts = list(map(os.pread, repeat(file.fileno()), sizes, begins))
         if list(map(len, parts)) != sizes:
@@ -121,7 +121,7 @@ class LocalFile:
     ) -> bytes:
         """Return bytes that one call of the system does not give."""
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            descriptor = open_file(self.name).fileno()
+            descriptor = open_file(self.name, self.identity).fileno()
             parts = []
             while begin < end:
                 part = os.pread(descriptor, min(end - begin, MAX_READ), begin)
@@ -133,8 +133,13 @@ class LocalFile:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def open_file(name: str) -> io.FileIO:
-    """Return the open file; it is closed when many others were opened since, and nobody reads."""
+def open_file(name: str, identity: str) -> io.FileIO:
+    """Return the open file; it is closed when many others were opened since, and nobody reads.
+
+    Args:
+        name: Its path.
+        identity: That of the file when it was opened as data: a later file of this path is another.
+    """
     return io.FileIO(name)
 
 
