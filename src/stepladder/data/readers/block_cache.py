@@ -88,7 +88,7 @@ class BlockCache:
                     for data in fetch_all():
                         out.write(data)
                 Path(out.name).replace(path)
-                self._remove_oldest()
+                self._remove_oldest(kept=path)
             os.utime(path)
         return path
 
@@ -140,8 +140,12 @@ class BlockCache:
         if self.writes % WRITES_PER_SCAN == 1:
             self._remove_oldest()
 
-    def _remove_oldest(self) -> None:
-        """Remove the blocks that were read longest ago, if all are more than the limit."""
+    def _remove_oldest(self, kept: Path | None = None) -> None:
+        """Remove the blocks that were read longest ago, if all are more than the limit.
+
+        Args:
+            kept: A file that stays, however large it is.
+        """
         entries = []
         for path in self.folder.glob("*/[0-9]*"):  # also what a killed process left half written
             with suppress(OSError):  # another process has removed it
@@ -151,6 +155,8 @@ class BlockCache:
         if total <= self.max_bytes:
             return
         for _, size, path in sorted(entries):
+            if path == kept:
+                continue
             with suppress(OSError):
                 path.unlink()
             total -= size
