@@ -18,6 +18,7 @@ from stepladder import InputError, Plan, Shards, Source, write_shards
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.source import CHUNKS_IN_MEMORY, make_chunks
 from stepladder.data.sources import find_chunks, open_source
+from stepladder.data.table import Ragged
 from stepladder.testing import check_source
 
 CPU = torch.device("cpu")
@@ -168,10 +169,21 @@ def test_what_is_no_source_is_refused_with_the_way_out(
     assert way_out in message
 
 
-def test_a_batch_of_something_else_is_refused() -> None:
-    source = broken(read=lambda _, i: "text")
-    with pytest.raises(InputError, match="a batch of the job's Broken holds a str"):
-        list(open_source(source, CPU, 0).batches([(0, np.array([3]))]))
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda i: "text", "holds a str"),
+        (lambda i: np.array(["text"] * len(i)), "holds an array of <U4"),
+        (lambda i: {"x": i[1:]}, r"of 2 samples holds an array of shape \[1\]"),
+        (lambda i: [i, np.array(5)], r"of 2 samples holds an array of shape \[\]"),
+        (lambda i: Ragged(i, np.array([0, 2])), r"of 3 samples holds an array of shape \[2\]"),
+    ],
+)
+def test_a_batch_of_something_else_is_refused(make: Callable[[Any], Any], problem: str) -> None:
+    """Fewer rows would be samples that nobody trains, and that the ledger counts."""
+    source = broken(read=lambda _, i: make(i))
+    with pytest.raises(InputError, match=f"a batch of the job's Broken {problem}"):
+        list(open_source(source, CPU, 0).batches([(0, np.array([3, 4]))]))
 
 
 @pytest.mark.ranks

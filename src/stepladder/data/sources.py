@@ -33,6 +33,11 @@ Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
 Request = tuple[int, Indices]  # epoch, data-set indices of one pass
 PREFETCHED_BATCHES = 4
+TENSOR_KINDS = "biufc"  # NumPy's letters for the types that tensors have
+ROWS_HINT = (
+    "tensors or arrays with a row for each sample, or a list or dict of them; for open_data,"
+    " columns= names those of numbers, and decode= makes numbers of others"
+)
 SOURCE_MEMBERS = ("__len__", "chunk_edges", "read(indices)")
 
 
@@ -127,7 +132,9 @@ class StreamSource:
         """Yield for each request its indices and their batch."""
         process = os.getpid()
         with self._open() as read:
-            batches = ((indices, self._to_device(read(indices))) for _, indices in requests)
+            batches = (
+                (indices, self._to_device(read(indices), len(indices))) for _, indices in requests
+            )
             with closing(prefetch(batches)) as prefetched:
                 for batch in prefetched:
                     yield batch
@@ -147,23 +154,34 @@ class StreamSource:
         with self.lock:
             return self.source.read(indices)
 
-    def _to_device(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any, rows: int) -> Any:
+        """Return a batch on the device, each part of which must have a row for each sample."""
         if isinstance(batch, Ragged):
-            return Ragged(self._to_device(batch.values), self._to_device(batch.offsets))
+            offsets = self._to_device(batch.offsets, rows + 1)
+            return Ragged(self._to_device(batch.values, len(batch.values)), offsets)
         if isinstance(batch, dict):
-            return {name: self._to_device(part) for name, part in batch.items()}
+            return {name: self._to_device(part, rows) for name, part in batch.items()}
         if isinstance(batch, (tuple, list)):
-            return [self._to_device(part) for part in batch]
-        if not isinstance(batch, (np.ndarray, torch.Tensor)):
-            raise InputError(
-                f"a batch of the job's {type(self.source).__name__} holds a {type(batch).__name__}",
-                "tensors or arrays with a row for each sample, or a list or dict of them; for"
-                " open_data, columns= names those of numbers, and decode= makes numbers of others",
-            )
+            return [self._to_device(part, rows) for part in batch]
+        problem = describe_problem(batch, rows)
+        if problem:
+            name = type(self.source).__name__
+            raise InputError(f"a batch of the job's {name} {problem}", ROWS_HINT)
         tensor = torch.as_tensor(batch)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def describe_problem(part: Any, rows: int) -> str:
+    """Return why a part of a batch cannot be a tensor with this number of rows; "" if it can."""
+    if not isinstance(part, (np.ndarray, torch.Tensor)):
+        return f"holds a {type(part).__name__}"
+    if isinstance(part, np.ndarray) and part.dtype.kind not in TENSOR_KINDS:
+        return f"holds an array of {part.dtype}"
+    if part.shape[:1] != (rows,):
+        return f"of {rows} samples holds an array of shape {list(part.shape)}"
+    return ""
 
 
 def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
