@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,26 @@ def test_a_key_has_the_code_and_the_values_that_a_function_uses() -> None:
         assert make_function_key(same) != make_function_key(calls_another)
 
 
+def uses_module(least: int) -> Any:
+    module = ModuleType("filters")
+    exec(f"LEAST = {least}\ndef keep(batch): return batch > LEAST", vars(module))
+    variables: dict[str, Any] = {"filters": module, "json": json}
+    exec("def function(batch): return filters.keep(json.loads(batch))", variables)
+    return variables["function"]
+
+
+def test_a_key_has_what_is_used_of_the_users_own_modules() -> None:
+    assert make_function_key(uses_module(1)) == make_function_key(uses_module(1))
+    assert make_function_key(uses_module(1)) != make_function_key(uses_module(2))
+
+
+def test_a_value_that_holds_itself_needs_a_key(file: Path) -> None:
+    values: list[Any] = []
+    values.append(values)
+    with pytest.raises(InputError, match="a value that holds itself"):
+        Filtered(open_data(file), lambda batch: [value is batch for value in values])
+
+
 SCRIPT = """
 from stepladder.data.function_key import make_function_key
 NAMES = {"a", "b", "c", "d", "e"}
@@ -202,6 +223,7 @@ def test_what_may_change_unseen_needs_a_key(file: Path) -> None:
         (Numbers(), lambda batch: batch["id"], r"returns int64 of shape \[240\] for 240 samples"),
         (Numbers(), lambda batch: True, r"returns bool of shape \[\] for 240 samples"),
         ([1, 2], is_small, "the source of Filtered is a list"),
+        (Numbers(), LIMIT, "the function of Filtered is a int"),
     ],
 )
 def test_what_cannot_be_filtered_is_refused(source: Any, keep: Any, message: str) -> None:

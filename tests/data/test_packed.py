@@ -103,17 +103,45 @@ def test_a_loader_gives_blocks() -> None:
     )
 
 
+class Labels(Texts):
+    """A source of two columns, none of which is of lists, as `open_data(columns=...)` may be."""
+
+    def read(self, indices: NDArray[np.int64]) -> list[Any]:
+        return [indices]
+
+
+@pytest.mark.parametrize(
+    ("documents", "lengths", "named"),
+    [
+        ([[1, 2, 3], [4]], [3, 2], "document 1 has 1 tokens, and was packed as one of 2"),
+        ([[1, 2, 3], [4]], [2, 1], "document 0 has 3 tokens, and was packed as one of 2"),
+        ([np.array([0.5, 1.5])], None, "holds float64 of 1 axes"),
+        ([np.ones((2, 3), np.int64)], None, "holds int64 of 2 axes"),
+    ],
+)
+def test_no_token_is_lost_or_changed_unseen(
+    documents: list[Any], lengths: list[int] | None, named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        read_all(Packed(documents, 4, lengths))
+
+
 @pytest.mark.parametrize(
     ("documents", "options", "named"),
     [
         ([[1], [2]], {"lengths": [1]}, "lengths has 1 numbers, and there are 2 documents"),
         ([[1], [2]], {"lengths": [-1, 2]}, "a document has the length -1"),
+        ([[1], [2]], {"lengths": [1.5, 2]}, "lengths holds float64, not whole numbers"),
         ([[], []], {}, "the documents hold no token"),
+        (["one", "two"], {}, "the documents are texts"),
+        ((text for text in ([1], [2])), {}, "the documents are a generator"),
+        ([1, 2], {}, "the documents are no arrays: object of type 'int' has no len"),
+        (Labels([1] * 5), {}, "of 5 documents, 1 are read"),
         ([[1]], {"block_size": 0}, "block_size=0"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(
-    documents: list[Any], options: dict[str, Any], named: str
+    documents: Any, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(InputError, match=named):
         Packed(documents, **{"block_size": 4, **options})

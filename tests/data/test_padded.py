@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from processes import JOBS, audited, train
-from stepladder import InputError, Loader, Mixture, Padded, World, open_data
+from stepladder import Filtered, InputError, Loader, Mapped, Mixture, Padded, World, open_data
 from stepladder.storage.audit import audit
 
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, 500).astype(np.int64) + 1
@@ -132,6 +132,24 @@ def test_documents_without_tokens_are_refused(texts: Path) -> None:
 
     with pytest.raises(InputError, match="the columns label, and none of lists"):
         Padded(Labels())
+    with pytest.raises(InputError, match=r"a document has the shape \[2, 3\]"):
+        Padded([np.zeros((2, 3))]).read(np.arange(1))
+
+
+def read_numbers(source: Any) -> list[int]:
+    loader = Loader(source, 8)
+    numbers = [number for batch in loader for number in expect_padded(batch)]
+    loader.close()
+    return numbers
+
+
+def test_batches_of_what_a_function_makes_have_similar_lengths() -> None:
+    padded = Padded(Texts(), LENGTHS)
+    order = read_numbers(padded)
+    mapped = Mapped(padded, lambda batch: {**batch, "tokens": batch["tokens"]})
+    kept = Filtered(mapped, lambda batch: batch["lengths"] > 0)
+    for source in (mapped, kept):
+        assert read_numbers(source) == order
 
 
 @pytest.mark.slow

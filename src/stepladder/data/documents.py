@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import Chunks, IndexArray
 from stepladder.data.source import is_source, make_chunks
 from stepladder.data.table import Ragged
 
 DOCUMENTS_PER_READ = 4096
+LENGTHS_HINT = "lengths=None, or a number of tokens for each document, 0 or more"
+SOURCE_HINT = (
+    "a sequence of arrays of tokens, or a source whose read returns a list of them, or columns of"
+    " which one is of lists"
+)
 
 
 class Documents:
@@ -21,9 +26,14 @@ class Documents:
 
     Args:
         data: A sequence of arrays of tokens, or a source of documents.
+
+    Raises:
+        InputError: It is neither.
     """
 
     def __init__(self, data: Any) -> None:
+        if not hasattr(data, "__len__"):
+            raise InputError(f"the documents are a {type(data).__name__}", SOURCE_HINT)
         self.data = data
         # The chunks of a source, or None.
         self.chunks: Chunks | None = make_chunks(self.data) if is_source(data) else None
@@ -31,11 +41,24 @@ class Documents:
     def __len__(self) -> int:
         return len(self.data)
 
-    def read(self, numbers: IndexArray) -> Any:
-        """Return the batch of these documents, as the source gives it; a list of a sequence's."""
+    def read(self, numbers: IndexArray) -> tuple[Any, Any, IndexArray]:
+        """Read documents.
+
+        Returns:
+            The batch as the source gives it, a list of a sequence's; its documents; their lengths.
+
+        Raises:
+            InputError: The batch has no documents, or not one for each number.
+        """
         if is_source(self.data):
-            return self.data.read(numbers)
-        return [self.data[number] for number in numbers.tolist()]
+            batch = self.data.read(numbers)
+        else:
+            batch = [self.data[number] for number in numbers.tolist()]
+        documents = find_documents(batch)
+        lengths = count_tokens(documents)
+        if len(lengths) != len(numbers):
+            raise InputError(f"of {len(numbers)} documents, {len(lengths)} are read", SOURCE_HINT)
+        return batch, documents, lengths
 
     def get_lengths(self, lengths: Sequence[int] | IndexArray | None) -> IndexArray:
         """Return the number of tokens of each document.
@@ -50,27 +73,26 @@ class Documents:
         if lengths is None:
             starts = range(0, count, DOCUMENTS_PER_READ)
             spans = [np.arange(lo, min(lo + DOCUMENTS_PER_READ, count)) for lo in starts]
-            parts = [count_tokens(find_documents(self.read(span))) for span in spans]
+            parts = [self.read(span)[2] for span in spans]
             return np.concatenate([np.empty(0, np.int64), *parts])
-        counts = np.asarray(lengths, np.int64)
+        counts = np.asarray(lengths)
         if counts.shape != (count,):
             raise InputError(
                 f"lengths has {counts.size} numbers, and there are {count} documents",
-                "a number of tokens for each document",
+                LENGTHS_HINT,
             )
+        if count and counts.dtype.kind not in "iu":
+            raise InputError(f"lengths holds {counts.dtype}, not whole numbers", LENGTHS_HINT)
         if count and counts.min() < 0:
-            raise InputError(
-                f"a document has the length {counts.min()}",
-                "a number of tokens for each document, 0 or more",
-            )
-        return counts
+            raise InputError(f"a document has the length {counts.min()}", LENGTHS_HINT)
+        return counts.astype(np.int64)
 
 
 def find_documents(batch: Any) -> Any:
     """Return the documents of a batch: of columns the first one of lists of numbers.
 
     Raises:
-        InputError: The batch is a dict of other columns.
+        InputError: The batch is a dict of other columns, or a list of texts.
     """
     if isinstance(batch, Ragged):
         return batch
@@ -83,14 +105,21 @@ def find_documents(batch: Any) -> Any:
             f"the documents have the columns {', '.join(batch)}, and none of lists of numbers",
             "a source with a column of tokens",
         )
+    if any(isinstance(document, (str, bytes)) for document in batch):
+        raise InputError("the documents are texts", "the numbers that a tokenizer makes of them")
     return batch
 
 
 def count_tokens(documents: Any) -> IndexArray:
-    """Return the length of each document of a batch."""
+    """Return the length of each document of a batch.
+
+    Raises:
+        InputError: One of them has none.
+    """
     if isinstance(documents, Ragged):
         return np.diff(np.asarray(documents.offsets))
-    return np.array(list(map(len, documents)), np.int64)
+    with as_input_error("the documents are no arrays", SOURCE_HINT, (TypeError,)):
+        return np.array(list(map(len, documents)), np.int64)
 
 
 def split_documents(documents: Any) -> list[Any]:

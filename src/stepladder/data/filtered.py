@@ -39,6 +39,11 @@ class DerivedSource:
                 f"the source of {type(self).__name__} is a {type(source).__name__}",
                 "an object with __len__, chunk_edges and read(indices), such as open_data returns",
             )
+        if not callable(function):
+            raise InputError(
+                f"the function of {type(self).__name__} is a {type(function).__name__}",
+                "a function of a batch, as the source's read returns it",
+            )
         self.source = source
         self.function = function
         self.key = key
@@ -47,6 +52,11 @@ class DerivedSource:
     def chunks_in_memory(self) -> int:
         """How many chunks the source keeps in memory."""
         return getattr(self.source, "chunks_in_memory", CHUNKS_IN_MEMORY)
+
+    @property
+    def sorted_by_length(self) -> bool:
+        """Whether the samples are in the order of their lengths, as those of `Padded` are."""
+        return getattr(self.source, "sorted_by_length", False)
 
     @property
     def fingerprint(self) -> str | None:

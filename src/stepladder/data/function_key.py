@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -16,13 +17,17 @@ def make_function_key(function: Callable[..., Any]) -> str:
     """Return a text that has the function's code, and the values outside of it that it uses.
 
     Not its source: two functions may stand in one line, and a line may be edited that is none of
-    the function's. Modules count by their names alone.
+    the function's. Modules of Python and of installed packages count by their names alone, and of
+    the user's own modules what the function uses.
 
     Raises:
         ValueError: It uses something that may change unseen; the message names it.
     """
     version = f"python {sys.version_info.major}.{sys.version_info.minor}"
-    return " ".join([version, *describe_value("", function, ())])
+    try:
+        return " ".join([version, *describe_value("", function, ())])
+    except RecursionError as error:
+        raise ValueError("a value that holds itself") from error
 
 
 def describe_value(
@@ -56,10 +61,19 @@ def describe_value(
         yield from describe_value(name, value.co_consts, callers)
     elif isinstance(value, FunctionType):
         yield from describe_function(value, callers)
-    elif isinstance(value, ModuleType) or is_builtin(value):
+    elif is_installed(value) or is_builtin(value):
         yield value.__name__
     else:
         raise ValueError(f"{name}, a {type(value).__name__}".removeprefix(", "))
+
+
+def is_installed(value: Any) -> bool:
+    """Return whether a value is a module of Python or of an installed package."""
+    if not isinstance(value, ModuleType):
+        return False
+    is_standard = value.__name__.partition(".")[0] in sys.stdlib_module_names
+    parts = Path(getattr(value, "__file__", None) or "").parts
+    return is_standard or not {"site-packages", "dist-packages"}.isdisjoint(parts)
 
 
 def is_builtin(value: Any) -> bool:
@@ -77,9 +91,14 @@ def describe_function(function: FunctionType, callers: tuple[FunctionType, ...])
     values |= {"its code": code, "its keywords": function.__kwdefaults__}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         values[name] = cell.cell_contents
-    for name in list_names(code):
-        if name in function.__globals__:
-            values[name] = function.__globals__[name]
+    names = list(list_names(code))
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and not is_installed(value):
+            used = [attribute for attribute in names if hasattr(value, attribute)]
+            values |= {f"{name}.{attribute}": getattr(value, attribute) for attribute in used}
+        elif name in function.__globals__:
+            values[name] = value
     for name, value in values.items():
         yield from describe_value(name, value, (*callers, function))
 

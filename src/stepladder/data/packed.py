@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.documents import Documents, find_documents, split_documents
+from stepladder.data.documents import LENGTHS_HINT, SOURCE_HINT, Documents, split_documents
 from stepladder.data.packing import Integers, concatenate_pieces, pack
 from stepladder.data.source import Source
 
@@ -58,6 +58,7 @@ class Packed:
         counts = self._documents.get_lengths(lengths)
         if not counts.any():
             raise InputError("the documents hold no token", "documents of one token or more")
+        self._counts = counts
         groups = self._group_chunks(counts)
         parts = [pack(counts[lo:hi], block_size, lo) for lo, hi in pairwise(groups)]
         self._pieces = concatenate_pieces(parts)
@@ -103,7 +104,9 @@ class Packed:
         spans = [slice(*pieces.block_edges[index : index + 2].tolist()) for index in indices]
         needed = np.concatenate([pieces.documents[span] for span in spans])
         documents, numbers = np.unique(needed, return_inverse=True)
-        texts = split_documents(find_documents(self._documents.read(documents)))
+        _, texts, lengths = self._documents.read(documents)
+        self._validate_lengths(documents, lengths)
+        texts = split_documents(texts)
         blocks = Blocks(len(indices), self.block_size)
         piece_numbers = iter(numbers.tolist())
         for row, span in enumerate(spans):
@@ -113,6 +116,16 @@ class Packed:
                 text = texts[next(piece_numbers)]
                 blocks.add(row, np.asarray(text[start : start + length + 1]), length)
         return blocks.arrays
+
+    def _validate_lengths(self, documents: Integers, lengths: Integers) -> None:
+        """Raise InputError if documents are not as long as when they were packed."""
+        expected = self._counts[documents]
+        for place in np.flatnonzero(lengths != expected)[:1]:
+            raise InputError(
+                f"document {documents[place]} has {lengths[place]} tokens, and was packed as one of"
+                f" {expected[place]}",
+                LENGTHS_HINT,
+            )
 
 
 class Blocks:
@@ -136,7 +149,15 @@ class Blocks:
             row: The block.
             tokens: The tokens of the piece, and the one that follows in the document, if any.
             length: The number of tokens of the piece.
+
+        Raises:
+            InputError: The tokens are no whole numbers.
         """
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise InputError(
+                f"a document holds {tokens.dtype} of {tokens.ndim} axes, not whole numbers of one",
+                SOURCE_HINT,
+            )
         begin = self.ends[row]
         end = begin + length
         self.num_pieces[row] += 1

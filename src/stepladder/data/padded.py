@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
-from stepladder.data.documents import Documents, count_tokens, find_documents, split_documents
+from stepladder.data.documents import SOURCE_HINT, Documents, split_documents
 from stepladder.data.source import CHUNKS_IN_MEMORY, Source
 from stepladder.data.table import Ragged
 
@@ -72,9 +73,7 @@ class Padded:
 
     def read(self, indices: IndexArray) -> Any:
         """Return these documents, as wide as the longest of them."""
-        batch = self._documents.read(self._numbers[indices])
-        documents = find_documents(batch)
-        lengths = count_tokens(documents)
+        batch, documents, lengths = self._documents.read(self._numbers[indices])
         if isinstance(batch, dict):
             padded = {name: self._pad(column) for name, column in batch.items()}
             return {**padded, "lengths": lengths}
@@ -97,8 +96,15 @@ class Padded:
 
 
 def join_documents(documents: Any) -> Ragged:
-    """Return documents one after the other."""
+    """Return documents one after the other.
+
+    Raises:
+        InputError: One of them is no array of one axis.
+    """
     if isinstance(documents, Ragged):
         return documents
     arrays = [np.asarray(document) for document in split_documents(documents)]
+    for array in arrays:
+        if array.ndim != 1:
+            raise InputError(f"a document has the shape {list(array.shape)}", SOURCE_HINT)
     return Ragged(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]))
