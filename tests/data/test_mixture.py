@@ -83,6 +83,25 @@ def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
         Mixture([Numbers(0, 5), Numbers(0, 5)], weights=weights)
 
 
+def test_batches_of_several_forms_are_refused() -> None:
+    class Halves(Numbers):
+        def read(self, indices: NDArray[np.int64]) -> dict[str, Any]:
+            return {"half": super().read(indices)["half"]}
+
+    with pytest.raises(InputError, match="give batches of several forms: 'number'"):
+        Mixture([Numbers(0, 2), Halves(0, 2)]).read(np.arange(4))
+
+
+def test_weights_that_need_too_many_passes_are_refused() -> None:
+    with pytest.raises(InputError, match="reads a source 1,000,000,000 times in an epoch"):
+        Mixture([Numbers(0, 4), Numbers(0, 4)], weights=[1, 1e-9])
+
+
+def test_weights_of_what_is_no_source_are_refused() -> None:
+    with pytest.raises(InputError, match="a Mixture's source is a int"):
+        Mixture([5], weights=[1.0])  # type: ignore[list-item]
+
+
 def test_a_source_without_chunks_beside_one_that_has_some_gets_chunks() -> None:
     mixture = Mixture([Numbers(0, 5, [0, 2, 5]), Numbers(0, 1500)], passes=[2, 1])
     assert mixture.chunk_edges is not None
@@ -95,7 +114,10 @@ def test_a_source_without_chunks_beside_one_that_has_some_gets_chunks() -> None:
         ([], None, "a Mixture of 0 sources"),
         ([Numbers(0, 1)], [0], r"passes=\[0\]"),
         ([Numbers(0, 1)], [1, 2], r"a Mixture of 1 sources with passes=\[1, 2\]"),
+        ([Numbers(0, 1)], [1.5], r"passes=\[1.5\]"),
         ([[1, 2]], None, "a Mixture's source is a list"),
+        (Numbers(0, 1), None, "the sources of a Mixture: 'Numbers' object is not iterable"),
+        ([Numbers(0, 1), Numbers(0, 0)], None, "a source of the Mixture has no samples"),
     ],
 )
 def test_what_is_no_mixture_is_refused(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.data.documents import split_documents
 from stepladder.data.readers.batches import join_lists
@@ -16,6 +17,7 @@ from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import Ragged
 
 WEIGHT_TOLERANCE = 0.01  # by which the part of a source may differ from its weight
+MAX_PASSES = 100_000  # of a source in an epoch: each has its own chunks in memory
 ROWS_PER_CHUNK = 1024  # of a source without chunks, beside others that have some
 
 
@@ -46,7 +48,16 @@ class Mixture:
         *,
         weights: Sequence[float] | None = None,
     ) -> None:
-        self._sources = list(sources)
+        with as_input_error("the sources of a Mixture", "Mixture([a, b])", (TypeError,)):
+            self._sources = list(sources)
+        for source in self._sources:
+            if not is_source(source):
+                raise InputError(
+                    f"a Mixture's source is a {type(source).__name__}",
+                    "objects with __len__, chunk_edges and read(indices)",
+                )
+            if not len(source):
+                raise InputError("a source of the Mixture has no samples", "sources with some")
         if weights is not None:
             validate_weights(weights, passes, len(self._sources))
             counts = find_passes([len(source) for source in self._sources], weights)
@@ -54,17 +65,17 @@ class Mixture:
             counts = [1] * len(self._sources) if passes is None else list(passes)
         self.passes = counts
         """How often an epoch reads each source."""
-        if not self._sources or len(counts) != len(self._sources) or min(counts) < 1:
+        are_counts = all(isinstance(count, Integral) and count > 0 for count in counts)
+        if not self._sources or len(counts) != len(self._sources) or not are_counts:
             raise InputError(
                 f"a Mixture of {len(self._sources)} sources with passes={counts}",
-                "a source or more, and a number of passes of 1 or more for each",
+                "a source or more, and a whole number of passes of 1 or more for each",
             )
-        for source in self._sources:
-            if not is_source(source):
-                raise InputError(
-                    f"a Mixture's source is a {type(source).__name__}",
-                    "objects with __len__, chunk_edges and read(indices)",
-                )
+        if max(counts) > MAX_PASSES:
+            raise InputError(
+                f"a Mixture reads a source {max(counts):,} times in an epoch",
+                f"{MAX_PASSES:,} times at most: weights nearer to the sources' own lengths",
+            )
         lengths = [len(source) for source in self._sources]
         self._source_of_pass = np.repeat(np.arange(len(lengths)), counts)
         self._pass_edges = np.cumsum([0, *np.repeat(lengths, counts)])
@@ -102,7 +113,12 @@ class Mixture:
         ]
         if len(batches) == 1:
             return batches[0]
-        return select_rows(batches, np.argsort(np.concatenate(places)))
+        with as_input_error(
+            "the sources of a Mixture give batches of several forms",
+            "Mapped(source, FUNCTION), which makes the batches of each alike",
+            (TypeError, LookupError, ValueError),
+        ):
+            return select_rows(batches, np.argsort(np.concatenate(places)))
 
 
 def validate_weights(
@@ -125,13 +141,8 @@ def find_passes(lengths: Sequence[int], weights: Sequence[float]) -> list[int]:
     Args:
         lengths: The samples of each source.
         weights: The part of each source; their sum is taken for 1.
-
-    Raises:
-        InputError: A source has no samples.
     """
     counts = np.asarray(lengths, np.float64)
-    if not counts.all():
-        raise InputError("a source of a Mixture with weights has no samples", "sources with some")
     parts = np.asarray(weights, np.float64) / sum(weights)
     rates = parts / counts
     passes = np.ones(len(counts))
