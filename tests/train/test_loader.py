@@ -250,6 +250,19 @@ def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
         Loader(NUMBERS, SIZE).load_state_dict(state)
 
 
+def test_a_checkpoint_without_a_state_is_refused() -> None:
+    checkpoint: dict[str, Any] = {}
+    with pytest.raises(InputError, match="the Loader's state is a NoneType"):
+        Loader(NUMBERS, SIZE).load_state_dict(checkpoint.get("loader"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"num_workers": -1}, {"device": "gpu"}])
+def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(InputError, match=f"{name}={options[name]!r}"):
+        Loader(NUMBERS, SIZE, **options)
+
+
 @pytest.mark.parametrize(
     ("num_samples", "options", "named"),
     [

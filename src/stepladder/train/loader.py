@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.jsonl import is_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
@@ -28,6 +28,7 @@ from stepladder.train.loader_ledger import LoaderLedger
 from stepladder.train.process_group import get_world_of_script
 
 NEW_RUN_HINT = "to begin with the first sample, no load_state_dict"
+STATE_HINT = f"what a Loader's state_dict() has returned; {NEW_RUN_HINT}"
 
 
 class Loader:
@@ -75,7 +76,11 @@ class Loader:
         run_dir: str | Path | None = None,
         world: World | None = None,
     ) -> None:
-        self._source = open_source(data, torch.device(device), seed, num_workers, collate)
+        if num_workers < 0:
+            raise InputError(f"num_workers={num_workers}", "num_workers=0 or more")
+        with as_input_error(f"device={device!r}", 'device="cpu" or "cuda"', (RuntimeError,)):
+            target = torch.device(device)
+        self._source = open_source(data, target, seed, num_workers, collate)
         self._plan = Plan(
             len(self._source),
             global_batch,
@@ -246,11 +251,13 @@ def validate_shares(plan: Plan, world: World) -> None:
 
 def validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
     """Raise InputError if a state was not made by a Loader with the same data and arguments."""
+    if not isinstance(state, dict):
+        raise InputError(f"the Loader's state is a {type(state).__name__}", STATE_HINT)
     for name in ("step", "attempt"):
         if not is_count(state.get(name)):
             raise InputError(
                 f"the Loader's state has {name}={state.get(name)!r:.40}, not a number",
-                f"what a Loader's state_dict() has returned; {NEW_RUN_HINT}",
+                STATE_HINT,
             )
     for name, value in definition.items():
         stored = state.get(name)
