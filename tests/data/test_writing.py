@@ -187,6 +187,7 @@ def target(fd: int) -> str:
 
 BAD = {
     "none": ([], "there are no samples"),
+    "no dict": ([1], "sample 0: it is a int"),
     "text": ([{"x": "a"}], "sample 0: x is a str"),
     "shape": (
         [{"x": np.zeros(3)}, {"x": np.zeros(2)}],

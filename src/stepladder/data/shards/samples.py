@@ -30,6 +30,8 @@ def samples_table(samples: Iterable[Sample]) -> Table:
     first = next(iterator, None)
     if first is None:
         raise InputError("there are no samples", "give an iterator with at least one dict")
+    if not isinstance(first, Mapping):
+        raise InputError(f"sample 0: it is a {type(first).__name__}", 'a dict, such as {"x": 1.5}')
     columns = {name: infer_column(name, value) for name, value in first.items()}
     read = partial(read_samples, chain([first], iterator))
     return Table("the samples", columns, {"kind": "samples"}, read)
