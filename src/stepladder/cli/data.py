@@ -103,12 +103,17 @@ def check(
     from stepladder.data.describe import describe_shards, find_shard_folders, open_described
 
     if find_shard_folders(Path(path)):
-        show(describe_shards(Path(path), check=True))
+        facts = describe_shards(Path(path), check=True)
+        if as_json:
+            echo_json(facts)
+        else:
+            show(facts)
         return
     source = open_described(path)
-    damages = list(source.find_damage())
-    for damage in damages:
+    damages = []
+    for damage in source.find_damage():
         echo(str(damage))
+        damages.append(damage)
     if as_json:
         echo_json(
             {
@@ -143,8 +148,11 @@ def index(
     """
     from stepladder.core.folders import get_cache_folder
     from stepladder.data.describe import open_described
+    from stepladder.data.readers.files import is_url
     from stepladder.data.readers.open_data import INDEXED_FORMATS
 
+    if beside and is_url(path):
+        raise InputError(f"--beside {path}", f"stepladder data index {path}, for the user's cache")
     source = open_described(path, index_beside=beside)
     text = f"{path}: {len(source):,} records of {source.format} in {source.num_files:,} files"
     folder = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError, get_reason
+from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
@@ -25,6 +25,7 @@ TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 nu
 TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
 DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
 NPY_MAGIC = b"\x93NUMPY"
+MAX_NUMBER_BYTES = 8  # torch has no longer numbers
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
 SAFETENSORS_TYPES = {
@@ -176,6 +177,8 @@ def validate_arrays(
             raise InputError(
                 f"{file.name}: {name} is not as in the first file", "columns= without it"
             )
+        if rows.count < 0 or rows.row_bytes < 1:
+            raise InputError(f"{file.name}: the rows of {name} hold nothing", "columns= without it")
         if rows.count and rows.end > file.size:
             num_complete = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
             raise Damage(
@@ -205,6 +208,7 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
         InputError: `block` is missing, or the header of a file is cut.
     """
     block = require_block(files[0], options)
+    dtype = find_token_type(options)
     arrays = []
     for file in files:
         head = file.read(0, min(TOKEN_HEADER_BYTES, file.size))
@@ -220,7 +224,6 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
                 block,
             )
         else:
-            dtype = options.dtype or DEFAULT_TOKEN_TYPE
             rows = divide_tokens(
                 0,
                 file.size // np.dtype(dtype).itemsize,
@@ -236,10 +239,24 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
     )
 
 
+def find_token_type(options: OpenOptions) -> str:
+    """Return the type of tokens in files without a header.
+
+    Raises:
+        InputError: The caller has set something that is no type of whole numbers.
+    """
+    hint = 'dtype="uint16" or another type of whole numbers'
+    with as_input_error(f"dtype={options.dtype!r}", hint, (TypeError,)):
+        dtype = np.dtype(options.dtype or DEFAULT_TOKEN_TYPE)
+    if dtype.kind not in "iu":
+        raise InputError(f"dtype={options.dtype!r}", hint)
+    return dtype.name
+
+
 def require_block(file: DataFile, options: OpenOptions) -> int:
     """Return the length of a block. Raises InputError if the caller has set none."""
-    if options.block is None or options.block < 1:
-        raise InputError(f"{file.name} holds tokens, and block is {options.block}", BLOCK_HINT)
+    if options.block is None:
+        raise InputError(f"{file.name} holds tokens, and block is None", BLOCK_HINT)
     return options.block
 
 
@@ -319,7 +336,8 @@ def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
         shape = tuple(map(int, header["shape"]))
     except (ValueError, SyntaxError, LookupError, TypeError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
-    is_plain = dtype.kind in "biuf" and dtype.isnative and not header.get("fortran_order")
+    is_number = dtype.kind in "biuf" and dtype.itemsize <= MAX_NUMBER_BYTES
+    is_plain = is_number and dtype.isnative and not header.get("fortran_order")
     if not is_plain or not shape:
         raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
     return first + length, shape, dtype.name
@@ -350,6 +368,10 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            if not entry["shape"]:
+                raise InputError(
+                    f"{file.name}: {name} is a single number", "tensors with a row for each sample"
+                )
             count, *shape = map(int, entry["shape"])
             dtype = SAFETENSORS_TYPES[entry["dtype"]]
             begin = 8 + length + int(entry["data_offsets"][0])
@@ -369,4 +391,6 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
             )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
+    if not tensors:
+        raise InputError(f"{file.name} holds no tensors", "a file with some")
     return tensors

@@ -126,11 +126,10 @@ def list_messages(file: DataFile) -> Iterator[Message]:
     Raises:
         InputError: The file is damaged.
     """
-    begin = 0
-    if file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC:
-        begin = FILE_PREFIX_BYTES
+    is_file = file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC
+    begin = FILE_PREFIX_BYTES if is_file else 0
     try:
-        while begin < file.size:
+        while is_file or begin < file.size:  # only a stream may lack the message that ends it
             message = read_message(file, begin)
             if message is None:
                 return

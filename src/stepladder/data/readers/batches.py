@@ -36,15 +36,19 @@ def stack_values(name: str, values: list[Any]) -> Any:
     """Return the values of one column as an array, as Ragged, or as the list that they are.
 
     Raises:
-        InputError: They are arrays of several shapes, or some are missing.
+        InputError: They are arrays of several shapes, numbers and something else, or some are
+            missing.
     """
     first = values[0]
     if isinstance(first, (bool, int, float, np.generic)):
+        hint = f"columns= without it, or {DECODE_HINT}"
         if any(value is None for value in values):
-            raise InputError(
-                f"column {name} has an empty value", f"columns= without it, or {DECODE_HINT}"
-            )
-        dtype = np.float32 if type(first) is float else None  # of a text; others say their type
+            raise InputError(f"column {name} has an empty value", hint)
+        kinds = {type(value) for value in values}
+        if len(kinds) > 1 and kinds != {int, float}:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise InputError(f"column {name} has values of several types: {names}", hint)
+        dtype = np.float32 if float in kinds else None  # of a text; others say their type
         return np.asarray(values, dtype)
     if not isinstance(first, np.ndarray):
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -192,6 +193,12 @@ class CsvLines(IndexedFiles):
             raise InputError(
                 f"{file.name}: its first line has no names: {error}", DAMAGE_HINT
             ) from error
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise InputError(
+                    f"{file.name}: {count} columns of its first line are called {name!r}",
+                    "a first line with another name for each column",
+                )
         return names, min(len(line) + 1, file.size)
 
     def _find_types(self) -> dict[str, Callable[[str], Any]]:

@@ -15,7 +15,7 @@ from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import DATA_HINT, DataFile
 from stepladder.data.readers.images import IMAGE_SUFFIXES, open_images
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
-from stepladder.data.readers.open_options import OpenOptions, list_names
+from stepladder.data.readers.open_options import OpenOptions, convert_columns, list_names
 from stepladder.data.readers.record_index import INDEX_SUFFIX
 from stepladder.data.source import Source
 
@@ -123,7 +123,7 @@ def open_data(
         InputError: There is no such data, they are damaged, or a library is missing.
     """
     options = OpenOptions(
-        None if columns is None else tuple(columns),
+        convert_columns(columns),
         decode,
         BlockCache(cache_bytes),
         chunk_rows,
@@ -164,10 +164,27 @@ def open_named(
         raise InputError(f"{paths[0]} {problem}", FORMAT_HINT)
     file_format = FORMATS[chosen]
     if format is None:
-        names = [name for name in names if has_suffix(name, file_format.suffixes)]
+        names = select_names(names, paths, chosen)
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
     return open_files(file_format, [options.open_file(name) for name in names], options)
+
+
+def select_names(
+    names: list[str],
+    paths: list[str],
+    chosen: str,
+) -> list[str]:
+    """Return the files of the chosen format.
+
+    Raises:
+        InputError: A path, not of a folder, names another file: its samples would be missing.
+    """
+    suffixes = FORMATS[chosen].suffixes
+    for path in paths:
+        if path in names and not has_suffix(path, suffixes):
+            raise InputError(f"{path} is no file of {chosen}, as others are", "files of one format")
+    return [name for name in names if has_suffix(name, suffixes)]
 
 
 def open_files(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepladder.core.errors import InputError
 from stepladder.data.function_key import make_function_key
-from stepladder.data.readers.batches import Decode
+from stepladder.data.readers.batches import DECODE_HINT, Decode
 from stepladder.data.readers.block_cache import BlockCache
 from stepladder.data.readers.files import DataFile, LocalFile, is_url, list_paths
 
@@ -34,6 +35,14 @@ class OpenOptions:
     block: int | None = None
     dtype: str | None = None
     index_beside: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_rows", "block"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}={value}", f"{name}= 1 or more")
+        if self.decode is not None and not callable(self.decode):
+            raise InputError(f"decode={self.decode!r:.40}", DECODE_HINT)
 
     def open_file(self, name: str) -> DataFile:
         """Open a file of this machine, or one behind a URL."""
@@ -66,6 +75,13 @@ class OpenOptions:
         for file in files:
             hashed.update(file.identity.encode())
         return hashed.hexdigest()
+
+
+def convert_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the columns that a caller names as a tuple. Raises InputError for a text."""
+    if isinstance(columns, str):
+        raise InputError(f"columns={columns!r}", f"columns=[{columns!r}], a list of names")
+    return None if columns is None else tuple(columns)
 
 
 def list_names(path: str) -> list[str]:

@@ -23,6 +23,7 @@ from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.record_index import FindOffsets, load_index
 from stepladder.data.table import Ragged, select_columns
 
+MAX_FIRST_RECORDS = 16  # of which one shows the columns; the others may be damaged
 OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
@@ -132,9 +133,9 @@ class RecordSource(FileRows):
         super().__init__(record_format.name, files, record_format.get_counts(), options)
         # How the format divides the files into records.
         self.records = record_format
-        first_index = np.zeros(1, np.int64)
-        # The values of the first record, by column.
-        self.first = self._read_samples(first_index, None)[0]
+        # The first record that can be read, and its values by column.
+        self.first_index = self._find_readable()
+        self.first = self._read_samples(self.first_index, None)[0]
         # The columns of a batch.
         self.names = select_columns(options.columns or (), self.first, files[0].name)
         # The columns that are parsed; None for all.
@@ -144,10 +145,9 @@ class RecordSource(FileRows):
     def columns(self) -> dict[str, str]:
         """The name and the type of each column, as texts to print."""
         descriptions = {}
-        first_index = np.zeros(1, np.int64)
         for name in self.names:
             if self.decode is None:
-                column = self._make_column(name, [self.first], first_index)
+                column = self._make_column(name, [self.first], self.first_index)
             else:  # which gets the values as they are
                 value = self.first[name]
                 column = value[np.newaxis] if isinstance(value, np.ndarray) else [value]
@@ -184,6 +184,23 @@ class RecordSource(FileRows):
                     1,
                     str(error),
                 )
+
+    def _find_readable(self) -> IndexArray:
+        """Return the first record that can be read, of the first MAX_FIRST_RECORDS; shape (1,).
+
+        Raises:
+            InputError: None of them can be read; it names the first one.
+        """
+        errors = []
+        for index in range(min(len(self), MAX_FIRST_RECORDS)):
+            number = np.array([index])
+            try:
+                self._read_samples(number, None)
+            except InputError as error:
+                errors.append(error)
+            else:
+                return number
+        raise errors[0]
 
     def _read_samples(
         self,

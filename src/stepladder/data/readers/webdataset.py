@@ -175,12 +175,12 @@ def list_members(
     while (header := read_header(data, begin, end)) is not None:
         contents = begin + TAR_BLOCK
         if header.kind in (LONG_NAME, PAX_HEADER):
-            last = check_end(header.name, contents + header.size, end)
+            last = find_end(header.name, contents, header.size, end)
             attributes |= parse_attributes(header.kind, bytes(data[contents:last]))
             begin = round_up(last)
             continue
         name = attributes.get("path", header.name)
-        last = check_end(name, contents + int(attributes.get("size", header.size)), end)
+        last = find_end(name, contents, int(attributes.get("size", header.size)), end)
         match = KEY.match(name)
         is_hidden = Path(name).name.startswith("_")
         if header.kind in FILE_TYPES and match and not is_hidden:
@@ -220,15 +220,18 @@ def read_header(
     return parse_header(header) if any(header) else None
 
 
-def check_end(
+def find_end(
     name: str,
-    last: int,
+    begin: int,
+    size: int,
     end: int,
 ) -> int:
-    """Return where contents end. Raises ValueError if that is after the end of the file."""
-    if last > end:
+    """Return where contents end. Raises ValueError if that is not before the end of the file."""
+    if size < 0:  # which would lead back to an earlier header, for ever
+        raise ValueError(f"{name} has {size} bytes")
+    if begin + size > end:
         raise ValueError(f"the tar file ends within {name}")
-    return last
+    return begin + size
 
 
 def parse_header(header: bytes) -> Header:

@@ -1,0 +1,158 @@
+"""Files that `open_data` cannot use, and what was replaced or damaged since: one line, and no hang."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from processes import run
+from stepladder import InputError, Shards, open_data, write_shards
+from stepladder.data.readers import arrow_stream
+from stepladder.data.readers.block_cache import BlockCache
+from stepladder.data.readers.files import LocalFile
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "stepladder"
+
+
+def write_tensor(path: Path, shape: list[int]) -> None:
+    entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"x": entry} if shape != [-1] else {}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def write_text(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+def write_array(array: Any) -> Callable[[Path], None]:
+    return lambda path: np.save(path, array)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "options", "message"),
+    [
+        ("a.csv", write_text("x,y,x\n1,2,3\n"), {}, "2 columns of its first line are called 'x'"),
+        ("a.npy", write_array(np.zeros(3, np.longdouble)), {}, r"holds float128 \[3\]"),
+        ("a.npy", write_array(np.zeros((3, 0))), {}, "the rows of array hold nothing"),
+        ("a.npy", write_array(np.arange(9)), {"block": 0}, r"block=0\. HINT: block= 1 or more"),
+        ("a.bin", write_text("12345678"), {"block": 1, "dtype": "foo"}, "dtype='foo'"),
+        ("a.bin", write_text("12345678"), {"block": 1, "dtype": "float32"}, "dtype='float32'"),
+        ("a.jsonl", write_text('{"x": 1}\n'), {"chunk_rows": -1}, "chunk_rows=-1"),
+        ("a.jsonl", write_text('{"x": 1}\n'), {"columns": "x"}, r"HINT: columns=\['x'\]"),
+        ("a.jsonl", write_text('{"x": 1}\n'), {"decode": 5}, "decode=5"),
+        ("a.safetensors", lambda path: write_tensor(path, []), {}, "x is a single number"),
+        ("a.safetensors", lambda path: write_tensor(path, [-3]), {}, "the rows of x hold nothing"),
+        ("a.safetensors", lambda path: write_tensor(path, [-1]), {}, "holds no tensors"),
+        (
+            "a.safetensors",
+            lambda path: write_tensor(path, [3, 0]),
+            {},
+            "the rows of x hold nothing",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(
+    name: str,
+    write: Callable[[Path], object],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / name)
+    with pytest.raises(InputError, match=message):
+        open_data(tmp_path / name, **options)
+
+
+def test_a_file_that_would_be_left_out_of_a_list_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.csv"):
+        (tmp_path / name).write_text('{"x": 1}\n')
+    with pytest.raises(InputError, match=r"c\.csv is no file of jsonl"):
+        open_data([tmp_path / "a.jsonl", tmp_path / "c.csv", tmp_path / "b.jsonl"])
+    assert open_data(tmp_path).num_files == 2, "a folder may hold others"
+
+
+@pytest.mark.parametrize("rows", ['1 "a"', "1 [2]", "true 2"])
+def test_a_column_of_several_types_is_refused_in_any_batch(rows: str, tmp_path: Path) -> None:
+    """One batch of it would be numbers, and the next one texts."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"x": {value}}}\n' for value in rows.split()))
+    with pytest.raises(InputError, match="column x has values of several types: "):
+        open_data(path).read(np.arange(2))
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 1}\n')
+    assert open_data(path).read(np.arange(1))["x"].tolist() == [1]
+    newer = tmp_path / "b.jsonl"
+    newer.write_text('{"x": 2}\n')
+    newer.replace(path)
+    assert open_data(path).read(np.arange(1))["x"].tolist() == [2]
+
+
+def test_a_damaged_first_record_is_listed_with_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x":\n{"x": 1}\n{"x"\n')
+    done = run("data", "check", "a.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert [line.split(":")[1] for line in done.stdout.splitlines()] == [" record 0", " record 2"]
+    with pytest.raises(InputError, match="record 0"):
+        open_data(tmp_path / "a.jsonl").read(np.arange(3))
+
+
+def test_check_of_shards_prints_json_when_asked(tmp_path: Path) -> None:
+    write_shards([{"x": 1}], tmp_path / "shards")
+    facts = json.loads(run("data", "check", "shards", "--json", cwd=tmp_path).stdout)
+    assert facts["rows"] == len(Shards(tmp_path / "shards")) == 1
+
+
+def test_an_index_beside_a_url_is_refused(tmp_path: Path) -> None:
+    done = run("data", "index", "http://127.0.0.1:9/a.jsonl", "--beside", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--beside http://127.0.0.1:9/a.jsonl. HINT: stepladder data index" in done.stderr
+
+
+def test_a_member_of_less_than_no_bytes_ends_the_search(tmp_path: Path) -> None:
+    attributes = b"14 size=-1000\n"
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, kind, data in (("x", b"x", attributes), ("0.txt", b"0", b"text")):
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    with pytest.raises(InputError, match=r"record 0: .*has -1000 bytes"):
+        open_data(tmp_path / "a.tar")
+
+
+def test_an_arrow_file_without_its_end_is_damaged(tmp_path: Path) -> None:
+    """The record batches of a file behind a URL are found by their messages alone."""
+    path = tmp_path / "a.arrow"
+    table = pa.table({"x": range(10)})
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    whole = LocalFile(path)
+    messages = list(arrow_stream.list_messages(whole))
+    assert [message.rows for message in messages] == [0, 5, 5]
+    path.write_bytes(path.read_bytes()[: messages[1].end])
+    with pytest.raises(InputError, match=r"a\.arrow cannot be used: its message at byte"):
+        list(arrow_stream.list_messages(LocalFile(path)))
+
+
+def test_a_whole_file_stays_in_the_cache_that_it_fills(cache: Path) -> None:
+    blocks = BlockCache(max_bytes=1000)
+    blocks.read_blocks("other", [0], lambda _: [b"1" * 500])
+    path = blocks.keep_whole("a", lambda: iter([b"2" * 1000]))
+    assert path.read_bytes() == b"2" * 1000
+    assert [file.name for file in cache.glob("blocks/other/*")] == ["lock"]
