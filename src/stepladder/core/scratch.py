@@ -17,7 +17,8 @@ import re
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def get_scratch_folder() -> Path:
         # Python's fork server would make a folder of its own, and leave it when it is killed.
         multiprocessing.current_process()._config["tempdir"] = str(socket_folder)  # type: ignore[attr-defined]
         return folder
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the block, in the scratch folder, and remove it with all that is in it."""
+    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
+        yield Path(folder)
 
 
 @cache

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,11 +59,11 @@ class StoredWeights:
             shape = tensor_slice.get_shape()
             # The type is that of an empty slice; a tensor without dimensions has no slices.
             sample = tensor_slice[:0] if shape else self._model_file.get_tensor(name)
-            self.meta_tensors[name] = torch.empty(shape, dtype=sample.dtype, device="meta")
+            self.meta_tensors[name] = sample.new_empty(shape, device="meta")
         for name in self._slices.names(MODEL_PREFIX):
             sample = self._slices.read_rows(MODEL_PREFIX + name, 0, 0)
             shape = self._slices.shape(MODEL_PREFIX + name)
-            self.meta_tensors[name] = torch.empty(shape, dtype=sample.dtype, device="meta")
+            self.meta_tensors[name] = sample.new_empty(shape, device="meta")
 
     @property
     def num_bytes(self) -> int:

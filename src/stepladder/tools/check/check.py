@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,9 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.failure import NotChecked
+from stepladder.tools.check.failure import NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import (
@@ -113,9 +112,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        if any(finding.severity != "note" for finding in self.findings):
-            return 1
-        return 3 if self.not_checked else 0
+        return choose_exit_code(self.findings, self.not_checked)
 
 
 OnFinding = Callable[[Finding], None]
@@ -186,8 +183,8 @@ class Check:
         return first_report
 
     def check_in_temporary_folder(self) -> Report:
-        with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-            return self.check_in_scratch(Path(folder).resolve())
+        with temporary_folder() as folder:
+            return self.check_in_scratch(folder.resolve())
 
     def begin(self, style: LaunchStyle) -> None:
         """Forget the notes of an earlier way to start the script, and take this one."""

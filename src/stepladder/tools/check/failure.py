@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
+
+from stepladder.tools.findings.finding import Finding
 
 Cause = Literal["script", "check", "no training"]
 
@@ -147,6 +149,13 @@ def classify_failure(
         describe_failure(output),
         shown,
     )
+
+
+def choose_exit_code(findings: Iterable[Finding], not_checked: NotChecked | None) -> int:
+    """Return 1 for an error or a warning, else 3 if a run proves nothing, else 0."""
+    if any(finding.severity != "note" for finding in findings):
+        return 1
+    return 3 if not_checked else 0
 
 
 def has_own_error(output: str) -> bool:

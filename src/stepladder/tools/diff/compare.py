@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.tools.diff.record_comparison import RecordComparison
 from stepladder.tools.diff.recorded_run import RecordedRun
 from stepladder.tools.diff.verdict import (
@@ -54,5 +53,5 @@ def compare(
 def compare_reruns(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
     from stepladder.tools.diff.rerun_comparison import RerunComparison  # late: torch, and training
 
-    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-        return RerunComparison(records, verdict, Path(folder)).find_cause()
+    with temporary_folder() as folder:
+        return RerunComparison(records, verdict, folder).find_cause()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.check import KNOWS_OTHER_RANKS, Check, Request
-from stepladder.tools.check.failure import NotChecked
+from stepladder.tools.check.failure import NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.rank_processes import RankLaunch
@@ -85,9 +84,7 @@ class ParityReport:
 
     @property
     def exit_code(self) -> int:
-        if any(finding.severity != "note" for finding in self.findings):
-            return 1
-        return 3 if self.not_judged else 0
+        return choose_exit_code(self.findings, self.not_judged)
 
 
 class NotJudged(Exception):
@@ -115,9 +112,8 @@ class Parity:
         self.runs = ScriptRuns(self.check.source, lambda _: None)
 
     def run(self) -> ParityReport:
-        scratch = tempfile.TemporaryDirectory(dir=get_scratch_folder())
-        with exit_on_signals(), scratch as folder:
-            return self.compare_in_scratch(Path(folder).resolve())
+        with exit_on_signals(), temporary_folder() as folder:
+            return self.compare_in_scratch(folder.resolve())
 
     def compare_in_scratch(self, scratch_folder: Path) -> ParityReport:
         (scratch_folder / "recordings").mkdir()

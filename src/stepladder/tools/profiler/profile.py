@@ -14,7 +14,7 @@ from typing import Any
 from stepladder.core.durable import remove
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.output_file import write_output
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.core.world import World
 from stepladder.tools.profiler.advice import Advice, Profile, advise, describe_disturbance
 from stepladder.tools.profiler.breakdown import (
@@ -93,8 +93,8 @@ def record_profile(
     """
     validate_output_folder(out)
     if world.world_size == 1:
-        with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-            return run(Path(folder)) or examine_traces(name, Path(folder), out)
+        with temporary_folder() as folder:
+            return run(folder) or examine_traces(name, folder, out)
     shared = out.with_name(f"{out.name}.traces")
     if not world.is_first:
         return run(shared)

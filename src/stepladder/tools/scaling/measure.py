@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_count
 from stepladder.core.process_count import validate_process_count
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import BadInput, Failure
 from stepladder.launcher.local.supervisor import handle_signals
@@ -119,10 +118,10 @@ def measure_locally(
 ) -> list[SizeResult]:
     """Measure on these numbers of processes; raise InputError if they are too many."""
     validate_process_count(max(sizes))
-    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as scratch:
+    with temporary_folder() as scratch:
 
         def run(number: int, size: int) -> Round:
-            folder = Path(scratch) / f"{size}-{number}"
+            folder = scratch / f"{size}-{number}"
             folder.mkdir()
             return subject.run(size, folder)
 

@@ -18,7 +18,7 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.core.process_count import validate_process_count
-from stepladder.core.scratch import get_scratch_folder
+from stepladder.core.scratch import temporary_folder
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.trial.ranks import make_trial_request, run_on_ranks
@@ -106,8 +106,8 @@ def prove(
         threads=settings.threads or 1,
     )
     request = TrainRequest(job_file, config, settings)
-    with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
-        return Comparison(Path(folder), request, steps, report).run(sizes)
+    with temporary_folder() as folder:
+        return Comparison(folder, request, steps, report).run(sizes)
 
 
 class Comparison:

@@ -96,10 +96,8 @@ class ProbeLog:
 
     def user_caller(self) -> CodeLine | None:
         """Return the line of the user's code that called the innermost function of it."""
-        frame = self.user_frame()
-        frame = frame.f_back if frame else None
-        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
-            frame = frame.f_back
+        function = self.user_frame()
+        frame = self.find_user_frame(function.f_back) if function else None
         return self.line_of(frame) if frame else None
 
     def user_stack(self) -> str:
@@ -114,7 +112,10 @@ class ProbeLog:
 
     def user_frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
-        frame: FrameType | None = sys._getframe(1)
+        return self.find_user_frame(sys._getframe(1))
+
+    def find_user_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Return this frame, or the innermost one outside of it, that is of the user's code."""
         while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
         return frame
