@@ -26,9 +26,20 @@ SAID_BY_GLOO = {
         rf" called by {IN_OTHER_ORDER}.*\n.* formed in another order"
     ),
 }
-# Shared memory sees at once that ranks call different collectives, and raises; the traceback has the line.
-DIFFERENT = r"rank [01] calls a different collective here than rank [01]"
-SAID_IN_MEMORY = SAID_BY_GLOO | dict.fromkeys(("metric", "early", "barrier", "save"), DIFFERENT)
+# Shared memory sees at once that ranks call different collectives, and raises.
+DIFFERENT = (
+    r"rank {0} calls a different collective here than rank {1}: {2}, where rank {1} calls {3}"
+)
+CALLS_IN_MEMORY = {  # of the first rank and of the second
+    "metric": (r"all_reduce sum \(.*\) in sum_metric\(\), \S+", r"all_reduce .* in main\(\), \S+"),
+    "early": (r"all_reduce .* in main\(\), \S+", r"barrier in main\(\), \S+"),
+    "barrier": (r"barrier in wait_as_first\(\), \S+", r"all_reduce .* in main\(\), \S+"),
+    "save": (r"all_gather \(.*\) in save_on_first\(\), \S+", r"all_reduce .* in main\(\), \S+"),
+}
+SAID_IN_MEMORY = SAID_BY_GLOO | {
+    kind: f"({DIFFERENT.format(0, 1, *calls)}|{DIFFERENT.format(1, 0, *reversed(calls))})"
+    for kind, calls in CALLS_IN_MEMORY.items()
+}
 # kind: the rule, the function at whose line the finding is, and what was seen, by `check`
 SAID_BY_CHECK = {
     "metric": ("collective-order", "sum_metric", "rank 0 waits in all_reduce (its collective 1)"),

@@ -71,7 +71,7 @@ def turned(group: Any, rank: int) -> list[torch.Tensor]:
 def spread(group: Any, rank: int) -> list[torch.Tensor]:
     size = dist.get_world_size(group)
     results = []
-    for length in SIZES[1:]:
+    for length in SIZES:
         for dtype in (torch.float32, torch.int64, torch.bool):
             message = drawn(rank, [length], dtype)
             dist.broadcast(message, size - 1, group)
@@ -87,7 +87,7 @@ def scattered(group: Any, rank: int) -> list[torch.Tensor]:
     """What is on one rank before or after, and what each rank has a part of."""
     size = dist.get_world_size(group)
     results = []
-    for length in SIZES[1:]:
+    for length in SIZES:
         summed = drawn(rank, [length])
         dist.reduce(summed, size - 1, dist.ReduceOp.MAX, group)
         results += [summed] if rank == size - 1 else []
@@ -110,7 +110,7 @@ def scattered(group: Any, rank: int) -> list[torch.Tensor]:
 def transposed(group: Any, rank: int) -> list[torch.Tensor]:
     size = dist.get_world_size(group)
     results = []
-    for length in SIZES[1:]:
+    for length in SIZES:
         received = torch.zeros(size * length)
         dist.all_to_all_single(received, drawn(rank, [size * length]), group=group)
         results.append(received)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -149,14 +150,30 @@ def test_a_killed_rank_is_named_in_the_exception_of_all_others(tmp_path: Path, c
         assert ended.stdout.count(f"rank {rank}: rank 1 has gone") == 2
 
 
-@pytest.mark.parametrize("kind", ["alone", "shapes"])
-def test_ranks_that_call_different_collectives_are_told_so(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lengths", "functions"),
+    [("alone", (1, 5), ("log_loss", "main")), ("shapes", (6, 7), ("hang", "hang"))],
+)
+def test_ranks_that_call_different_collectives_name_both_calls(
+    kind: str, lengths: tuple[int, ...], functions: tuple[str, ...], tmp_path: Path
+) -> None:
     """gloo aborts the process in one case, and mixes up numbers in the other."""
     ended = run(
         *("run", "--nproc", 2, JOBS / "hangs_script.py"), cwd=tmp_path, env={"HANG": f"{kind} 3"}
     )
     assert ended.returncode == 1
-    assert "calls a different collective here than rank" in ended.stderr
+    calls = [
+        rf"all_reduce sum \({lengths[rank]} float32\) in {functions[rank]}\(\), hangs_script.py:\d+"
+        for rank in range(2)
+    ]
+    assert any(
+        re.search(
+            f"rank {rank} failed: RuntimeError: .*rank {1 - rank} calls a different collective here"
+            f" than rank {rank}: {calls[1 - rank]}, where rank {rank} calls {calls[rank]}\n",
+            ended.stderr,
+        )
+        for rank in range(2)
+    ), ended.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -235,8 +236,17 @@ def brought(rank: SharedMemory, peer: str) -> Work:
     return rank.all_reduce(torch.zeros(size, dtype=dtype))
 
 
-@pytest.mark.parametrize("peer", ["length", "dtype", "kind", "more", "block"])
-def test_what_does_not_fit_between_ranks_fails_on_both(peer: str) -> None:
+CALLS = {
+    "length": "all_reduce sum (5 float32)",
+    "dtype": "all_reduce sum (4 int32)",
+    "kind": "broadcast from rank 0 (4 float32)",
+    "more": "all_reduce sum (4 float32), all_reduce sum (1 float32)",
+    "block": "all_gather (2 float32)",
+}
+
+
+@pytest.mark.parametrize("peer", CALLS)
+def test_what_does_not_fit_between_ranks_fails_on_both_which_name_both_calls(peer: str) -> None:
     with memories([os.getpid()] * 2) as (first, second):
         if peer == "block":  # of one shape: its rows would become the other block's weights
             gathered = [torch.zeros(2), torch.zeros(2)]
@@ -249,9 +259,27 @@ def test_what_does_not_fit_between_ranks_fails_on_both(peer: str) -> None:
         if peer == "more":
             second.all_reduce(torch.zeros(1))
         with ThreadPoolExecutor(2) as pool:
-            for failed in [pool.submit(work.wait) for work in works]:
-                with pytest.raises(RuntimeError, match="calls a different collective here"):
-                    failed.result(60)
+            failed = [pool.submit(work.wait) for work in works]
+            messages = [str(work.exception(60)) for work in failed]
+    calls = [CALLS["block"] if peer == "block" else "all_reduce sum (4 float32)", CALLS[peer]]
+    for own in range(2):
+        assert messages[own] == (
+            f"rank {1 - own} calls a different collective here than rank {own}: {calls[1 - own]},"
+            f" where rank {own} calls {calls[own]}"
+        )
+
+
+def test_ranks_that_do_not_fit_end_all_that_wait_for_a_rank_that_never_comes() -> None:
+    with memories([os.getpid()] * 4) as (_, *ranks):
+        works = [
+            rank.all_reduce(torch.zeros(length))
+            for rank, length in zip(ranks, (4, 5, 4), strict=True)
+        ]
+        with ThreadPoolExecutor(3) as pool:
+            failed = [pool.submit(work.wait) for work in works]
+            messages = [str(work.exception(60)) for work in failed]
+    for message, other in zip(messages, (2, "[13]", 2), strict=True):
+        assert re.match(f"rank {other} calls a different collective here than rank", message)
 
 
 def test_groups_come_after_one_another_in_one_segment() -> None:

@@ -107,7 +107,9 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self._announce(backend.wrapped_pg, 1)
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
-        store = PrefixStore(STORE_PREFIX, self._own_store)
+        # A group of the same ranks and name may have been here: each rank counts its groups.
+        number = self._own_store.add(f"{STORE_PREFIX} {self.rank()}", 1)
+        store = PrefixStore(f"{STORE_PREFIX} {number}", self._own_store)
         rendezvous = share_memory(
             store,
             self.rank(),
@@ -144,7 +146,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
 
     def _announce(self, gloo: ProcessGroupGloo, machines: int) -> None:
         is_default = not gloo.options.global_ranks_in_group
-        if self._announces and is_default and self.rank() == 0:
+        if self._announces and is_default and self.rank() == 0 and self.size() > 1:
             announce_transport(self.obstacle, machines)
 
     def shutdown(self) -> None:

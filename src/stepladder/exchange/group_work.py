@@ -15,6 +15,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from stepladder.exchange.runner import ExchangeRunner
+from stepladder.rank.stacks import Frame, find_caller
 
 # How long a collective with async_op=True may block its caller. Most ranks arrive sooner. After
 # this time a thread takes over, which costs several wake-ups.
@@ -83,8 +84,6 @@ class GroupWork(TorchWork):
 
     def end(self, error: RuntimeError | None = None) -> None:
         """Mark the collective as finished or failed, and tell all that wait for it."""
-        if error is None:
-            self.finish()
         with self._lock:
             had_ended = self.has_ended
             self.error = error
@@ -196,9 +195,14 @@ class QueuedCollective:
         self._runner = runner
         self._next_stage: Stage | None = enqueue
         self._is_running = False
+        self._caller: Frame | None = None
+
+    def remember_caller(self) -> None:
+        """Remember the user's call, for an error in another thread."""
+        self._caller = find_caller()
 
     def advance(self, until: float = math.inf) -> bool:
-        """Run the collective; return whether it has ended, as `ExchangeRunner.advance` does."""
+        """Run the collective; return whether it is done, as `ExchangeRunner.advance` does."""
         while self._is_running or self._next_stage is not None:
             if not self._is_running and self._next_stage is not None:
                 self._next_stage = self._next_stage()
@@ -206,9 +210,10 @@ class QueuedCollective:
                     continue  # a stage that has only used the network
                 self._runner.begin()
                 self._is_running = True
-            if not self._runner.advance(until):
+            if not self._runner.advance(until, self._caller):
                 return False
             self._is_running = False
+        self.work.finish()
         return True
 
 
@@ -217,7 +222,9 @@ class CollectiveQueue:
 
     The caller's thread runs a collective if none is before it. When the peers do not arrive soon
     and the caller need not wait, a thread of this queue takes over. While `_waiting` holds a
-    collective, that thread alone uses the memory; otherwise the thread with the lock.
+    collective, that thread alone uses the memory; otherwise the thread with the lock. The callbacks
+    of a future run in that thread. If one of them starts a collective, another thread takes over:
+    the callback may wait for what it has started, as those of PowerSGD do.
     """
 
     def __init__(
@@ -269,11 +276,11 @@ class CollectiveQueue:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
             collective = QueuedCollective(self._runner, enqueue, work)
-            if self._waiting:
+            runs_later = bool(self._waiting) or (is_async and self._uses_network)
+            if runs_later or not self._run_here(collective, is_async):
+                collective.remember_caller()
                 self._waiting.append(collective)
-            elif (is_async and self._uses_network) or not self._run_here(collective, is_async):
-                self._waiting.append(collective)
-                self._start_thread()
+                self._wake_thread()
         if not is_async:
             work.wait()
         return work
@@ -293,36 +300,31 @@ class CollectiveQueue:
             raise
         return True
 
-    def _start_thread(self) -> None:
-        self._arrival.notify()
-        if self._thread is None:
+    def _wake_thread(self) -> None:
+        if self._thread in (None, threading.current_thread()):
             self._thread = threading.Thread(target=self._run_waiting, name="exchange", daemon=True)
             self._thread.start()
+        self._arrival.notify()
 
     def _run_waiting(self) -> None:
-        """Run the waiting collectives until the queue is closed."""
-        while True:
-            with self._lock:
-                while not self._waiting and not self._is_closed:
-                    self._arrival.wait()
-                if not self._waiting:
-                    return
-            self._run_waiting_in_turn()
-
-    def _run_waiting_in_turn(self) -> None:
-        """Run the waiting collectives until none is left."""
-        while True:
-            collective = self._waiting[0]
-            error = self._error
-            if error is None:
-                error = self._run(collective)
+        """Run the waiting collectives until the queue is closed, or another thread takes over."""
+        while (collective := self._await_next()) is not None:
+            error = self._error or self._run(collective)
             with self._lock:
                 self._error = self._error or error
                 self._waiting.popleft()
-                is_last = not self._waiting
             collective.work.end(error)
-            if is_last:
-                return
+
+    def _await_next(self) -> QueuedCollective | None:
+        """Return the collective that is next; None if this thread has nothing more to run."""
+        with self._lock:
+            while self._thread is threading.current_thread():
+                if self._waiting:
+                    return self._waiting[0]
+                if self._is_closed:
+                    break
+                self._arrival.wait()
+        return None
 
     def _run(self, collective: QueuedCollective) -> RuntimeError | None:
         """Run a collective to its end; return the error if it fails."""
@@ -336,8 +338,10 @@ class CollectiveQueue:
 
     def close(self) -> None:
         """Leave the group, and end the thread."""
+        if not self._process.is_here:  # where the lock may be held for ever
+            return
         with self._lock:
-            if self._is_closed or not self._process.is_here:
+            if self._is_closed:
                 return
             self._is_closed = True
             if self._error is None:

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from stepladder.exchange.group_work import copy_error
-from stepladder.exchange.wait import OTHER_MACHINE, PeerWaiter, make_loss_error
+from stepladder.exchange.wait import OTHER_MACHINE, CallMismatch, PeerWaiter, make_loss_error
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 
 LEADERS_PREFIX = "leaders"
@@ -183,7 +183,8 @@ class NodeNetwork:
         Returns:
             The error to keep in its place, which names a lost rank if one is known.
         """
-        lost = await_loss(waiter, self)
+        # After a mismatch ranks end of themselves.
+        lost = None if isinstance(error, CallMismatch) else await_loss(waiter, self)
         if lost is None and isinstance(error, NetworkError):  # which leaders alone raise
             waiter.leave_group(OTHER_MACHINE)
         elif self.is_leader:
@@ -215,10 +216,11 @@ def wait_for_collective(
     deadline = time.monotonic() + (timeout.total_seconds() or math.inf)
     while True:
         remaining = deadline - time.monotonic()
+        had_ended = work.is_completed()  # before the wait: it may end between the wait and a look
         try:
             has_ended: bool = work.wait(timedelta(seconds=min(LOSS_CHECK_S, max(remaining, 0.001))))
         except RuntimeError as error:
-            is_only_late = WAIT_ENDED in str(error) and not work.is_completed()
+            is_only_late = WAIT_ENDED in str(error) and not had_ended
             if not is_only_late or remaining <= 0 or find_loss() is not None:
                 raise
         else:

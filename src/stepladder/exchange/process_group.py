@@ -24,6 +24,7 @@ from stepladder.exchange.routing import (
     FlatTensors,
     get_flat,
     have_length,
+    split_evenly,
 )
 from stepladder.exchange.scattering import reduce_slices
 from stepladder.exchange.shared_memory import SharedMemory
@@ -241,8 +242,8 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any = ALL_GATHER,
     ) -> Any:
         """Collect a tensor of each rank into one tensor."""
-        length = part.numel() * self.size()
-        if not self._can_gather([output, part]) or not have_length([output], length):
+        fits = output.numel() == part.numel() * self.size() and output.dtype == part.dtype
+        if not fits or not self._can_gather([output, part]):
             return self._carry("_allgather_base", part.device, output, part, opts)
         return self._all_gather_into([output], [part], opts)
 
@@ -266,7 +267,7 @@ class SharedMemoryGroup(TransposingGroup):
         opts: Any,
     ) -> Any:
         flats = FlatTensors()
-        targets = [list(flats.add(output).view(self.size(), -1)) for output in outputs]
+        targets = [split_evenly(flats.add(output), self.size()) for output in outputs]
         return self._start(
             "_all_gather_base",
             self._make_gather(targets, parts, opts),

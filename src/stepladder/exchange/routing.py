@@ -61,6 +61,11 @@ def have_length(tensors: Iterable[torch.Tensor], length: int) -> bool:
     return all(tensor.numel() == length for tensor in tensors)
 
 
+def split_evenly(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Return each rank's slice of a flat tensor; there may be no numbers."""
+    return list(flat.view(ranks, len(flat) // ranks))
+
+
 def get_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor, for code that writes to them.
 

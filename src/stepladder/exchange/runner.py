@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stepladder.exchange.mismatch import compare_calls, describe_call, has_told_call
 from stepladder.exchange.plan import SMALL_HALVES, Exchange, ExchangePlanner, Halves
 from stepladder.exchange.wait import (
     DIGEST_WORD,
@@ -17,11 +18,13 @@ from stepladder.exchange.wait import (
     FUTEX_MASK,
     FUTEX_WORD,
     SLOT_WORDS,
+    CallMismatch,
     PeerWaiter,
     make_loss_error,
 )
 from stepladder.exchange.work import Chunk, MessageFormat, Tensors, Work
 from stepladder.rank.futex import wake_all
+from stepladder.rank.stacks import Frame, find_caller
 
 MAX_PLANS = 64
 
@@ -103,12 +106,13 @@ class ExchangeRunner:
         self.remaining = deque(plan)
         self.is_published = False
 
-    def advance(self, until: float = math.inf) -> bool:
+    def advance(self, until: float = math.inf, caller: Frame | None = None) -> bool:
         """Run the exchanges of the collectives that run now.
 
         Args:
             until: The time, by `perf_counter`, at which to stop waiting for peers. The next call
                 runs the exchanges that remain.
+            caller: The user's call of the collective, for an error; None if it is in this thread.
 
         Returns:
             Whether they are finished.
@@ -124,8 +128,11 @@ class ExchangeRunner:
             digest, chunks = self.remaining[0]
             if not self.is_published:
                 self._publish(digest ^ tag, chunks)
-            if not self._has_all_peers(digest ^ tag, until):
-                return False
+            try:
+                if not self._has_all_peers(digest ^ tag, until):
+                    return False
+            except CallMismatch as mismatch:
+                raise self._explain_mismatch(mismatch.peer, caller) from None
             half = self.exchange_count & 1
             for chunk in chunks:
                 works[chunk.message].read(chunk, half)
@@ -172,12 +179,17 @@ class ExchangeRunner:
             if not has_arrived:
                 return False
             if slots[slot + DIGEST_WORD + half] != digest:
-                lost_rank = self.waiter.find_lost()
-                if lost_rank is not None:
-                    raise make_loss_error(lost_rank)
-                peer_name = self.names[peer]
-                raise RuntimeError(
-                    f"rank {peer_name} calls a different collective here"
-                    f" than rank {self.names[self.rank]}"
-                )
+                raise CallMismatch(peer)
         return True
+
+    def _explain_mismatch(self, peer: int, caller: Frame | None) -> RuntimeError:
+        """Return the error that names a peer's call and this rank's, or a rank that was lost."""
+        count = self.exchange_count
+        lost_rank = None
+        if not has_told_call(self.waiter, peer, count):
+            lost_rank = self.waiter.find_lost()
+        if lost_rank is not None:
+            return make_loss_error(lost_rank)
+        formats = [work.format for work in self.batch]
+        call = describe_call(formats, caller or find_caller())
+        return compare_calls(self.waiter, peer, count, call)

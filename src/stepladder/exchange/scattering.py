@@ -11,7 +11,7 @@ from stepladder.exchange.carrying import CarryingGroup
 from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.network import NodeNetwork
 from stepladder.exchange.reduction import Reduction
-from stepladder.exchange.routing import FlatTensors, get_flat, have_length
+from stepladder.exchange.routing import FlatTensors, get_flat, have_length, split_evenly
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.work import MessageFormat, copy_all
 
@@ -44,7 +44,7 @@ class ScatteringGroup(CarryingGroup):
                 kind.reduce(rows, target[lo:hi])
 
         def enqueue(memory: SharedMemory) -> None:
-            name = f"reduce to {opts.rootRank}: {kind.name}"
+            name = f"reduce {kind.name} to rank {memory.names[opts.rootRank]}"
             memory.combine(target, memory.one_row_each, len(target), reduce_rows, name)
 
         return self._start(
@@ -77,7 +77,7 @@ class ScatteringGroup(CarryingGroup):
                 copy_all(rows, [target[lo:hi] for target in targets])
 
         def enqueue(memory: SharedMemory) -> None:
-            name = f"gather on {opts.rootRank}"
+            name = f"gather on rank {memory.names[opts.rootRank]}"
             memory.combine(source, memory.one_row_each, len(source), copy_rows, name)
 
         return self._start(
@@ -107,12 +107,17 @@ class ScatteringGroup(CarryingGroup):
         rank = self.rank()
         rows_per_rank = [0] * self.size()
         rows_per_rank[opts.rootRank] = self.size()
-        message_format = MessageFormat("scatter", target.dtype, tuple(rows_per_rank), len(target))
 
         def copy_row(rows: Tensors, lo: int, hi: int) -> None:
             target[lo:hi].copy_(rows[rank])
 
         def enqueue(memory: SharedMemory) -> None:
+            message_format = MessageFormat(
+                f"scatter from rank {memory.names[opts.rootRank]}",
+                target.dtype,
+                tuple(rows_per_rank),
+                len(target),
+            )
             memory.combine_rows(sources, message_format, copy_row)
 
         return self._start(
@@ -146,11 +151,12 @@ class ScatteringGroup(CarryingGroup):
         opts: Any = REDUCE_SCATTER,
     ) -> Any:
         """Reduce a tensor over the ranks, with one slice of the result on each rank."""
-        length = output.numel() * self.size()
+        fits = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
         reduction = self._find_reduction([output, tensor], opts, across_nodes=True)
-        if reduction is None or tensor.numel() != length:
+        if reduction is None or not fits:
             return self._carry("_reduce_scatter_base", output.device, output, tensor, opts)
-        return self._reduce_scatter([output], [self._split_by_rank(tensor)], reduction, opts)
+        slices = split_evenly(get_flat(tensor), self.size())
+        return self._reduce_scatter([output], [slices], reduction, opts)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
@@ -164,12 +170,8 @@ class ScatteringGroup(CarryingGroup):
         reduction = self._find_reduction([*outputs, *tensors], opts, across_nodes=True)
         if reduction is None:
             return super().reduce_scatter_single_coalesced(outputs, tensors, opts)
-        sources = [self._split_by_rank(tensor) for tensor in tensors]
+        sources = [split_evenly(get_flat(tensor), self.size()) for tensor in tensors]
         return self._reduce_scatter(outputs, sources, reduction, opts)
-
-    def _split_by_rank(self, tensor: torch.Tensor) -> Tensors:
-        """Return the slices of all ranks."""
-        return list(get_flat(tensor).view(self.size(), -1).unbind())
 
     def _reduce_scatter(
         self,

@@ -138,7 +138,7 @@ class SharedMemory(ExchangeRunner):
 
         rows_per_rank = tuple(int(rank == src) for rank in range(self.ranks))
         message_format = MessageFormat(
-            "broadcast",
+            f"broadcast from rank {self.names[src]}",
             flat.dtype,
             rows_per_rank,
             len(flat),

@@ -12,7 +12,7 @@ from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.routing import FlatTensors, get_flat
 from stepladder.exchange.scattering import ScatteringGroup
 from stepladder.exchange.shared_memory import SharedMemory
-from stepladder.exchange.work import MessageFormat
+from stepladder.exchange.work import NO_TENSOR, MessageFormat
 
 ALL_TO_ALL = C10D.AllToAllOptions()  # what torch takes when it is called without options
 
@@ -108,18 +108,26 @@ class SendLengths:
         self.parts = parts
         self.targets = targets
         self._own_lengths = torch.tensor([len(part) for part in (*parts, *targets)])
-        self._lengths = [torch.empty_like(self._own_lengths) for _ in parts]
+        self._lengths = NO_TENSOR  # then a row for each rank
 
     def __call__(self, memory: SharedMemory) -> Any:
         """Enqueue the stage; return the one that sends the parts."""
-        memory.all_gather(self._lengths, self._own_lengths)
+        memory.combine(
+            self._own_lengths,
+            memory.one_row_each,
+            len(self._own_lengths),
+            self._store_lengths,
+            f"all_to_all of {str(self.parts[0].dtype).removeprefix('torch.')}",
+        )
         return partial(self._send_parts, memory)
+
+    def _store_lengths(self, rows: Tensors, *_: object) -> None:
+        self._lengths = torch.stack(rows)
 
     def _send_parts(self, memory: SharedMemory) -> None:
         ranks = memory.ranks
-        lengths = torch.stack(self._lengths)
-        sent = lengths[:, :ranks]
-        expected = lengths[:, ranks:].t()
+        sent = self._lengths[:, :ranks]
+        expected = self._lengths[:, ranks:].t()
         if not torch.equal(sent, expected):
             source, target = (sent != expected).nonzero()[0].tolist()
             raise RuntimeError(

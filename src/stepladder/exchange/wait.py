@@ -19,9 +19,12 @@ MAX_SKIPPED_SPINS = 64  # then a rank tries again whether the machine is still b
 
 # The 8-byte words at the beginning of a slot. The futex word is the low half of its word. A rank
 # that knows of a lost rank writes that rank's name plus one into the lost word. There are two
-# digests, one for each half of the slot. The bell word is the futex word of a rank's messages.
+# digests, one for each half of the slot. The bell word is the futex word of a rank's messages. A
+# rank whose peer has come to an exchange with another collective writes the number of the exchange
+# into the call word, and before that into the words behind it what it calls itself.
 EXCHANGE_WORD, FUTEX_WORD, LEFT_WORD, SLEEPING_WORD, LOST_WORD, DIGEST_WORD = range(6)
 BELL_WORD = DIGEST_WORD + 2
+CALL_WORD = BELL_WORD + 1
 SLOT_WORDS = SLOT_BYTES // 8
 FUTEX_MASK = 2**32 - 1
 OTHER_MACHINE = -2  # in place of the name of a lost rank, if the network tells no more
@@ -32,6 +35,19 @@ def make_loss_error(lost: int) -> RuntimeError:
     if lost == OTHER_MACHINE:
         return RuntimeError("another machine does not answer")
     return RuntimeError(f"rank {lost} has gone")
+
+
+class CallMismatch(RuntimeError):
+    """A peer has come to an exchange with another collective.
+
+    Args:
+        peer: The peer.
+        text: What both ranks call, as far as it is known.
+    """
+
+    def __init__(self, peer: int, text: str = "") -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class PeerWaiter:
@@ -79,7 +95,7 @@ class PeerWaiter:
         try:
             self.process_watch = ProcessWatch(
                 {peer: pids[peer] for peer in self.peers},
-                self._wake_all_ranks,
+                self.wake_all_ranks,
             )
         except OSError as error:
             raise RuntimeError("a rank has ended while the group formed") from error
@@ -95,10 +111,10 @@ class PeerWaiter:
             if lost is not None:
                 self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
             self.slots[SLOT_WORDS * self.rank + LEFT_WORD] = self.group_id
-            self._wake_all_ranks()
+            self.wake_all_ranks()
             self.process_watch.stop()
 
-    def _wake_all_ranks(self) -> None:
+    def wake_all_ranks(self) -> None:
         """Wake every rank that sleeps, so that it checks its peers."""
         for slot, futex in enumerate(self.futexes):
             self.slots[SLOT_WORDS * slot + FUTEX_WORD] = time.monotonic_ns() & FUTEX_MASK
@@ -143,7 +159,8 @@ class PeerWaiter:
             False if the time has come before the number.
 
         Raises:
-            RuntimeError: A peer has ended or left the group, or did not arrive in time.
+            RuntimeError: A peer has ended or left the group, did not arrive in time, or has come to
+                this exchange with another collective (CallMismatch).
         """
         peer_word = SLOT_WORDS * peer + EXCHANGE_WORD
         began = perf_counter()
@@ -215,12 +232,20 @@ class PeerWaiter:
         raise RuntimeError(f"timed out: {names} did not arrive in {self.timeout_seconds:g} s")
 
     def _check_peers(self, count: int) -> None:
-        """Raise RuntimeError if a peer has ended or left before this exchange."""
+        """Raise RuntimeError if a peer has ended or left before this exchange, or does not fit."""
         if self.has_left:
             raise RuntimeError("this rank has left the process group")
         for peer in self.peers:
             if self.has_gone(peer) and self.slots[SLOT_WORDS * peer] < count:
                 raise make_loss_error(self.record_lost(peer))
+        # Two peers that do not fit go no further, so the rank that this one waits for is in vain.
+        digest_word = DIGEST_WORD + (count & 1)
+        own_digest = self.slots[SLOT_WORDS * self.rank + digest_word]
+        for peer in self.peers:
+            slot = SLOT_WORDS * peer
+            has_come = self.slots[slot] >= count and not self.has_gone(peer)
+            if has_come and self.slots[slot + digest_word] != own_digest:
+                raise CallMismatch(peer)
 
     def find_lost(self) -> int | None:
         """Return the name of the rank that was lost first, None if all are in the group."""

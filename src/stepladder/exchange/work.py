@@ -27,7 +27,8 @@ class MessageFormat(NamedTuple):
     """The format of what all ranks contribute to a collective; it is the same on every rank.
 
     Args:
-        kind: The name of the collective.
+        kind: What errors call it: the name of the collective, of its reduction, and of its root.
+            After "of" it also says what the ranks contribute.
         dtype: The type of the elements.
         rows_per_rank: How many rows each rank contributes.
         row_length: Elements of a row.

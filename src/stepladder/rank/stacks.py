@@ -20,6 +20,8 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import currentframe
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -73,6 +75,11 @@ class Frame:
         """Whether the file belongs to Python or to an installed package."""
         return any(part in self.file for part in LIBRARY_PARTS)
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the file belongs to neither this package nor a library."""
+        return not self.is_stepladder and not self.is_library
+
     def __str__(self) -> str:
         return f"{self.function}(), {Path(self.file).name}:{self.line}"
 
@@ -93,12 +100,31 @@ def walk_stack(frame: FrameType | None) -> list[Frame]:
 def find_user_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of the user's code, else of this package, else of all."""
     for frame in stack:
-        if not frame.is_stepladder and not frame.is_library:
+        if frame.is_users:
             return frame
     for frame in stack:
         if frame.is_stepladder:
             return frame
     return stack[0] if stack else None
+
+
+def find_caller() -> Frame | None:
+    """Return the innermost call of the user's code in this thread, None without one.
+
+    It takes some microseconds; `find_user_frame(walk_stack(...))` takes a hundred.
+    """
+    frame = currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if _is_users_file(code.co_filename):
+            return Frame(code.co_name, code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _is_users_file(file: str) -> bool:
+    return Frame("", file, 0).is_users
 
 
 def answer_stack_signal(file: Path) -> None:

@@ -9,7 +9,6 @@ from stepladder.launcher.diagnose.rank_status import (
     ProcessState,
     RankStatus,
     describe_frame,
-    is_users_code,
 )
 from stepladder.rank.progress import PHASES
 from stepladder.rank.stacks import Stack, find_user_frame
@@ -72,7 +71,7 @@ def format_rank(status: RankStatus) -> list[str]:
         lines.append("    no stack: it did not answer")
     for thread in status.threads[1:]:
         frame = find_user_frame(thread)
-        if frame is not None and is_users_code(frame):
+        if frame is not None and frame.is_users:
             lines.append(f"    another thread: {describe_frame(frame)}")
     for pid, stack in sorted(status.workers.items()):
         frame = find_user_frame(stack)

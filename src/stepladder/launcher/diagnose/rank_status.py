@@ -154,7 +154,7 @@ class RankStatus:
             return None
         for pid, stack in sorted(self.workers.items()):
             frame = find_user_frame(stack)
-            if frame is not None and is_users_code(frame):
+            if frame is not None and frame.is_users:
                 return pid, frame
         return None
 
@@ -168,11 +168,6 @@ def is_in_collective(frame: Frame) -> bool:
     if frame.function == STORE_FUNCTION and frame.file.endswith(STORE_FILE):
         return True
     return _is_in_files(frame, COLLECTIVE_FILES)
-
-
-def is_users_code(frame: Frame) -> bool:
-    """Return whether a call is of neither this package nor a library."""
-    return not frame.is_stepladder and not frame.is_library
 
 
 def describe_frame(frame: Frame) -> str:

@@ -10,7 +10,7 @@ from stepladder.core.errors import DONE, InputError
 from stepladder.launcher.diagnose.causes import ERROR_CAUSES, KILLED_FOR_MEMORY, SIGNAL_CAUSES
 from stepladder.rank.error_record import ErrorKind, RankError
 
-MAX_SUMMARY_CHARACTERS = 200
+MAX_SUMMARY_CHARACTERS = 300
 MAX_NAME_CHARACTERS = 80
 
 

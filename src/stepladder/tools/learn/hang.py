@@ -17,7 +17,7 @@ import psutil
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain_hang
-from stepladder.launcher.diagnose.rank_status import RankStatus, is_users_code
+from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.rank.stacks import ABORT_TEXT, Stack, parse_faulthandler
 
 HANG_TIMEOUT_S = 10.0
@@ -138,5 +138,5 @@ def explain_output(
 def is_in_users_code(threads: Sequence[Stack]) -> bool:
     """Return whether a process runs a file of the learner, and not only a helper of Python's."""
     return bool(threads) and any(
-        is_users_code(frame) and Path(frame.file).is_absolute() for frame in threads[0]
+        frame.is_users and Path(frame.file).is_absolute() for frame in threads[0]
     )
