@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from processes import run
+from processes import refused, run
 from stepladder import InputError, Shards, open_data, write_shards
 from stepladder.data.readers import arrow_stream
 from stepladder.data.readers.block_cache import BlockCache
@@ -116,6 +116,31 @@ def test_check_of_shards_prints_json_when_asked(tmp_path: Path) -> None:
     write_shards([{"x": 1}], tmp_path / "shards")
     facts = json.loads(run("data", "check", "shards", "--json", cwd=tmp_path).stdout)
     assert facts["rows"] == len(Shards(tmp_path / "shards")) == 1
+
+
+@pytest.mark.parametrize("command", ["check", "index"])
+def test_no_path_is_not_the_current_folder(command: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    refused(run("data", command, "", cwd=tmp_path), "PATH '' is not a path")
+
+
+def test_a_format_that_is_not_known_by_its_name_can_be_typed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"x": 1}\n')
+    refused(run("data", "check", "a.txt", cwd=tmp_path), "HINT: open_data(PATH, format=FORMAT)")
+
+
+def test_a_reason_with_a_period_has_one(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"no parquet file" * 9)
+    with pytest.raises(InputError, match=r"parquet file\. HINT: "):
+        open_data(tmp_path / "a.parquet")
+
+
+def test_a_file_in_the_place_of_a_folder_is_not_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(InputError, match=r"File exists\. HINT: another folder"):
+        write_shards([{"x": 1}], tmp_path / "a")
+    with pytest.raises(InputError, match=r"Not a directory\. HINT: another folder"):
+        write_shards([{"x": 1}], tmp_path / "a/b")
 
 
 def test_an_index_beside_a_url_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def info(
 
 @command.command()
 def check(
-    path: str,
+    path: PathName,
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -134,7 +134,7 @@ def check(
 
 @command.command()
 def index(
-    path: str,
+    path: PathName,
     *,
     beside: bool = False,
     as_json: AsJson = False,

@@ -55,7 +55,8 @@ class InputError(Exception):
         self.is_reporter: bool | None = None
 
     def __str__(self) -> str:
-        return make_readable(f"{self.problem}. HINT: {self.hint}")
+        # A library's reason, which the problem may end with, often has a period of its own.
+        return make_readable(f"{self.problem.removesuffix('.')}. HINT: {self.hint}")
 
     def set_reporter(self, is_reporter: bool) -> None:
         """Note whether this rank is the one that shows the error."""

@@ -43,7 +43,14 @@ def compute_sha256(path: Path) -> str:
 def output_folder(path: Path, hint: str) -> Iterator[None]:
     """Make a folder for the block; remove what was made if it is still empty at the end."""
     created = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with durable.name_write_errors(path, hint):
+    with (
+        durable.name_write_errors(path, hint),
+        as_input_error(
+            f"cannot make the folder {path}",
+            "another folder",
+            (FileExistsError, NotADirectoryError),
+        ),
+    ):
         path.mkdir(parents=True, exist_ok=True)
     try:
         yield

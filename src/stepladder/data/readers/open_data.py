@@ -54,7 +54,8 @@ FORMATS = {
 MDS = "mds"
 IMAGE_FOLDER = "images"
 INDEXED_FORMATS = ("webdataset", "jsonl", "csv")
-FORMAT_HINT = f"format= one of: {', '.join([*FORMATS, MDS, IMAGE_FOLDER])}"
+FORMAT_NAMES = ", ".join([*FORMATS, MDS, IMAGE_FOLDER])
+FORMAT_HINT = f"open_data(PATH, format=FORMAT), where FORMAT is one of: {FORMAT_NAMES}"
 
 
 class OpenedSource(Source, Protocol):
