@@ -135,6 +135,45 @@ for attempt in range(2):
 """
 
 
+CUT_OFF = """\
+import os, signal, sys, threading, torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+victim = int(sys.argv[1])
+numbers = torch.zeros(60_000_000)
+dist.barrier()
+
+
+def await_first_number():
+    while not numbers[0]:
+        pass
+    os.close(os.open("begun", os.O_WRONLY))
+
+
+def await_end():
+    os.open("begun", os.O_RDONLY)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+sends = (rank == victim) == (sys.argv[2] == "sends")
+if rank == victim:
+    threading.Thread(target=await_end, daemon=True).start()
+if not sends:
+    threading.Thread(target=await_first_number, daemon=True).start()
+try:
+    while rank % 2 == 0:
+        if sends:
+            dist.send(numbers.fill_(1.0), 2 - rank)
+        else:
+            dist.recv(numbers, 2 - rank)
+    dist.barrier()
+except RuntimeError as error:
+    print(f"rank {rank}: {error}", flush=True)
+"""
+
+
 @contextmanager
 def two_machines(folder: Path, *arguments: object) -> Iterator[list[Started]]:
     """A launcher of two ranks on each of two machines, as far as processes can tell."""
@@ -202,6 +241,28 @@ def test_a_rank_that_is_lost_while_it_sends_leaves_no_other_machine_waiting(
     printed, _ = read_all(machines)
     for rank in (2 - victim, 3 - victim):  # of the other machine
         assert printed.count(f"rank {rank}: {message}") == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("victim", "verb", "message"),
+    [
+        (2, "sends", "rank 2 has gone"),
+        (2, "receives", "rank 2 has gone"),
+        (0, "sends", "another machine does not answer"),
+    ],
+)
+def test_a_message_to_another_machine_that_is_cut_off_is_awaited_no_longer(
+    tmp_path: Path, victim: int, verb: str, message: str
+) -> None:
+    """The other rank of the victim's machine, which is in a collective, tells of its end."""
+    script = tmp_path / "cut_off.py"
+    script.write_text(CUT_OFF)
+    os.mkfifo(tmp_path / "begun")
+    with two_machines(tmp_path, script, victim, verb) as machines:
+        codes = [machine.end() for machine in machines]
+    assert any(codes)
+    printed, said = read_all(machines)
+    assert printed.count(f"rank {2 - victim}: {message}") == 1, printed + said
 
 
 def test_another_machine_does_not_answer_when_it_took_the_store_with_it(tmp_path: Path) -> None:

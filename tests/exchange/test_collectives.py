@@ -44,9 +44,10 @@ def reduced(group: Any, rank: int) -> list[torch.Tensor]:
                 dist.all_reduce(tensor, operation, group)
                 results.append(tensor)
         for operation in BITS:
-            tensor = drawn(rank, [size], torch.int32)
-            dist.all_reduce(tensor, operation, group)
-            results.append(tensor)
+            for dtype in INTEGERS:
+                tensor = drawn(rank, [size], dtype)
+                dist.all_reduce(tensor, operation, group)
+                results.append(tensor)
     truth = torch.tensor([rank == 0, True])
     dist.all_reduce(truth, dist.ReduceOp.MAX, group)
     wave = torch.complex(drawn(rank, [3]), drawn(rank, [3]))
@@ -133,7 +134,11 @@ def coalesced(group: Any, rank: int) -> list[torch.Tensor]:
     with dist._coalescing_manager(group):
         for number, output in enumerate(outputs):
             dist.all_gather_into_tensor(output, drawn(rank, [3]) + number, group)
-    return [*tensors, *outputs]
+    pieces = [torch.zeros(3) for _ in range(2)]
+    with dist._coalescing_manager(group):
+        for piece, output in zip(pieces, outputs, strict=True):
+            dist.reduce_scatter_tensor(piece, output, group=group)
+    return [*tensors, *outputs, *pieces]
 
 
 def objects(group: Any, rank: int) -> list[Any]:
@@ -141,7 +146,16 @@ def objects(group: Any, rank: int) -> list[Any]:
     dist.all_gather_object(gathered, {"rank": rank}, group)
     words = ["a word" if rank == 0 else None]
     dist.broadcast_object_list(words, 0, group)
-    return [gathered, words]
+    on_one: list[Any] = [None] * len(gathered)
+    dist.gather_object(("a", rank), on_one if rank == 1 else None, 1, group)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, [{number} for number in range(len(gathered))], 0, group)
+    passed = [("from", rank), None]
+    if rank == 0:
+        dist.send_object_list(passed, 1, group)
+    elif rank == 1:
+        dist.recv_object_list(passed, 0, group)
+    return [gathered, words, on_one, scattered, passed]
 
 
 def messages(group: Any, rank: int) -> list[torch.Tensor]:

@@ -105,7 +105,7 @@ def test_what_torch_builds_on_collectives_gives_the_bits_of_gloo(tmp_path: Path)
         assert ended.returncode == 0, ended.stderr
         assert (IN_MEMORY in ended.stderr) == (exchange == "memory")
         printed.append(sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()))
-    assert printed[0] == printed[1] and len(printed[0]) == 14
+    assert printed[0] == printed[1] and len(printed[0]) == 16
 
 
 KILLED = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +53,15 @@ def python_hook() -> float:
 
     model = DistributedDataParallel(make_model())
     model.register_comm_hook(None, mean)
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+    return total(model)
+
+
+def power() -> float:
+    """The callbacks of this hook wait for collectives that they start."""
+    model = DistributedDataParallel(make_model())
+    state = powerSGD_hook.PowerSGDState(None, 2, 2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(model, torch.optim.SGD(model.parameters(), 0.1))
     return total(model)
 
@@ -112,7 +121,7 @@ def tensors() -> float:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for way in (hooks, python_hook, no_sync, zero, join, sharded, tensors):
+    for way in (hooks, python_hook, power, no_sync, zero, join, sharded, tensors):
         print(way.__name__, repr(way()), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,14 +14,28 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from stepladder.exchange.group_base import C10D, GroupBase, Tensors
-from stepladder.exchange.group_work import NO_TIMEOUT, ErrorExplainer
+from stepladder.exchange.group_work import (
+    NO_TIMEOUT,
+    ErrorExplainer,
+    GroupWork,
+    copy_error,
+    do_nothing,
+)
 from stepladder.exchange.message_queue import MessageQueue
-from stepladder.exchange.network import LossFinder, await_loss, wait_for_collective
-from stepladder.exchange.wait import make_loss_error
+from stepladder.exchange.network import (
+    LOSS_CHECK_S,
+    LossFinder,
+    await_loss,
+    wait_for_collective,
+)
+from stepladder.exchange.wait import OTHER_MACHINE, make_loss_error
 from stepladder.rank.torch_fixes import shut_down_connections
 from stepladder.rank.torch_fixes_groups import record_collective
 
 MESSAGES = "send", "recv", "recv_anysource"  # after whose failure others can still be sent
+# The kernel takes a message up to this size from its sender in one piece, so none is cut off.
+MAX_WHOLE_BYTES = 1 << 14
+STORE_SERVER = 0  # the rank that serves the store, unless a launcher does
 
 
 @contextmanager
@@ -99,6 +114,54 @@ class CarriedWork(TorchWork):
         return rank
 
 
+class CarriedMessage(CarriedWork):
+    """A large message that gloo carries from or to another machine.
+
+    gloo does not tell who waits for a message that is on its way while its connection breaks, and a
+    wait that is cut short closes all connections. So a thread waits in gloo.
+    """
+
+    def __init__(
+        self,
+        work: CarriedWork,
+        find_loss: LossFinder,
+        peer: int,
+    ) -> None:
+        """Create the work.
+
+        Args:
+            work: The work of the message.
+            find_loss: Returns the name of a rank that is lost, None if there is none.
+            peer: The name of the other rank.
+        """
+        super().__init__(work, copy_error)
+        self._find_any_loss = find_loss
+        self._losses = (peer, OTHER_MACHINE) if peer == STORE_SERVER else (peer,)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait for the message, or until its other rank is known to be lost."""
+        end = GroupWork([], do_nothing)
+        threading.Thread(
+            target=self._await_gloo,
+            args=(end, timeout),
+            name="carried-message",
+            daemon=True,
+        ).start()
+        while not end.wait_for_end(timedelta(seconds=LOSS_CHECK_S)):
+            lost = self._find_any_loss()
+            if lost is not None and lost in self._losses:
+                raise make_loss_error(lost)
+        return end.wait()
+
+    def _await_gloo(self, end: GroupWork, timeout: timedelta) -> None:
+        error: RuntimeError | None = None
+        try:
+            self._work.wait(timeout)
+        except RuntimeError as raised:
+            error = copy_error(raised)
+        end.end(error)
+
+
 class CarryingGroup(GroupBase):
     """A group with messages, whose gloo group carries calls; their errors name a lost rank."""
 
@@ -112,7 +175,7 @@ class CarryingGroup(GroupBase):
         [tensor] = tensors
         queue = self._find_message_queue(tensor, tag)
         if queue is None:
-            return self._carry("send", tensor.device, tensors, rank, tag)
+            return self._carry_message("send", tensor, rank, tag)
         with record_collective("gloo:send", tensors):
             return queue.send(tensor, rank, tag, self._get_default_timeout())
 
@@ -126,7 +189,7 @@ class CarryingGroup(GroupBase):
         [tensor] = tensors
         queue = self._find_message_queue(tensor, tag)
         if queue is None:
-            return self._carry("recv", tensor.device, tensors, rank, tag)
+            return self._carry_message("recv", tensor, rank, tag)
         with record_collective("gloo:recv", tensors):
             return queue.receive(tensor, [rank], tag, self._get_default_timeout())
 
@@ -163,6 +226,20 @@ class CarryingGroup(GroupBase):
         group._set_group_name(self.group_name)
         group._set_group_desc(self.group_desc)
         return group.split_group(*args, **options)
+
+    def _carry_message(
+        self,
+        method: str,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+    ) -> Any:
+        """Let the back end of a tensor's device carry it to or from a peer."""
+        network = self._network
+        work = self._carry(method, tensor.device, [tensor], peer, tag)
+        if network is None or tensor.nbytes <= MAX_WHOLE_BYTES or not isinstance(work, CarriedWork):
+            return work
+        return CarriedMessage(work, self._find_loss_of_others, self._names[peer])
 
     def _carry(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -76,6 +76,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         self._queue: CollectiveQueue | None = None
         self._message_queue: MessageQueue | None = None
         self._gloo: ProcessGroupGloo | None = None
+        self._names: Sequence[int] = ()  # the number by which messages name each rank
         self._connections = list_tcp_connections()  # of the process; then of the gloo group
 
     def get_group_store(self) -> Store:
@@ -120,7 +121,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         if rendezvous.memory is None:
             return
         node = next(node for node in rendezvous.nodes if self.rank() in node)
-        names = gloo.options.global_ranks_in_group or range(self.size())
+        names = self._names = gloo.options.global_ranks_in_group or range(self.size())
         self._memory = SharedMemory(
             rendezvous.memory,
             node.index(self.rank()),
