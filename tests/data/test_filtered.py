@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from processes import wait_until
 from stepladder import Filtered, InputError, Loader, Mapped, Packed, World, open_data
 from stepladder.data.function_key import make_function_key
+from stepladder.data.readers.files import DataFile, LocalFile
+from stepladder.data.readers.record_index import load_index
 from stepladder.storage.audit import audit
 from stepladder.testing import check_source
 
@@ -187,11 +190,29 @@ def test_a_key_is_the_same_in_every_process() -> None:
 def test_a_long_search_says_what_it_does(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("stepladder.data.filtered.MESSAGE_AFTER_S", 0)
+    monkeypatch.setattr("stepladder.core.console.SLOW_S", 0)
     monkeypatch.setattr("stepladder.data.filtered.SAMPLES_PER_READ", 100)
-    Filtered(open_data(file), is_small)
-    shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("Filtered reads all 240 samples to find") == 1
+    shown = [""]
+
+    def read_shown(text: str) -> bool:
+        shown[0] += capsys.readouterr().err
+        return text in shown[0]
+
+    def keep(batch: dict[str, Any]) -> Any:
+        wait_until(lambda: read_shown("Filtered reads all 240 samples to find"))
+        return is_small(batch)
+
+    for source in (open_data(file), Numbers()):
+        Filtered(source, keep, key="small")
+        assert shown[0].count("Filtered reads") == 1
+        shown[0] = ""
+
+    def find_offsets(data: DataFile) -> Iterator[NDArray[np.int64]]:
+        wait_until(lambda: read_shown(f"{file} is read once, to find where its records begin"))
+        yield np.array([0, data.size])
+
+    file.write_text('{"id": 1}\n')
+    assert load_index(LocalFile(file), find_offsets).tolist() == [0, 10]
 
 
 class Keep:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from threading import Timer
 from typing import TextIO
 
 # Everything in a job's output that a terminal obeys, except colours, tabs and line ends.
@@ -16,6 +17,7 @@ CONTROL_BYTES = re.compile(
 )
 
 CLEAR_LINE = "\x1b[K"  # to the end of a terminal's line
+SLOW_S = 5.0
 STANDARD_STREAMS = range(3)  # the file descriptors of stdin, stdout and stderr
 
 # The progress bar in a terminal's last line, if there is one.
@@ -51,6 +53,18 @@ def print_message(text: str) -> None:
     if "\n" not in text:
         text = f"stepladder: {text}"
     write_text(text, sys.stderr)
+
+
+@contextmanager
+def tell_if_slow(text: str) -> Iterator[None]:
+    """Print a message if the block has not ended after SLOW_S, so that nobody waits without one."""
+    timer = Timer(SLOW_S, print_message, [text])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def echo(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from stepladder.core.console import print_message
+from stepladder.core.console import tell_if_slow
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.function_key import make_function_key
@@ -16,7 +15,6 @@ from stepladder.data.readers.record_index import make_index
 from stepladder.data.source import CHUNKS_IN_MEMORY, Source, is_source, make_chunks
 
 SAMPLES_PER_READ = 4096
-MESSAGE_AFTER_S = 5.0
 
 
 class DerivedSource:
@@ -153,17 +151,18 @@ class Filtered(DerivedSource):
             )
 
     def _load_kept(self) -> IndexArray:
+        count = len(self.source)
+        message = f"Filtered reads all {count:,} samples to find those that are kept"
         identity = self.fingerprint
         if identity is None:
-            return np.concatenate(list(self._find_kept()))
-        return make_index(identity, len(self.source), self._find_kept)
+            with tell_if_slow(message):
+                return np.concatenate(list(self._find_kept()))
+        return make_index(identity, count, self._find_kept, message)
 
     def _find_kept(self) -> Iterator[IndexArray]:
         """Read all samples, and yield those that are kept."""
         count = len(self.source)
         yield np.empty(0, np.int64)
-        message = f"Filtered reads all {count:,} samples to find those that are kept"
-        start = time.monotonic()
         for lo in range(0, count, SAMPLES_PER_READ):
             indices = np.arange(lo, min(lo + SAMPLES_PER_READ, count))
             mask = np.asarray(self.function(self.source.read(indices)))
@@ -174,9 +173,6 @@ class Filtered(DerivedSource):
                     "True or False for each sample",
                 )
             yield indices[mask]
-            if message and time.monotonic() - start >= MESSAGE_AFTER_S:
-                print_message(message)
-                message = ""
 
     def __len__(self) -> int:
         """Return the number of samples that are kept."""

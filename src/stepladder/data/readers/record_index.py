@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from stepladder.core.console import tell_if_slow
 from stepladder.core.durable import replace_file
 from stepladder.core.errors import as_input_error
 from stepladder.core.folders import get_cache_folder
@@ -60,6 +61,7 @@ def load_index(
             header,
             file.identity,
             lambda: find_offsets(file),
+            f"{file.name} is read once, to find where its records begin",
             oldest_ns,
         )
     return found
@@ -69,6 +71,7 @@ def make_index(
     identity: str,
     size: int,
     find_parts: Callable[[], Iterator[IndexArray]],
+    message: str,
 ) -> IndexArray:
     """Return the index of what an identity stands for, from the cache; without one it is made.
 
@@ -76,9 +79,10 @@ def make_index(
         identity: A text that is another one when the index is.
         size: The number of samples that the index is about.
         find_parts: Yields the numbers of the index, in parts.
+        message: What is printed if that takes long, in this process or in the one that makes it.
     """
     header = INDEX_HEADER.pack(INDEX_MAGIC, size, xxhash.xxh64_digest(identity.encode()))
-    return map_or_write(find_index_path(identity), header, identity, find_parts)
+    return map_or_write(find_index_path(identity), header, identity, find_parts, message)
 
 
 def find_index_path(identity: str) -> Path:
@@ -91,6 +95,7 @@ def map_or_write(
     header: bytes,
     identity: str,
     find_parts: Callable[[], Iterator[IndexArray]],
+    message: str,
     oldest_ns: int = 0,
 ) -> IndexArray:
     """Return the numbers of an index file, which one of several processes writes if need be."""
@@ -98,6 +103,7 @@ def map_or_write(
     if found is None:
         place = int(shorten(identity)[:7], 16)
         with (
+            tell_if_slow(message),
             as_input_error(f"cannot write the index {path}", SPACE_HINT),
             lock_places(get_cache_folder() / "indexes", [place], f"the index {path}"),
         ):
