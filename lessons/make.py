@@ -6,7 +6,8 @@ outputs   runs each lesson and writes what it printed into its README; with numb
           those lessons
 pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
           pip install 'stepladder[lessons]'
-slides    writes one HTML file of all lessons: text, pictures and output
+slides    writes one HTML file of all lessons: text, pictures and output; needs markdown:
+          pip install markdown
 notebooks writes a notebook for each of the first six lessons
 --check   writes nothing, and fails if `diffs` would change a file
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import tomllib
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import handouts
@@ -34,6 +36,7 @@ HIDDEN = {"parse_args", "positive"}  # the command line explains nothing about t
 CONTEXT_LINES = 2  # before and after a change
 FIRST_LINES = 6  # of an output, on a page
 LAST_LINES = 6
+NEEDED = {"pictures": "matplotlib", "slides": "markdown"}  # by action
 
 
 # -- lessons and their parts -----------------------------------------------------------------------
@@ -287,6 +290,9 @@ def write_notebooks(folder):
 
 
 def main():
+    needed = NEEDED.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if needed and find_spec(needed) is None:
+        sys.exit(f"error: {sys.argv[1]} needs {needed}. HINT: pip install {needed}")
     actions = {"diffs": write, "pictures": draw, "--check": check}
     if sys.argv[1:2] == ["slides"] and len(sys.argv) == 3:
         slides = handouts.make_slides(list(ladder().values()))

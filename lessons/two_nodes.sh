@@ -7,9 +7,9 @@ host=${HOST:-127.0.0.1} port=${PORT:-$((20000 + $$ % 12000))} ranks=${RANKS_PER_
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # what torchrun would set, with a warning
 [ -f "${1:-}" ] || { echo "error: ${1:-nothing} is not a file. HINT: bash lessons/two_nodes.sh LESSON.py" >&2; exit 2; }
 
-node() {
-  exec torchrun --nnodes=2 --nproc_per_node="$ranks" --rdzv-backend=c10d --rdzv-endpoint="$host:$port" \
-    --rdzv-id=two-nodes --local-addr="${host//[\[\]]/}" "$@"
+node() {  # this module is torchrun: it is found wherever python is, and no folder of that name is in its way
+  exec python -m torch.distributed.run --nnodes=2 --nproc_per_node="$ranks" --rdzv-backend=c10d \
+    --rdzv-endpoint="$host:$port" --rdzv-id=two-nodes --local-addr="${host//[\[\]]/}" "$@"
 }
 
 node "$@" & first=$!

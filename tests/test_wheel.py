@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,10 @@ import stepladder
 from processes import SECONDS
 
 REPOSITORY = Path(__file__).parent.parent
+LINKED_BY_LESSONS = [
+    "exactness.md", "glossary.md", "lab.md", "learn.md", "shard.md", "speed.md", "teaching.md", "training.md",
+    "your-own-job.md",
+]  # fmt: skip
 PACKAGED = [
     "py.typed", "tools/probe/startup/sitecustomize.py", "tools/pages/page.html", "slurm/job.sbatch",
     "recipes/digits.py",
@@ -58,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A build in the checkout would leave files there.
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    for name in ("src", "lessons", "docs/pictures"):
+    for name in ("src", "lessons", "docs"):
         shutil.copytree(
             REPOSITORY / name,
             source / name,
@@ -84,6 +89,12 @@ def files_of(package: Path) -> set[Path]:
     return {path.relative_to(package) for path in files}
 
 
+def list_links(page: Path) -> list[str]:
+    """The files that a page links to."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+
+
 @pytest.mark.slow
 def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path) -> None:
     code = "import stepladder; print(stepladder.__version__, *stepladder.__path__)"
@@ -95,7 +106,8 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
     pictures = {
         Path("docs/pictures", path.name) for path in (REPOSITORY / "docs/pictures").glob("*.svg")
     }
-    assert files_of(Path(result)) == package | course | pictures
+    linked = {Path("docs", name) for name in LINKED_BY_LESSONS}
+    assert files_of(Path(result)) == package | course | pictures | linked
     code = "import importlib.metadata as m; print(m.version('stepladder'))"
     assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
 
@@ -132,6 +144,11 @@ def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
         refused = called(*learn, "check", name, cwd=tmp_path, env=env)
         assert refused.returncode == 2 and "learn start my-course" in refused.stderr
     done(*learn, "start", "mine", cwd=tmp_path, env=env)
+    pages = list((tmp_path / "mine").rglob("*.md"))
+    links = [(page, link) for page in pages for link in list_links(page)]
+    assert [link for page, link in links if not (page.parent / link).exists()] == []
+    glossary = tmp_path / "mine" / "docs" / "glossary.md"
+    assert glossary in {(page.parent / link).resolve() for page, link in links}
     assert "01-all-reduce: passed" in done(*learn, "check", 1, cwd=tmp_path, env=env)
     exercise = tmp_path / "mine" / "all-reduce" / "exercise.py"
     shutil.copy(tmp_path / "mine/lessons/solutions/all-reduce.py", exercise)

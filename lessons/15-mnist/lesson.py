@@ -33,8 +33,13 @@ def make_data(data_dir):
     Without MNIST in the folder they are scikit-learn's digits.
     """
     if not (data_dir / "train-images-idx3-ubyte.gz").exists():
-        from sklearn.datasets import load_digits  # takes a second to import
-
+        try:
+            from sklearn.datasets import load_digits  # takes a second to import
+        except ModuleNotFoundError:
+            sys.exit(
+                f"error: no MNIST in {data_dir}, and no scikit-learn, which has small digits."
+                " HINT: pip install scikit-learn, or stepladder data get mnist"
+            )
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
         labels = torch.tensor(digits.target)

@@ -6,11 +6,11 @@ program says so."""
 
 import argparse
 import gzip
+import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
-from sklearn.datasets import load_digits
 
 
 def read_idx(path):
@@ -27,6 +27,13 @@ def load_images(data_dir):
         names |= {"test_images": "t10k-images-idx3", "test_labels": "t10k-labels-idx1"}
         arrays = {key: read_idx(data_dir / f"{name}-ubyte.gz") for key, name in names.items()}
         return arrays, "MNIST"
+    try:
+        from sklearn.datasets import load_digits  # takes a second to import
+    except ModuleNotFoundError:
+        sys.exit(
+            f"error: no MNIST in {data_dir}, and no scikit-learn, which has small digits."
+            " HINT: pip install scikit-learn, or stepladder data get mnist"
+        )
     digits = load_digits()
     images = (digits.images * 255 / 16).astype(np.uint8)
     labels = digits.target.astype(np.uint8)

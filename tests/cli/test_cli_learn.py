@@ -16,7 +16,12 @@ import pytest
 import stepladder as package
 from courses import write_course
 from processes import refused, run, started
-from stepladder.tools.learn.class_report import read_learner_page, render_learner_page
+from stepladder.tools.learn.class_report import (
+    LearnerResults,
+    name_learners,
+    read_learner_page,
+    render_learner_page,
+)
 
 Learn = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -150,6 +155,13 @@ def test_check_all_shows_what_a_broken_one_said(learn: Learn, tmp_path: Path) ->
     assert "    ZeroDivisionError: division by zero\nadd " in output
 
 
+def test_a_lesson_that_lacks_something_says_what(learn: Learn, tmp_path: Path) -> None:
+    lesson = tmp_path / "checkout/lessons/01-first/lesson.py"
+    lesson.write_text("raise SystemExit('error: no data. HINT: get some')\n")
+    failed = learn("check", 1, code=1).stdout
+    assert failed.endswith("\n01-first: NOT YET: no data. HINT: get some\n")
+
+
 def test_a_solution_is_shown_to_who_wants_to_see_it(learn: Learn) -> None:
     line = refused(learn("solution", "add", code=2), "the whole solution")
     assert line.endswith("stepladder learn solution add --yes")
@@ -229,6 +241,20 @@ def test_a_class_hands_in_pages_that_are_merged(learn: Learn, tmp_path: Path) ->
         "The class: 2 learners" in text and "<td>&lt;Ada&gt;</td><td>2 of 4</td><td>1</td>" in text
     )
     assert re.findall(r"<td>(stop|add)</td><td>(\d)</td>", text) == [("stop", "2"), ("add", "1")]
+
+
+def test_learners_of_one_name_are_told_apart() -> None:
+    results = LearnerResults("student", "today", (), "pc1")
+    other = replace(results, host="pc2")
+    alone = replace(results, learner="ada")
+    pages = {Path("a.html"): results, Path("b.html"): other, Path("c.html"): alone}
+    assert list(name_learners(pages)) == ["student on pc1", "student on pc2", "ada"]
+    again = {Path("a.html"): results, Path("b.html"): results, Path("c.html"): other}
+    assert list(name_learners(again)) == [
+        "student (a.html)",
+        "student (b.html)",
+        "student on pc2",
+    ]
 
 
 def test_a_page_of_something_else_is_refused(learn: Learn, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(
         f"^stepladder: {LEFT}. Usual cause: fewer batches", done.stderr, re.MULTILINE
     ), done.stderr
     assert "drop_last=True" in done.stderr and "Traceback" not in done.stderr
+    assert "a collective that only the others call, as under `if rank == 0:`" in done.stderr
 
 
 @pytest.mark.slow

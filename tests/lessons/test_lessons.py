@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import shutil
 import socket
@@ -106,6 +107,32 @@ def draw_picture_of(folder: str, where: Path) -> None:
     assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {
         name
     }
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [
+        pytest.param("15-mnist/lesson.py", "make_data", marks=pytest.mark.slow),
+        pytest.param("16-evaluation/lesson.py", "make_data", marks=pytest.mark.slow),
+        ("17-streaming/create_mnist_h5.py", "load_images"),
+    ],
+)
+def test_without_any_digits_it_says_what_to_install(
+    file: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match=r"error: no MNIST in .* HINT: pip install scikit-learn"):
+        runpy.run_path(str(LESSONS / file))[function](tmp_path)
+
+
+@pytest.mark.parametrize(("action", "package"), MAKE.NEEDED.items())
+def test_make_says_which_package_it_needs(
+    action: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["make.py", action, "file"])
+    with pytest.raises(SystemExit, match=rf"error: {action} needs {package}\. HINT: pip install"):
+        MAKE.main()
 
 
 @FOLDERS

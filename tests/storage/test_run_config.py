@@ -89,6 +89,15 @@ def test_another_definition_is_refused_naming_both_values(
     assert hint in caught.value.hint
 
 
+def test_more_epochs_under_a_schedule_are_refused_with_the_reason_and_a_way_to_continue() -> None:
+    with pytest.raises(InputError) as caught:
+        validate_same_definition({"epochs": 2}, {"epochs": 8}, RUN)
+    assert "a learning-rate schedule depend" in caught.value.problem
+    assert caught.value.hint.endswith(
+        "another --run-dir with --init-from runs/mlp to continue from its weights"
+    )
+
+
 def test_the_same_definition_passes_after_a_way_through_json() -> None:
     definition = {"lr": 0.1 + 0.2, "name": "a", "microbatch": None, "flag": True}
     validate_same_definition(json.loads(json.dumps(definition)), definition, RUN)

@@ -213,11 +213,14 @@ def class_(
 ) -> None:
     """Merge the pages of several learners into one: how far each is, and where people are stuck.
 
+    A learner has the name of the account. The host or the file tells two of one name apart.
+
     Args:
         reports (FILE...): Pages of `learn check --all --report FILE`.
     """
     validate_writable(output, "-o")
-    write_output(output, render_class_page([read_learner_page(path) for path in reports]), "-o")
+    pages = {path: read_learner_page(path) for path in reports}
+    write_output(output, render_class_page(pages), "-o")
     echo(f"written: {output}")
 
 

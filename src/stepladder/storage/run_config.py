@@ -106,12 +106,19 @@ def validate_same_definition(
     stored: dict[str, Any], current: dict[str, Any], run_dir: Path
 ) -> None:
     """Raise InputError if a run is resumed with another definition than it was started with."""
-    if name := find_first_difference(stored, current):
-        raise InputError(
-            f"run directory {run_dir} was started with"
-            f" {name}={to_one_line(str(stored.get(name)))}, now it is {current.get(name)}",
-            f"{make_resume_hint(name, stored)}, --fresh to begin again, or another --run-dir",
-        )
+    name = find_first_difference(stored, current)
+    if not name:
+        return
+    reason = ""
+    other_folder = "another --run-dir"
+    if name == "epochs":  # it is only a part of the definition if there is a schedule
+        reason = ", and the steps of a learning-rate schedule depend on it"
+        other_folder += f" with --init-from {run_dir} to continue from its weights"
+    raise InputError(
+        f"run directory {run_dir} was started with"
+        f" {name}={to_one_line(str(stored.get(name)))}, now it is {current.get(name)}{reason}",
+        f"{make_resume_hint(name, stored)}, --fresh to begin again, or {other_folder}",
+    )
 
 
 def find_first_difference(stored: dict[str, Any], current: dict[str, Any]) -> str:

@@ -67,8 +67,9 @@ STARTING = (
 )
 ENDED_EARLY = (
     "fewer batches than the others have: DistributedSampler gives all as many, drop_last=True drops"
-    " the remainder, and `with Join([model]):` lets a rank end early. Or a return, sys.exit() or a"
-    " swallowed exception on this rank alone"
+    " the remainder, and `with Join([model]):` lets a rank end early. Or a collective that only the"
+    " others call, as under `if rank == 0:`; or a return, sys.exit() or a swallowed exception on"
+    " this rank alone"
 )
 ENDED = "the rank was ended from outside or crashed; its error is shown when the group ends"
 SILENT = "work in compiled code that only this rank does, or a lost machine. See it with py-spy"

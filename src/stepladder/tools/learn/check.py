@@ -25,6 +25,7 @@ from stepladder.tools.learn.hang import HANG_TIMEOUT_S
 CLAIM_PREFIX = "claim holds"
 PASSED_PREFIX = "passed: "
 NOT_YET_PREFIX = "not yet: "
+ERROR_PREFIX = "error: "
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def check_lesson(
     result = run_lesson(course, lesson, (), echo, get_timeout_s(lesson))
     claim = result.find_last_line(CLAIM_PREFIX)
     if result.failure or not claim:
-        return Verdict(False, result.failure or "it did not print its claim")
+        error = result.find_last_line(ERROR_PREFIX).removeprefix(ERROR_PREFIX)
+        return Verdict(False, error or result.failure or "it did not print its claim")
     return Verdict(True, claim)
 
 

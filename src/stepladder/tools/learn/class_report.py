@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
+import platform
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -36,11 +39,12 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class LearnerResults:
-    """The results of one learner."""
+    """The results of one learner, who is the name of an account."""
 
     learner: str
     checked: str  # date and time in UTC
     items: tuple[ItemResult, ...]
+    host: str = ""
     schema: Literal[1] = 1
 
     @property
@@ -65,7 +69,11 @@ def make_item_result(item: Lesson | Exercise, passed: bool | None, text: str) ->
 def make_learner_results(items: Sequence[ItemResult]) -> LearnerResults:
     """Return the results of the user of this machine, with the time of now."""
     checked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return LearnerResults(getpass.getuser(), checked, tuple(items))
+    try:
+        learner = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user whom its system does not know
+        learner = f"user {os.getuid()}"
+    return LearnerResults(learner, checked, tuple(items), platform.node())
 
 
 def render_learner_page(results: LearnerResults) -> str:
@@ -106,26 +114,44 @@ class ResultsReader(HTMLParser):
         self.data = dict(attrs).get(DATA_ATTRIBUTE) or self.data
 
 
-def render_class_page(class_results: Sequence[LearnerResults]) -> str:
+def name_learners(pages: Mapping[Path, LearnerResults]) -> dict[str, LearnerResults]:
+    """Return results by learner; the host or the file tells two learners of one name apart."""
+    by_name = Counter(results.learner for results in pages.values())
+    by_host = Counter((results.learner, results.host) for results in pages.values())
+    names = {}
+    for path, results in pages.items():
+        name = results.learner
+        if by_host[results.learner, results.host] > 1:
+            name += f" ({path})"
+        elif by_name[results.learner] > 1:
+            name += f" on {results.host}"
+        names[name] = results
+    return names
+
+
+def render_class_page(pages: Mapping[Path, LearnerResults]) -> str:
     """Return the page of a class: how far each is, and which items most have not passed."""
-    if not class_results:
+    if not pages:
         raise InputError("no page of a learner", "stepladder learn class *.html")
+    class_results = name_learners(pages)
     learners = [
         [
-            results.learner,
+            name,
             f"{results.num_passed} of {len(results.items)}",
             results.num_skipped,
             results.next_label,
             results.checked,
         ]
-        for results in sorted(class_results, key=lambda results: results.learner)
+        for name, results in sorted(class_results.items())
     ]
-    labels = dict.fromkeys(item.label for results in class_results for item in results.items)
+    labels = dict.fromkeys(
+        item.label for results in class_results.values() for item in results.items
+    )
     stuck: dict[str, list[str]] = {}
     for label in labels:
         stuck[label] = [
-            results.learner
-            for results in class_results
+            name
+            for name, results in class_results.items()
             if any(item.label == label and item.passed is False for item in results.items)
         ]
     by_count = sorted(stuck.items(), key=lambda item: -len(item[1]))

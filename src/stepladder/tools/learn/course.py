@@ -235,14 +235,14 @@ class CourseProgress:
         return len(missing), len(targets) - len(missing)
 
     def lay_out(self, course: Course, folder: Path) -> int:
-        """Copy the package's course and its pictures into the folder, and use it from now on.
+        """Copy the package's course, its pages and pictures into the folder; use it from now on.
 
         Existing files are kept. Returns how many were copied.
         """
         lessons = (course.root / "lessons").rglob("*")
-        pictures = (course.root / "docs" / "pictures").glob("*.svg")
+        pages = (course.root / "docs").rglob("*")
         copied = 0
-        for file in sorted([*lessons, *pictures]):
+        for file in sorted([*lessons, *pages]):
             target = folder / file.relative_to(course.root)
             if not file.is_file() or file.parent.name == "__pycache__" or target.exists():
                 continue
