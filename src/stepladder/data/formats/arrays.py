@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ ARRAY_DAMAGE = (
     NotImplementedError,
     RuntimeError,
 )
+MAX_NUMBER_BYTES = 8  # torch has no longer numbers
 MAX_ROW_BYTES = 1 << 30  # a row is in memory
 
 
@@ -175,13 +176,16 @@ def find_npy(path: Path, member: str) -> StoredArray:
     with zipfile.ZipFile(path) as archive:
         member_bytes = archive.getinfo(member).file_size
     with open_npy(path, member) as stream:
-        if np.lib.format.read_magic(stream) == (1, 0):
-            header = np.lib.format.read_array_header_1_0(stream)
-        else:
-            header = np.lib.format.read_array_header_2_0(stream)
+        header = read_npy_header(stream)
         start = stream.tell()
     shape, is_fortran, dtype = header
-    validate_npy(path, member, shape, is_fortran, dtype)
+    if not header.has_rows:
+        kind = "Fortran order" if is_fortran else f"{dtype} of shape {list(shape)}"
+        raise input_error(
+            path,
+            f"{member} is {kind}, not rows of numbers",
+            "np.savez with C-ordered arrays of numbers",
+        )
     data_bytes = member_bytes - start
     if data_bytes != math.prod(shape) * dtype.itemsize:
         problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
@@ -196,23 +200,30 @@ def find_npy(path: Path, member: str) -> StoredArray:
     )
 
 
-def validate_npy(
-    path: Path,
-    member: str,
-    shape: tuple[int, ...],
-    is_fortran: bool,
-    dtype: np.dtype[Any],
-) -> None:
-    is_number = dtype.kind in "biuf" and dtype.itemsize <= 8
-    has_rows = bool(shape) and not (is_fortran and len(shape) > 1)
-    if is_number and has_rows and dtype.isnative:
-        return
-    kind = "Fortran order" if is_fortran else f"{dtype} of shape {list(shape)}"
-    raise input_error(
-        path,
-        f"{member} is {kind}, not rows of numbers",
-        "np.savez with C-ordered arrays of numbers",
-    )
+class NpyHeader(NamedTuple):
+    """The header of an array in a .npy file."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has rows of numbers of this machine, one after the other."""
+        is_number = self.dtype.kind in "biuf" and self.dtype.itemsize <= MAX_NUMBER_BYTES
+        has_rows = bool(self.shape) and not (self.is_fortran and len(self.shape) > 1)
+        return is_number and has_rows and self.dtype.isnative
+
+
+def read_npy_header(stream: IO[bytes]) -> NpyHeader:
+    """Return the header of a .npy file, which is read from its begin; the numbers follow.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    if np.lib.format.read_magic(stream) == (1, 0):
+        return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
+    return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
 
 
 def open_npy(path: Path, member: str) -> IO[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Iterator
@@ -14,18 +13,17 @@ import torch
 
 from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
+from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
-from stepladder.data.readers.files import DataFile, read_pieces
+from stepladder.data.readers.files import DataFile, FileView, read_pieces
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
 TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 numbers
 TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
 DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
-NPY_MAGIC = b"\x93NUMPY"
-MAX_NUMBER_BYTES = 8  # torch has no longer numbers
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
 SAFETENSORS_TYPES = {
@@ -286,7 +284,7 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
     """
     arrays = []
     for file in files:
-        begin, shape, dtype = read_npy_header(file)
+        begin, shape, dtype = find_numbers(file)
         if len(shape) == 1 and options.block is not None:
             arrays.append(
                 {
@@ -319,28 +317,21 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
     )
 
 
-def read_npy_header(file: DataFile) -> tuple[int, tuple[int, ...], str]:
+def find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     """Return where the numbers of a .npy file begin, their shape, and their type.
 
     Raises:
         InputError: It is no such file, or its values are no numbers of this machine in C order.
     """
-    head = file.read(0, min(12, file.size))
-    if head[:6] != NPY_MAGIC or len(head) < 12:
-        raise InputError(f"{file.name} is no .npy file", DAMAGE_HINT)
-    first = 10 if head[6] == 1 else 12
-    length = int.from_bytes(head[8:first], "little")
+    stream: Any = FileView(file)
     try:
-        header = ast.literal_eval(file.read(first, first + length).decode("latin-1").strip())
-        dtype = np.dtype(header["descr"])
-        shape = tuple(map(int, header["shape"]))
-    except (ValueError, SyntaxError, LookupError, TypeError) as error:
+        header = read_npy_header(stream)
+    except ValueError as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
-    is_number = dtype.kind in "biuf" and dtype.itemsize <= MAX_NUMBER_BYTES
-    is_plain = is_number and dtype.isnative and not header.get("fortran_order")
-    if not is_plain or not shape:
+    shape, _, dtype = header
+    if not header.has_rows:
         raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
-    return first + length, shape, dtype.name
+    return stream.tell(), shape, dtype.name
 
 
 def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource:
