@@ -63,6 +63,28 @@ LITERALS = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
     "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
 )  # fmt: skip
+# What makes the value of an instruction without an argument.
+CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
+# How many items an instruction takes from the stack.
+NUM_ITEMS = {
+    "TUPLE1": 1,
+    "TUPLE2": 2,
+    "TUPLE3": 3,
+    "APPEND": 1,
+    "SETITEM": 2,
+    "STACK_GLOBAL": 2,
+    "NEWOBJ": 2,
+    "REDUCE": 2,
+    "BUILD": 2,
+}
+TAKE_MARKED_ITEMS = ("TUPLE", "APPENDS", "SETITEMS")  # all since the last MARK
 
 
 class GlobalName:
@@ -148,48 +170,53 @@ class Interpreter:
                     raise ValueError(
                         f"it has the instruction {opcode.name}, which describes no tensor"
                     )
-                execute(argument)
+                execute(self.take_operand(opcode.name, argument))
         except (IndexError, KeyError) as error:
             raise ValueError("its instructions do not fit together") from error
         raise ValueError("it ends too early")
 
     def make_instructions(self) -> dict[str, Callable[[Any], object]]:
-        """Return the function of each known instruction; it takes the instruction's argument."""
+        """Return the function of each known instruction, which takes its operand."""
         return {
-            **dict.fromkeys(LITERALS, self.push),
-            **dict.fromkeys(("PROTO", "FRAME"), lambda value: None),
-            **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self.memoize),
-            **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda number: self.push(self.memo[number])),
-            "MEMOIZE": lambda _: self.memoize(len(self.memo)),
-            "NONE": lambda _: self.push(None),
-            "NEWTRUE": lambda _: self.push(True),
-            "NEWFALSE": lambda _: self.push(False),
-            "EMPTY_TUPLE": lambda _: self.push(()),
-            "EMPTY_LIST": lambda _: self.push([]),
-            "EMPTY_DICT": lambda _: self.push({}),
-            "MARK": lambda _: self.open_mark(),
-            "TUPLE": lambda _: self.push(tuple(self.close_mark())),
-            "TUPLE1": lambda _: self.push(self.pop_many(1)),
-            "TUPLE2": lambda _: self.push(self.pop_many(2)),
-            "TUPLE3": lambda _: self.push(self.pop_many(3)),
-            "APPEND": lambda _: self.extend(self.pop_many(1)),
-            "APPENDS": lambda _: self.extend(self.close_mark()),
-            "SETITEM": lambda _: self.set_items(self.pop_many(2)),
-            "SETITEMS": lambda _: self.set_items(self.close_mark()),
-            "GLOBAL": lambda text: self.push(GlobalName(text)),
-            "STACK_GLOBAL": lambda _: self.push_name(self.pop_many(2)),
-            "NEWOBJ": lambda _: self.push_object(self.pop_many(2)),
-            "REDUCE": lambda _: self.push_result(self.pop_many(2)),
-            "BUILD": lambda _: self.set_fields(self.pop_many(2)),
+            **dict.fromkeys((*LITERALS, *CONSTANTS), self.push),
+            **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), self.push),
+            **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
+            **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), self.memoize),
+            **dict.fromkeys(("BINGET", "LONG_BINGET"), self.recall),
+            **dict.fromkeys(("APPEND", "APPENDS"), self.extend),
+            **dict.fromkeys(("SETITEM", "SETITEMS"), self.set_items),
+            "MARK": self.open_mark,
+            "GLOBAL": self.push_global,
+            "STACK_GLOBAL": self.push_name,
+            "NEWOBJ": self.push_object,
+            "REDUCE": self.push_result,
+            "BUILD": self.set_fields,
         }
+
+    def take_operand(self, name: str, argument: Any) -> Any:
+        """Return what an instruction takes: items of the stack, a constant, or its own argument."""
+        if name in NUM_ITEMS:
+            return self.pop_many(NUM_ITEMS[name])
+        if name in TAKE_MARKED_ITEMS:
+            return tuple(self.close_mark())
+        if name in CONSTANTS:
+            return CONSTANTS[name]()
+        return argument
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def memoize(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
+    def memoize(self, number: int | None) -> None:
+        """Remember the last value of the stack by a number, or by the next one if that is None."""
+        self.memo[len(self.memo) if number is None else number] = self.stack[-1]
 
-    def open_mark(self) -> None:
+    def recall(self, number: int) -> None:
+        self.push(self.memo[number])
+
+    def push_global(self, text: str) -> None:
+        self.push(GlobalName(text))
+
+    def open_mark(self, _: None) -> None:
         self.outer_stacks.append(self.stack)
         self.stack = []
 
@@ -201,13 +228,13 @@ class Interpreter:
     def pop_many(self, count: int) -> tuple[Any, ...]:
         return tuple(reversed([self.stack.pop() for _ in range(count)]))
 
-    def extend(self, items: tuple[Any, ...] | list[Any]) -> None:
+    def extend(self, items: tuple[Any, ...]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise ValueError("it appends to what is no list")
         target.extend(items)
 
-    def set_items(self, items: tuple[Any, ...] | list[Any]) -> None:
+    def set_items(self, items: tuple[Any, ...]) -> None:
         target = self.stack[-1]
         keys = items[::2]
         # Python hashes a tuple within tuples recursively, without a limit: no tuple is a key.
@@ -221,7 +248,7 @@ class Interpreter:
     def push_name(self, parts: tuple[Any, ...]) -> None:
         if [type(part) for part in parts] != [str, str]:
             raise ValueError("it asks for a class by what is no text")
-        self.push(GlobalName(" ".join(parts)))
+        self.push_global(" ".join(parts))
 
     def push_object(self, parts: tuple[Any, ...]) -> None:
         kind, arguments = parts
