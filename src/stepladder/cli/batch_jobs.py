@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.rehearsal import Rehearsal
 from stepladder.cli.submitted_command import SubmittedCommand, parse_submitted_command
 from stepladder.cli.types import AsJson, Count, Natural, SbatchArgs, Seconds, WholeNumber, Words
-from stepladder.core.console import echo, make_log_printable
+from stepladder.core.console import echo, echo_json, make_log_printable
 from stepladder.core.errors import InputError
 from stepladder.core.masking import mask_command
 from stepladder.core.output_file import validate_writable
@@ -149,7 +148,7 @@ def show_submitted(
     """Print the number of a job that was submitted."""
     if as_json:
         job_id = int(number) if number.isdigit() else number
-        echo(json.dumps({"schema": 1, "job_id": job_id}))
+        echo_json({"job_id": job_id})
     else:
         echo(f"job {number}: {name}; its output: stepladder logs -f {number}")
 
@@ -214,7 +213,7 @@ def show_findings(path: Path, as_json: bool) -> int:
     findings = lint_script(path)
     if as_json:
         records = [as_record(finding, LINT_RECORD_KEYS) for finding in findings]
-        echo(json.dumps({"schema": 1, "findings": records}))
+        echo_json({"findings": records})
     else:
         for finding in findings:
             echo(f"{finding.location}: {finding.evidence}. HINT: {finding.fix}")
@@ -234,7 +233,7 @@ def status(job: str | None = None, *, as_json: AsJson = False) -> None:
     known = jobs.find_job(open_cluster(), job)
     history = known.as_json() | requeue.describe_history(known)
     if as_json:
-        echo(json.dumps({"schema": 1, **history}))
+        echo_json(history)
         return
     echo(known.describe())
     for end in history["ends"]:
@@ -249,7 +248,7 @@ def show_own_jobs(as_json: bool) -> None:
     """Print the user's jobs that wait or run."""
     active_jobs = jobs.list_user_jobs(open_cluster())
     if as_json:
-        echo(json.dumps({"schema": 1, "jobs": [job.as_json() for job in active_jobs]}))
+        echo_json({"jobs": [job.as_json() for job in active_jobs]})
         return
     for job in active_jobs:
         echo(job.describe())

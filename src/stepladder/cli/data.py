@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import click
 
 from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import AsJson, Count, PathName
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import make_console
 from stepladder.data.local_files import Feedback
@@ -269,11 +268,6 @@ def on_stderr() -> Iterator[Feedback]:
                 soft_wrap=True,
             ),
         )
-
-
-def echo_json(facts: dict[str, Any]) -> None:
-    """Print facts as one JSON object."""
-    echo(json.dumps({"schema": 1, **facts}))
 
 
 def locate(path_or_name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from stepladder.cli.findings import show_finding
 from stepladder.cli.flags import make_command
 from stepladder.cli.types import AsJson, Count, Port
 from stepladder.core.address import validate_host_name
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT
 from stepladder.core.output_file import validate_writable
@@ -127,14 +126,13 @@ def show_report(
     failed = any(finding.severity == "error" for finding in findings)
     if as_json:
         report = {
-            "schema": 1,
             "ok": not failed,
             "host": facts.host,
             "rules": len(RULES),
             "findings": [as_record(finding, DOCTOR_RECORD_KEYS) for finding in findings],
             "comm": asdict(link) if link else None,
         }
-        echo(json.dumps(report))
+        echo_json(report)
         return int(failed)
     echo(format_summary(facts))
     for finding in findings:

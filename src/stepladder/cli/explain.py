@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ import click
 
 from stepladder.cli.flags import make_command
 from stepladder.cli.types import AsJson
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
 from stepladder.tools.findings.finding import Finding
@@ -58,7 +57,7 @@ def command(
         records = [as_record(match, EXPLAIN_RECORD_KEYS) for match in matches]
         for record in records:
             record["line"] = record["line"] or 1  # a text without a known message is one line
-        echo(json.dumps({"schema": 1, "found": records}))
+        echo_json({"found": records})
         return int(not matches)
     print_matches(matches)
     return int(not matches)

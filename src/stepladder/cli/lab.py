@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import click
 
 from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import AsJson, Natural, Words
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def status(*, as_json: AsJson = False) -> None:
     lab = find_lab()
     state = lab.status()
     if as_json:
-        echo(json.dumps({"schema": 1, **state}))
+        echo_json(state)
         return
     for node in state["nodes"]:
         cut = ", cut off" if node["cut"] else ""

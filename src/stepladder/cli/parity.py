@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from stepladder.cli.check import writable_folders
 from stepladder.cli.findings import show_finding
 from stepladder.cli.flags import make_command
 from stepladder.cli.types import AsJson, Count, Wait, Words
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.tools.check.check import Request
@@ -81,7 +80,7 @@ def command(
     )
     report = compare_sizes(ParityRequest(request, sizes[0], sizes[1]))
     if as_json:
-        echo(json.dumps(as_json_object(report)))
+        echo_json(as_json_object(report))
     else:
         show_report(report)
     return report.exit_code

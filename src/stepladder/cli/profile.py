@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.options import TRACEBACK_FLAG, JobOrScript, TrainFlags, print_tables
 from stepladder.cli.types import AsJson, Count, JobPath, ScriptArgs
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.terminal import get_table_width
 from stepladder.core.world import World
@@ -97,7 +96,7 @@ def show_profile(result: ProfileResult | int, as_json: bool) -> int:
     if isinstance(result, int):
         return result
     if as_json:
-        echo(json.dumps(result.as_json()))
+        echo_json(result.as_json())
         return 0
     from stepladder.tools.profiler.tables import make_tables
 

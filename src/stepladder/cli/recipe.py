@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import click
 
 from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import AsJson, Count, Natural, WholeNumber
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 
 
 @click.group(name="recipe", cls=SuggestingGroup)
@@ -44,7 +43,7 @@ def recommend(
 
     result = recommender.recommend(run_dir, user, top, titles, data_dir)
     if as_json:
-        echo(json.dumps(result))
+        echo_json(result)
         return
     order = "not rated yet, best first"
     if result["popular"]:
@@ -78,4 +77,7 @@ def sample(
     from stepladder.tools import sample as writer
 
     result = writer.sample(run_dir, prompt, tokens, temperature, seed)
-    echo(json.dumps(result) if as_json else result["text"])
+    if as_json:
+        echo_json(result)
+    else:
+        echo(result["text"])

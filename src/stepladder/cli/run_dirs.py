@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from stepladder.cli.options import (
     print_tables,
 )
 from stepladder.cli.types import AsJson, PathName, TrustJobFile
-from stepladder.core.console import echo, print_message
+from stepladder.core.console import echo, echo_json, print_message
 from stepladder.core.numbers import format_count
 from stepladder.core.terminal import make_console
 
@@ -33,7 +32,7 @@ def audit(run_dir: Path, *, as_json: AsJson = False) -> int:
 
     result = audits.audit(run_dir)
     if as_json:
-        echo(json.dumps(result.as_json()))
+        echo_json(result.as_json())
         return int(not result.ok)
     for epoch in result.epochs:
         echo(
@@ -83,7 +82,7 @@ def diff(
 
     verdict = compare(first, second, validate_job_file, print_message)
     if as_json:
-        echo(json.dumps(verdict.to_json()))
+        echo_json(verdict.to_json())
     else:
         if verdict.values:
             print_tables([make_table(verdict)], DIFF_TABLE_WIDTH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,7 @@ from stepladder.cli.types import (
     ScriptArgs,
     WholeNumber,
 )
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.output_file import validate_writable, write_output
@@ -190,7 +189,7 @@ def show_scaling(
     if html is not None:
         write_output(html, render_scaling_page(scaling), "--html")
     if as_json:
-        echo(json.dumps(scaling.as_json()))
+        echo_json(scaling.as_json())
         return
     width = get_table_width()
     print_tables(make_tables(scaling, width), width)

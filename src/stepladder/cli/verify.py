@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from stepladder.cli.options import (
     announce_job_file,
 )
 from stepladder.cli.types import AsJson, Counts, JobPath, TrustJobFile
-from stepladder.core.console import echo
+from stepladder.core.console import echo, echo_json
 from stepladder.core.settings import Settings
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.train.job_file import load_stored_job
@@ -101,7 +100,7 @@ def command(
         report,
     )
     if as_json:
-        echo(json.dumps(proof.as_json()))
+        echo_json(proof.as_json())
     else:
         echo(describe_proof(proof, settings.sync == "exact"))
     return int(proof.difference is not None)

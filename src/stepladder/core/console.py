@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from threading import Timer
-from typing import TextIO
+from typing import Any, TextIO
 
 # Everything in a job's output that a terminal obeys, except colours, tabs and line ends.
 CONTROL_BYTES = re.compile(
@@ -74,6 +75,11 @@ def echo(
 ) -> None:
     """Print a command's result to stdout, or to stderr, with control characters escaped."""
     write_text(text, sys.stderr if err else sys.stdout, end)
+
+
+def echo_json(facts: Mapping[str, Any]) -> None:
+    """Print the result of --json: an object on one line, whose form has a number."""
+    echo(json.dumps({"schema": 1, **facts}))
 
 
 def write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from stepladder.core.console import write_text
+from stepladder.core.console import echo_json, write_text
 from stepladder.core.errors import DONE, InputError, to_one_line
 from stepladder.core.numbers import format_count
 from stepladder.core.settings import TrainRequest
@@ -26,7 +25,6 @@ from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
 from stepladder.train.run_spec import RunSpec, describe_run
 
-DRY_RUN_SCHEMA = 1
 SHARD_VALUES = ("none", "optimizer", "full")  # of --shard
 USUAL_SIZES = (1, 2, 4, 8)
 MAX_ESTIMATED_PROCESSES = 1024
@@ -158,7 +156,6 @@ class DryRun:
         rates = sorted({group["lr"] for group in self.job.optimizer.param_groups})
         config = replace(self.spec, device=self.device).as_json()
         return {
-            "schema": DRY_RUN_SCHEMA,
             **config,
             "steps": self.spec.num_steps,
             "learning_rates": rates,
@@ -199,7 +196,7 @@ def dry_run(
             "memory": [estimate.as_json(device_memory) for estimate in estimates],
             "device_memory": device_memory,
         }
-        write_text(json.dumps({**config, **memory, "advice": advice}), sys.stdout)
+        echo_json({**config, **memory, "advice": advice})
         return DONE
     write_text("\n".join(description), sys.stdout)
     if estimates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import random
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.console import write_text
+from stepladder.core.console import echo_json, write_text
 from stepladder.core.errors import DONE, STOPPED, InputError, to_one_line
 from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.settings import Settings, TrainRequest
@@ -51,7 +50,7 @@ def train_file(request: TrainRequest) -> int:
             result = Trainer(job, settings, recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
-            write_text(json.dumps(result.as_json()), sys.stdout)
+            echo_json(result.as_json())
         else:
             write_text("\n".join(result.summary()), sys.stdout)
     return STOPPED if result.stopped else DONE
