@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
@@ -135,7 +136,7 @@ def is_schedule(item: dict[Any, Any]) -> bool:
 
 
 def is_random_state(item: Any) -> bool:
-    if not isinstance(item, torch.Tensor):
+    if not isinstance(item, Tensor):
         return False
     return item.dtype == torch.uint8 and item.numel() in RANDOM_STATE_BYTES
 
@@ -147,7 +148,7 @@ def is_position(name: str, item: Any) -> bool:
     """
     if isinstance(item, bool):
         return False
-    if not isinstance(item, (int, float, torch.Tensor)):
+    if not isinstance(item, (int, float, Tensor)):
         return False
     is_setting = any(word in name for word in NAMES_OF_SETTINGS)
     if isinstance(item, int) and not is_setting:
@@ -188,7 +189,7 @@ def is_weights(value: Any) -> bool:
         return False
     if not any(map(is_parameter_name, value)):
         return False
-    tensors = [item for item in value.values() if isinstance(item, torch.Tensor)]
+    tensors = [item for item in value.values() if isinstance(item, Tensor)]
     return len(tensors) >= max(1, len(value) * 0.8)
 
 

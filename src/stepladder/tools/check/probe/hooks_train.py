@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
@@ -159,7 +160,7 @@ def gradient_pointers(parameters: list[Any]) -> list[int]:
 
 
 def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    is_one = isinstance(parameters, torch.Tensor)
+    is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
     current_log().write_with_line(Clipping(ptrs=gradient_pointers(parameters)))
     return original(parameters, *args, **kwargs)
@@ -178,7 +179,7 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
         "alive": training_tracker.add_graph(loss),
         "scale": scale_of(loss),
     }
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
         value = name_of_value(fields["loss"])
         fields["twice"] = activation_of(loss)
@@ -347,7 +348,7 @@ def compare_with_models(parameters: list[Any]) -> dict[str, Any]:
 
 
 def state_digest(state: Any) -> str:
-    tensors = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
+    tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
     return "".join(digests.digest(tensor)[:6] or NOT_HASHED for tensor in tensors)
 
 
