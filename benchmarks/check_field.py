@@ -4,7 +4,8 @@
 
 COPIES holds a folder OWNER+NAME for each repository, at the commit that check_field.toml names. No script is changed: each runs in a
 copy, with arguments alone, and with random pictures in place of its data set. check_field.toml also holds the judgement of a
-person who has read the script. --write saves results/check_field.md and docs/checked-scripts.md.
+person who has read the script. --write saves results/check_field.md and docs/checked-scripts.md. The scripts use torchvision (which
+must take files of another checksum for a data set), accelerate, lightning and einops.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from report import Report, table
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "checked-scripts.md"
 SECONDS = "300"
+BAD_INPUT = 2  # the exit code
 NOTES_ON_PORTABILITY = ("cuda-only", "no-destroy", "in-place-snapshot", "fixed-port")
 HEAD = """\
 # Scripts we checked
@@ -76,8 +78,24 @@ run, judged by a reader of each script, before anything was changed:
   optimizer, which had no state; once the same samples on two ranks, without a word that both played local rank 0.
 - 12 scripts without a mistake: no finding in any of them.
 
-All causes but the mean of batch means are fixed, each with a script of its own in tests/check_corpus or a test. An optimizer without state
-is a note. A collective of local rank 0 alone is found by one more start, on one node. The table shows the runs after that where a row has changed."""
+All causes are fixed, each with a script of its own in tests/check_corpus or a test. An optimizer without state
+is a note. A collective of local rank 0 alone is found by one more start, on one node. Of the mean of batch means the script's test set is
+now larger than a batch. The collective of local rank 0 in justinpinkney's script was a reader's mistake: DistributedDataParallel leaves the
+next exchange of buffers out after a forward pass without gradients, so the ranks' collectives still match. The table shows the runs after that
+where a row has changed."""
+
+THIRD_TRIAL = """\
+The third trial: 22 scripts of 19 repositories, with the commits and commands fixed before any was run (2026-11-26, on two cores with twenty
+other jobs). Its first run, judged by a reader of each script, before anything was changed:
+
+- 19 ran to where they train, as they are: all that today's libraries accept. One of them fails by itself after that, for
+  torchmetrics has changed, which was said. Of the other three one fails by itself, one is no valid Python, one trains nothing; each was said.
+- 13 mistakes that a reader found or confirmed in what ran, named 10 (77 %), each with the right line and cause. Missed: a mean of batch means, where rank 0
+  alone evaluates; a sum of batch means that is gathered and then divided by the number of samples; weights alone in a file from which `--resume` goes on.
+- 10 errors and warnings, all of them true.
+- 11 scripts without a mistake: no finding in any of them.
+
+All causes are fixed, each with a test. The table shows the runs after that."""
 
 BLIND_TRIAL = """\
 What the first run of the first trial said, before anything was fixed (2026-11-26, on a machine with ten other jobs a core):
@@ -110,11 +128,12 @@ def write_mnist(
             (raw / f"{name}-{kind}-ubyte").write_bytes(head + values.tobytes())
 
 
-def write_cifar10(folder: Path) -> None:
+def write_cifar10(folder: Path, test_count: int = 70) -> None:
     """Write random pictures as CIFAR-10 is stored."""
     target = folder / "cifar-10-batches-py"
     target.mkdir(parents=True, exist_ok=True)
-    for name, count in [*((f"data_batch_{i}", 60) for i in range(1, 6)), ("test_batch", 70)]:
+    batches = {f"data_batch_{i}": 60 for i in range(1, 6)}
+    for name, count in (batches | {"test_batch": test_count}).items():
         pictures = random_numbers(count, 3072)
         labels = [int(label) for label in pictures[:, 0] % 10]
         (target / name).write_bytes(pickle.dumps({"data": pictures, "labels": labels}))
@@ -127,6 +146,7 @@ WRITERS = {
     "mnist-whole": partial(write_mnist, training_count=60_000, test_count=10_000),
     "proxy-fashion": partial(write_mnist, name="ProxyFashionMNIST"),
     "cifar10": write_cifar10,
+    "cifar10-many-tests": partial(write_cifar10, test_count=300),
     "folder": partial(Path.mkdir, parents=True, exist_ok=True),
 }
 
@@ -159,7 +179,8 @@ class CheckedScript:
 
     @property
     def has_run(self) -> bool:
-        return self.report["not_checked"] is None
+        """Whether it came to where it trains; it may have failed after that."""
+        return self.report["not_checked"] is None or bool(self.findings)
 
     @property
     def failure(self) -> str:
@@ -192,7 +213,15 @@ def check_script(entry: dict[str, Any], copies: Path) -> CheckedScript:
             check=False,
         )
     print(f"{entry['name']}: exit code {ran.returncode}", file=sys.stderr, flush=True)
-    return CheckedScript(entry, json.loads(ran.stdout.splitlines()[-1]))
+    return CheckedScript(entry, read_report(ran))
+
+
+def read_report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the JSON of a check; of a script that is no Python, what the check says."""
+    if ran.returncode == BAD_INPUT:
+        return {"findings": [], "not_checked": {"line": ran.stderr.splitlines()[0]}}
+    report: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return report
 
 
 def find_result(entry: dict[str, Any], args: argparse.Namespace) -> CheckedScript:
@@ -285,7 +314,13 @@ def main() -> int:
     figures_unread = count_results(unread, "Unread and not run before the end, in the first trial")
     second = [script for script in scripts if script.entry.get("trial") == 2]
     figures_second = count_results(second, "The second trial, after the repairs")
-    texts = [results, figures, figures_unread, BLIND_TRIAL, figures_second, SECOND_TRIAL]
+    third = [script for script in scripts if script.entry.get("trial") == 3]
+    figures_third = count_results(third, "The third trial, after the repairs")
+    texts = [
+        results,
+        *(figures, figures_unread, BLIND_TRIAL),
+        *(figures_second, SECOND_TRIAL, figures_third, THIRD_TRIAL),
+    ]
     report.finish(texts, args.write)
     if args.write:
         faulty = [

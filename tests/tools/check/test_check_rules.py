@@ -388,9 +388,13 @@ AVERAGES = {
     "    loss /= max(1, len(loader))\n",
     "listed": "def f():\n    losses = [\n        criterion(model(x), y)\n        for x, y in loader\n    ]\n"
     "    return torch.stack(losses).mean()\n",
+    "of each in a dictionary": "def f():\n    for x, y in loader:\n        sums += losses_and_metrics(model(x), y)\n"
+    "        n += 1\n    return {k: v / n for k, v in sums.items()}\n",
     "at once": "def f():\n    return sum(mse(model(x), y).item() for x, y in loader) / len(loader)\n",
 }
 WEIGHTED = {
+    "of each in a dictionary": "def f():\n    for x, y in loader:\n        sums += losses_and_metrics(model(x), y)\n"
+    "        n += len(x)\n    return {k: v / n for k, v in sums.items()}\n",
     "by size": "def f():\n    losses = [criterion(model(x), y) * len(x) for x, y in loader]\n"
     "    return torch.stack(losses).sum() / n\n",
     "sums": "def f():\n    losses = [criterion(model(x), y, reduction='sum') for x, y in loader]\n"
@@ -453,6 +457,9 @@ def test_a_share_that_is_divided_by_the_length_of_all_is_named_though_each_rank_
 
 
 BY_SAMPLES = {
+    "summed over the ranks": "loss_fn = nn.CrossEntropyLoss()\ndef f():\n    for x, y in loader:\n"
+    "        total += loss_fn(model(x), y).item()\n"
+    "    return fabric.all_gather(total).sum() / len(loader.dataset)\n",
     "by the data set": "def f():\n    for x, y in loader:\n        total += F.cross_entropy(model(x), y).item()\n"
     "    return total / len(loader.dataset)\n",
     "by a count": "criterion = nn.MSELoss()\ndef f():\n    for x, y in loader:\n        loss = criterion(model(x), y)\n"
@@ -517,6 +524,12 @@ def evaluated_unevenly(text: str) -> list[str]:
     line = next(n for n, line in enumerate(text.splitlines(), 1) if " in loader" in line)
     events = [e | {"at": ["train.py", line, "f"]} for e in eval_pass(1, [[0, 2], [4]])]
     return rules_of(events, text=text)
+
+
+def test_an_evaluation_by_one_rank_alone_is_one_for_the_means_too() -> None:
+    text = AVERAGES["added"]
+    zero = [e | {"at": ["train.py", 2, "f"]} for e in eval_pass(1, [[0, 2], [4]])]
+    assert rules_of(zero, [], text=text) == ["mean-of-means"]
 
 
 @pytest.mark.parametrize("name", AVERAGES)
@@ -780,6 +793,22 @@ def test_an_optimizer_without_state_is_hardly_missed(fields: Any, severity: str)
     saved = SAVED | {"optimizer": False, "existed": False}
     (finding,) = apply_rules(evidence_of([*steps(step(1), step(2, **fields)), saved]))
     assert (finding.rule, finding.severity) == ("incomplete-snapshot", severity)
+
+
+RESUMES = """if args.resume:
+    model.load_state_dict(torch.load(path))
+torch.save(model.state_dict(), path)
+"""
+
+
+def test_weights_are_a_snapshot_where_the_script_resumes_from_them() -> None:
+    fields = {"optimizer": False, "position": False, "existed": False, "bare": True}
+    saved = SAVED | fields | {"at": ["train.py", 3, ""]}
+    trained = steps(step(1, state={"w": "m"}))
+    (finding,) = apply_rules(evidence_of([*trained, saved], trained, text=RESUMES))
+    assert finding.rule == "incomplete-snapshot"
+    assert "holds weights; missing: the optimizer (it has state" in finding.evidence
+    assert rules_of([*trained, saved], trained, text=RESUMES.replace("resume", "test")) == []
 
 
 def test_ranks_that_save_one_file_at_once_are_counted_alike_whoever_is_first() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepladder.tools.check.rules.source_patterns import (
     assignments,
@@ -30,6 +31,7 @@ LOSS_NAMES = (
     "mean()",
     "acc",
 )
+SUM_OVER_RANKS = re.compile(r"[\w.]*gather\((.+)\)\.sum\(\)")
 Comprehension = ast.ListComp | ast.GeneratorExp
 
 
@@ -138,12 +140,25 @@ def quotient_of(node: ast.AST) -> Quotient | None:
         dividend = node.func.value  # type: ignore[attr-defined]
         divisor = node.args[0]
     else:
-        return None
+        return quotient_of_each(node)
     return Quotient(
         ast.unparse(dividend).removesuffix(".item()"),
         bare_count(divisor),
         node.lineno,
     )
+
+
+def quotient_of_each(node: ast.AST) -> Quotient | None:
+    """Return the division of each value in `{k: v / n for k, v in sums.items()}`."""
+    if not isinstance(node, ast.DictComp | Comprehension):
+        return None
+    loop = node.generators[0]
+    divided = quotient_of(node.value if isinstance(node, ast.DictComp) else node.elt)
+    target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+    if divided is None or divided.dividend != ast.unparse(target):
+        return None
+    values = ast.unparse(loop.iter)
+    return replace(divided, dividend=values.removesuffix(".items()").removesuffix(".values()"))
 
 
 def is_division_method(call: ast.Call) -> bool:
@@ -179,7 +194,8 @@ def divides_by_samples(
 ) -> bool:
     """Return whether a sum of batch means is divided by a number of samples."""
     sums = [text for values in means.values for text in (values, f"sum({values})")]
-    if quotient.dividend not in sums:
+    gathered = SUM_OVER_RANKS.fullmatch(quotient.dividend)
+    if (gathered[1] if gathered else quotient.dividend) not in sums:
         return False
     samples = (f"len({means.loader}.dataset)", f"len({means.loader}.sampler)", *means.counts)
     return quotient.divisor in samples

@@ -31,11 +31,8 @@ SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
     yield from reduced_means(evidence)
-    for passes in evidence.evaluation_passes():
-        unevenness = describe_unevenness(passes)
-        if not unevenness or not passes[0].line:
-            continue
-        loop = evidence.location(passes[0].line)
+    for loop_line, unevenness in uneven_evaluations(evidence):
+        loop = evidence.location(loop_line)
         for file in evidence.source.files:
             for lines, line in averages_of_batch_means(file):
                 if file.name == loop.file and loop.line in lines:
@@ -96,14 +93,14 @@ def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
     return rows
 
 
-def describe_unevenness(passes: list[LoaderPass]) -> str:
-    """Return how the batches of an evaluation differ in size; empty where they do not."""
-    for rank, one_pass in enumerate(passes):
-        sizes = Counter(batch.size for batch in one_pass.batches)
-        if len(sizes) > 1:
-            text = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
-            return f"batches of rank {rank} have different sizes: {text} samples"
-    return ""
+def uneven_evaluations(evidence: RunEvidence) -> Iterator[tuple[CodeLine, str]]:
+    """Yield the evaluations of any rank whose batches differ in size: the line, and how."""
+    for rank, log in enumerate(evidence.run.ranks):
+        for one_pass in log.evaluation_passes:
+            sizes = Counter(batch.size for batch in one_pass.batches)
+            if one_pass.line and len(sizes) > 1:
+                text = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
+                yield one_pass.line, f"batches of rank {rank} have different sizes: {text} samples"
 
 
 def reduced_means(evidence: RunEvidence) -> Findings:

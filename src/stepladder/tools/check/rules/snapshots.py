@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from pathlib import PurePath
 
@@ -19,7 +20,8 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.script_source import dotted_name
+from stepladder.tools.check.rules.source_patterns import is_on_line
+from stepladder.tools.check.script_source import dotted_name, find_nodes, last_name
 from stepladder.tools.findings.finding import Finding
 from stepladder.tools.probe.events import CodeLine
 
@@ -197,6 +199,25 @@ def paths_searched_before(log: RankLog, event: Save) -> set[str]:
     return {search.path for search in searches if search.n < event.n}
 
 
+def resumes_from(evidence: RunEvidence, saved: Save) -> bool:
+    """Return whether the source loads the saved path, as it is written, under `if resume`."""
+    if saved.at is None:
+        return False
+    location = evidence.location(saved.at)
+    file = evidence.source.file(location.file)
+    if file is None:
+        return False
+    saves = [call for call in file.calls("save") if is_on_line(call, location.line)]
+    paths = {ast.unparse(path) for call in saves for path in call.args[1:2]}
+    for condition in find_nodes(file.tree, ast.If):
+        if "resume" in ast.unparse(condition.test).lower():
+            for call in find_nodes(condition, ast.Call):
+                loaded = call.args[0] if last_name(call.func) == "load" and call.args else None
+                if loaded is not None and ast.unparse(loaded) in paths:
+                    return True
+    return False
+
+
 def is_trained_after(log: RankLog, event: Save) -> bool:
     return any(e.n > event.n for e in log.select(Backward, EnoughPasses))
 
@@ -228,6 +249,7 @@ def missing_parts(
     path = model.path
     final_path = renamed_paths(log).get(path, path)
     is_resumed_from = not paths_searched_before(log, model).isdisjoint({path, final_path})
+    is_resumed_from = is_resumed_from or resumes_from(evidence, model)
     is_snapshot = has["optimizer"] or has["schedule"] or has["position"] or is_resumed_from
     missing = names_of_missing(log, has)
     is_copy_of_best = "best" in file_name(model).lower()
