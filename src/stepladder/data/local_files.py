@@ -46,7 +46,7 @@ def output_folder(path: Path, hint: str) -> Iterator[None]:
     with (
         durable.name_write_errors(path, hint),
         as_input_error(
-            f"cannot make the folder {path}",
+            f"cannot write {path}",
             "another folder",
             (FileExistsError, NotADirectoryError),
         ),
