@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import stepladder.exchange
-from processes import SECONDS, run
+from processes import SECONDS, run, wait_until
 from ranks import run_ranks
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork, do_nothing
 from stepladder.exchange.network import wait_for_collective
 from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.exchange.wait import SLEEPING_WORD
 from stepladder.rank.shared_segment import make_segment
 
 pytestmark = pytest.mark.ranks
@@ -52,12 +54,33 @@ def test_a_callback_may_wait_for_a_collective_that_it_starts() -> None:
     assert run_ranks(chained, 2) == [12.0] * 2
 
 
-def test_an_output_that_cannot_be_completed_fails_and_keeps_no_later_collective() -> None:
+def memory_of_two() -> SharedMemory:
+    """The first rank's. The second one never comes."""
     segment = make_segment(2)
     assert segment is not None
     memory = SharedMemory(mmap.mmap(segment.number, 0), 0, [os.getpid()] * 2, 1, SECONDS)
     segment.close()
-    queue = CollectiveQueue(memory, uses_network=True)  # so that the thread runs all
+    return memory
+
+
+def test_a_group_that_is_aborted_ends_the_collective_of_another_thread() -> None:
+    memory = memory_of_two()
+    queue = CollectiveQueue(memory)
+
+    def meet() -> None:
+        memory.barrier()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(queue.start, meet, GroupWork([], do_nothing), False)
+        wait_until(lambda: memory.slots[SLEEPING_WORD])
+        queue.abort()
+        with pytest.raises(RuntimeError, match="this rank has left the process group"):
+            waiting.result(SECONDS)
+    queue.close()
+
+
+def test_an_output_that_cannot_be_completed_fails_and_keeps_no_later_collective() -> None:
+    queue = CollectiveQueue(memory_of_two(), uses_network=True)  # so that the thread runs all
 
     def fail() -> None:
         raise ValueError("no such output")

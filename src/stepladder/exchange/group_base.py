@@ -156,7 +156,9 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
         super().shutdown()
 
     def abort(self) -> None:
-        """Leave the group, also if a collective is under way."""
+        """Leave the group, also if a collective is under way in another thread."""
+        if self._queue is not None:
+            self._queue.abort()
         self._leave_group()
         super().abort()
 

@@ -336,8 +336,13 @@ class CollectiveQueue:
             return RuntimeError(f"{type(error).__name__}: {error}")
         return None
 
+    def abort(self) -> None:
+        """Leave the group: a collective that waits for other ranks fails."""
+        if self._process.is_here:
+            self._runner.leave_group()
+
     def close(self) -> None:
-        """Leave the group, and end the thread."""
+        """Leave the group after the collective under way, and end the thread."""
         if not self._process.is_here:  # where the lock may be held for ever
             return
         with self._lock:
