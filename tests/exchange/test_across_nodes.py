@@ -174,6 +174,19 @@ except RuntimeError as error:
 """
 
 
+DIFFERENT = """\
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.barrier()
+try:
+    dist.all_reduce(torch.ones(5 if rank == 3 else 4))
+except RuntimeError as error:
+    print(f"rank {rank}: {error}", flush=True)
+"""
+
+
 @contextmanager
 def two_machines(folder: Path, *arguments: object) -> Iterator[list[Started]]:
     """A launcher of two ranks on each of two machines, as far as processes can tell."""
@@ -241,6 +254,21 @@ def test_a_rank_that_is_lost_while_it_sends_leaves_no_other_machine_waiting(
     printed, _ = read_all(machines)
     for rank in (2 - victim, 3 - victim):  # of the other machine
         assert printed.count(f"rank {rank}: {message}") == 2, printed
+
+
+def test_different_calls_on_one_machine_are_named_there_and_end_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "different.py"
+    script.write_text(DIFFERENT)
+    with two_machines(tmp_path, script) as machines:
+        for machine in machines:
+            machine.end()
+    printed, _ = read_all(machines)
+    for own, other, length in ((2, 3, 5), (3, 2, 4)):
+        assert (
+            f"rank {own}: rank {other} calls a different collective here than rank {own}:"
+            f" all_reduce sum ({length} float32) in <module>(), different.py:7, where" in printed
+        ), printed
+    assert len(re.findall("rank [01]: ", printed)) == 2, printed
 
 
 @pytest.mark.parametrize(
