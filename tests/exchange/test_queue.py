@@ -67,11 +67,11 @@ def test_a_group_that_is_aborted_ends_the_collective_of_another_thread() -> None
     memory = memory_of_two()
     queue = CollectiveQueue(memory)
 
-    def meet() -> None:
+    def start_barrier() -> None:
         memory.barrier()
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.start, meet, GroupWork([], do_nothing), False)
+        waiting = pool.submit(queue.start, start_barrier, GroupWork([], do_nothing), False)
         wait_until(lambda: memory.slots[SLEEPING_WORD])
         queue.abort()
         with pytest.raises(RuntimeError, match="this rank has left the process group"):
