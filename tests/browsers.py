@@ -33,7 +33,9 @@ QUIET = (
 )
 DARK = "--blink-settings=preferredColorScheme=0"
 WIDTHS = (1280, 390)
-PROBE = (Path(__file__).parent / "page_probe.js").read_text()
+SCRIPTS = Path(__file__).parent
+CONTRAST = SCRIPTS / "page_contrast.js"
+PROBE = CONTRAST.read_text() + (SCRIPTS / "page_probe.js").read_text()
 MIN_PICTURE_BYTES = 8_000  # an empty page has fewer
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")

@@ -1,25 +1,4 @@
 // Looks at the page that it is in, and writes what is wrong with it into the page's title.
-function contrast(first, second) {
-  const [light, dark] = [first, second].map(luminance).sort((a, b) => b - a)
-  return (light + 0.05) / (dark + 0.05)
-}
-
-function luminance(colour) {
-  const [r, g, b] = colour.match(/[\d.]+/g).slice(0, 3).map(part => {
-    const share = part / 255
-    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4
-  })
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b
-}
-
-function backgroundOf(element) {
-  for (let e = element; e; e = e.parentElement) {
-    const colour = getComputedStyle(e).backgroundColor
-    if (!colour.endsWith(", 0)")) return colour
-  }
-  return "rgb(255, 255, 255)"
-}
-
 function canScroll(element) {
   for (let e = element; e; e = e.parentElement)
     if (["auto", "scroll"].includes(getComputedStyle(e).overflowX)) return true

@@ -1,5 +1,5 @@
 """The documentation site, built as `make site` does and looked at in a browser, at the width of a
-phone; and its search.
+screen and of a phone, light and dark; and its search.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from urllib.parse import unquote, urlsplit
 import psutil
 import pytest
 
+from browsers import BROWSER, CONTRAST, WIDTHS
 from pages import blocks
 from processes import SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK = Path(__file__).parent / "browser.html"
-WIDTH = 390
-BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 QUIET = (
     "--headless",
     "--no-sandbox",
@@ -53,10 +50,12 @@ EXPLAINED = {
     "learning-rate schedule": "training",
     "mixed precision": "training",
     "early stopping": "training",
-    "hyperparameter sweep": "training",
+    "hyperparameter": "training",
+    "sweep": "training",
     "job array": "training",
     "fine-tuning": "use",
     "reproducibility": "exactness",
+    "bitwise": "exactness",
     "silent data corruption": "corruption",
     "fault tolerance": "failures",
     "quickstart": "cluster",
@@ -106,6 +105,8 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/-/look":
             self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
+        elif self.path == "/-/contrast.js":
+            self.answer(CONTRAST.read_bytes(), "text/javascript")
         elif self.path == "/-/pages":
             self.answer(json.dumps(self.pages()).encode(), "application/json")
         elif self.path == "/-/searches":
@@ -267,12 +268,23 @@ def test_nothing_comes_from_elsewhere(rendered_pages: Pages) -> None:
     assert not {page: addresses for page, addresses in foreign.items() if addresses}
 
 
-def test_a_phone_shows_every_page_without_scrolling_sideways(rendered_pages: Pages) -> None:
-    assert not {
-        page: facts["width"] for page, facts in rendered_pages.items() if facts["width"] > WIDTH
-    }
-    assert not {page: facts["cut"] for page, facts in rendered_pages.items() if facts["cut"]}
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_screen_and_a_phone_show_every_page_without_scrolling_sideways(
+    rendered_pages: Pages, width: int
+) -> None:
+    problems = {}
+    for page, facts in rendered_pages.items():
+        [look] = [look for look in facts["looks"] if look["width"] == width]
+        if look["scrolled"] > width or look["cut"]:
+            problems[page] = look
+    assert not problems
     assert min(facts["letters"] for facts in rendered_pages.values()) >= 14
+
+
+def test_every_text_can_be_read_in_light_and_dark(rendered_pages: Pages) -> None:
+    """The contrast that WCAG 2.2 asks for at level AA."""
+    faint = {text for facts in rendered_pages.values() for text in facts["faint"]}
+    assert not sorted(faint)
 
 
 def test_a_broken_link_is_no_site(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""The pages of a learner and of a class, in a browser."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from browsers import check_readable, needs_browser
+from stepladder.tools.learn.class_report import (
+    ItemResult,
+    LearnerResults,
+    render_class_page,
+    render_learner_page,
+)
+
+TEXT = "claim holds: 89.44% of 360 test images, each counted once by one of 4 ranks on 2 nodes"
+ITEMS = tuple(
+    ItemResult(f"{number}", "collective-on-one-rank", passed, TEXT)
+    for number, passed in enumerate([True, False, None])
+)
+RESULTS = LearnerResults("student", "2026-01-01 12:00 UTC", ITEMS, "login1.cluster.example.edu")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_pages_of_a_class_are_readable_in_a_browser(tmp_path: Path) -> None:
+    learner = tmp_path / "learner.html"
+    learner.write_text(render_learner_page(RESULTS))
+    check_readable(learner, tmp_path)
+    pages = {
+        Path("/shared/class/first-of-that-name.html"): RESULTS,
+        Path("/shared/class/second-of-that-name.html"): RESULTS,
+        Path("third.html"): replace(RESULTS, host="pc2"),
+        Path("fourth.html"): replace(RESULTS, learner="ada"),
+    }
+    (tmp_path / "class.html").write_text(render_class_page(pages))
+    check_readable(tmp_path / "class.html", tmp_path)
