@@ -9,7 +9,8 @@ import os
 import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 
 TYPE_CHECKING = False  # typing would slow down every start
 if TYPE_CHECKING:
@@ -25,6 +26,41 @@ ATTACHED_AFTER_TORCH = {
     "STEPLADDER_PARITY": "stepladder.tools.parity.value_probe",
     "STEPLADDER_OBSERVER": "stepladder.tools.probe.attach",
 }
+
+
+class TorchFinder:
+    """A finder of modules that attaches the listeners after the import of torch.
+
+    Other finders find torch. Python may ask for it more than once before it is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.is_searching = False
+
+    def find_spec(
+        self,
+        name: str,
+        path: Any = None,
+        target: Any = None,
+    ) -> Any:
+        if name != "torch" or self.is_searching:
+            return None
+        self.is_searching = True
+        try:
+            spec: Any = find_spec(name)
+        finally:
+            self.is_searching = False
+        if spec is None or spec.loader is None:
+            return spec
+        original_exec = spec.loader.exec_module
+
+        def exec_and_attach(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
+            original_exec(module)
+            attach(ATTACHED_AFTER_TORCH)
+
+        spec.loader.exec_module = exec_and_attach
+        return spec
 
 
 def attach(modules: dict[str, str]) -> None:
@@ -56,7 +92,5 @@ def run_sitecustomize_of_user() -> None:
 
 
 attach(ATTACHED_AT_START)
-import_own("stepladder.core.after_import").call_after_import(
-    "torch", lambda _: attach(ATTACHED_AFTER_TORCH)
-)
+sys.meta_path.insert(0, TorchFinder())
 run_sitecustomize_of_user()
