@@ -263,3 +263,11 @@ def test_mpirun_s_ranks_come_before_the_slurm_step_of_its_daemons() -> None:
     assert World.detect({**SLURM_STEP, **HYDRA, **ADDRESS}).world_size == 2
     assert World.detect({**SLURM_STEP, "PMI_RANK": "2", "PMI_SIZE": "4"}).source == "Slurm step"
     assert World.detect({**OPEN_MPI, **TORCHRUN}).rank == 3
+
+
+def test_the_place_in_a_subgroup_counts_the_ranks_with_the_same_label() -> None:
+    labels = [b"a", b"b", b"a", b"b", b"b"]
+    places = [World(rank, 5).within_subgroup(labels) for rank in range(5)]
+    assert [(world.rank, world.world_size) for world in places] == [
+        (0, 2), (0, 3), (1, 2), (1, 3), (2, 3),
+    ]  # fmt: skip

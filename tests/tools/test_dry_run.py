@@ -113,6 +113,13 @@ def test_computed_is_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_a_subgroup_needs_no_other_process() -> None:
+    comm = FakeComm(World(3, 4, 3, 4), shares_memory=True)
+    half = comm.make_subgroup([rank < 2 for rank in range(4)])
+    assert (half.world.rank, half.world.world_size) == (1, 2)
+    half.all_gather(torch.empty(2), torch.ones(1)).wait()
+
+
 def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     settings = settings_of("ddp", tmp_path)
     unsharded = estimated(settings, 2)

@@ -301,6 +301,27 @@ def test_a_batch_that_counts_nothing_gives_zeros_not_nan(mode: str) -> None:
         assert [grad.abs().sum().item() for grad in grads] == [0.0, 0.0]
 
 
+def exchange_within_halves(comm: Comm) -> tuple[int, float, list[float]]:
+    rank = comm.world.rank
+    half = comm.make_subgroup([rank < 2 for rank in range(comm.world.world_size)])
+    total = torch.tensor([float(rank)])
+    half.all_reduce(total).wait()
+    gathered = torch.empty(half.world.world_size)
+    half.all_gather(gathered, torch.tensor([float(rank)])).wait()
+    return half.world.rank, total.item(), gathered.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_subgroup_adds_and_gathers_among_its_ranks() -> None:
+    assert run_ranks(exchange_within_halves, 4) == [
+        (0, 1.0, [0.0, 1.0]),
+        (1, 1.0, [0.0, 1.0]),
+        (0, 5.0, [2.0, 3.0]),
+        (1, 5.0, [2.0, 3.0]),
+    ]
+
+
 # -- one process -----------------------------------------------------------------------------------
 
 

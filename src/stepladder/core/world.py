@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -176,6 +176,12 @@ class World:
             return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         url = urlsplit(self.init_method)
         return url.hostname or "", url.port or 0
+
+    def within_subgroup(self, labels: Sequence[Hashable]) -> World:
+        """Return the place of this rank among the ranks with its label, given all ranks' labels."""
+        own = labels[self.rank]
+        rank = labels[: self.rank].count(own)
+        return replace(self, rank=rank, world_size=labels.count(own))
 
     def describe(self) -> str:
         """Return one line for the start-up text."""

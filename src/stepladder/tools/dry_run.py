@@ -13,7 +13,7 @@ from rich.table import Table
 from stepladder.core.console import echo_json, write_text
 from stepladder.core.errors import DONE, InputError, to_one_line
 from stepladder.core.numbers import format_count
-from stepladder.core.settings import TrainRequest
+from stepladder.core.settings import LAYOUTS, TrainRequest
 from stepladder.core.terminal import make_console
 from stepladder.core.world import World
 from stepladder.launcher.topology import Topology
@@ -25,7 +25,7 @@ from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
 from stepladder.train.run_spec import RunSpec, describe_run
 
-SHARD_VALUES = ("none", "optimizer", "full")  # of --shard
+SHARD_VALUES = list(dict.fromkeys(shard for shard, _ in LAYOUTS))
 USUAL_SIZES = (1, 2, 4, 8)
 MAX_ESTIMATED_PROCESSES = 1024
 SMALLER_JOB_HINT = "a smaller --microbatch, or a smaller model"

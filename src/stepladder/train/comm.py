@@ -8,7 +8,7 @@ need no second code path.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -62,7 +62,7 @@ class Comm:
         Args:
             world: This rank and how many there are.
             device: The device on which this rank computes.
-            group: The ranks over which `all_reduce` adds; all ranks by default.
+            group: The ranks of `all_reduce` and `all_gather`; all ranks by default.
             timeout_seconds: How long a collective waits for the other ranks.
         """
         self.world = world
@@ -136,7 +136,7 @@ class Comm:
         else:
             self.progress.record_collective("all_gather", part.numel())
         if self.shared_memory is None:
-            return self._start(_all_gather, gathered, part)
+            return self._start(_all_gather, gathered, part, group=self.group)
         parts = gathered.split(part.numel())
         return self._start(self.shared_memory.all_gather, parts, part, block=block)
 
@@ -270,13 +270,17 @@ class Comm:
         value: T = reply["value"]
         return value
 
-    def make_subgroup(self, labels: list[bytes]) -> Comm:
-        """Return a Comm whose `all_reduce` adds over the ranks with this rank's label."""
+    def make_subgroup(self, labels: Sequence[Hashable]) -> Comm:
+        """Return a Comm of the ranks with this rank's label. All ranks must call this method.
+
+        Its `world` counts those ranks, and its `all_reduce` and `all_gather` are among them.
+        """
         groups = {}
         for label in dict.fromkeys(labels):
             ranks = [rank for rank, rank_label in enumerate(labels) if rank_label == label]
             groups[label] = dist.new_group(ranks)
-        return Comm(self.world, self.device, groups[labels[self.world.rank]])
+        group = groups[labels[self.world.rank]]
+        return Comm(self.world.within_subgroup(labels), self.device, group)
 
     def wait_for(self, work: dist.Work | Work) -> None:
         """Wait until the collective is done or a rank is lost.

@@ -6,7 +6,7 @@ takes two steps with the code that trains, while the bytes of all tensors are co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,6 +90,9 @@ class FakeComm(Comm):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.world.world_size
+
+    def make_subgroup(self, labels: Sequence[Hashable]) -> Comm:
+        return FakeComm(self.world.within_subgroup(labels), shares_memory=False)
 
 
 class RepeatedBatches:
