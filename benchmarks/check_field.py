@@ -144,6 +144,7 @@ WRITERS = {
     "mnist": write_mnist,
     "mnist-even": partial(write_mnist, test_count=160),
     "mnist-whole": partial(write_mnist, training_count=60_000, test_count=10_000),
+    "fashion-mnist": partial(write_mnist, name="FashionMNIST"),
     "proxy-fashion": partial(write_mnist, name="ProxyFashionMNIST"),
     "cifar10": write_cifar10,
     "cifar10-many-tests": partial(write_cifar10, test_count=300),
