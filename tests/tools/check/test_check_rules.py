@@ -88,6 +88,10 @@ def other_grads(events: Events) -> Events:
     return [e | {"grads": {"w": "h"}} if e["k"] == "prestep" else e for e in events]
 
 
+def with_weights(events: Events, digest: str) -> Events:
+    return [e | {"before": {"w": digest}} if e["k"] == "prestep" else e for e in events]
+
+
 def unsynced(rank: str, last: bool = False) -> Events:
     """Two steps of two backward passes each, of which only the first averages gradients."""
     return [
@@ -179,6 +183,11 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "one batch more": ("uneven-steps", train_pass(1, [[0, 2], [4, 6], [8, 9]]), train_pass(1, ONE)),
     "no wrapper": ("not-wrapped", ALONE, other_grads(ALONE)),
     "another weight": ("replicas-differ", steps(step(1), step(2)), steps(step(1), step(2, "x"))),
+    "another weight, and gradients by hand": (
+        "replicas-differ",
+        [{"k": "who"}, *ALONE],
+        [{"k": "who"}, *with_weights(ALONE, "x")],
+    ),
     "changed between steps": (
         "changed-outside",
         steps(step(1), step(2)),
@@ -367,6 +376,8 @@ def test_an_evaluation_with_gradients_is_one_for_all_rules() -> None:
     """Without `no_grad` the samples count twice, too, and dropout is as active."""
     padded = [[*TRAINED, *with_graph(PADDED)], [*OTHERS, *with_graph(eval_pass(3, [[1, 3], [0]]))]]
     assert rules_of(*padded) == ["eval-keeps-graph", "padded-evaluation"]
+    other_split = [*OTHERS, *with_graph(eval_pass(3, [[2, 3], [0]]))]
+    assert rules_of(padded[0], other_split) == ["eval-keeps-graph", "overlapping-shards"]
     dropout = [e | {"live": 1} if e["k"] == "forward" else e for e in with_graph(PADDED)]
     assert rules_of([*TRAINED, *dropout], OTHERS) == ["eval-keeps-graph", "no-eval-mode"]
     printed = [{"k": "print", "numbers": 1}]
@@ -390,11 +401,15 @@ AVERAGES = {
     "    return torch.stack(losses).mean()\n",
     "of each in a dictionary": "def f():\n    for x, y in loader:\n        sums += losses_and_metrics(model(x), y)\n"
     "        n += 1\n    return {k: v / n for k, v in sums.items()}\n",
+    "by a name for the length": "def f():\n    batches = len(loader)\n    for x, y in loader:\n"
+    "        total += criterion(model(x), y).item()\n    total /= batches\n",
     "at once": "def f():\n    return sum(mse(model(x), y).item() for x, y in loader) / len(loader)\n",
 }
 WEIGHTED = {
     "of each in a dictionary": "def f():\n    for x, y in loader:\n        sums += losses_and_metrics(model(x), y)\n"
     "        n += len(x)\n    return {k: v / n for k, v in sums.items()}\n",
+    "a name for two numbers": "def f():\n    n = len(loader)\n    n = 4\n    for x, y in loader:\n"
+    "        total += criterion(model(x), y).item()\n    total /= n\n",
     "by size": "def f():\n    losses = [criterion(model(x), y) * len(x) for x, y in loader]\n"
     "    return torch.stack(losses).sum() / n\n",
     "sums": "def f():\n    losses = [criterion(model(x), y, reduction='sum') for x, y in loader]\n"
@@ -454,9 +469,21 @@ def test_a_share_that_is_divided_by_the_length_of_all_is_named_though_each_rank_
     assert (finding.rule, finding.location.line) == ("one-rank-metric", 5)
     assert "divided by the length of the whole data set" in finding.evidence
     assert rules_of(*ranks, text=text.format("loader")) == []
+    named = (
+        text.format("loader.dataset")
+        .replace("hits = 0", "hits, size = 0, 1")
+        .replace("len(loader.dataset)", "size")
+    )
+    assert rules_of(*ranks, text=named) == []
+    named = named.replace("hits, size = 0, 1", "size = len(loader.dataset)")
+    assert rules_of(*ranks, text=named) == ["one-rank-metric"]
 
 
 BY_SAMPLES = {
+    "by a count, over a name": "def f():\n    batches = (b for b in loader)\n    for x, y in batches:\n"
+    "        total += F.cross_entropy(model(x), y).item()\n        n += len(x)\n    return total / n\n",
+    "by a name for the data set": "def f():\n    size = len(loader.dataset)\n    for x, y in loader:\n"
+    "        total += F.cross_entropy(model(x), y).item()\n    return total / size\n",
     "summed over the ranks": "loss_fn = nn.CrossEntropyLoss()\ndef f():\n    for x, y in loader:\n"
     "        total += loss_fn(model(x), y).item()\n"
     "    return fabric.all_gather(total).sum() / len(loader.dataset)\n",
@@ -466,6 +493,10 @@ BY_SAMPLES = {
     "        total += loss.item()\n        n += len(x)\n    total /= n\n",
 }
 RIGHT_BY_SAMPLES = {
+    "by a count, over a name": "def f():\n    batches = (b for b in loader)\n    for x, y in batches:\n"
+    "        total += F.cross_entropy(model(x), y).item()\n        n += len(x)\n    return total / n\n",
+    "by a name for the data set": "def f():\n    size = len(loader.dataset)\n    for x, y in loader:\n"
+    "        total += F.cross_entropy(model(x), y).item()\n    return total / size\n",
     "sums": "def f():\n    for x, y in loader:\n        total += F.nll_loss(model(x), y, reduction='sum').item()\n"
     "    total /= len(loader.dataset)\n",
     "an object of sums": "criterion = nn.MSELoss(reduction='sum')\ndef f():\n    for x, y in loader:\n"

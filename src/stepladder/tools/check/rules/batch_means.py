@@ -11,6 +11,7 @@ from stepladder.tools.check.rules.source_patterns import (
     assignments,
     is_addition,
     is_division,
+    names_of,
     row_counts,
 )
 from stepladder.tools.check.script_source import (
@@ -47,6 +48,7 @@ class BatchMeans:
         counts: What stands for the number of samples.
         scope: The function that it is in.
         node: The loop or the comprehension.
+        iterator_lines: Where the name that it iterates over is set, as by `enumerate(loader)`.
     """
 
     lines: range
@@ -56,6 +58,11 @@ class BatchMeans:
     counts: tuple[str, ...]
     scope: ast.AST
     node: ast.AST
+    iterator_lines: tuple[int, ...]
+
+    def begins_at(self, line: int) -> bool:
+        """Return whether a pass over a loader that begins on a line is that of the loop."""
+        return line in self.lines or line in self.iterator_lines
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,10 @@ class Quotient:
     line: int
 
 
-def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[range, int]]:
+def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[BatchMeans, int]]:
     """Yield the loops that add up a mean per batch, and divide the sum by the number of batches.
 
-    Each is the lines of the loop, and the line of the division or of the call of `mean`.
+    Each is the loop, and the line of the division or of the call of `mean`.
     """
     for means in all_batch_means(file):
         for node in ast.walk(means.scope):
@@ -84,7 +91,7 @@ def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[range, int]]:
             quotient = quotient_of(node)
             is_average = quotient is not None and divides_by_batches(quotient, means)
             if is_average or is_mean_of(node, means.values):
-                yield means.lines, line
+                yield means, line
 
 
 def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
@@ -103,17 +110,17 @@ def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
             continue
         if values:
             loader = ast.unparse(iterated_object(iterated))
-            lines = range(node.lineno, last_line + 1)
-            divisors = (f"len({loader})", *counters(node))
             scope = file.enclosing_function(node)
+            length = f"len({loader})"
             yield BatchMeans(
-                lines,
-                values,
-                loader,
-                divisors,
-                counts,
-                scope,
-                node,
+                lines=range(node.lineno, last_line + 1),
+                values=values,
+                loader=loader,
+                divisors=(length, *counters(node), *names_of(scope, length)),
+                counts=(*counts, *names_of(scope, f"len({loader}.dataset)")),
+                scope=scope,
+                node=node,
+                iterator_lines=tuple(s.lineno for s in assignments(scope, loader)),
             )
 
 

@@ -67,7 +67,7 @@ def divided_by_samples(evidence: RunEvidence) -> Findings:
         for means in all_batch_means(file):
             for one_pass in passes:
                 location = evidence.location(one_pass.line)
-                is_of_loop = location.file == file.name and location.line in means.lines
+                is_of_loop = location.file == file.name and means.begins_at(location.line)
                 if is_of_loop and max((batch.size for batch in one_pass.batches), default=0) > 1:
                     yield from sums_over_samples(
                         evidence,

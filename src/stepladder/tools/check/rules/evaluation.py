@@ -15,9 +15,9 @@ ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
 
 
-@run_rule("padded-evaluation")
+@run_rule("padded-evaluation", "overlapping-shards")
 def padded_evaluation(evidence: RunEvidence) -> Findings:
-    """Find evaluations whose sampler repeats samples so that all ranks have as many."""
+    """Find evaluations that count samples twice: shares are filled up, or overlap."""
     if not evidence.has_several_ranks:
         return
     for passes in evidence.evaluation_passes():
@@ -29,6 +29,15 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
         data_sets = {one_pass.start.fingerprint for one_pass in passes}
         if count == distinct or len(data_sets) > 1:
             continue
+        if is_more_than_padding(passes, count - distinct):
+            yield evidence.finding(
+                "overlapping-shards",
+                passes[0].sampler_line,
+                f"in evaluation pass {passes[0].number} {count - distinct} of {count} samples are "
+                f"read more than once, where a sampler pads fewer than {len(passes)}",
+                severity="warning",
+            )
+            return
         reduced = find_reduced_count(evidence, passes, count, distinct)
         if reduced != "corrected":
             detail = f"; the reduced count is {count}" if reduced == "padded" else ""
@@ -39,6 +48,12 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
                 f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{detail}",
             )
             return
+
+
+def is_more_than_padding(passes: list[LoaderPass], repeated: int) -> bool:
+    """Return whether more samples are repeated than DistributedSampler adds to equal shares."""
+    start = passes[0].start
+    return start.distributed and "Shard" not in start.batcher and repeated >= len(passes)
 
 
 def is_shared_evaluation(passes: list[LoaderPass]) -> bool:

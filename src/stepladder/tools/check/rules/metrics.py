@@ -34,8 +34,8 @@ def mean_of_means(evidence: RunEvidence) -> Findings:
     for loop_line, unevenness in uneven_evaluations(evidence):
         loop = evidence.location(loop_line)
         for file in evidence.source.files:
-            for lines, line in averages_of_batch_means(file):
-                if file.name == loop.file and loop.line in lines:
+            for means, line in averages_of_batch_means(file):
+                if file.name == loop.file and means.begins_at(loop.line):
                     yield evidence.finding(
                         "mean-of-means",
                         CodeLine(file.name, line),

@@ -128,7 +128,7 @@ SHARDED_NAME = "_fsdp_wrapped_module"
 def replicas_differ(evidence: RunEvidence) -> Findings:
     """Find weights that diverge between two ranks, by training or by a change outside of it."""
     logs = evidence.run.ranks[:2]
-    if not evidence.has_several_ranks or not any(exchanges_gradients(log) for log in logs):
+    if not evidence.has_several_ranks or not share_gradients(logs):
         return
     # Ranks in a Join context make different numbers of steps.
     if is_sharded(logs) or evidence.run.select(JoinContext):
@@ -150,6 +150,16 @@ def replicas_differ(evidence: RunEvidence) -> Findings:
         if finding:
             yield finding
             return
+
+
+def share_gradients(logs: list[RankLog]) -> bool:
+    """Return whether ranks exchange gradients, or step with equal ones though weights differ."""
+    if any(exchanges_gradients(log) for log in logs):
+        return True
+    steps = [steps_of(log, BeforeStep) for log in logs]
+    pairs = [(steps[0][key], steps[1][key]) for key in common_keys(steps)]
+    different = [(a, b) for a, b in pairs if a.before != b.before and a.norm > 0]
+    return bool(different) and all(a.grads == b.grads for a, b in different)
 
 
 def find_divergence(

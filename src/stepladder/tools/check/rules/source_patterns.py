@@ -124,6 +124,18 @@ def assignments(
             yield statement
 
 
+def names_of(
+    scope: ast.AST,
+    value: str,
+) -> Iterator[str]:
+    """Yield the names that a scope sets to a value, and to no other: `size = len(data)`."""
+    for statement in find_nodes(scope, ast.Assign):
+        name = ast.unparse(statement.targets[0])
+        values = {ast.unparse(other.value) for other in assignments(scope, name)}
+        if values == {value}:
+            yield name
+
+
 def reduced_quotients(file: SourceFile) -> Iterator[tuple[int, str]]:
     """Yield the reductions of tensors that were made from a quotient or a mean.
 
@@ -266,13 +278,21 @@ def line_divided_by_length(file: SourceFile, loop_line: int) -> int | None:
     loop = next((node for node in loops if node.lineno == loop_line), None)
     if loop is None:
         return None
-    for node in ast.walk(file.enclosing_function(loop)):
+    function = file.enclosing_function(loop)
+    for node in ast.walk(function):
         divisor: ast.expr | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             divisor = node.right
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
             divisor = node.value
         is_after = divisor is not None and divisor.lineno > loop_line
-        if divisor and is_after and LENGTH_OF_ALL.fullmatch(ast.unparse(divisor)):
+        if divisor and is_after and is_length_of_all(divisor, function):
             return divisor.lineno
     return None
+
+
+def is_length_of_all(divisor: ast.expr, function: ast.AST) -> bool:
+    """Return whether a number is the length of a whole data set, or a name for it."""
+    text = ast.unparse(divisor)
+    named = [ast.unparse(statement.value) for statement in assignments(function, text)]
+    return all(LENGTH_OF_ALL.fullmatch(value) for value in named or [text])
