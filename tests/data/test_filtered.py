@@ -160,6 +160,73 @@ def test_a_key_has_what_is_used_of_the_users_own_modules() -> None:
     assert make_function_key(uses_module(1)) != make_function_key(uses_module(2))
 
 
+IMPORTS = {
+    "a module": "import own_filters; return own_filters.keep(batch)",
+    "a function": "from own_filters import keep; return [keep(one) for one in batch]",
+    "a module in a package": "import own_rules.sizes; return own_rules.sizes.keep(batch)",
+    "by another name": "import own_rules.sizes as sizes; return (lambda: sizes.keep(batch))()",
+    "from a package": "from own_rules import sizes; return sizes.keep(batch)",
+    "from its own package": "from . import sizes; return sizes.keep(batch)",
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_a_key_has_what_a_function_imports_itself(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rules").mkdir()
+    (tmp_path / "own_rules/__init__.py").touch()
+    paths = [tmp_path / "own_filters.py", tmp_path / "own_rules/sizes.py"]
+    keys = []
+    for least in (1, 2, 1):
+        for path in paths:
+            path.write_text(f"LEAST = {least}\ndef keep(batch): return batch > LEAST\n")
+        for name in ("own_filters", "own_rules", "own_rules.sizes"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of files of one second and size
+        variables: dict[str, Any] = {"__package__": "own_rules"}
+        exec(f"def function(batch): {IMPORTS[kind]}", variables)
+        keys.append(make_function_key(variables["function"]))
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_key_has_the_names_of_installed_modules_and_no_import_of_them() -> None:
+    def function(batch: Any) -> Any:
+        try:
+            import module_that_nobody_has
+        except ImportError:
+            from wave import open as module_that_nobody_has
+        return module_that_nobody_has
+
+    sys.modules.pop("wave", None)
+    assert make_function_key(function).endswith("None 'wave'")
+    assert "wave" not in sys.modules
+
+
+def test_a_key_of_functions_with_very_many_paths_is_short() -> None:
+    lines = ["def f0(x): return x"]
+    for level in range(1, 41):
+        lines.append(f"def a{level}(x): return f{level - 1}(x)")
+        lines.append(f"def f{level}(x): return a{level}(x) + f{level - 1}(x)")
+    variables: dict[str, Any] = {}
+    exec("\n".join(lines), variables)
+    assert len(make_function_key(variables["f40"])) < 20_000
+    exec("def pair(x): return first(x), second(x)", variables)
+    variables |= {"first": variables["f0"], "second": variables["f0"]}
+    same_twice = make_function_key(variables["pair"])
+    variables["second"] = variables["a1"]
+    assert make_function_key(variables["pair"]) != same_twice
+
+
+def test_an_error_of_the_users_function_is_not_one_of_the_index(file: Path) -> None:
+    def keep(batch: Any) -> Any:
+        Path("words.txt").read_text()
+
+    with pytest.raises(RuntimeError, match=r"has raised FileNotFoundError: .*'words\.txt'"):
+        Filtered(open_data(file), keep, key="v1")
+
+
 def test_a_value_that_holds_itself_needs_a_key(file: Path) -> None:
     values: list[Any] = []
     values.append(values)

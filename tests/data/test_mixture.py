@@ -77,8 +77,14 @@ def test_the_part_of_each_source_is_its_weight_within_a_hundredth(
     assert samples / samples.sum() == pytest.approx(np.array(weights) / sum(weights), rel=0.0101)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
-def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+@pytest.mark.parametrize(
+    "weights",
+    [
+        *([1.0], [1.0, 0.0], [1.0, float("nan")], [1.0, float("inf")], [1e308, 1e308]),
+        *([1.0, 5e-324], [1.0, None], "ab", 3, [[1.0], [1.0, 2.0]]),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: Any) -> None:
     with pytest.raises(InputError, match="a Mixture of 2 sources with weights="):
         Mixture([Numbers(0, 5), Numbers(0, 5)], weights=weights)
 
@@ -90,6 +96,16 @@ def test_batches_of_several_forms_are_refused() -> None:
 
     with pytest.raises(InputError, match="give batches of several forms: 'number'"):
         Mixture([Numbers(0, 2), Halves(0, 2)]).read(np.arange(4))
+
+
+def test_tensors_of_a_type_that_numpy_lacks_are_mixed() -> None:
+    class Brains(Numbers):
+        def read(self, indices: NDArray[np.int64]) -> dict[str, Any]:
+            return {"x": torch.from_numpy(indices).to(torch.bfloat16)}
+
+    batch = Mixture([Brains(0, 2), Brains(0, 3)]).read(np.array([4, 0, 1]))
+    assert batch["x"].dtype is torch.bfloat16
+    assert batch["x"].tolist() == [2, 0, 1]
 
 
 def test_weights_that_need_too_many_passes_are_refused() -> None:
@@ -115,6 +131,7 @@ def test_a_source_without_chunks_beside_one_that_has_some_gets_chunks() -> None:
         ([Numbers(0, 1)], [0], r"passes=\[0\]"),
         ([Numbers(0, 1)], [1, 2], r"a Mixture of 1 sources with passes=\[1, 2\]"),
         ([Numbers(0, 1)], [1.5], r"passes=\[1.5\]"),
+        ([Numbers(0, 1)], 3, "passes=3: 'int' object is not iterable"),
         ([[1, 2]], None, "a Mixture's source is a list"),
         (Numbers(0, 1), None, "the sources of a Mixture: 'Numbers' object is not iterable"),
         ([Numbers(0, 1), Numbers(0, 0)], None, "a source of the Mixture has no samples"),

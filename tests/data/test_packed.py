@@ -138,6 +138,12 @@ def test_no_token_is_lost_or_changed_unseen(
         ([1, 2], {}, "the documents are no arrays: object of type 'int' has no len"),
         (Labels([1] * 5), {}, "of 5 documents, 1 are read"),
         ([[1]], {"block_size": 0}, "block_size=0"),
+        ([[1]], {"block_size": 2.5}, r"block_size=2\.5"),
+        ([[1]], {"block_size": True}, "block_size=True"),
+        ([[1], [2]], {"lengths": [[1], [1, 2]]}, "lengths: setting an array element"),
+        ({"a": [1]}, {}, "the documents are a dict"),
+        ([{"tokens": [1]}], {}, "the documents are dicts"),
+        ({1, 2}, {}, "the documents are a set"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(

@@ -112,6 +112,19 @@ def test_columns_of_lists_are_padded_and_the_others_stay(texts: Path) -> None:
     assert lengths.tolist() == [LENGTHS.max(), LENGTHS.min()]
 
 
+def test_an_empty_document_changes_no_type() -> None:
+    batch = Padded([[3, 4], [], [5]]).read(np.arange(3))
+    assert batch["tokens"].dtype == np.int64
+    assert batch["tokens"].tolist() == [[0, 0], [5, 0], [3, 4]]
+    assert Padded([[], []]).read(np.arange(2))["tokens"].shape == (2, 0)
+
+
+@pytest.mark.parametrize("padding", ["x", None, [0], 1.5, float("nan"), 10**30])
+def test_padding_that_no_token_can_be_is_refused(padding: Any) -> None:
+    with pytest.raises(InputError, match="padding="):
+        Padded([[1, 2], [3]], padding=padding).read(np.arange(2))
+
+
 def test_a_mixture_keeps_lists_whole(texts: Path) -> None:
     data = open_data(texts)
     mixture = Mixture([data, data])

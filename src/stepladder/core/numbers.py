@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral
 from typing import Any
 
 from stepladder.core.errors import InputError
@@ -46,6 +47,13 @@ def format_count(number: int, noun: str) -> str:
         return f"1 {noun}"
     ending = "es" if noun.endswith("s") else "s"
     return f"{number} {noun}{ending}"
+
+
+def validate_count(name: str, value: object, minimum: int = 1) -> None:
+    """Raise InputError unless an argument of a Python call is a whole number, or too small."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or value < minimum:  # type: ignore[operator]
+        raise InputError(f"{name}={value!r:.60}", f"{name}= {minimum} or more, a whole number")
 
 
 def read_env_number(

@@ -32,7 +32,8 @@ class Documents:
     """
 
     def __init__(self, data: Any) -> None:
-        if not hasattr(data, "__len__"):
+        is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if not is_source(data) and (not is_sequence or isinstance(data, (dict, type))):
             raise InputError(f"the documents are a {type(data).__name__}", SOURCE_HINT)
         self.data = data
         # The chunks of a source, or None.
@@ -75,7 +76,8 @@ class Documents:
             spans = [np.arange(lo, min(lo + DOCUMENTS_PER_READ, count)) for lo in starts]
             parts = [self.read(span)[2] for span in spans]
             return np.concatenate([np.empty(0, np.int64), *parts])
-        counts = np.asarray(lengths)
+        with as_input_error("lengths", LENGTHS_HINT, (TypeError, ValueError)):
+            counts = np.asarray(lengths)
         if counts.shape != (count,):
             raise InputError(
                 f"lengths has {counts.size} numbers, and there are {count} documents",
@@ -92,7 +94,7 @@ def find_documents(batch: Any) -> Any:
     """Return the documents of a batch: of columns the first one of lists of numbers.
 
     Raises:
-        InputError: The batch is a dict of other columns, or a list of texts.
+        InputError: The batch is a dict of other columns, or a list of texts or dicts.
     """
     if isinstance(batch, Ragged):
         return batch
@@ -107,6 +109,8 @@ def find_documents(batch: Any) -> Any:
         )
     if any(isinstance(document, (str, bytes)) for document in batch):
         raise InputError("the documents are texts", "the numbers that a tokenizer makes of them")
+    if any(isinstance(document, dict) for document in batch):
+        raise InputError("the documents are dicts", "the tokens of each, as an array or a list")
     return batch
 
 

@@ -165,7 +165,7 @@ class Filtered(DerivedSource):
         yield np.empty(0, np.int64)
         for lo in range(0, count, SAMPLES_PER_READ):
             indices = np.arange(lo, min(lo + SAMPLES_PER_READ, count))
-            mask = np.asarray(self.function(self.source.read(indices)))
+            mask = np.asarray(self._call(self.source.read(indices)))
             if mask.dtype != np.bool_ or mask.shape != indices.shape:
                 raise InputError(
                     f"the function of Filtered returns {mask.dtype} of shape {list(mask.shape)} for"
@@ -173,6 +173,13 @@ class Filtered(DerivedSource):
                     "True or False for each sample",
                 )
             yield indices[mask]
+
+    def _call(self, batch: Any) -> Any:
+        try:
+            return self.function(batch)
+        except OSError as error:  # which would be taken for one of the index file
+            problem = f"the function of Filtered has raised {type(error).__name__}: {error}"
+            raise RuntimeError(problem) from error
 
     def __len__(self) -> int:
         """Return the number of samples that are kept."""

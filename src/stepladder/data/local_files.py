@@ -88,6 +88,11 @@ def validate_readable(path: Path, max_bytes: int | None = None) -> None:
         )
 
 
+def make_change_error(name: object) -> InputError:
+    """Return the error for a file that is no longer the one that was opened as data."""
+    return InputError(f"{name} has changed since it was opened", "start again")
+
+
 def find_gzip_or_plain(folder: Path, *names: str) -> Path | None:
     """Return the first of these files that exists, as NAME.gz or NAME, or None.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
@@ -16,8 +18,10 @@ from stepladder.data.readers.batches import join_lists
 from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import Ragged
 
+MIN_PART = 1e-15  # of a source of all samples: its weight would be lost in the sum of all
 WEIGHT_TOLERANCE = 0.01  # by which the part of a source may differ from its weight
 MAX_PASSES = 100_000  # of a source in an epoch: each has its own chunks in memory
+PASSES_HINT = "a source or more, and a whole number of passes of 1 or more for each"
 ROWS_PER_CHUNK = 1024  # of a source without chunks, beside others that have some
 
 
@@ -62,14 +66,15 @@ class Mixture:
             validate_weights(weights, passes, len(self._sources))
             counts = find_passes([len(source) for source in self._sources], weights)
         else:
-            counts = [1] * len(self._sources) if passes is None else list(passes)
+            with as_input_error(f"passes={passes!r:.60}", PASSES_HINT, (TypeError,)):
+                counts = [1] * len(self._sources) if passes is None else list(passes)
         self.passes = counts
         """How often an epoch reads each source."""
         are_counts = all(isinstance(count, Integral) and count > 0 for count in counts)
         if not self._sources or len(counts) != len(self._sources) or not are_counts:
             raise InputError(
                 f"a Mixture of {len(self._sources)} sources with passes={counts}",
-                "a source or more, and a whole number of passes of 1 or more for each",
+                PASSES_HINT,
             )
         if max(counts) > MAX_PASSES:
             raise InputError(
@@ -127,10 +132,14 @@ def validate_weights(
     num_sources: int,
 ) -> None:
     """Raise InputError for weights that are no part of each source, or that passes contradict."""
-    is_usable = len(weights) == num_sources and all(0 < weight < math.inf for weight in weights)
+    is_usable = False
+    with suppress(TypeError, ValueError):
+        values = np.asarray(weights, np.float64)
+        is_given = values.shape == (num_sources,) and num_sources > 0
+        is_usable = is_given and bool(values.min() > MIN_PART * sum(values.tolist()))
     if not is_usable or passes is not None:
         raise InputError(
-            f"a Mixture of {num_sources} sources with weights={list(weights)}, passes={passes}",
+            f"a Mixture of {num_sources} sources with weights={weights!r:.200}, passes={passes}",
             "a weight above 0 for each source, such as weights=[0.7, 0.3], and no passes",
         )
 
@@ -170,4 +179,6 @@ def select_rows(batches: list[Any], order: IndexArray) -> Any:
         return {name: select_rows([batch[name] for batch in batches], order) for name in first}
     if isinstance(first, (list, tuple)):
         return [select_rows(list(columns), order) for columns in zip(*batches, strict=True)]
+    if isinstance(first, torch.Tensor):  # of a type that NumPy may not have
+        return torch.cat([torch.as_tensor(batch) for batch in batches])[torch.from_numpy(order)]
     return np.concatenate([np.asarray(batch) for batch in batches])[order]

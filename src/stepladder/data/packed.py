@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import validate_count
 from stepladder.data.documents import LENGTHS_HINT, SOURCE_HINT, Documents, split_documents
 from stepladder.data.packing import Integers, concatenate_pieces, pack
 from stepladder.data.source import Source
@@ -51,8 +52,7 @@ class Packed:
         block_size: int,
         lengths: Sequence[int] | Integers | None = None,
     ) -> None:
-        if block_size < 1:
-            raise InputError(f"block_size={block_size}", "1 or more")
+        validate_count("block_size", block_size)
         self.block_size = block_size
         self._documents = Documents(documents)
         counts = self._documents.get_lengths(lengths)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import MAX_INTEGER
 from stepladder.core.order import IndexArray
 from stepladder.data.documents import SOURCE_HINT, Documents, split_documents
 from stepladder.data.source import CHUNKS_IN_MEMORY, Source
 from stepladder.data.table import Ragged
+
+PADDING_HINT = "padding=0, or another number of the type of the documents"
 
 
 class Padded:
@@ -48,7 +52,9 @@ class Padded:
         padding: float = 0,
     ) -> None:
         self._documents = Documents(documents)
-        self._padding = padding
+        if not isinstance(padding, Real):
+            raise InputError(f"padding={padding!r:.60}", PADDING_HINT)
+        self._padding: float = padding
         counts = self._documents.get_lengths(lengths)
         edges = [0, len(counts)]
         if self._documents.chunks is not None:
@@ -90,6 +96,9 @@ class Padded:
         lengths = np.diff(offsets)
         # torch has few operations for whole numbers of other types.
         dtype = np.int64 if values.dtype.kind in "iu" else values.dtype
+        is_whole = float(self._padding).is_integer() and abs(self._padding) < MAX_INTEGER
+        if dtype == np.int64 and not is_whole:
+            raise InputError(f"padding={self._padding} of documents of whole numbers", PADDING_HINT)
         padded = np.full((len(lengths), lengths.max()), self._padding, dtype)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = values[offsets[0] : offsets[-1]]
         return padded
@@ -99,7 +108,7 @@ def join_documents(documents: Any) -> Ragged:
     """Return documents one after the other.
 
     Raises:
-        InputError: One of them is no array of one axis.
+        InputError: One of them is no array of numbers of one axis.
     """
     if isinstance(documents, Ragged):
         return documents
@@ -107,4 +116,8 @@ def join_documents(documents: Any) -> Ragged:
     for array in arrays:
         if array.ndim != 1:
             raise InputError(f"a document has the shape {list(array.shape)}", SOURCE_HINT)
-    return Ragged(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]))
+    # NumPy takes an empty list for one of float64.
+    values = np.concatenate([array for array in arrays if len(array)] or [np.empty(0, np.int64)])
+    if values.dtype.kind not in "biuf":
+        raise InputError(f"a document holds {values.dtype}", SOURCE_HINT)
+    return Ragged(values, np.cumsum([0, *map(len, arrays)]))

@@ -66,13 +66,13 @@ class TensorSource:
         """
         self.names = list(data) if isinstance(data, dict) else None
         self.is_single = isinstance(data, torch.Tensor)
-        # An array of strings or objects cannot be a tensor.
+        # An array of strings or objects, or of another byte order, cannot be a tensor.
         with as_input_error(
             "the job's data cannot be tensors",
-            "numbers only",
-            (TypeError,),
+            "numbers only, in the byte order of this machine",
+            (TypeError, ValueError),
         ):
-            tensors = [torch.as_tensor(array) for array in list_columns(data)]
+            tensors = [make_tensor(array) for array in list_columns(data)]
         for tensor in tensors:
             validate_tensor(tensor)
         self.tensors = [tensor.detach().to(device) for tensor in tensors]
@@ -95,6 +95,13 @@ class TensorSource:
                 yield indices, parts[0]
             else:
                 yield indices, parts
+
+
+def make_tensor(array: Any) -> torch.Tensor:
+    """Return a tensor or an array as a tensor, with a copy only if torch needs one."""
+    if isinstance(array, np.ndarray) and min(array.strides, default=0) < 0:
+        array = array.copy()
+    return torch.as_tensor(array)
 
 
 def validate_tensor(tensor: torch.Tensor) -> None:
@@ -167,7 +174,7 @@ class StreamSource:
         if problem:
             name = type(self.source).__name__
             raise InputError(f"a batch of the job's {name} {problem}", ROWS_HINT)
-        tensor = torch.as_tensor(batch)
+        tensor = make_tensor(batch)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -177,7 +184,9 @@ def describe_problem(part: Any, rows: int) -> str:
     """Return why a part of a batch cannot be a tensor with this number of rows; "" if it can."""
     if not isinstance(part, (np.ndarray, torch.Tensor)):
         return f"holds a {type(part).__name__}"
-    if isinstance(part, np.ndarray) and part.dtype.kind not in TENSOR_KINDS:
+    if isinstance(part, np.ndarray) and (
+        part.dtype.kind not in TENSOR_KINDS or not part.dtype.isnative or part.dtype.itemsize > 16
+    ):
         return f"holds an array of {part.dtype}"
     if part.shape[:1] != (rows,):
         return f"of {rows} samples holds an array of shape {list(part.shape)}"

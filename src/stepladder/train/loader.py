@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.jsonl import is_count
+from stepladder.core.numbers import validate_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
@@ -76,8 +77,8 @@ class Loader:
         run_dir: str | Path | None = None,
         world: World | None = None,
     ) -> None:
-        if num_workers < 0:
-            raise InputError(f"num_workers={num_workers}", "num_workers=0 or more")
+        validate_count("num_workers", num_workers, 0)
+        validate_count("global_batch", global_batch)
         with as_input_error(f"device={device!r}", 'device="cpu" or "cuda"', (RuntimeError,)):
             target = torch.device(device)
         self._source = open_source(data, target, seed, num_workers, collate)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -221,9 +222,12 @@ def read_npy_header(stream: IO[bytes]) -> NpyHeader:
     Raises:
         ValueError: It is no such file.
     """
-    if np.lib.format.read_magic(stream) == (1, 0):
-        return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
-    return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
+    try:
+        if np.lib.format.read_magic(stream) == (1, 0):
+            return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
+        return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
+    except TokenError as error:  # NumPy reads it as Python
+        raise ValueError(f"its header is damaged: {error}") from error
 
 
 def open_npy(path: Path, member: str) -> IO[bytes]:

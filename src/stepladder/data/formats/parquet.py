@@ -25,7 +25,7 @@ from stepladder.data.table import (
     select_columns,
 )
 
-PARQUET_DAMAGE = (pa.ArrowException, OSError)
+PARQUET_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 OMIT_HINT = "--columns without it"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
+from stepladder.core.typed_file import parse_json
 from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
@@ -354,7 +354,7 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
     if not 0 < length <= min(MAX_SAFETENSORS_HEADER_BYTES, file.size - 8):
         raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
     try:
-        header = json.loads(file.read(8, 8 + length))
+        header = parse_json(file.read(8, 8 + length), dict)
         tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":
@@ -380,7 +380,7 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
                 tuple(shape),
                 dtype,
             )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
     if not tensors:
         raise InputError(f"{file.name} holds no tensors", "a file with some")

@@ -89,11 +89,13 @@ def map_arrow(file: DataFile) -> Any:
     """
     try:
         source = pa.memory_map(str(file.get_path()))
-        if file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC:
-            return pa.ipc.open_file(source).read_all()
-        return pa.ipc.open_stream(source).read_all()
+        is_file = file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC
+        opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        table = opened.read_all()
+        len(table.column_names)  # raises if one of them is no text
     except PARQUET_DAMAGE as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
+    return table
 
 
 def slice_table(

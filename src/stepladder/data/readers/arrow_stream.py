@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
+from stepladder.data.formats.parquet import PARQUET_DAMAGE
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.record_index import load_index
@@ -89,7 +90,9 @@ def read_schema(file: DataFile) -> Any:
     message = next(list_messages(file), None)
     if message is None or message.kind != SCHEMA:
         raise InputError(f"{file.name} cannot be used: it has no schema", DAMAGE_HINT)
-    return pa.ipc.read_schema(pa.py_buffer(file.read(message.begin, message.end)))
+    data = file.read(message.begin, message.end)
+    with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, PARQUET_DAMAGE):
+        return pa.ipc.read_schema(pa.py_buffer(data))
 
 
 def find_batches(file: DataFile) -> Iterator[IndexArray]:

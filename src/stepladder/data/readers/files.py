@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.data.local_files import validate_readable
+from stepladder.data.local_files import make_change_error, validate_readable
 
 OPEN_FILES = 128  # at once; a process may have a thousand
 PIECE_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class LocalFile:
         """
         # Not mapped: a file that somebody truncates would end the process with SIGBUS.
         try:
-            data = os.pread(open_file(self.name, self.identity).fileno(), end - begin, begin)
+            data = os.pread(self._open().fileno(), end - begin, begin)
         except OSError:
             data = b""  # the error is raised again below, where entering a block costs more time
         return data if len(data) == end - begin else self._read_pieces(begin, end)
@@ -98,7 +98,7 @@ class LocalFile:
                 data[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)
             ]
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            file = open_file(self.name, self.identity)
+            file = self._open()
             sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
             parts = list(map(os.pread, repeat(file.fileno()), sizes, begins))
         if list(map(len, parts)) != sizes:
@@ -109,10 +109,15 @@ class LocalFile:
         """Return where the file lies.
 
         Raises:
-            InputError: It is gone.
+            InputError: It is gone, or has changed since it was opened.
         """
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            return Path(self.name).resolve(strict=True)
+            path = Path(self.name).resolve(strict=True)
+            validate_unchanged(self.name, path.stat(), self.size, self.modified_ns)
+        return path
+
+    def _open(self) -> io.FileIO:
+        return open_file(self.name, self.size, self.modified_ns)
 
     def _read_pieces(
         self,
@@ -121,7 +126,7 @@ class LocalFile:
     ) -> bytes:
         """Return bytes that one call of the system does not give."""
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            descriptor = open_file(self.name, self.identity).fileno()
+            descriptor = self._open().fileno()
             parts = []
             while begin < end:
                 part = os.pread(descriptor, min(end - begin, MAX_READ), begin)
@@ -133,14 +138,35 @@ class LocalFile:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def open_file(name: str, identity: str) -> io.FileIO:
+def open_file(
+    name: str,
+    size: int,
+    modified_ns: int,
+) -> io.FileIO:
     """Return the open file; it is closed when many others were opened since, and nobody reads.
 
     Args:
         name: Its path.
-        identity: That of the file when it was opened as data: a later file of this path is another.
+        size: Its bytes when it was opened as data.
+        modified_ns: When it had been written last by then.
+
+    Raises:
+        InputError: It has changed since.
     """
-    return io.FileIO(name)
+    file = io.FileIO(name)
+    validate_unchanged(name, os.fstat(file.fileno()), size, modified_ns)
+    return file
+
+
+def validate_unchanged(
+    name: str,
+    status: os.stat_result,
+    size: int,
+    modified_ns: int,
+) -> None:
+    """Raise InputError if a file is not the one of this size and time."""
+    if (status.st_size, status.st_mtime_ns) != (size, modified_ns):
+        raise make_change_error(name)
 
 
 class FileView(io.RawIOBase):

@@ -6,7 +6,6 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ class JsonLines(IndexedFiles):
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
-            first = parse_readable(parse_object, self.read_first(TYPED_RECORDS))
+            first = self.parse_first(parse_object, TYPED_RECORDS)
             self.types = {name: find_value_type(first, name) for name in collect_names(first)}
 
     def parse(
@@ -121,7 +120,7 @@ class CsvLines(IndexedFiles):
         options: OpenOptions,
     ) -> None:
         super().__init__(files, self._find_rows, options)
-        self.delimiter = "\t" if files[0].name.endswith(".tsv") else ","
+        self.delimiter = "\t" if files[0].name.lower().endswith(".tsv") else ","
         self.header = self._read_header(files[0])[0]
         self.types: dict[str, Callable[[str], Any]] = {}
         if options.decode is None:  # which takes texts
@@ -203,19 +202,8 @@ class CsvLines(IndexedFiles):
 
     def _find_types(self) -> dict[str, Callable[[str], Any]]:
         """Return what makes values of texts, by the first records."""
-        rows = parse_readable(
-            lambda data: self.parse(0, data, None), self.read_first(TYPED_RECORDS)
-        )
+        rows = self.parse_first(lambda data: self.parse(0, data, None), TYPED_RECORDS)
         return {name: find_type([row[name] for row in rows]) for name in self.header}
-
-
-def parse_readable(parse: Callable[[bytes], Sample], records: Iterator[bytes]) -> list[Sample]:
-    """Return what records hold, without damaged ones, which are named when they are read."""
-    samples = []
-    for data in records:
-        with suppress(ValueError):
-            samples.append(parse(data))
-    return samples
 
 
 def find_type(texts: Sequence[str]) -> Callable[[str], Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
 from stepladder.data.readers.batches import Sample, decode_image, join_lists, stack_values
@@ -24,8 +24,13 @@ from stepladder.data.readers.records import OPEN_INDEXES, RecordSource
 
 MDS_INDEX = "index.json"
 LENGTH_TYPE = np.dtype("<u4")
+MAX_SHARD_SAMPLES = 1 << 30  # of a shard: where each begins has four bytes, which count bytes
 BITS_MASK = 0b11111000  # of the byte that stands for a type of numbers; the rest is its kind
 KINDS = "uif"
+# Those that an index may name, by the name that hashlib or xxhash gives them.
+HASHES = hashlib.algorithms_guaranteed | set(xxhash.algorithms_available)
+HASHES_OF_ANY_LENGTH = {"shake_128", "shake_256"}
+ENCODINGS_HINT = "columns of numbers, texts, bytes, json, jpeg, png or ndarray"
 SCALARS = {
     f"{kind}{bits}"
     for kind, sizes in (
@@ -52,7 +57,7 @@ class MdsShard:
 
     column_encodings: list[str]
     column_names: list[str]
-    column_sizes: list[Any]
+    column_sizes: list[int | None]
     samples: int
     raw_data: MdsFile
     compression: str | None = None
@@ -100,12 +105,14 @@ class MdsSamples:
             ValueError: The sample is damaged.
         """
         shard = self.shards[number]
-        sizes = list(shard.column_sizes)
+        sizes: list[int] = []
         position = 0
-        for place, size in enumerate(sizes):
+        for fixed_size in shard.column_sizes:
+            size = fixed_size
             if not size:
-                sizes[place] = int.from_bytes(data[position : position + 4], "little")
+                size = int.from_bytes(data[position : position + 4], "little")
                 position += 4
+            sizes.append(size)
         if position + sum(sizes) != len(data):
             raise ValueError(f"it has {len(data)} bytes, its columns {position + sum(sizes)}")
         sample = {}
@@ -130,7 +137,7 @@ class MdsSamples:
     ) -> Any:
         try:
             return self.decoders[name](data)
-        except (IndexError, TypeError) as error:
+        except (IndexError, TypeError, RecursionError) as error:
             raise ValueError(f"column {name}: {error}") from error
 
     def _read_offsets(self, number: int) -> IndexArray:
@@ -182,10 +189,10 @@ def verify_file(file: DataFile, expected: MdsFile) -> str:
     if file.size != expected.bytes:
         return f"it has {file.size:,} bytes, not {expected.bytes:,}"
     for name, digest in expected.hashes.items():
-        make = getattr(xxhash, name, None) or getattr(hashlib, name, None)
-        if make is None:
+        if name not in HASHES - HASHES_OF_ANY_LENGTH:
             continue
-        computed = make()
+        computed = getattr(xxhash, name, None) or getattr(hashlib, name)
+        computed = computed()
         for piece in read_pieces(file):
             computed.update(piece)
         if computed.hexdigest() != digest:
@@ -213,9 +220,9 @@ def open_mds(folders: list[str], options: OpenOptions) -> MdsSource:
         except ValueError as error:
             raise InputError(f"{index.name} cannot be used: {error}", DAMAGE_HINT) from error
         for shard in parsed.shards:
-            validate_shard(index.name, shard, parsed.shards[0])
-            files.append(options.open_file(f"{base}/{shard.raw_data.basename}"))
             shards.append(shard)
+            validate_shard(index.name, shard, shards[0])
+            files.append(options.open_file(f"{base}/{shard.raw_data.basename}"))
     if not shards:
         raise InputError(f"{folders[0]} has no shards", "a folder with some")
     return MdsSource(MdsSamples(files, shards), options)
@@ -235,8 +242,11 @@ def validate_shard(
         raise InputError(problem, "MDSWriter(compression=None), or decompress the shards")
     if shard.column_encodings != first.column_encodings or shard.column_names != first.column_names:
         raise InputError(f"{index}: {name} has other columns than the first shard", DAMAGE_HINT)
+    if not 0 <= shard.samples < MAX_SHARD_SAMPLES:
+        raise InputError(f"{index}: {name} has {shard.samples} samples", DAMAGE_HINT)
     lengths = {len(shard.column_names), len(shard.column_encodings), len(shard.column_sizes)}
-    if len(lengths) != 1:
+    has_columns = lengths == {len(set(shard.column_names))} and bool(shard.column_names)
+    if not has_columns or min(0, *(size or 0 for size in shard.column_sizes)) < 0:
         raise InputError(f"{index}: the columns of {name} are damaged", DAMAGE_HINT)
 
 
@@ -265,13 +275,27 @@ def find_decoder(
         return simple[kind]
     if kind in SCALARS:
         return partial(decode_scalar, np.dtype(kind).newbyteorder("<"))
+    problem = f"{file}: column {column} has the encoding {encoding!r:.60}, which is not read"
     if kind == "ndarray":
-        dtype, _, shape = rest.partition(":")
-        fixed = tuple(map(int, shape.split(","))) if shape else None
-        return partial(decode_array, np.dtype(dtype) if dtype else None, fixed)
+        with as_input_error(problem, ENCODINGS_HINT, (ValueError,)):
+            return partial(decode_array, *parse_array_type(rest))
     reason = "pickles run code" if kind == "pkl" else "it is not known"
-    problem = f"{file}: column {column} has the encoding {encoding!r}, which is not read: {reason}"
-    raise InputError(problem, "columns of numbers, texts, bytes, json, jpeg, png or ndarray")
+    raise InputError(f"{problem}: {reason}", ENCODINGS_HINT)
+
+
+def parse_array_type(text: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+    """Return the type and the shape of DTYPE:LENGTH,LENGTH; None where the values say it.
+
+    Raises:
+        ValueError: It is no type of numbers, or no shape.
+    """
+    name, _, lengths = text.partition(":")
+    if name and name not in SCALARS:
+        raise ValueError(f"{name!r} is no type of numbers")
+    shape = tuple(map(int, lengths.split(","))) if lengths else None
+    if shape is not None and min(shape) < 1:
+        raise ValueError(f"{lengths!r} is no shape")
+    return np.dtype(name) if name else None, shape
 
 
 def has_lengths(encoding: str) -> bool:

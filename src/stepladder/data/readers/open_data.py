@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import fsdecode
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.batches import Decode
 from stepladder.data.readers.block_cache import CACHE_BYTES, BlockCache
 from stepladder.data.readers.damage import Damage
@@ -132,12 +133,20 @@ def open_data(
         dtype,
         index_beside,
     )
-    paths = [str(path)] if isinstance(path, (str, Path)) else [str(one) for one in path]
-    if not paths:
-        raise InputError("open_data got an empty list", DATA_HINT)
+    paths = list_given(path)
     if format == MDS:
         return open_mds(paths, options)
     return open_named(paths, format, options)
+
+
+def list_given(path: str | Path | Sequence[str | Path]) -> list[str]:
+    """Return the paths that a caller of `open_data` gives. Raises InputError if there are none."""
+    with as_input_error(f"open_data({path!r:.60})", DATA_HINT, (TypeError,)):
+        paths = [fsdecode(one) for one in ([path] if isinstance(path, (str, Path)) else path)]
+    if not paths or "" in paths:  # which would be the folder of the process
+        kind = "path" if paths else "list"
+        raise InputError(f"open_data got an empty {kind}", DATA_HINT)
+    return paths
 
 
 def open_named(
@@ -155,7 +164,7 @@ def open_named(
     chosen = format or find_format(names)
     if chosen == MDS:
         indexes = [name for name in names if Path(name).name == MDS_INDEX]
-        return open_mds([name.removesuffix(MDS_INDEX) for name in indexes], options)
+        return open_mds([name.removesuffix(MDS_INDEX) or "." for name in indexes], options)
     if chosen == IMAGE_FOLDER:
         return open_images(paths, names, options)
     if chosen not in FORMATS:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.numbers import validate_count
 from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.batches import DECODE_HINT, Decode
 from stepladder.data.readers.block_cache import BlockCache
@@ -39,8 +40,8 @@ class OpenOptions:
     def __post_init__(self) -> None:
         for name in ("chunk_rows", "block"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}={value}", f"{name}= 1 or more")
+            if value is not None:
+                validate_count(name, value)
         if self.decode is not None and not callable(self.decode):
             raise InputError(f"decode={self.decode!r:.40}", DECODE_HINT)
 
@@ -81,7 +82,8 @@ def convert_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return the columns that a caller names as a tuple. Raises InputError for a text."""
     if isinstance(columns, str):
         raise InputError(f"columns={columns!r}", f"columns=[{columns!r}], a list of names")
-    return None if columns is None else tuple(columns)
+    with as_input_error(f"columns={columns!r:.60}", "columns=, a list of names", (TypeError,)):
+        return None if columns is None else tuple(columns)
 
 
 def list_names(path: str) -> list[str]:

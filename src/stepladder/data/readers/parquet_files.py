@@ -56,7 +56,7 @@ def open_parquet_file(file: DataFile) -> Any:
     """Read the metadata of a file, at its end."""
     with as_input_error(f"cannot use {file.name}", DAMAGE_HINT, PARQUET_DAMAGE):
         if isinstance(file, LocalFile):
-            return pq.ParquetFile(file.name, page_checksum_verification=True)
+            return pq.ParquetFile(file.get_path(), page_checksum_verification=True)
         return pq.ParquetFile(FileView(file), page_checksum_verification=True)
 
 

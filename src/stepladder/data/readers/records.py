@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
+from stepladder.data.local_files import make_change_error
 from stepladder.data.readers.batches import (
     DECODE_HINT,
     Sample,
@@ -103,18 +105,22 @@ class IndexedFiles:
         # The cache of `get_offsets` drops some offsets, and these are loaded once more.
         expected_length = self.lengths.setdefault(number, len(offsets))
         if len(offsets) != expected_length:
-            problem = f"{self.files[number].name} has changed since it was opened"
-            raise InputError(problem, "start again")
+            raise make_change_error(self.files[number].name)
         return offsets
 
-    def read_first(self, count: int) -> Iterator[bytes]:
-        """Yield the first records, `count` at most, of the first file that has records."""
+    def parse_first(self, parse: Callable[[bytes], Sample], count: int) -> list[Sample]:
+        """Return the first records, `count` at most, of the first file that has readable ones.
+
+        Damaged records are left out; they are named when they are read.
+        """
+        samples: list[Sample] = []
         for number, file in enumerate(self.files):
-            offsets = self.get_offsets(number)[: count + 1].tolist()
-            for begin, end in pairwise(offsets):
-                yield file.read(begin, end)
-            if len(offsets) > 1:
-                return
+            for begin, end in pairwise(self.get_offsets(number)[: count + 1].tolist()):
+                with suppress(ValueError):
+                    samples.append(parse(file.read(begin, end)))
+            if samples:
+                break
+        return samples
 
     def get_counts(self) -> list[int]:
         """Return the number of records of each file."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, StorageFault, get_reason
+from stepladder.data.local_files import make_change_error
 from stepladder.data.readers.block_cache import BLOCK_BYTES, BlockCache
 from stepladder.data.readers.files import shorten
 
@@ -260,7 +261,7 @@ def raise_final(name: str, error: Exception) -> None:
     if isinstance(cause, FileNotFoundError) or status in GONE_STATUSES:
         raise InputError(f"there is no {name}", "a URL of a file") from error
     if status == CHANGED_STATUS:
-        raise InputError(f"{name} has changed since it was opened", "start again") from error
+        raise make_change_error(name) from error
     if 400 <= status < 500 and status not in RETRIED_STATUSES:
         problem = f"{name}: HTTP {status} {get_reason(cause)}"
         raise InputError(problem, "a URL that can be read without a login") from error

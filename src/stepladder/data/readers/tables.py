@@ -51,6 +51,10 @@ class TablePart:
     size: int
     read: Callable[[list[str]], Any]
 
+    def make_damage(self, reason: str) -> Damage:
+        """Return the damage that none of its rows can be read."""
+        return Damage(self.file, self.first_row, self.rows, reason)
+
 
 class TableSource(FilesSource):
     """Rows of many tables, some of which are in memory."""
@@ -102,13 +106,12 @@ class TableSource(FilesSource):
         for part in self.parts:
             try:
                 table = read_part(part, self.names)
+                table.validate(full=True)
             except InputError as error:
-                yield Damage(
-                    part.file,
-                    part.first_row,
-                    part.rows,
-                    error.problem,
-                )
+                yield part.make_damage(error.problem)
+                continue
+            except PARQUET_DAMAGE as error:
+                yield part.make_damage(get_reason(error))
                 continue
             for name in images:
                 for row, value in enumerate(table.column(name).to_pylist()):
@@ -128,11 +131,15 @@ class TableSource(FilesSource):
         rows: IndexArray,
     ) -> dict[str, Any]:
         part = self.parts[number]
-        if self.decode is not None:
-            return {"rows": self._load(number).take(pa.array(rows)).to_pylist()}
-        return {
-            name: take_rows(part, name, column, rows) for name, column in self._load(number).items()
-        }
+        try:
+            if self.decode is not None:
+                return {"rows": self._load(number).take(pa.array(rows)).to_pylist()}
+            return {
+                name: take_rows(part, name, column, rows)
+                for name, column in self._load(number).items()
+            }
+        except PARQUET_DAMAGE as error:
+            raise part.make_damage(get_reason(error)).as_error() from error
 
     def _read_part(self, number: int) -> Any:
         part = self.parts[number]
@@ -211,20 +218,9 @@ def read_part(part: TablePart, names: list[str]) -> Any:
     try:
         table = part.read(names)
     except PARQUET_DAMAGE as error:
-        raise Damage(
-            part.file,
-            part.first_row,
-            part.rows,
-            get_reason(error),
-        ).as_error() from error
+        raise part.make_damage(get_reason(error)).as_error() from error
     if len(table) != part.rows:
-        problem = f"there are {len(table)} rows"
-        raise Damage(
-            part.file,
-            part.first_row,
-            part.rows,
-            problem,
-        ).as_error()
+        raise part.make_damage(f"there are {len(table)} rows").as_error()
     return table
 
 

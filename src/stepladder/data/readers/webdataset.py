@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepladder.core.order import IndexArray
+from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.json_values import parse_carefully
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
 
@@ -107,12 +109,20 @@ def decode_field(suffix: str, contents: bytes) -> Any:
     if kind in TEXT_ENDINGS:
         return contents.decode()
     if kind == "json":
-        return json.loads(contents)
+        return parse_carefully(contents)
     if kind == "npy":
-        return np.load(io.BytesIO(contents), allow_pickle=False)
+        return read_array(contents)
     if kind in IMAGE_ENDINGS:
         return decode_image(contents)
     return contents
+
+
+def read_array(contents: bytes) -> np.ndarray:
+    """Return the array of a .npy file. Raises ValueError if it is damaged, or has objects."""
+    shape, _, dtype = read_npy_header(io.BytesIO(contents))
+    if math.prod(shape) * dtype.itemsize > len(contents):  # NumPy would take memory for all of it
+        raise ValueError(f"it has {len(contents):,} bytes, too few for {dtype} {list(shape)}")
+    return np.lib.format.read_array(io.BytesIO(contents), allow_pickle=False)
 
 
 def find_samples(file: DataFile) -> Iterator[IndexArray]:

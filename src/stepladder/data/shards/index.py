@@ -124,7 +124,7 @@ def validate_shard(shard: Shard, columns: dict[str, Column]) -> None:
     index = folder / SHARD_INDEX
     try:
         size = shard.path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # a name with a zero in it
         raise shards_error(folder, f"{index} lists {shard.path.name}, which is missing") from None
     if size != shard.bytes:
         raise shards_error(

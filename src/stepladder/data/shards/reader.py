@@ -231,7 +231,7 @@ class ShardReader:
             import h5py
 
             shard = self.shards.shards[shard_index]
-            with h5py.File(shard.path, "r", locking=False) as h5:
+            with h5py.File(shard.find(), "r", locking=False) as h5:
                 for column_name, column in self.shards.columns.items():
                     if not column.is_list:
                         dataset = h5[column_name]
@@ -240,13 +240,13 @@ class ShardReader:
         return self.extents[shard_index, name]
 
     def _open_file(self, shard_index: int) -> io.FileIO:
-        return io.FileIO(self.shards.shards[shard_index].path)
+        return io.FileIO(self.shards.shards[shard_index].find())
 
     def _open_h5(self, shard_index: int) -> Any:
         import h5py
 
         return h5py.File(
-            self.shards.shards[shard_index].path,
+            self.shards.shards[shard_index].find(),
             "r",
             locking=False,
         )

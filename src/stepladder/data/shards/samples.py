@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.table import Block, Column, Ragged, Table, rows_per_block
 
 SAMPLES_PER_BLOCK = 64  # samples may come slowly
+SAMPLES_HINT = "give an iterator with at least one dict"
+VALUES_HINT = "give numbers, arrays of numbers, or flat lists of numbers"
 
 Sample = Mapping[str, Any]
 
@@ -26,10 +28,11 @@ def samples_table(samples: Iterable[Sample]) -> Table:
     Raises:
         InputError: There are no samples, or the first one has other values than numbers.
     """
-    iterator = iter(samples)
+    with as_input_error("the samples of write_shards", SAMPLES_HINT, (TypeError,)):
+        iterator = iter(samples)
     first = next(iterator, None)
     if first is None:
-        raise InputError("there are no samples", "give an iterator with at least one dict")
+        raise InputError("there are no samples", SAMPLES_HINT)
     if not isinstance(first, Mapping):
         raise InputError(f"sample 0: it is a {type(first).__name__}", 'a dict, such as {"x": 1.5}')
     columns = {name: infer_column(name, value) for name, value in first.items()}
@@ -50,12 +53,13 @@ def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
 
 def infer_column(name: str, value: Any) -> Column:
     """Return the column that a value of the first sample needs."""
-    array = np.asarray(value)
+    with as_input_error(f"sample 0: {name}", VALUES_HINT, (ValueError,)):
+        array = np.asarray(value)
     is_list = isinstance(value, list)
     if array.dtype.kind not in "biuf" or (is_list and array.ndim != 1):
         raise InputError(
             f"sample 0: {name} is a {type(value).__name__} of {array.dtype}",
-            "give numbers, arrays of numbers, or flat lists of numbers",
+            VALUES_HINT,
         )
     if is_list:
         has_floats = (
@@ -90,7 +94,8 @@ def collect_column(
     """
     values = []
     for number, sample in enumerate(samples, first_number):
-        value = np.asarray(sample.get(name))
+        with as_input_error(f"sample {number}: {name}", VALUES_HINT, (ValueError, AttributeError)):
+            value = np.asarray(sample.get(name))
         if not fits_column(value, column):
             raise InputError(
                 f"sample {number}: {name} is {value.dtype} of shape {list(value.shape)}, and"

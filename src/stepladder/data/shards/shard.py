@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.data.local_files import make_change_error
 
 SHARD_INDEX = "index.json"
 SHARD_JOURNAL = "index.json.part"  # the shards that are complete, while others are written
@@ -22,7 +23,7 @@ H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a data set. The last three attributes are None where there is no index.
+    """One file of a data set. Without an index it has a time in place of the three before it.
 
     Args:
         path: The file.
@@ -31,6 +32,7 @@ class Shard:
         bytes: Its size.
         sha256: Its SHA-256 in hexadecimal digits.
         checksums: The checksum of each chunk, by column.
+        modified_ns: When it was written last, in nanoseconds since 1970.
     """
 
     path: Path
@@ -39,10 +41,18 @@ class Shard:
     bytes: int | None = None
     sha256: str | None = None
     checksums: dict[str, np.ndarray] | None = None
+    modified_ns: int | None = None
 
     @property
     def num_chunks(self) -> int:
         return -(-self.rows // self.chunk_rows)
+
+    def find(self) -> Path:
+        """Return the path. Raises InputError if the file has changed, and no checksum can tell."""
+        has_time = self.modified_ns is not None
+        if has_time and self.path.stat().st_mtime_ns != self.modified_ns:
+            raise make_change_error(self.path)
+        return self.path
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row after its last."""

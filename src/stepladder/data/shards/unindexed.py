@@ -64,6 +64,7 @@ def validate_same_columns(
 def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
     import h5py
 
+    modified_ns = file.stat().st_mtime_ns
     with (
         as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
         h5py.File(file, "r", locking=False) as h5,
@@ -85,7 +86,7 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
             )
         largest = max(columns, key=lambda name: columns[name].row_bytes)
         chunk_rows = choose_chunk_rows(arrays[largest], row_bytes(columns))
-    return columns, Shard(file, lengths[largest], chunk_rows)
+    return columns, Shard(file, lengths[largest], chunk_rows, modified_ns=modified_ns)
 
 
 def find_column(

@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Iterable
 from itertools import chain, islice
+from numbers import Integral
 from pathlib import Path
 
 from stepladder.core.errors import InputError, as_input_error
@@ -230,7 +231,7 @@ def make_settings(
 
 
 def validate_positive(flag: str, value: int | None) -> None:
-    if value is not None and value < 1:
+    if value is not None and not (isinstance(value, Integral) and value >= 1):
         raise InputError(f"{flag} {value}", f"{flag} must be at least 1")
 
 
@@ -252,5 +253,5 @@ def validate_columns(table: Table) -> None:
 
 
 def is_h5_name(name: str) -> bool:
-    is_path = "/" in name or name in (".", "..")
+    is_path = not isinstance(name, str) or "/" in name or name in (".", "..")
     return not is_path and name.isprintable() and 0 < len(name) <= MAX_COLUMN_NAME_LENGTH
