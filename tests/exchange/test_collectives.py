@@ -126,7 +126,7 @@ def transposed(group: Any, rank: int) -> list[torch.Tensor]:
 
 
 def coalesced(group: Any, rank: int) -> list[torch.Tensor]:
-    tensors = [drawn(rank, [5]), drawn(rank, [2, 2])]
+    tensors = [drawn(rank, [length]) for length in (5, SIZES[-1], 4, 2 * SIZES[-1])]
     with dist._coalescing_manager(group):
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
@@ -259,7 +259,7 @@ def sums_of_random_numbers(_: Any, length: int) -> tuple[bool, bool]:
     return torch.equal(ours, in_rank_order), torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("length", [5000, SIZES[-1] + 1])
+@pytest.mark.parametrize("length", [5000, SIZES[-1] + 1, 2_500_003])  # the last in several chunks
 def test_sums_are_added_in_rank_order_which_is_gloos_for_two_ranks(length: int) -> None:
     assert run_ranks(sums_of_random_numbers, 2, length) == [(True, True)] * 2
     assert [in_order for in_order, _ in run_ranks(sums_of_random_numbers, 3, length)] == [True] * 3

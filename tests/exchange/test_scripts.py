@@ -221,6 +221,30 @@ def test_a_rank_that_is_ahead_may_form_the_next_group(tmp_path: Path, backend: s
     assert ended.stdout.count("ended") == 2
 
 
+FORMED_AGAIN = """\
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+for number in range(20):
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+    dist.destroy_process_group(group)
+print("ended", type(group).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_group_of_some_ranks_may_be_formed_again_and_again(tmp_path: Path) -> None:
+    """gloo alone hangs here: a rank reads where the others were in the group before."""
+    script = tmp_path / "formed_again.py"
+    script.write_text(FORMED_AGAIN)
+    ended = run("run", "--nproc", 2, script, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended SharedMemoryGroup") == 2
+
+
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from stepladder.exchange.process_group import SharedMemoryGroup
-from stepladder.rank.torch_fixes_store import keep_stores_of_groups
+from stepladder.rank.torch_fixes_store import keep_stores_of_groups, make_store_of_one_group
 
 BACKEND_NAME = "stepladder"
 
@@ -31,7 +31,8 @@ def make_group(
         timeout: How long a collective waits for other ranks.
     """
     group = SharedMemoryGroup(store, rank, size)
-    gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo_store = make_store_of_one_group(store, rank)
+    gloo = ProcessGroupGloo(gloo_store, rank, size, timeout=timeout)
     group_type = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(group_type)
     group._register_backend(torch.device("cpu"), group_type, gloo)

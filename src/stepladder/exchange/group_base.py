@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
     ProcessGroupGloo,
     Store,
     distributed_c10d,
@@ -26,11 +25,11 @@ from stepladder.exchange.routing import can_share, find_reduction
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.rank.torch_fixes import list_tcp_connections
 from stepladder.rank.torch_fixes_groups import record_collective
+from stepladder.rank.torch_fixes_store import make_store_of_one_group
 
 C10D: Any = distributed_c10d  # torch's types of it name neither all classes nor all arguments
 FIRST_GROUP_ID = 1
 LARGE_HALF_BYTES = 1 << 22
-STORE_PREFIX = "stepladder"
 Tensors = list[torch.Tensor]
 
 
@@ -108,9 +107,7 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             self._announce(backend.wrapped_pg, 1)
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
-        # A group of the same ranks and name may have been here: each rank counts its groups.
-        number = self._own_store.add(f"{STORE_PREFIX} {self.rank()}", 1)
-        store = PrefixStore(f"{STORE_PREFIX} {number}", self._own_store)
+        store = make_store_of_one_group(self._own_store, self.rank())
         rendezvous = share_memory(
             store,
             self.rank(),

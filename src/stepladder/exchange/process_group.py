@@ -26,7 +26,6 @@ from stepladder.exchange.routing import (
     have_length,
     split_evenly,
 )
-from stepladder.exchange.scattering import reduce_slices
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.transposing import TransposingGroup
 from stepladder.rank.shared_segment import HALF_BYTES
@@ -38,38 +37,31 @@ BROADCAST = C10D.BroadcastOptions()
 ALL_GATHER = C10D.AllgatherOptions()
 BARRIER = C10D.BarrierOptions()
 Enqueue = Callable[[SharedMemory], Stage | None]
-MIN_SLICING_RANKS = 3  # with two, each would add half, and copy the other half
 
 
 class ReduceToAll:
-    """The first stage of an all-reduce; the second is there for large tensors on many ranks.
+    """The first stage of an all-reduce; then each large tensor has a stage of its own.
 
-    Each rank then reduces a slice for all. Otherwise each reduces everything for itself.
+    Each rank reduces a slice of a large tensor for all. It reduces the others for itself.
     """
 
     def __init__(self, flats: Tensors, reduction: Reduction) -> None:
         self._flats = flats
         self._reduction = reduction
-        self._sliced: list[Tensors] = []  # by tensor, the slices of all ranks
+        self._large: list[torch.Tensor] = []
 
     def __call__(self, memory: SharedMemory) -> Stage | None:
         """Enqueue the stage; return the next one, if there is one."""
         for flat in self._flats:
-            length = len(flat) // memory.ranks
-            is_small = flat.nbytes <= HALF_BYTES
-            if is_small or memory.ranks < MIN_SLICING_RANKS:
+            if flat.nbytes <= HALF_BYTES:
                 memory.all_reduce(flat, self._reduction)
-                continue
-            end = length * memory.ranks
-            slices = list(flat[:end].split(length))
-            reduce_slices(memory, slices[memory.rank], slices, self._reduction)
-            memory.all_reduce(flat[end:], self._reduction)
-            self._sliced.append(slices)
-        return partial(self._gather, memory) if self._sliced else None
+            else:
+                self._large.append(flat)
+        return partial(self._reduce_large, memory) if self._large else None
 
-    def _gather(self, memory: SharedMemory) -> None:
-        for slices in self._sliced:
-            memory.all_gather(slices, slices[memory.rank])
+    def _reduce_large(self, memory: SharedMemory) -> Stage | None:
+        memory.all_reduce_slices(self._large.pop(), self._reduction)
+        return partial(self._reduce_large, memory) if self._large else None
 
 
 class SharedMemoryGroup(TransposingGroup):

@@ -42,6 +42,7 @@ from stepladder.exchange.work import (
     MessageFormat,
     RowsWork,
     ScalarSumWork,
+    SlicedReduceWork,
     Tensors,
     Work,
     combine_nothing,
@@ -127,6 +128,25 @@ class SharedMemory(ExchangeRunner):
             length,
         )
         return self._enqueue(message_format, flat, add_rows)
+
+    def all_reduce_slices(self, flat: torch.Tensor, reduction: Reduction) -> Work:
+        """Start an all-reduce of a large flat tensor, of which each rank reduces one slice for all.
+
+        No other collective may be in the queue.
+
+        Returns:
+            The work that was started.
+        """
+        slices = list(flat.tensor_split(self.ranks))
+        work = SlicedReduceWork(
+            self.exchange,
+            reduction,
+            slices,
+            self.rank,
+            self.planner.large_halves.size,
+        )
+        self.queue.append(work)
+        return work
 
     def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
         """Start overwriting `tensor` with the tensor of rank `src`."""

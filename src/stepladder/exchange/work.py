@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from stepladder.exchange.reduction import Reduction
+
 CACHE_LINE_BYTES = 64  # a message begins at a multiple of it
 SLICE_ALIGNMENT = 64  # elements; the slices of an in-place all-reduce begin at multiples of it
 REDUCE_CHUNK_BYTES = 1 << 18  # this much of two ranks' vectors fits into a processor's cache
@@ -219,6 +221,82 @@ class InPlaceWork(Work):
                 total.add_(addend)
             for addend in addends:
                 addend.copy_(total)
+
+
+class SlicedReduceWork(Work):
+    """An all-reduce of a large tensor: each rank reduces one slice of it for all ranks.
+
+    In each exchange a rank sends the next columns of its peers' slices, and the columns of its own
+    slice that it has reduced after the exchange before. So the last exchange has only results. The
+    exchanges must be the only ones of their batch: the results are written where the next begins.
+    """
+
+    __slots__ = ("rank", "reduction", "slices", "width")
+
+    def __init__(
+        self,
+        exchange: Callable[[], None],
+        reduction: Reduction,
+        slices: Tensors,
+        rank: int,
+        half_bytes: int,
+    ) -> None:
+        """Create the work of an all-reduce.
+
+        Args:
+            exchange: Runs all collectives that were started.
+            reduction: What to do with the numbers of the ranks.
+            slices: The slices of this rank's tensor, one for each rank; the first is the longest.
+            rank: This rank.
+            half_bytes: The bytes of the half of a slot in which the exchanges take place.
+        """
+        ranks = len(slices)
+        dtype = slices[0].dtype
+        self.width = half_bytes // (ranks * dtype.itemsize)
+        exchanges = -(-len(slices[0]) // self.width) + 1
+        message_format = MessageFormat(
+            f"all_reduce {reduction.name} of {sum(map(len, slices))} numbers",
+            dtype,
+            (ranks,) * ranks,
+            exchanges * self.width,
+        )
+        super().__init__(
+            exchange,
+            message_format,
+            NO_TENSOR,
+            combine_nothing,
+        )
+        self.reduction = reduction
+        self.slices = slices
+        self.rank = rank
+
+    def write(self, chunk: Chunk, half: int) -> None:
+        """Copy this rank's columns of its peers' slices into its slot."""
+        rows = chunk.own_views[half].split(self.width)
+        for peer, part in enumerate(self.slices):
+            columns = part[chunk.lo : chunk.hi]
+            if peer != self.rank and len(columns):
+                rows[peer][: len(columns)].copy_(columns)
+
+    def read(self, chunk: Chunk, half: int) -> None:
+        """Take the results of the exchange before, and reduce the next columns of the own slice.
+
+        No peer reads the other half of the slot any more: all have come to this exchange.
+        """
+        ranks = len(self.slices)
+        rows = chunk.row_views[half]
+        if chunk.lo:
+            for peer, part in enumerate(self.slices):
+                columns = part[chunk.lo - self.width : chunk.lo]
+                if peer != self.rank and len(columns):
+                    columns.copy_(rows[peer * ranks + peer][: len(columns)])
+        own = self.slices[self.rank][chunk.lo : chunk.hi]
+        if len(own):
+            addends = [row[: len(own)] for row in rows[self.rank :: ranks]]
+            addends[self.rank] = own
+            result = chunk.own_views[1 - half].split(self.width)[self.rank][: len(own)]
+            self.reduction.reduce(addends, result)
+            own.copy_(result)
 
 
 class ScalarSumWork(Work):

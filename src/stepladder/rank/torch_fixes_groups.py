@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from stepladder.core.after_import import call_after_import
+from stepladder.rank.torch_fixes_store import make_store_of_one_group
 
 C10D_MODULE = "torch.distributed.distributed_c10d"
 NEW_GROUP = "new_group "  # how the call of a stack begins that tells the members of a new group
@@ -71,12 +72,32 @@ def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
             return
 
         @wraps(make_backends)
-        def make_by_function(*args: Any, **options: Any) -> Any:
+        def make_by_function(
+            size: int,
+            rank: int | None,
+            members: Sequence[int],
+            backend: Any,
+            store: Any,
+            name: str,
+            *args: Any,
+            **options: Any,
+        ) -> Any:
             make_group = load_function()
+            if members and rank is not None:  # a new group, and this rank is in it
+                store = make_store_of_one_group(store, rank, name)
             torch_class = c10d.ProcessGroup
             vars(c10d)["ProcessGroup"] = GroupClass(torch_class, make_group)
             try:
-                return make_backends(*args, **options)
+                return make_backends(
+                    size,
+                    rank,
+                    members,
+                    backend,
+                    store,
+                    name,
+                    *args,
+                    **options,
+                )
             finally:
                 vars(c10d)["ProcessGroup"] = torch_class
 

@@ -61,6 +61,23 @@ def keep_stores_of_groups() -> None:
     call_after_import(RENDEZVOUS_MODULE, _keep_stores)
 
 
+def make_store_of_one_group(store: Any, rank: int, name: str = "") -> Any:
+    """Return a store whose keys no earlier group of the same name has; each rank counts its groups.
+
+    torch names a group that is formed with use_local_synchronization by its ranks. So a rank that
+    forms it again reads where the others were in the earlier group, and may wait for them there.
+
+    Args:
+        store: A store of all groups of the name.
+        rank: This rank in the group.
+        name: The name of the group, if groups of other names use the store.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    number = store.add(f"stepladder {name} {rank}", 1)
+    return PrefixStore(f"stepladder {number}", store)
+
+
 def _keep_stores(rendezvous: Any) -> None:
     create_store = getattr(rendezvous, "_create_c10d_store", None)
     if create_store is None or hasattr(create_store, "__wrapped__"):
