@@ -71,6 +71,14 @@ def test_no_slurm_here(
     refused(typed(*arguments), "there is no Slurm on this machine", "stepladder lab up")
 
 
+def test_slurm_s_commands_are_there_and_not_the_user_s_to_execute(
+    no_slurm: None, typed: Typed, tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "sinfo").write_text("")
+    done = typed("submit", "--", "train", "mlp")
+    refused(done, "there is no Slurm on this machine (sinfo is not yours to execute)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

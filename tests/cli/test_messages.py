@@ -81,6 +81,7 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "another program's flag": (("train", "mlp", "--learning-rate", "1"), ("did you mean --lr?",)),
     "a flag that means nothing here": (("train", "mlp", "--batch_size", "1"), ("did you mean --global-batch?",)),
     "GPUs of a job": (("submit", "--gpus", "4", "--", "train", "mlp"), ("did you mean --gpus-per-node?",)),
+    "a flag without its value": (("learn", "check", "--report"), ("HINT: stepladder learn check --help",)),
     "a choice that is missing": (("export", "runs/x", "out"), ("Choose from: safetensors, dcp. HINT",)),
     "a time": (("submit", "--time", "tomorrow", "--", "train", "mlp"), ("--time 'tomorrow' is not a time limit",)),
     "a host twice": (("run", "--hosts", "a,b,a", "x"), ("--hosts names a twice", "HINT: --hosts a,b; --nproc N")),
@@ -218,6 +219,12 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         "torch.optim.Adafactor",
         ("--shard", "optimizer"),
         "Adafactor cannot step a weight without elements, such as the one of shape [0, 4]",
+    ),
+    "LBFGS": (
+        "torch.nn.Linear(4, 4)",
+        "torch.optim.LBFGS",
+        (),
+        "a step of LBFGS wants a closure, which computes the loss several times",
     ),
 }
 

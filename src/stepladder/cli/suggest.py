@@ -59,6 +59,17 @@ class SuggestingGroup(click.Group):
             )
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. An error of click's parser names no command: it gets its context here."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if error.ctx is None and ctx.invoked_subcommand:
+                command = self.get_command(ctx, ctx.invoked_subcommand)
+                if command is not None:
+                    error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
+            raise
+
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "did you mean NAME?" for the known names that are most like this one, or ""."""

@@ -82,9 +82,10 @@ def run_slurm(
             check=False,
             env={**os.environ, **slurm_environment(), **(env or {})},
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:
+        what = "not found" if isinstance(error, FileNotFoundError) else "not yours to execute"
         raise InputError(
-            f"there is no Slurm on this machine ({command[0]} is not found)", NO_SLURM_HINT
+            f"there is no Slurm on this machine ({command[0]} is {what})", NO_SLURM_HINT
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmBusy(

@@ -85,7 +85,9 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     sentence for the user. Raises InputError if there is no snapshot, or the target exists already
     or cannot be written.
     """
-    validate_new_path(target, "export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet")
+    validate_new_path(
+        target, "stepladder export RUN_DIR --to FORMAT DIR, with a DIR that is not there yet"
+    )
     snapshot = read_newest_snapshot(run_dir, with_model=False)
     weights = StoredWeights(snapshot)
     with durable.name_write_errors(target, "free space there, or choose another DIR"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,6 +108,20 @@ def validate_parameters(job: Job) -> None:
             "make them part of the model (a submodule), and build the optimizer from"
             " model.parameters()",
         )
+
+
+def validate_closures(job: Job) -> None:
+    """Raise InputError if a step of an optimizer computes the loss by itself, as LBFGS does."""
+    for optimizer in list_optimizers(job.optimizer):
+        parameters = inspect.signature(optimizer.step).parameters
+        closure = parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"a step of {type(optimizer).__name__} wants a closure, which computes the loss"
+                " several times; here a step computes it once",
+                "torch.optim.AdamW(model.parameters(), lr=1e-3), or keep your loop: stepladder run"
+                " SCRIPT",
+            )
 
 
 def validate_adafactor(job: Job) -> None:

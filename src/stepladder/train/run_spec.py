@@ -36,6 +36,7 @@ from stepladder.train.determinism import describe_machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_validation import (
     validate_adafactor,
+    validate_closures,
     validate_parameters,
     validate_parts,
 )
@@ -124,6 +125,7 @@ class RunSpec:
         validate_equal_settings(comm, settings, recipe)
         validate_parts(job)
         validate_parameters(job)
+        validate_closures(job)
         validate_adafactor(job)
         find_layout(settings).validate(job)
         if settings.checkpoint_blocks:

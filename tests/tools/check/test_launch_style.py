@@ -23,6 +23,7 @@ from stepladder.tools.check.launch_style import (
     is_for_fabric_run,
     local_rank_option,
 )
+from stepladder.tools.check.local_ranks import lines_of_local_rank_0
 
 TRAINS = """
 import torch
@@ -110,6 +111,25 @@ def test_a_root_that_does_not_hold_the_script_is_refused(tmp_path: Path) -> None
 
 DECLARES = "parser.add_argument('--local-rank', type=int, default=-1)\n"
 FABRIC = "from lightning.fabric import Fabric\nfabric = Fabric({})\n"
+
+
+@pytest.mark.parametrize(
+    "text, lines",
+    [
+        (
+            "self.gpu_id = int(os.environ['LOCAL_RANK'])\nif self.gpu_id == 0 and late:\n    step()\n",
+            {3},
+        ),
+        ("gpu = int(os.environ.get('LOCAL_RANK', 0))\nif not gpu:\n    step()\n", {3}),
+        ("me = args.local_rank\nif me == 0:\n    step()\n", {3}),
+        ("device = f'cuda:{local_rank}'\nif device == 0:\n    step()\n", set()),
+        ("rank = dist.get_rank()\nif rank == 0:\n    step()\n", set()),
+    ],
+)
+def test_the_local_rank_is_known_by_the_name_that_the_script_gives_it(
+    text: str, lines: set[int]
+) -> None:
+    assert {line for _, line in lines_of_local_rank_0(source(text))} == lines
 
 
 def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read() -> None:

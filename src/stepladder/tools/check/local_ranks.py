@@ -21,6 +21,9 @@ from stepladder.tools.findings.finding import Finding
 CHOOSES_LOCAL_RANK_0 = re.compile(
     r"local_?rank\W*(?:== 0|in [\[(]-1, 0)|not (?:\w+\.)*local_?rank|is_local_(?:main|master)"
 )
+IS_LOCAL_RANK = re.compile(
+    r"(?:int\()?(?:[\w.]+\.|(?:os\.)?(?:environ(?:\.get)?|getenv)[\[(]['\"])?local_?rank\b[^=]*"
+)
 EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
 
 Lines = set[tuple[str, int]]  # names of files, and lines
@@ -63,14 +66,33 @@ def hangs_on_one_node(evidence: RunEvidence) -> list[Finding]:
 def lines_of_local_rank_0(source: ScriptSource) -> Lines:
     """Return the lines that only local rank 0 comes to: under an `if`, and in functions called."""
     lines: Lines = set()
+    names = names_of_local_rank(source)
     for file in source.files:
         for node in find_nodes(file.tree, ast.If):
-            if CHOOSES_LOCAL_RANK_0.search(ast.unparse(node.test).lower()):
+            if chooses_local_rank_0(node.test, names):
                 for statement in node.body:
                     lines |= lines_of(file.name, statement)
                     for function in called_functions(source, statement):
                         lines |= function
     return lines
+
+
+def names_of_local_rank(source: ScriptSource) -> set[str]:
+    """Return what else the script calls it: `gpu` in `gpu = int(os.environ["LOCAL_RANK"])`."""
+    names = set()
+    for file in source.files:
+        for node in find_nodes(file.tree, ast.Assign):
+            if IS_LOCAL_RANK.fullmatch(ast.unparse(node.value).lower()):
+                names |= {last_name(target).lower() for target in node.targets}
+    return names - {""}
+
+
+def chooses_local_rank_0(test: ast.expr, names: set[str]) -> bool:
+    """Return whether the test of an `if` is true for local rank 0 alone."""
+    text = ast.unparse(test).lower()
+    for name in names:
+        text = re.sub(rf"\b{name}\b", "local_rank", text)
+    return CHOOSES_LOCAL_RANK_0.search(text) is not None
 
 
 def lines_of(file: str, node: ast.stmt) -> Lines:
