@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from check_recordings import evidence_of, log, train_pass
+from check_recordings import backward, evidence_of, forward, log, step, train_pass
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare
 
@@ -99,6 +99,33 @@ def test_without_a_seed_and_without_set_epoch_the_epochs_are_counted() -> None:
         "resume-epoch"
     ]
     assert rules([*first_epoch, end], unbroken, [*first_epoch, SAVE]) == []
+
+
+def windows(*names: str) -> Events:
+    """Steps on inputs that no loader has read."""
+    return [
+        e for n, name in enumerate(names) for e in [forward(rows=[name]), backward(n), *step(n + 1)]
+    ]
+
+
+def test_windows_that_begin_anew_are_named() -> None:
+    unbroken = [*windows("a", "b", "c"), SAVE, *windows("d", "e", "f"), {"k": "exit"}]
+    ended = [*windows("a", "b", "c"), SAVE]
+    assert rules(windows("a", "b", "c"), unbroken, ended) == ["resume-samples"]
+    assert rules(windows("d", "e", "f"), unbroken, ended) == []
+    alike = [*windows("a", "b", "c"), SAVE, *windows("a", "b", "c"), {"k": "exit"}]
+    assert rules(windows("a", "b", "c"), alike, ended) == []
+
+
+def test_ranks_that_differ_only_after_a_resume_are_named() -> None:
+    resumed = [LOAD, set_epoch(1), *train_pass(1, SECOND, 3)]
+    other = [e | {"before": {"w": "x"}} if e["k"] == "prestep" else e for e in resumed]
+    for second, found in ((other, ["changed-outside"]), (resumed, [])):
+        recording = Recording([log(0, resumed), log(1, second)], 2)
+        findings, _ = compare(
+            evidence_of(UNBROKEN, UNBROKEN), Recording([log(0, ENDED)], 2), recording
+        )
+        assert [finding.rule for finding in findings] == found
 
 
 def test_where_two_runs_differ_anyway_nothing_is_said_of_weights() -> None:

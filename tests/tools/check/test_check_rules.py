@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from check_recordings import (
+    LOADER,
     backward,
     eval_pass,
     evidence_of,
@@ -107,7 +108,61 @@ def unsynced(rank: str, last: bool = False) -> Events:
     ]
 
 
+def accumulated(*sizes: int) -> Events:
+    """Two epochs of batches; a step after as many batches as each size says."""
+    batches = [[forward(sync=False), backward(n, scale=1.0)] for n in range(sum(sizes))]
+    ends = {sum(sizes[: n + 1]): step(n + 1) for n in range(len(sizes))}
+    start = {"k": "pass", **LOADER}
+    middle = [{"k": "endpass", "number": 1, "cut": False}, start | {"number": 2}]
+    half = len(batches) // 2
+    events: Events = [start | {"number": 1}]
+    for number, passes in enumerate(batches, 1):
+        events += [*passes, *ends.get(number, []), *(middle if number == half else [])]
+    return [e | {"scale": 0.5} if e["k"] == "backward" else e for e in events]
+
+
+def shards(*epochs: str) -> Events:
+    """Steps on six rows of one shard each, in the order of each epoch."""
+    names = "".join(epochs)
+    rows = [[f"{shard}{row}" for row in range(6)] for shard in names]
+    calls = [[forward(rows=six, size=6), backward(n)] for n, six in enumerate(rows, 1)]
+    return [e for n, call in enumerate(calls, 1) for e in [*call, *step(n)]]
+
+
+def sharded(events: Events, norm: float) -> Events:
+    clips = [{"k": "clip", "ptrs": [1], "norm": norm}] * 2
+    return [forward(wrapped="FullyShardedDataParallel"), *events, *clips]
+
+
+BEST = SAVED | {"path": "/w/best.tmp", "optimizer": False, "position": False, "bare": True}
+OF_A_PART = [SAVED | {"path": "/w/s.tmp", "numbered": True}, MOVED]
+
 CASES: dict[str, tuple[str, Events, Events]] = {
+    "a remainder without a step": (
+        "accumulation-mean",
+        accumulated(2, 2, 2, 2, 3, 2, 2, 3),
+        [],
+    ),
+    "shards in an order of their own": (
+        "overlapping-shards",
+        shards("cabd", "abcd"),
+        shards("cdef", "cdef"),
+    ),
+    "norms of parts": (
+        "clip-before-average",
+        sharded(steps(step(1)), 1.0),
+        sharded(steps(step(1)), 2.0),
+    ),
+    "moments of one part": (
+        "incomplete-snapshot",
+        [*sharded(steps(step(1)), 1.0), *OF_A_PART],
+        sharded(steps(step(1, before={"w": "x"})), 1.0),
+    ),
+    "the best of one share": (
+        "one-rank-metric",
+        [*eval_pass(1, ZERO), BEST],
+        eval_pass(1, ONE),
+    ),
     "the last one alone": ("sync-skipped", unsynced("a"), unsynced("b")),
     "other types": (
         "moved-after-wrapping",
@@ -595,6 +650,31 @@ def test_each_mistake_is_found_by_its_rule_alone(name: str) -> None:
 
 
 SOUND: dict[str, tuple[Events, Events]] = {
+    "a window over two epochs": (accumulated(2, 2, 2, 2, 2, 2, 2, 2, 2), []),
+    "a remainder with a step": (accumulated(2, 2, 1, 2, 2, 1), []),
+    "shards that go round": (shards("abcd", "efgh", "a"), shards("efgh", "abcd", "e")),
+    "shards of all": (shards("abcd", "eagf"), shards("efgh", "bhdc")),
+    "one norm for all parts": (
+        sharded(steps(step(1)), 1.0),
+        sharded(steps(step(1, before={"w": "x"})), 1.0),
+    ),
+    "moments of each part": (
+        [*sharded(steps(step(1)), 1.0), *OF_A_PART],
+        [
+            *sharded(steps(step(1, before={"w": "x"})), 1.0),
+            OF_A_PART[0] | {"path": "/w/t.tmp"},
+            MOVED | {"source": "/w/t.tmp", "target": "/w/t.pt"},
+        ],
+    ),
+    "moments of what is not sharded": (
+        [*sharded(steps(step(1)), 1.0), *OF_A_PART],
+        sharded(steps(step(1)), 1.0),
+    ),
+    "the best of all shares": ([*eval_pass(1, ZERO), COLL, BEST], [*eval_pass(1, ONE), COLL]),
+    "folds": (
+        [*train_pass(1, [[0, 1], [2]]), *eval_pass(2, [[6]]), COLL],
+        [*train_pass(1, [[3, 4], [5]]), *eval_pass(2, [[7]]), COLL],
+    ),
     "the last one averages": (unsynced("a", last=True), unsynced("a", last=True)),
     "averaged by hand after no_sync": (unsynced("a"), unsynced("a")),
     "moved when all is trained": (

@@ -270,10 +270,11 @@ def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -
     twin = tmp_path / "from" / name
     twin.parent.mkdir()
     twin.write_text(text.replace(faulty, fixed))
-    _, report = check(CORPUS / name, tmp_path, "--notes")
+    flags = ["--notes", *(["--resume"] if script.get("resume") else [])]
+    _, report = check(CORPUS / name, tmp_path, *flags)
     planted = set(script["rules"])
     assert planted <= rules(report) <= planted | set(script.get("also", []))
-    code, report = check(twin, tmp_path, "--notes")
+    code, report = check(twin, tmp_path, *flags)
     assert (code, report["findings"], report["not_checked"]) == (0, [], None)
 
 

@@ -58,7 +58,7 @@ MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one proc
 SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
-DAMAGE_OF_A_SNAPSHOT = ("resume-lr", "resume-differs")
+DAMAGE_OF_A_SNAPSHOT = ("resume-samples", "resume-lr", "resume-differs")
 
 
 @dataclass(frozen=True)

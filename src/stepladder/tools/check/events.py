@@ -275,9 +275,10 @@ class AutogradCall(ProbeEvent, kind="graded"):
 
 
 class Clipping(ProbeEvent, kind="clip"):
-    """Gradients at these addresses are clipped."""
+    """Gradients at these addresses were clipped."""
 
     ptrs: list[int]
+    norm: float | None = None  # the norm of all of them; None where it is no plain number
 
 
 class ZeroGrad(ProbeEvent, kind="zero"):
@@ -343,6 +344,7 @@ class Save(ProbeEvent, kind="save"):
     schedule: bool = False
     random: bool = False
     position: bool = False
+    numbered: bool = False  # whether the optimizer's states have numbers, and no names of weights
     bare: bool = False  # whether it is weights alone
     keys: Sequence[str] = ()  # the keys of what is saved
 

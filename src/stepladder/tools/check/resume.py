@@ -28,6 +28,8 @@ from stepladder.tools.check.recording import (
     read_recording,
 )
 from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.model import first_difference, replicas_differ
+from stepladder.tools.check.rules.samples import recorded_training_calls
 from stepladder.tools.check.rules.snapshots import module_prefix
 from stepladder.tools.findings.finding import Finding
 from stepladder.tools.probe.events import CodeLine
@@ -134,8 +136,8 @@ def compare(
     loads = resumed.ranks[0].select(Load)
     if not loads:
         return [], NO_LOAD
-    resumed_alone = replace(resumed, original=evidence.run.original)
-    prefixed = list(module_prefix(RunEvidence(resumed_alone, evidence.source)))
+    resumed_alone = replace(evidence, run=replace(resumed, original=evidence.run.original))
+    prefixed = list(module_prefix(resumed_alone))
     if prefixed:
         return prefixed, ""
     run = ResumedRun(
@@ -147,7 +149,11 @@ def compare(
         loads[-1].at,
         halted.select(Save)[0][1].at,
     )
-    finding = compare_epochs(run) or compare_samples(run) or compare_learning_rates(run)
+    diverged = next(replicas_differ(resumed_alone), None)
+    if diverged and not any(replicas_differ(evidence)):
+        return [replace(diverged, evidence=f"in the resumed run {diverged.evidence}")], ""
+    finding = compare_epochs(run) or compare_samples(run) or compare_inputs(run)
+    finding = finding or compare_learning_rates(run)
     if finding:
         return [finding], ""
     if not is_reproducible(run):
@@ -282,6 +288,26 @@ def compare_samples(run: ResumedRun) -> Finding | None:
     )
 
 
+def compare_inputs(run: ResumedRun) -> Finding | None:
+    """Find a loop without a loader whose inputs begin anew, where the unbroken run goes on."""
+    if run.unbroken.training_passes:
+        return None
+    saved = run.unbroken.select(Save)[0].n
+    expected = [call for call in recorded_training_calls(run.unbroken) if call.n > saved]
+    trained = [call.rows for call in recorded_training_calls(run.halted)[:3]]
+    resumed = recorded_training_calls(run.resumed)[: len(trained)]
+    begins_anew = len(trained) >= 2 and [call.rows for call in resumed] == trained
+    if not expected or not begins_anew or expected[0].rows == trained[0]:
+        return None
+    return run.evidence.finding(
+        "resume-samples",
+        resumed[0].at,
+        f"the first {len(trained)} inputs after the resume are those of the first steps of all, "
+        f"and the unbroken run goes on with others",
+        severity="warning",
+    )
+
+
 def samples_in(batches: list[Batch], by_index: bool) -> set[int] | set[str]:
     """Return the samples of batches, as indices or as hashes of rows."""
     if by_index:
@@ -359,8 +385,3 @@ def compare_weights(run: ResumedRun) -> Finding | None:
                 f"all weights are equal",
             )
     return None
-
-
-def first_difference(expected: dict[str, str], weights: dict[str, str]) -> str:
-    """Return the first name whose hash differs, or is missing; empty where there is none."""
-    return next((n for n, digest in expected.items() if weights.get(n) != digest), "")

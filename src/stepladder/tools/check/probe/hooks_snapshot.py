@@ -99,7 +99,7 @@ def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
 
 def no_parts() -> dict[str, Any]:
     parts: dict[str, Any] = dict.fromkeys(PARTS_OF_TRAINING, False)
-    return parts | {"bare": False, "keys": []}
+    return parts | {"bare": False, "numbered": False, "keys": []}
 
 
 @default_on_error(no_parts)
@@ -113,6 +113,8 @@ def parts_of(value: Any) -> dict[str, Any]:
         part = part_of_training(name.lower(), item)
         if part:
             parts[part] = True
+        if part == "optimizer":
+            parts["numbered"] = any(isinstance(key, int) for key in item["state"])
     return parts
 
 

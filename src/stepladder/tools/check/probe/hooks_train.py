@@ -162,8 +162,11 @@ def gradient_pointers(parameters: list[Any]) -> list[int]:
 def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
-    current_log().write_with_line(Clipping(ptrs=gradient_pointers(parameters)))
-    return original(parameters, *args, **kwargs)
+    norm = original(parameters, *args, **kwargs)
+    is_number = type(norm) is Tensor
+    pointers = gradient_pointers(parameters)
+    current_log().write_with_line(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
+    return norm
 
 
 def zero_grad_event(optimizer: Any, *_: Any, **__: Any) -> ZeroGrad:

@@ -237,3 +237,30 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
         f"{len(first)} backward passes per step; the mean loss of each {weight}, so the step's "
         f"gradient is {total_scales[0]:.4g} times the mean ({len(windows)} steps seen)",
     )
+
+
+@run_rule("accumulation-mean.leftover")
+def leftover_gradients(evidence: RunEvidence) -> Findings:
+    """Find steps that begin with the gradients of the last backward passes of an epoch."""
+    log = evidence.run.ranks[0]
+    windows = [
+        window
+        for window in accumulating_windows(log)
+        if window.step and not window.discarding_calls
+    ]
+    usual = [len(window.backwards) for window in regular_windows(windows)]
+    ends = [
+        one_pass.end.n for one_pass in log.training_passes if one_pass.end and one_pass.is_complete
+    ]
+    for window in windows if len(usual) >= 2 else []:
+        first, *_, last = window.backwards
+        is_over_two_epochs = any(first.n < end < last.n for end in ends)
+        more = len(window.backwards) - usual[0]
+        if is_over_two_epochs and more > 0:
+            yield evidence.finding(
+                "accumulation-mean.leftover",
+                last.at,
+                f"{usual[0]} backward passes per step, but the first step after an "
+                f"epoch has {len(window.backwards)}: {more} of the epoch before had no step",
+            )
+            return

@@ -11,6 +11,7 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rul
 from stepladder.tools.check.rules.snapshots import READS_LOCAL_RANK
 from stepladder.tools.findings.finding import Finding
 
+MIN_COMMON_ROWS = 8
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
@@ -207,6 +208,43 @@ def same_inputs(evidence: RunEvidence) -> Findings:
             f"in {len(pairs)} of {len(pairs)} steps the model gets the same {first.size} rows "
             f"on rank 0 and rank 1",
         )
+        return
+    yield from overlapping_inputs(evidence, *map(rows_of_first_epoch, calls[:2]))
+
+
+def overlapping_inputs(
+    evidence: RunEvidence,
+    first: list[str],
+    second: list[str],
+) -> Findings:
+    """Find rows that two ranks train in their first epochs, in loops without a loader.
+
+    What is common only later may be of the next epoch, with other shares.
+    """
+    first_half = first[: len(first) // 2]
+    second_half = second[: len(second) // 2]
+    begins_with_common = not set(first_half).isdisjoint(second_half)
+    common = len(set(first) & set(second))
+    if begins_with_common and common >= max(MIN_COMMON_ROWS, 0.25 * len(first)):
+        calls = recorded_training_calls(evidence.run.ranks[0])
+        yield evidence.finding(
+            "overlapping-shards",
+            calls[0].at,
+            f"before a row comes again on a rank, {common} of {len(first)} rows of rank 0 are "
+            f"trained on rank 1 too",
+        )
+
+
+def rows_of_first_epoch(calls: list[Forward]) -> list[str]:
+    """Return the rows before the first that comes again; none if that is not known."""
+    rows: list[str] = []
+    for call in calls:
+        if len(call.rows) != call.size:  # it has more than are hashed
+            return []
+        if not set(rows).isdisjoint(call.rows):
+            return rows
+        rows += call.rows
+    return []
 
 
 def recorded_training_calls(log: RankLog) -> list[Forward]:
@@ -240,7 +278,7 @@ def samples_lost(evidence: RunEvidence) -> Findings:
     training_passes = evidence.training_passes()
     never_read: set[object] | None = None
     for passes in training_passes:
-        unread = unread_samples(passes)
+        unread = unread_samples(passes, evidence.evaluation_passes())
         if unread is None:
             return
         never_read = unread if never_read is None else never_read & unread
@@ -263,7 +301,7 @@ def samples_lost(evidence: RunEvidence) -> Findings:
 
 def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Findings:
     """Find a shuffled remainder that is dropped: other samples in each pass."""
-    unread = unread_samples(passes)
+    unread = unread_samples(passes, evidence.evaluation_passes())
     if unread:
         first = passes[0]
         yield evidence.finding(
@@ -286,8 +324,14 @@ def describe_drop_last(one_pass: LoaderPass) -> str:
     return ""
 
 
-def unread_samples(passes: list[LoaderPass]) -> set[object] | None:
-    """Return the indices that no rank has read; None where that is not known."""
+def unread_samples(
+    passes: list[LoaderPass],
+    evaluations: list[list[LoaderPass]],
+) -> set[object] | None:
+    """Return the indices that no rank has read; None where that is not known.
+
+    Those of an evaluation without a sample of this pass are held out, as in cross-validation.
+    """
     start = passes[0].start
     has_indices = all(one_pass.indices is not None for one_pass in passes)
     if not are_complete(passes) or not has_indices or not start.length:
@@ -297,8 +341,12 @@ def unread_samples(passes: list[LoaderPass]) -> set[object] | None:
     shares: list[Share] = [list(one_pass.indices or []) for one_pass in passes]
     if any(map(has_replacement, shares)):
         return None
-    unread: set[object] = set(range(start.length))
-    return unread.difference(*shares)
+    unread = set[object](range(start.length)).difference(*shares)
+    for evaluated in evaluations:
+        indices = {index for one_pass in evaluated for index in one_pass.indices or []}
+        if have_same_data([*passes, *evaluated]) and indices <= unread:
+            unread -= indices
+    return unread
 
 
 @run_rule("file-over-fork")

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from stepladder.tools.check.events import (
     Backward,
+    BeforeStep,
     EnoughPasses,
     FileMove,
     Forward,
@@ -20,6 +21,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.check.rules.source_patterns import is_on_line
 from stepladder.tools.check.script_source import dotted_name, find_nodes, last_name
 from stepladder.tools.findings.finding import Finding
@@ -252,6 +254,8 @@ def missing_parts(
     is_resumed_from = is_resumed_from or resumes_from(evidence, model)
     is_snapshot = has["optimizer"] or has["schedule"] or has["position"] or is_resumed_from
     missing = names_of_missing(log, has)
+    if misses_other_parts(evidence, saves):
+        missing.append("the other ranks' parts of the optimizer's state")
     is_copy_of_best = "best" in file_name(model).lower()
     if not is_snapshot or not missing or is_copy_of_best:
         return None
@@ -262,6 +266,18 @@ def missing_parts(
         log.rank,
         "note" if missing in ONLY_NOTED else None,
     )
+
+
+def misses_other_parts(evidence: RunEvidence, saves: list[Save]) -> bool:
+    """Return whether one rank alone saves an optimizer of sharded weights, so only its own part.
+
+    FSDP gives the states of complete weights names. Without sharding the weights are equal.
+    """
+    ranks = evidence.run.ranks
+    savers = {rank for rank, event in evidence.run.select(Save) if event.numbered}
+    first_weights = {str(step.before) for log in ranks for step in log.select(BeforeStep)[:1]}
+    is_one_part = is_sharded(ranks) and len(savers) == 1 and len(first_weights) > 1
+    return is_one_part and any(event.numbered for event in saves)
 
 
 def snapshots_of(log: RankLog) -> list[list[Save]]:

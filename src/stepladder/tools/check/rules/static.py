@@ -154,11 +154,17 @@ def unsafe_load(source: ScriptSource) -> Findings:
 
 
 def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
-    """Return whether a load is in a function, or a statement, that speaks of snapshots."""
+    """Return whether a load, or the name of its function, or the `with` around it, names one."""
     function = file.enclosing_function(call)
-    context = call if isinstance(function, ast.Module) else function
-    text = ast.unparse(context).lower()
-    return any(name in text for name in SNAPSHOT_NAMES)
+    texts = [getattr(function, "name", "")]
+    node: ast.AST = call
+    while node is not function:
+        if isinstance(node, ast.With):
+            texts += map(ast.unparse, node.items)
+        elif isinstance(node, (ast.expr, ast.Assign)):
+            texts.append(ast.unparse(node))
+        node = file.parents[node]
+    return any(name in text.lower() for name in SNAPSHOT_NAMES for text in texts)
 
 
 # Ranks that are started by hand, each with its number, as one process of each node.

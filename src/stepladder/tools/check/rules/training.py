@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isclose
+
 from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
@@ -283,6 +285,31 @@ def clip_before_average(evidence: RunEvidence) -> Findings:
                     "the gradient is clipped on each rank, and then summed over the ranks",
                 )
                 return
+
+
+@run_rule("clip-before-average.part")
+def clip_by_part(evidence: RunEvidence) -> Findings:
+    """Find parts of one model that are clipped by norms of their own."""
+    logs = evidence.run.ranks[:2]
+    if not evidence.has_several_ranks or not is_sharded(logs):
+        return
+    first_clips, second_clips = (log.select(Clipping) for log in logs)
+    norms = [
+        (first.norm or 0.0, second.norm or 0.0)
+        for first, second in zip(
+            first_clips,
+            second_clips,
+            strict=False,
+        )
+    ]
+    if len(norms) >= 2 and not any(isclose(*pair, rel_tol=1e-4) for pair in norms):
+        first_norm, second_norm = norms[0]
+        yield evidence.finding(
+            "clip-before-average.part",
+            first_clips[0].at,
+            f"the norm is {first_norm:.4g} on rank 0 and {second_norm:.4g} on rank 1; it differs "
+            f"in each of {len(norms)} calls",
+        )
 
 
 def sums_gradients(collective: ScriptCollective, clip: Clipping) -> bool:
