@@ -20,11 +20,16 @@ STYLE = """
   :root { --page: #14171c; --ink: #e6e8eb; --soft: #232830; --accent: #4db6ac }
 }
 html { scroll-snap-type: y proximity }
-body { margin: 0; background: var(--page); color: var(--ink); font: 1.25rem/1.5 system-ui }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: clamp(1.25rem, 1.8vw, 2.2rem)/1.5 system-ui }
 section { min-height: 100vh; box-sizing: border-box; padding: 5vh 7vw; scroll-snap-align: start }
 h1, h2 { line-height: 1.2; color: var(--accent) }
-img { max-width: 100%; max-height: 60vh; display: block }
-pre { background: var(--soft); padding: .8em; font-size: .8em }
+figure { margin: 0; overflow-x: auto }
+figure:focus-visible, a:focus-visible { outline: 2px solid var(--accent) }
+img { width: 100%; min-width: 600px; max-height: 72vh; display: block;
+  object-fit: contain; object-position: left }
+nav ol { columns: 24rem }
+pre { background: var(--soft); padding: .7em; font-size: .75em; line-height: 1.35 }
 pre, code { white-space: break-spaces; overflow-wrap: anywhere }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 td, th { padding: .2em .6em; text-align: left }
@@ -87,7 +92,8 @@ def embed_picture(path, alt):
         return ""
     data = base64.b64encode(path.read_bytes()).decode()
     text = html.escape(" ".join(alt.split()), quote=True)
-    return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+    image = f'<img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+    return f'<figure tabindex="0">{image}</figure>'
 
 
 # -- notebooks -------------------------------------------------------------------------------------

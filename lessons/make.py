@@ -150,10 +150,11 @@ def links(lesson):
         exercise_links = [f"[{name}](../exercises/{name}/README.md)" for name in names]
         text += f"\n\nExercises: {', '.join(exercise_links)}."
     text += f"\n\nTo check the claim: `stepladder learn check {lesson['number']}`."
+    following = "your own job](../../docs/your-own-job.md"
     for entry in ladder().values():
         if entry["number"] == lesson["number"] + 1:
-            text += f" Next: [{entry['number']}. {entry['title']}](../{entry['folder']}/README.md)."
-    return text + "\n"
+            following = f"{entry['number']}. {entry['title']}](../{entry['folder']}/README.md"
+    return f"{text} Next: [{following}).\n"
 
 
 def unshown(lesson):

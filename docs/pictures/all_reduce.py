@@ -9,7 +9,7 @@ GRADIENTS = [[1, 4], [2, 0], [3, 5], [4, 2]]  # any numbers: two of each rank
 
 def picture() -> Drawing:
     drawing = Drawing(
-        760, 208, "Four ranks bring two numbers each; after the all-reduce each has both sums"
+        760, 208, "Four ranks have two numbers each; after the all-reduce each has both sums"
     )
     total = [sum(column) for column in zip(*GRADIENTS, strict=True)]
     drawing.text(88, 48, "before", "soft", "end")
