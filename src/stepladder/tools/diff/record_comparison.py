@@ -91,6 +91,8 @@ class RecordComparison:
         # How many steps both runs have recorded, up to the first one that differs, and the last.
         self.common_steps = 0
         self.last_common_step = 0
+        # Tensors that differ because their gradient is zero but for rounding.
+        self.of_zero_gradient: dict[str, None] = {}
         self.divergence = self._find_divergence()
         self._add_process_counts()
 
@@ -192,12 +194,14 @@ class RecordComparison:
             if step > last_step:
                 break
             paths = (first[step], second[step])
-            values = compare_tensors(
+            tensors = compare_tensors(
                 step,
                 paths,
                 self.tolerance,
                 first_run.problems,
             )
+            values = tensors.values
+            self.of_zero_gradient |= dict.fromkeys(tensors.of_zero_gradient)
             if values:
                 return Divergence(step, "weights", values[0].name, values)
         return None
@@ -219,37 +223,46 @@ def describe_samples(run: RecordedRun, step: int) -> str:
     return "other samples than planned" if run.sample_differences[step] else "as planned"
 
 
+@dataclass(frozen=True)
+class TensorComparison:
+    """What differs in two snapshots: rows of the table, and tensors that count as equal."""
+
+    values: list[DifferingValue]
+    of_zero_gradient: list[str]
+
+
 def compare_tensors(
     step: int,
     paths: tuple[Path, Path],
     tolerance: float,
     problems: list[str],
-) -> list[DifferingValue]:
+) -> TensorComparison:
     """Return what differs in two snapshots: a few tensors, and all settings of the optimizer.
 
     A damaged snapshot is added to the problems.
     """
     from stepladder.storage.snapshot_slices import DamagedSnapshot  # late: torch
-    from stepladder.tools.verify.trial import WEIGHT_TOLERANCE_FACTOR, measure_distance, pair_values
+    from stepladder.tools.verify.trial import compare_snapshots
 
     tensors: list[DifferingValue] = []
     optimizer_settings: list[DifferingValue] = []
     try:
-        for kind, name, first, second in pair_values(*paths):
-            relative = measure_distance(first, second)
-            if relative <= WEIGHT_TOLERANCE_FACTOR * tolerance:  # false for NaN
-                continue
-            value = DifferingValue(
-                f"{kind} {name} after step {step}", describe_value(first), describe_value(second)
-            )
-            if " of group " in value.name:
-                optimizer_settings.append(value)
-            else:
-                tensors.append(value)
+        comparison = compare_snapshots(*paths, tolerance)
     except DamagedSnapshot as error:
         problems.append(f"a snapshot of step {step} is damaged ({error})")
-        return []
-    return tensors[:MAX_TENSORS_SHOWN] + optimizer_settings
+        return TensorComparison([], [])
+    for tensor in comparison.differing:
+        value = DifferingValue(
+            f"{tensor.kind} {tensor.name} after step {step}",
+            describe_value(tensor.first),
+            describe_value(tensor.second),
+        )
+        if " of group " in value.name:
+            optimizer_settings.append(value)
+        else:
+            tensors.append(value)
+    values = tensors[:MAX_TENSORS_SHOWN] + optimizer_settings
+    return TensorComparison(values, comparison.of_zero_gradient)
 
 
 def find_differing_values(first: dict[str, Any], second: dict[str, Any]) -> list[DifferingValue]:

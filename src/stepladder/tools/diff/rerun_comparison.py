@@ -154,7 +154,7 @@ class RerunComparison:
         if recorded_snapshot is None or rerun_snapshot is None:
             return None
         paths = (recorded_snapshot, rerun_snapshot)
-        if compare_tensors(last, paths, run.tolerance, run.problems):
+        if compare_tensors(last, paths, run.tolerance, run.problems).values:
             return last
         return None
 

@@ -16,6 +16,7 @@ from stepladder.tools.diff.record_comparison import (
     JOB_HASH,
     KIND_OF_ENVIRONMENT,
     KIND_OF_SETTING,
+    MAX_TENSORS_SHOWN,
     DifferingValue,
     RecordComparison,
 )
@@ -162,6 +163,14 @@ def describe_equality(records: RecordComparison) -> str:
     sentence = f"the runs are equal: {precision} in {steps}"
     if records.settings:
         sentence += f"; their settings differ in {join_names(records.settings)}"
+    if records.of_zero_gradient:
+        names = list(records.of_zero_gradient)
+        num_more = len(names) - MAX_TENSORS_SHOWN
+        more = f" and {num_more} more" if num_more > 0 else ""
+        sentence += (
+            f"; not compared: {', '.join(names[:MAX_TENSORS_SHOWN])}{more}, whose gradient is zero"
+            " but for rounding, such as a bias before batch norm"
+        )
     return sentence
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
 from stepladder.storage.audit import audit
 from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, find_snapshots
-from stepladder.storage.snapshot import read_snapshot
+from stepladder.storage.snapshot import Snapshot, read_snapshot
 from stepladder.tools.trial.training import open_training
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.forward_buffers import BufferChanged
@@ -29,6 +28,9 @@ GUARD_REPORT_FILE = "replicas-differ.json"  # the difference at which the guard 
 TRIAL_STEPS = 12
 # Rounding that flips one ReLU shows in a weight long before it does in a loss.
 WEIGHT_TOLERANCE_FACTOR = 100
+MEAN_GRADIENT_NAMES = ("exp_avg", "momentum_buffer")  # of Adam and of SGD
+# A gradient is zero but for rounding if its mean is below this share of the largest one.
+ZERO_GRADIENT_SHARE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -196,25 +198,99 @@ def find_first_difference(
     for step in range(1, first.steps + 1):
         loss = torch.tensor(losses[step], dtype=torch.float64)
         second_loss = torch.tensor(second_losses[step], dtype=torch.float64)
-        pairs = pair_values(snapshots[step], second_snapshots[step], kinds)
-        for kind, name, a, b in chain([("loss", "loss", loss, second_loss)], pairs):
-            allowed = tolerance if kind == "loss" else WEIGHT_TOLERANCE_FACTOR * tolerance
-            relative = measure_distance(a, b)
-            if not relative <= allowed:  # NaN differs
-                sizes = [first.size_at(step), second.size_at(step)]
-                return Difference(step, name, kind, sizes, relative=relative)
+        sizes = [first.size_at(step), second.size_at(step)]
+        relative = measure_distance(loss, second_loss)
+        if not relative <= tolerance:  # NaN differs
+            return Difference(step, "loss", "loss", sizes, relative=relative)
+        values = compare_snapshots(snapshots[step], second_snapshots[step], tolerance, kinds)
+        if values.differing:
+            value = values.differing[0]
+            return Difference(step, value.name, value.kind, sizes, relative=value.relative)
     return None
 
 
+@dataclass(frozen=True)
+class DifferingTensor:
+    """A value of two snapshots that differs: a tensor, or a setting of the optimizer."""
+
+    kind: str
+    name: str
+    first: Any
+    second: Any
+    relative: float
+
+
+@dataclass(frozen=True)
+class SnapshotComparison:
+    """What differs in two snapshots, and the tensors whose difference means nothing."""
+
+    differing: list[DifferingTensor]
+    of_zero_gradient: list[str]
+
+
+def compare_snapshots(
+    first_path: Path,
+    second_path: Path,
+    tolerance: float,
+    kinds: dict[str, str] | None = None,
+) -> SnapshotComparison:
+    """Compare the tensors and the optimizer's state of two snapshots.
+
+    The gradient of a bias before batch norm is zero but for rounding, so that its sign is chance,
+    and Adam makes a whole step of it. If nothing else differs, such tensors count as equal.
+
+    Args:
+        first_path: The first snapshot.
+        second_path: The second snapshot.
+        tolerance: The relative difference of losses; 0 if every bit counts.
+        kinds: The kind of each tensor to compare, in order; None compares all, as weights.
+    """
+    first = read_snapshot(first_path)
+    second = read_snapshot(second_path)
+    differing = []
+    for kind, name, a, b in pair_values(first, second, kinds):
+        relative = measure_distance(a, b)
+        if not relative <= WEIGHT_TOLERANCE_FACTOR * tolerance:  # NaN differs
+            differing.append(DifferingTensor(kind, name, a, b, relative))
+    if not tolerance:
+        return SnapshotComparison(differing, [])
+    params = find_zero_gradients(first.state()["optimizer"])
+    params &= find_zero_gradients(second.state()["optimizer"])
+    states = {
+        f"{name} of parameter {index}": state[name].shape
+        for index, state in first.state()["optimizer"]["state"].items()
+        for name in state
+        if index in params and isinstance(state[name], Tensor)
+    }
+    shapes = set(states.values())
+    for value in differing:
+        # A snapshot does not tell which weight is which parameter, so it is known by its shape.
+        is_of_zero_gradient = value.name in states
+        if value.kind != "optimizer":
+            is_of_zero_gradient = isinstance(value.first, Tensor) and value.first.shape in shapes
+        if not is_of_zero_gradient:
+            return SnapshotComparison(differing, [])
+    return SnapshotComparison([], [value.name for value in differing])
+
+
+def find_zero_gradients(optimizer: dict[str, Any]) -> set[int]:
+    """Return the parameters whose mean gradient is zero but for rounding, by their index."""
+    sizes: dict[int, float] = {}
+    for index, state in optimizer["state"].items():
+        for name in MEAN_GRADIENT_NAMES:
+            if isinstance(state.get(name), Tensor):
+                sizes[index] = float(state[name].double().square().mean().sqrt())
+    largest = max(sizes.values(), default=0.0)
+    return {index for index, size in sizes.items() if size <= ZERO_GRADIENT_SHARE * largest}
+
+
 def pair_values(
-    first_path: Path, second_path: Path, kinds: dict[str, str] | None = None
+    first: Snapshot, second: Snapshot, kinds: dict[str, str] | None
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, value, value) of the tensors and the optimizer's state of two snapshots.
 
     `kinds` has the kind of each tensor to compare, in order; None compares all, as weights.
     """
-    first = read_snapshot(first_path)
-    second = read_snapshot(second_path)
     tensors = first.tensors()
     second_tensors = second.tensors()
     if kinds is None:
