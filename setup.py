@@ -1,6 +1,6 @@
 """The build: the course in lessons/ goes into the wheel, below stepladder/.
 
-So do its pictures, and the pages of docs/ that it links to.
+So do its pictures, the pages of docs/ that it links to, and the examples that these name.
 """
 
 import re
@@ -18,7 +18,7 @@ LINK = re.compile(
 
 
 def find_course():
-    """Return the files of the course, of its pictures, and of the pages that lessons link to."""
+    """Return the course with its pictures, the pages that lessons link to, and their examples."""
     lessons = HERE.joinpath("lessons").rglob("*")
     course = {file for file in lessons if file.is_file() and file.suffix != ".pyc"}
     targets = set()
@@ -27,7 +27,9 @@ def find_course():
             links = LINK.finditer(page.read_text(encoding="utf-8"))
             targets |= {page.parent.joinpath(link[2]).resolve() for link in links if link[2]}
     linked = {page for page in HERE.joinpath("docs").glob("*.md") if page in targets}
-    return course | linked | set(HERE.joinpath("docs", "pictures").glob("*.svg"))
+    pictures = HERE.joinpath("docs", "pictures").glob("*.svg")
+    examples = HERE.joinpath("docs", "examples").glob("*.py")
+    return course | linked | {*pictures, *examples}
 
 
 def unlink(page, files):

@@ -106,8 +106,11 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
     pictures = {
         Path("docs/pictures", path.name) for path in (REPOSITORY / "docs/pictures").glob("*.svg")
     }
+    examples = {
+        Path("docs/examples", path.name) for path in (REPOSITORY / "docs/examples").glob("*.py")
+    }
     linked = {Path("docs", name) for name in LINKED_BY_LESSONS}
-    assert files_of(Path(result)) == package | course | pictures | linked
+    assert files_of(Path(result)) == package | course | pictures | examples | linked
     code = "import importlib.metadata as m; print(m.version('stepladder'))"
     assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
 
@@ -139,7 +142,10 @@ def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     learn = installed / "stepladder", "learn"
     assert "1  Processes that add" in done(*learn, cwd=tmp_path, env=env)
-    assert done(*learn, "show", 1, cwd=tmp_path, env=env).startswith("lesson 1: ")
+    shown = done(*learn, "show", 1, cwd=tmp_path, env=env)
+    assert shown.startswith("first:  stepladder learn start my-course\nlesson 1: ")
+    shown = done(*learn, "show", "all-reduce", cwd=tmp_path, env=env)
+    assert shown.startswith("first:  stepladder learn start my-course\npage: ")
     for name in (1, "all-reduce"):
         refused = called(*learn, "check", name, cwd=tmp_path, env=env)
         assert refused.returncode == 2 and "learn start my-course" in refused.stderr
@@ -149,6 +155,9 @@ def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
     assert [link for page, link in links if not (page.parent / link).exists()] == []
     glossary = tmp_path / "mine" / "docs" / "glossary.md"
     assert glossary in {(page.parent / link).resolve() for page, link in links}
+    own_job = tmp_path / "mine" / "docs" / "your-own-job.md"
+    assert "cp -r docs/examples my-job" in own_job.read_text()
+    assert (own_job.parent / "examples" / "my_job.py").is_file()
     assert "01-all-reduce: passed" in done(*learn, "check", 1, cwd=tmp_path, env=env)
     exercise = tmp_path / "mine" / "all-reduce" / "exercise.py"
     shutil.copy(tmp_path / "mine/lessons/solutions/all-reduce.py", exercise)

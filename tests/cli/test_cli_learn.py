@@ -243,6 +243,20 @@ def test_a_class_hands_in_pages_that_are_merged(learn: Learn, tmp_path: Path) ->
     assert re.findall(r"<td>(stop|add)</td><td>(\d)</td>", text) == [("stop", "2"), ("add", "1")]
 
 
+def test_a_check_that_is_stopped_leaves_an_unfinished_page(learn: Learn, tmp_path: Path) -> None:
+    page = tmp_path / "one.html"
+    exercise = tmp_path / "checkout" / "lessons" / "exercises" / "add" / "exercise.py"
+    kill = "import os, psutil\npsutil.Process(os.getppid()).kill()\n"
+    exercise.write_text(kill + exercise.read_text())
+    learn("check", "--all", "--report", page, code=-9)
+    results = read_learner_page(page)
+    assert [(item.label, item.passed) for item in results.items] == [("lesson 1", True)]
+    assert results.state.endswith(", unfinished: 3 not checked")
+    assert "1 of 4 passed, 0 skipped" in page.read_text() and results.state in page.read_text()
+    learn("class", page, "-o", tmp_path / "class.html")
+    assert results.state in (tmp_path / "class.html").read_text()
+
+
 def test_learners_of_one_name_are_told_apart() -> None:
     results = LearnerResults("student", "today", (), "pc1")
     other = replace(results, host="pc2")

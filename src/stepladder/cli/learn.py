@@ -27,6 +27,7 @@ from stepladder.tools.learn.check import (
     run_lesson,
 )
 from stepladder.tools.learn.class_report import (
+    ItemResult,
     make_item_result,
     make_learner_results,
     read_learner_page,
@@ -34,6 +35,7 @@ from stepladder.tools.learn.class_report import (
     render_learner_page,
 )
 from stepladder.tools.learn.course import (
+    START_COMMAND,
     Course,
     CourseProgress,
     Exercise,
@@ -90,12 +92,14 @@ def show(name: str) -> None:
     """
     course = load_course()
     item = course.find_item(name)
+    if course.is_packaged:
+        echo(f"first:  {START_COMMAND}")
     if isinstance(item, Lesson):
         echo(f"lesson {item.number}: {item.idea}")
         echo(f"run:    {item.command}")
         for exercise in course.list_exercises(item):
             echo(f"then:   stepladder learn show {exercise.name}")
-    else:
+    elif not course.is_packaged:
         echo(f"edit:   {load_progress().exercise_file(course, item)}")
     page = course.get_item_folder(item) / "README.md"
     echo(f"page:   {page}\n")
@@ -155,7 +159,8 @@ def check(
     Args:
         name ([N|NAME]): Number of a lesson, or name of an exercise.
         check_all: Check every lesson and exercise that this machine can run.
-        report (FILE): With --all, write the results as a page, to look at or to hand in.
+        report (FILE): With --all, write the results as a page, to look at or to hand in. It is
+            written after each check, so a check that is stopped leaves an unfinished page.
     """
     course, progress = load_course(), load_progress()
     if name is not None and check_all:
@@ -184,8 +189,11 @@ def check_course(course: Course, report: Path | None) -> int:
     if report is not None:
         validate_writable(report, "--report")
     failed = 0
-    results = []
-    for item in course:
+    results: list[ItemResult] = []
+    items = list(course)
+    for item in items:
+        if report is not None:  # also now, as the check may be stopped half-way
+            write_report(report, results, len(items))
         name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
         label = f"{name:24}"
         missing = find_missing_requirement(item)
@@ -201,8 +209,18 @@ def check_course(course: Course, report: Path | None) -> int:
         if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
             echo("".join(f"    {line}\n" for line in output), end="")
     if report is not None:
-        write_output(report, render_learner_page(make_learner_results(results)), "--report")
+        write_report(report, results, len(items))
     return int(failed > 0)
+
+
+def write_report(
+    report: Path,
+    results: list[ItemResult],
+    num_items: int,
+) -> None:
+    """Write the page of the results so far, marked as unfinished if there are more items."""
+    learner_results = make_learner_results(results, num_items - len(results))
+    write_output(report, render_learner_page(learner_results), "--report")
 
 
 @command.command(name="class")

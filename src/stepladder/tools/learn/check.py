@@ -13,6 +13,7 @@ from pathlib import Path
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.command import CommandResult, Echo, run_command
 from stepladder.tools.learn.course import (
+    START_COMMAND,
     Course,
     CourseProgress,
     Exercise,
@@ -128,7 +129,7 @@ def run_lesson(
     if course.is_packaged:  # it would write its files into the installed package
         raise InputError(
             "the lessons are still inside the installed package",
-            "stepladder learn start my-course, which lays them out",
+            f"{START_COMMAND}, which lays them out",
         )
     command = [*shlex.split(lesson.command), *args]
     # Buffered: otherwise print() writes a line and its end separately, and the lines of several

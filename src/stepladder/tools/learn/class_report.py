@@ -45,6 +45,7 @@ class LearnerResults:
     checked: str  # date and time in UTC
     items: tuple[ItemResult, ...]
     host: str = ""
+    num_unchecked: int = 0  # lessons and exercises that were not reached
     schema: Literal[1] = 1
 
     @property
@@ -54,6 +55,16 @@ class LearnerResults:
     @property
     def num_skipped(self) -> int:
         return sum(item.passed is None for item in self.items)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items) + self.num_unchecked
+
+    @property
+    def state(self) -> str:
+        """When it was checked, and that it is unfinished if it was stopped."""
+        unfinished = f", unfinished: {self.num_unchecked} not checked"
+        return self.checked + unfinished * (self.num_unchecked > 0)
 
     @property
     def next_label(self) -> str:
@@ -66,14 +77,17 @@ def make_item_result(item: Lesson | Exercise, passed: bool | None, text: str) ->
     return ItemResult(item.key, label, passed, text)
 
 
-def make_learner_results(items: Sequence[ItemResult]) -> LearnerResults:
+def make_learner_results(
+    items: Sequence[ItemResult],
+    num_unchecked: int = 0,
+) -> LearnerResults:
     """Return the results of the user of this machine, with the time of now."""
     checked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     try:
         learner = getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user whom its system does not know
         learner = f"user {os.getuid()}"
-    return LearnerResults(learner, checked, tuple(items), platform.node())
+    return LearnerResults(learner, checked, tuple(items), platform.node(), num_unchecked)
 
 
 def render_learner_page(results: LearnerResults) -> str:
@@ -81,9 +95,9 @@ def render_learner_page(results: LearnerResults) -> str:
     return render_page(
         "learner.html",
         title=f"The course: {results.learner}",
-        outcome=f"{results.num_passed} of {len(results.items)} passed,"
-        f" {results.num_skipped} skipped, {results.checked}",
-        is_complete=results.num_passed == len(results.items),
+        outcome=f"{results.num_passed} of {results.num_items} passed,"
+        f" {results.num_skipped} skipped, {results.state}",
+        is_complete=results.num_passed == results.num_items,
         rows=[[item.label, marks[item.passed], item.text] for item in results.items],
         data=json.dumps(asdict(results)),
     )
@@ -137,10 +151,10 @@ def render_class_page(pages: Mapping[Path, LearnerResults]) -> str:
     learners = [
         [
             name,
-            f"{results.num_passed} of {len(results.items)}",
+            f"{results.num_passed} of {results.num_items}",
             results.num_skipped,
             results.next_label,
-            results.checked,
+            results.state,
         ]
         for name, results in sorted(class_results.items())
     ]

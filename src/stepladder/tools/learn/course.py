@@ -23,6 +23,7 @@ Kind = TypeVar("Kind")
 
 LADDER = "lessons/ladder.toml"
 PACKAGE = Path(__file__).parents[2]  # a wheel has the course in it
+START_COMMAND = "stepladder learn start my-course"
 CHECK_LINE = "# -- the check"  # learners edit only what is above this line
 
 
@@ -191,7 +192,7 @@ class CourseProgress:
         if self.folder is None and course.is_packaged:
             raise InputError(
                 "the exercises are still inside the installed package",
-                "stepladder learn start my-course, which lays them out",
+                f"{START_COMMAND}, which lays them out",
             )
         if self.folder is None:
             folder = course.get_item_folder(exercise)
