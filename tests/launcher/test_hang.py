@@ -10,6 +10,7 @@ import pytest
 
 import stepladder
 from processes import JOBS, Started, refused, run, started, wait_until
+from stepladder.launcher.diagnose.explanation import format_rank
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import (
     COLLECTIVE_FILES,
@@ -406,3 +407,23 @@ def test_a_stopped_rank_says_how_to_go_on() -> None:
         " the others wait for it"
     )
     assert "kill -CONT 101" in explanation.cause
+
+
+def test_calls_inside_of_a_collective_are_one_line_below_the_users_own() -> None:
+    package = Path(stepladder.__file__).parent
+    stack = [
+        Frame("wait_while_equal", f"{package}/rank/futex.py", 45),
+        Frame("wait", f"{package}/exchange/wait.py", 171),
+        Frame("barrier", "/usr/lib/site-packages/torch/distributed/distributed_c10d.py", 5349),
+        Frame("train", "/home/ada/train.py", 7),
+        Frame("run_here", f"{package}/launcher/absent.py", 163),
+    ]
+    assert format_rank(RankStatus(1, 12, threads=[stack])) == [
+        "  [rank 1] pid 12",
+        "    barrier(), distributed_c10d.py:5349",
+        "    train(), train.py:7",
+        "    run_here(), absent.py:163",
+        "    2 calls of Stepladder inside, the innermost in wait_while_equal(), futex.py:45",
+    ]
+    own = [stack[0], stack[1], stack[-1]]
+    assert len(format_rank(RankStatus(1, 12, threads=[own]))) == 4, "nothing of the user's"

@@ -60,11 +60,14 @@ def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -
         ((*FROM, "--hidden", 32), "is of another model"),
         (("--init-from", "/dev/null"), "has no good snapshot"),
         (("--init-from", "runs/first/snapshots"), "has no good snapshot"),
+        (("--init-from", "weights"), "stepladder import weights JOB --run-dir"),
         (("--init-from", "x" * 300), "--init-from xxx"),
     ],
 )
 def test_what_cannot_be_begun_with_is_one_line_and_leaves_nothing(
     flags: tuple[Any, ...], problem: str, first: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").touch()
     refused(run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", *flags, cwd=tmp_path), problem)
     assert not (tmp_path / "runs" / "a").exists()

@@ -149,6 +149,14 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         ("class Config: ...\nbuild = 3\n", "no function build"),
         ("def build(config): ...\n", "no dataclass Config"),
         ("def Config(): ...\ndef build(config): ...\n", "no dataclass Config"),
+        (
+            "from common import Config\ndef build(config): ...\n",
+            "imports Config by `from common import Config`: it must be defined in the job file",
+        ),
+        (
+            "from common import make as build\nclass Config: ...\n",
+            "imports build by `from common import make as build`",
+        ),
         ("def build(config:\n", "not valid Python"),
         ("class Config: ...\ndef build(): ...\n", "takes no parameters"),
         (
@@ -169,6 +177,8 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         "build no function",
         "no Config",
         "Config no class",
+        "Config imported",
+        "build imported",
         "syntax error",
         "build without config",
         "huge",

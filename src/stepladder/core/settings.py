@@ -129,7 +129,7 @@ class Settings:
         Flag(
             "Intra-op threads of torch per process.",
             MEMORY,
-            default="the cores divided by the processes",
+            default="the cores divided by the processes; 1 with --sync exact",
             minimum=1,
             maximum=MAX_THREADS,
             free_on_resume=True,

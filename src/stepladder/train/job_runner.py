@@ -26,7 +26,7 @@ from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
 from stepladder.storage.run_files import SNAPSHOTS_FOLDER, list_snapshots
-from stepladder.storage.snapshot import read_newest_snapshot
+from stepladder.storage.snapshot import MANIFEST_FILE, read_newest_snapshot
 from stepladder.train.build_errors import explain_build_errors
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
@@ -193,8 +193,20 @@ def validate_init_from(settings: Settings) -> None:
     """Raise InputError if --init-from is needed and names no run with a snapshot."""
     if settings.init_from is not None and not list_snapshots(settings.run_dir / SNAPSHOTS_FOLDER):
         source = Path(settings.init_from)
-        if not list_snapshots(source / SNAPSHOTS_FOLDER):
-            read_newest_snapshot(source)  # raises
+        if list_snapshots(source / SNAPSHOTS_FOLDER):
+            return
+        if not (source / MANIFEST_FILE).exists() and holds_foreign_weights(source):
+            raise InputError(
+                f"--init-from {source}: weights of another program, and no run with a snapshot",
+                f"stepladder import {source} JOB --run-dir {settings.run_dir}, and then train"
+                " without --init-from",
+            )
+        read_newest_snapshot(source)  # raises
+
+
+def holds_foreign_weights(folder: Path) -> bool:
+    """Return whether a folder has files that `stepladder import` may read."""
+    return (folder / ".metadata").exists() or any(folder.glob("*.safetensors*"))
 
 
 def validate_config(

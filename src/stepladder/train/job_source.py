@@ -56,6 +56,7 @@ def read_config_fields(path: Path) -> list[ConfigField]:
     build = definitions.get("build")
     config = definitions.get("Config")
     if not isinstance(build, ast.FunctionDef):
+        validate_not_imported(path, "build")
         run = f"stepladder run {relative_to_cwd(path)}"
         raise InputError(
             f"{path.name} has no function build(config), so it is not a job file",
@@ -66,6 +67,7 @@ def read_config_fields(path: Path) -> list[ConfigField]:
             f"build() in {path.name} takes no parameters: it must take the config", BUILD_SIGNATURE
         )
     if not isinstance(config, ast.ClassDef):
+        validate_not_imported(path, "Config")
         raise InputError(
             f"{path.name} has no dataclass Config",
             "@dataclass class Config with one field per setting",
@@ -75,6 +77,20 @@ def read_config_fields(path: Path) -> list[ConfigField]:
     validate_batch_field(path, [ast.unparse(node.target) for node in nodes])
     lines = read_source(path).splitlines()
     return [_read_field(path, node, lines) for node in nodes]
+
+
+def validate_not_imported(path: Path, name: str) -> None:
+    """Raise InputError if the file imports its Config or build, whose text is then elsewhere."""
+    for statement in parse_source(path).body:
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if (alias.asname or alias.name) == name:
+                raise InputError(
+                    f"{path.name} imports {name} by `{ast.unparse(statement)}`: it must be defined"
+                    " in the job file, whose text alone gives the flags of --help",
+                    f"copy the definition of {name} into {path.name}",
+                )
 
 
 def validate_batch_field(path: Path, names: list[str]) -> None:
