@@ -116,10 +116,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in list(files):
         if file.src_dir == config.docs_dir:
             files.remove(file)
-    style = REPOSITORY / "docs" / "site.css"
-    shown = {place(style): File.generated(config, place(style), abs_src_path=str(style))}
+    shown = {}
     pages = [path for path in markdown_files() if path.is_file()]
-    for path in pages:
+    looks = [REPOSITORY / "docs" / name for name in ("site.css", "site.js")]
+    for path in [*looks, *pages]:
         shown[place(path)] = File.generated(config, place(path), abs_src_path=str(path))
     for path in [*pages, README]:  # pages include parts of the README
         for target in targets(path.read_text(encoding="utf-8"), path.parent):

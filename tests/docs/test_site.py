@@ -24,9 +24,9 @@ from urllib.parse import unquote, urlsplit
 import psutil
 import pytest
 
-from browsers import BROWSER, CONTRAST, WIDTHS
+from browsers import BROWSER, CONTRAST, STOP, WIDTHS, needs_browser, open_tab
 from pages import blocks
-from processes import SECONDS
+from processes import SECONDS, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK = Path(__file__).parent / "browser.html"
@@ -304,3 +304,32 @@ def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
     built = build(tmp_path / "copy", tmp_path / "site")
     assert built.returncode != 0
     assert "gone.md" in built.stderr
+
+
+@needs_browser
+def test_the_menu_the_search_and_the_links_are_used_with_the_keyboard(
+    site: Path, tmp_path: Path
+) -> None:
+    with (
+        serving(site, queue.Queue()) as address,
+        open_tab(f"{address}/docs/install/", tmp_path) as tab,
+    ):
+        tab.set_width(WIDTHS[0])
+        stops = tab.walk_focus()  # each of them is seen
+        menu = ["Start", "Convert", "Install, and a first run", "A first run"]
+        assert {"Skip to content", "Search", *menu, "the quickstart"} <= set(stops)
+        tab.press("/")
+        wait_until(lambda: tab.evaluate(STOP) and tab.evaluate(STOP)["name"] == "Search")
+        tab.press("Escape")
+    with (
+        serving(site, queue.Queue()) as address,
+        open_tab(f"{address}/docs/install/", tmp_path) as tab,
+    ):
+        tab.set_width(WIDTHS[1])
+        stops = tab.walk_focus()
+        assert {"Menu", "Search", "the quickstart"} <= set(stops) and "Convert" not in stops
+        for _ in range(stops.index("Menu") + 1):
+            tab.press("Tab")
+        tab.press("Enter", "\r")
+        wait_until(lambda: tab.evaluate("document.querySelector('#__drawer').checked"))
+        assert {"Home", "Convert"} <= set(tab.walk_focus())

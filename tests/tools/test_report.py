@@ -110,11 +110,11 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     assert drawn == [
         "loss",
         "test_mse",
-        "learning rate",
         "throughput",
         "time per step and rank",
         "starts",
     ]
+    assert re.search(r"<p>learning rate: [\d.]+ from step 1 to 16\.</p>", text), "a constant"
     busy, waits = (
         read_run(tmp_path / "r").times.get_cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
     )

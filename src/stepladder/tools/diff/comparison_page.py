@@ -80,16 +80,26 @@ def describe_verdict(first: str, second: str, comparison: RecordComparison) -> t
 
 
 def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[str, object]:
+    metrics = dict.fromkeys(
+        metric for record in records for metric in record.metrics.last_evaluation
+    )
+    has_best = any(record.result is not None and record.result.best for record in records)
     rows = []
     for name, record in zip(names, records, strict=True):
         starts = [value for _, value in sorted(record.start_records.items())]
         sizes = " > ".join(str(start.world_size) for start in record.starts)
-        best = "-"
-        if record.result and record.result.best:
-            best = f"{record.result.best.metric} {record.result.best.value:.6g}"
+        row = [name, record.progress, sizes]
+        if has_best:
+            best = record.result.best if record.result else None
+            row.append(f"{best.metric} {best.value:.6g}" if best else "-")
+        for metric in metrics:
+            last = record.metrics.last_evaluation.get(metric)
+            row.append("-" if last is None else f"{last:.6g}")
         begun = format_time(starts[0].begun) if starts else "-"
-        rows.append([name, record.progress, sizes, best, begun, record.run_dir])
-    return {"head": ["run", "steps", "processes", "best", "begun", "folder"], "rows": rows}
+        rows.append([*row, begun, str(record.run_dir)])
+    head = ["run", "steps", "processes", *["best"] * has_best]
+    head += [f"last {metric}" for metric in metrics]
+    return {"head": [*head, "begun", "folder"], "rows": rows}
 
 
 def make_differences_table(

@@ -42,7 +42,7 @@ class ChartEvent:
     """Something that happened at a position of the x axis, such as the loss of a rank."""
 
     x: float
-    label: str  # a letter or two, beside the line
+    label: str  # a word or two, beside the line
     text: str
 
 
@@ -56,8 +56,8 @@ def draw_lines(
 ) -> Figure:
     """Draw curves over one pair of axes, with a legend if there are several.
 
-    The values at a position appear when the pointer is there. Where no curve has two points, there
-    is nothing to draw: the figure says the values in words.
+    The values at a position appear when the pointer is there. If no curve has two points, or all
+    values are the same, there is nothing to draw: the figure says the values in words.
 
     Args:
         name: The figure's name.
@@ -71,10 +71,11 @@ def draw_lines(
     if all(len(points) == 1 for points in series.values()):
         return Figure(name, [], 0, note=describe_points(series, x_name))
     all_points = np.array([point for points in series.values() for point in points], dtype=float)
+    first, lowest = all_points.min(0)
+    last, highest = all_points.max(0)
+    if lowest == highest:
+        return Figure(name, [], 0, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
     marks, x_scale, y_scale = draw_axes(all_points, x_name, y_name)
-    first = float(all_points[:, 0].min())
-    last = float(all_points[:, 0].max())
-    marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
@@ -92,6 +93,8 @@ def draw_lines(
             for x, y in pixels:
                 marks.append(Mark("circle", cx=x, cy=y, r=3, fill=colours[label]))
     marks += make_hover_bands(series, x_name, x_scale)
+    # Last, as the bands would hide their titles from the pointer.
+    marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)
     return add_legend(name, marks, colours, HEIGHT, DASHES)
@@ -120,10 +123,6 @@ def draw_axes(
     y_ticks = choose_ticks(y_min, y_max)
     y_min = min(y_min, y_ticks[0])
     y_max = max(y_max, y_ticks[-1])
-    if y_max <= y_min:  # a constant is drawn in the middle
-        margin = abs(y_min) / 2 or 1.0
-        y_min -= margin
-        y_max += margin
     x_scale = make_scale(x_min, x_max, LEFT, PLOT_RIGHT)
     y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, TOP)
     marks = []
@@ -143,12 +142,13 @@ def draw_axes(
 def draw_event(event: ChartEvent, x_scale: Scale) -> Mark:
     """Return a dashed line with its label, which tells what happened under the pointer."""
     x = x_scale(event.x)
-    is_near_end = x > PLOT_RIGHT - 24
+    is_near_end = x + 4 + len(event.label) * HOVER_LETTER_WIDTH > WIDTH
     label = make_text(
         x - 4 if is_near_end else x + 4,
         TOP + 8,
         event.label,
         "end" if is_near_end else "start",
+        class_="event",
     )
     line = Mark(
         "path",

@@ -66,6 +66,7 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
         audited=audited,
         summary=list(summarize_run(record)),
         curves=list(draw_curves(record, events)),
+        events=events,
         throughput=draw_lines(
             "throughput",
             {"samples": samples_per_s},
@@ -164,7 +165,7 @@ def list_events(record: RunRecord, audited: Audit) -> list[ChartEvent]:
             events.append(ChartEvent(start.first, f"start {start.attempt}", text))
         previous = start
     for change in audited.history:
-        label = f"-{len(change.lost)}" if change.lost else f"+{len(change.joined)}"
+        label = f"{len(change.lost)} lost" if change.lost else f"{len(change.joined)} joined"
         events.append(ChartEvent(change.step, label, change.sentence))
     return events
 

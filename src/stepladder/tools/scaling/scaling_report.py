@@ -198,7 +198,10 @@ def make_tables(scaling: Scaling, width: int) -> Iterator[Table]:
 
 
 def format_share(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.0%}"
+    if math.isnan(share):
+        return "-"
+    positive_zero = round(share, 2) + 0.0
+    return f"{positive_zero:.0%}"
 
 
 def make_row(size: SizeResult, baseline: SizeResult) -> list[str]:
