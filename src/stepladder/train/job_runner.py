@@ -25,8 +25,8 @@ from stepladder.rank.exit_record import make_end_file_absolute
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
-from stepladder.storage.run_files import SNAPSHOTS_FOLDER, list_snapshots
-from stepladder.storage.snapshot import MANIFEST_FILE, read_newest_snapshot
+from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots
+from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.build_errors import explain_build_errors
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
