@@ -79,25 +79,34 @@ def draw_lines(
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
-        curve = Mark(
-            "polyline",
-            points=path,
-            fill="none",
-            stroke=colours[label],
-            stroke_width="1.8",
-            stroke_dasharray=DASHES[index % len(DASHES)],
-        )
-        marks.append(curve)
-        if label in dots or len(points) == 1:
-            for x, y in pixels:
-                marks.append(Mark("circle", cx=x, cy=y, r=3, fill=colours[label]))
+        has_dots = label in dots or len(points) == 1
+        marks += draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
     marks += make_hover_bands(series, x_name, x_scale)
     # Last, as the bands would hide their titles from the pointer.
     marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)
     return add_legend(name, marks, colours, HEIGHT, DASHES)
+
+
+def draw_curve(
+    pixels: Points,
+    colour: str,
+    dashes: str,
+    has_dots: bool,
+) -> list[Mark]:
+    """Return a line through points, with a dot at each of them if there shall be dots."""
+    curve = Mark(
+        "polyline",
+        points=" ".join(f"{x:.1f},{y:.1f}" for x, y in pixels),
+        fill="none",
+        stroke=colour,
+        stroke_width="1.8",
+        stroke_dasharray=dashes,
+    )
+    if not has_dots:
+        return [curve]
+    return [curve, *(Mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in pixels)]
 
 
 def describe_points(series: Mapping[str, Points], x_name: str) -> str:
