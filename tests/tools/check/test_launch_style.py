@@ -123,6 +123,7 @@ FABRIC = "from lightning.fabric import Fabric\nfabric = Fabric({})\n"
         ("gpu = int(os.environ.get('LOCAL_RANK', 0))\nif not gpu:\n    step()\n", {3}),
         ("me = args.local_rank\nif me == 0:\n    step()\n", {3}),
         ("device = f'cuda:{local_rank}'\nif device == 0:\n    step()\n", set()),
+        ("gpu = args.local_rank\nmain = gpu == 0\nif main and late:\n    step()\n", {4}),
         ("rank = dist.get_rank()\nif rank == 0:\n    step()\n", set()),
     ],
 )

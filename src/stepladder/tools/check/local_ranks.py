@@ -77,21 +77,31 @@ def lines_of_local_rank_0(source: ScriptSource) -> Lines:
     return lines
 
 
-def names_of_local_rank(source: ScriptSource) -> set[str]:
-    """Return what else the script calls it: `gpu` in `gpu = int(os.environ["LOCAL_RANK"])`."""
-    names = set()
+def names_of_local_rank(source: ScriptSource) -> dict[str, str]:
+    """Return what the script's own names stand for.
+
+    `gpu = int(os.environ["LOCAL_RANK"])` gives `{"gpu": "local_rank"}`, and `is_main = gpu == 0`
+    gives `{"is_main": "local_rank == 0"}`.
+    """
+    names: dict[str, str] = {}
     for file in source.files:
         for node in find_nodes(file.tree, ast.Assign):
+            meaning = ""
             if IS_LOCAL_RANK.fullmatch(ast.unparse(node.value).lower()):
-                names |= {last_name(target).lower() for target in node.targets}
-    return names - {""}
+                meaning = "local_rank"
+            elif isinstance(node.value, ast.Compare) and chooses_local_rank_0(node.value, names):
+                meaning = "local_rank == 0"
+            if meaning:
+                names |= {last_name(target).lower(): meaning for target in node.targets}
+    names.pop("", None)
+    return names
 
 
-def chooses_local_rank_0(test: ast.expr, names: set[str]) -> bool:
+def chooses_local_rank_0(test: ast.expr, names: dict[str, str]) -> bool:
     """Return whether the test of an `if` is true for local rank 0 alone."""
     text = ast.unparse(test).lower()
-    for name in names:
-        text = re.sub(rf"\b{name}\b", "local_rank", text)
+    for name, meaning in names.items():
+        text = re.sub(rf"\b{name}\b", meaning, text)
     return CHOOSES_LOCAL_RANK_0.search(text) is not None
 
 
