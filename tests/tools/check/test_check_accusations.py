@@ -222,6 +222,7 @@ def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path
     assert report["notes"] == [
         "the script is not data parallel: rules that compare ranks do not apply"
     ]
+    assert report["ran"].startswith("the first of 2 ranks, ")
 
 
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ def summarize_run(run: ScriptRun) -> str:
         end = "then the check ended it"
     else:
         end = "to its end"
-    counts = f"{format_count(len(ranks), 'rank')}, {format_count(epochs, 'epoch')}"
-    return f"{counts}, {steps} steps on each, {end}"
+    counted = format_count(len(ranks), "rank")
+    if run.recording.is_single_process and not run.launch.is_alone:
+        counted = f"the first of {run.launch.nproc} ranks"
+    return f"{counted}, {format_count(epochs, 'epoch')}, {steps} steps on each, {end}"
 
 
 def no_training(run: ScriptRun) -> NotChecked:
