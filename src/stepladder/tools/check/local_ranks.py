@@ -86,15 +86,24 @@ def names_of_local_rank(source: ScriptSource) -> dict[str, str]:
     names: dict[str, str] = {}
     for file in source.files:
         for node in find_nodes(file.tree, ast.Assign):
-            meaning = ""
-            if IS_LOCAL_RANK.fullmatch(ast.unparse(node.value).lower()):
-                meaning = "local_rank"
-            elif isinstance(node.value, ast.Compare) and chooses_local_rank_0(node.value, names):
-                meaning = "local_rank == 0"
-            if meaning:
-                names |= {last_name(target).lower(): meaning for target in node.targets}
-    names.pop("", None)
+            meaning = meaning_of(node.value, names)
+            if not meaning:
+                continue
+            for target in node.targets:
+                name = last_name(target)
+                if name:
+                    names[name.lower()] = meaning
     return names
+
+
+def meaning_of(value: ast.expr, names: dict[str, str]) -> str:
+    """Return "local_rank" or "local_rank == 0" if a value is that, else nothing."""
+    text = ast.unparse(value).lower()
+    if IS_LOCAL_RANK.fullmatch(text):
+        return "local_rank"
+    if isinstance(value, ast.Compare) and chooses_local_rank_0(value, names):
+        return "local_rank == 0"
+    return ""
 
 
 def chooses_local_rank_0(test: ast.expr, names: dict[str, str]) -> bool:
