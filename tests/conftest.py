@@ -49,14 +49,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 
 # `train` remembers job files there. A test has no business in the home folder of the person who
-# runs it.
+# runs it. Temporary files are there too: torchrun, and torch's spawn, leave theirs behind.
 if (
     "PYTEST_XDIST_WORKER" not in os.environ
 ):  # a worker has the folder of the process that started it
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stepladder-tests-")
-    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+    SESSION = Path(tempfile.mkdtemp(prefix="tests-"))  # sockets have names of 100 letters at most
+    atexit.register(shutil.rmtree, SESSION, ignore_errors=True)
+    os.environ["XDG_STATE_HOME"] = str(SESSION / "state")
+    os.environ["TMPDIR"] = str(SESSION)
+    tempfile.tempdir = None  # what was found above
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start;
 # `nohup` SIGHUP.

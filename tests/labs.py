@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pages import expect_documented
 from processes import COMMAND, SECONDS, run, wait_until
 
 SBIN = ":/usr/sbin:/sbin"
@@ -58,9 +59,9 @@ class TestLab:
         return done.stdout
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        return {
-            node["name"]: node for node in json.loads(self.lab("status", "--json").stdout)["nodes"]
-        }
+        status = json.loads(self.lab("status", "--json").stdout)
+        expect_documented(status, "lab status")
+        return {node["name"]: node for node in status["nodes"]}
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says, such as JobState, Restarts, BatchHost."""
@@ -133,7 +134,9 @@ def lab_up(
     """A lab of its own for the length of the block. command, user: to be another user's."""
     if reason := why_not():
         pytest.skip(reason)
-    state = Path(tempfile.mkdtemp(prefix="lab-"))  # tmp_path is too long for Slurm's sockets
+    state = Path(
+        tempfile.mkdtemp(prefix="lab-", dir="/tmp")
+    )  # tmp_path is too long for Slurm's sockets
     if user is not None:
         shutil.chown(state, user)
     lab = TestLab(state, command)

@@ -12,6 +12,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from processes import SECONDS, run
 from warm import SERVER
@@ -167,11 +168,27 @@ def normalize(text: str) -> str:
     return re.sub(r"\b\d+\.\d+\b", "N.N", text)
 
 
+def documented_rows(heading: str) -> dict[str, set[str]]:
+    """By key of json.md's table under this heading: the words that its row explains."""
+    part = JSON.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = {}
+    for line in part.splitlines():
+        for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else ""):
+            rows[key] = set(re.findall(r"`(\w+)`", line.split("|", 2)[2]))
+            if "as of `check`" in line and heading != "check":
+                rows[key] |= documented_rows("check")[key]
+    return rows
+
+
 def documented_keys(heading: str) -> set[str]:
     """The keys in json.md's table under this heading."""
-    part = JSON.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return {
-        key
-        for line in part.splitlines()
-        for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
-    }
+    return documented_rows(heading).keys() | set()
+
+
+def expect_documented(value: dict[str, Any], heading: str, absent: tuple[str, ...] = ()) -> None:
+    """An object has the keys of json.md's table, and each object in it those that its row names."""
+    rows = documented_rows(heading)
+    assert value.keys() == rows.keys() - set(absent)
+    for key, found in value.items():
+        for one in found if isinstance(found, list) else [found]:
+            assert not isinstance(one, dict) or one.keys() <= rows[key], f"{heading}: {key}"

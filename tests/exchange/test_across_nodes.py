@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -99,7 +99,8 @@ for attempt in range(2):
 """
 
 
-KILLED_WHILE_IT_SENDS = """\
+# The victim ends when its first number has come: all of them take longer than that.
+IN_THE_MIDDLE = """\
 import os, signal, sys, threading, torch, torch.distributed as dist
 
 torch.set_num_threads(1)
@@ -119,8 +120,8 @@ def await_first_number():
 def await_end():
     os.open("begun", os.O_RDONLY)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
+"""
+KILLED_WHILE_IT_SENDS = """
 if rank == victim:
     numbers.fill_(1.0)
     threading.Thread(target=await_end, daemon=True).start()
@@ -135,28 +136,7 @@ for attempt in range(2):
 """
 
 
-CUT_OFF = """\
-import os, signal, sys, threading, torch, torch.distributed as dist
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-victim = int(sys.argv[1])
-numbers = torch.zeros(60_000_000)
-dist.barrier()
-
-
-def await_first_number():
-    while not numbers[0]:
-        pass
-    os.close(os.open("begun", os.O_WRONLY))
-
-
-def await_end():
-    os.open("begun", os.O_RDONLY)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
+CUT_OFF = """
 sends = (rank == victim) == (sys.argv[2] == "sends")
 if rank == victim:
     threading.Thread(target=await_end, daemon=True).start()
@@ -209,6 +189,24 @@ def read_all(machines: list[Started]) -> tuple[str, str]:
     )
 
 
+Lose = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def lose_in_the_middle(tmp_path: Path) -> Lose:
+    """Run a script after IN_THE_MIDDLE; return what the machines have printed, and have said."""
+
+    def lose(script: str, *arguments: object) -> tuple[str, str]:
+        (tmp_path / "killed.py").write_text(IN_THE_MIDDLE + script)
+        os.mkfifo(tmp_path / "begun")
+        with two_machines(tmp_path, tmp_path / "killed.py", *arguments) as machines:
+            codes = [machine.end() for machine in machines]
+        assert any(codes)
+        return read_all(machines)
+
+    return lose
+
+
 def test_collectives_of_two_machines_are_those_of_gloo_summed_by_machine(tmp_path: Path) -> None:
     script = tmp_path / "all.py"
     script.write_text(ALL)
@@ -242,16 +240,10 @@ def test_a_rank_that_is_lost_on_one_machine_is_named_on_all(
     ("victim", "message"), [(2, "rank 2 has gone"), (0, "another machine does not answer")]
 )
 def test_a_rank_that_is_lost_while_it_sends_leaves_no_other_machine_waiting(
-    tmp_path: Path, victim: int, message: str
+    lose_in_the_middle: Lose, victim: int, message: str
 ) -> None:
     """gloo does not tell who waits for data on their way. Rank 0 takes the store with it."""
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED_WHILE_IT_SENDS)
-    os.mkfifo(tmp_path / "begun")
-    with two_machines(tmp_path, script, victim) as machines:
-        codes = [machine.end() for machine in machines]
-    assert any(codes)
-    printed, _ = read_all(machines)
+    printed, _ = lose_in_the_middle(KILLED_WHILE_IT_SENDS, victim)
     for rank in (2 - victim, 3 - victim):  # of the other machine
         assert printed.count(f"rank {rank}: {message}") == 2, printed
 
@@ -280,16 +272,10 @@ def test_different_calls_on_one_machine_are_named_there_and_end_the_others(tmp_p
     ],
 )
 def test_a_message_to_another_machine_that_is_cut_off_is_awaited_no_longer(
-    tmp_path: Path, victim: int, verb: str, message: str
+    lose_in_the_middle: Lose, victim: int, verb: str, message: str
 ) -> None:
     """The other rank of the victim's machine, which is in a collective, tells of its end."""
-    script = tmp_path / "cut_off.py"
-    script.write_text(CUT_OFF)
-    os.mkfifo(tmp_path / "begun")
-    with two_machines(tmp_path, script, victim, verb) as machines:
-        codes = [machine.end() for machine in machines]
-    assert any(codes)
-    printed, said = read_all(machines)
+    printed, said = lose_in_the_middle(CUT_OFF, victim, verb)
     assert printed.count(f"rank {2 - victim}: {message}") == 1, printed + said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,24 @@ def test_a_cancelled_job_has_saved_a_snapshot(local: dict[str, str], tmp_path: P
     status = json.loads(run("status", job, "--json", cwd=tmp_path, env=local).stdout)
     assert status["state"] == "CANCELLED" and status["step"]
     refused(run("cancel", job, cwd=tmp_path, env=local), "has ended already (CANCELLED)")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_jobs_are_cancelled_by_their_name(local: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import signal\nsignal.pause()\n")
+    waits = "--", "run", "waits.py"
+    first, second = (submit(local, tmp_path, "--name", name, *waits) for name in ("a", "b"))
+
+    def states() -> list[str]:
+        answers = [run("status", job, "--json", cwd=tmp_path, env=local) for job in (first, second)]
+        return [json.loads(answer.stdout)["state"] for answer in answers]
+
+    cancel = "from local_cluster import LocalCluster; LocalCluster().cancel([], name='a')"
+    subprocess.run([sys.executable, "-c", cancel], env={**os.environ, **local}, check=True)
+    assert states() == ["CANCELLED", "RUNNING"]
+    assert run("cancel", second, cwd=tmp_path, env=local).returncode == 0
+    assert states() == ["CANCELLED", "CANCELLED"]
 
 
 def test_what_the_cluster_cannot_is_one_line(local: dict[str, str], tmp_path: Path) -> None:

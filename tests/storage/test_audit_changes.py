@@ -13,6 +13,7 @@ from ledgers import FakeRun
 from stepladder import Plan
 from stepladder.storage.audit import audit
 from stepladder.storage.ledger import Ledger, LedgerHeader, join_chains
+from stepladder.storage.ledger_rank_reader import Attempt, ChangeLine, RankLedgerReader
 
 PLAN = Plan(num_samples=24, global_batch=6, microbatch=1, seed=1)
 STEPS = 8
@@ -144,6 +145,15 @@ def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(
     ranks.do_step()
     run.result(2)
     assert audit(run.path).ok == joined
+
+
+def test_a_line_of_a_change_names_thousands_of_ranks(tmp_path: Path) -> None:
+    ranks = tuple(range(1, 3000))
+    ledger = Ledger(tmp_path, LedgerHeader(1, 1, 3000, 0, ""))
+    ledger.record_change(0, list(ranks), 1)
+    ledger.close()
+    reader = RankLedgerReader(tmp_path, Attempt(1, 3000, 0, ""), 1)
+    assert reader.early_change == ChangeLine(0, ranks, 1)
 
 
 def test_the_history_says_who_was_lost_and_who_came(tmp_path: Path) -> None:

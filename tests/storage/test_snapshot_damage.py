@@ -12,6 +12,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -223,7 +224,16 @@ def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_
         TypeError, match="state state/not storable is a function, which cannot be read back safely"
     ):
         Snapshots(folder).save(3, model_of(3), {"not storable": lambda: None})
+    with pytest.raises(TypeError, match="state state/named is a Named, which cannot be read back"):
+        Snapshots(folder).save(3, model_of(3), {"named": Named(1, torch.ones(2))})
     assert whole_steps(folder) == [1, 2]
+
+
+class Named(NamedTuple):
+    """A value that torch.load refuses to read."""
+
+    number: int
+    tensor: torch.Tensor
 
 
 class RunsCode:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pages import expect_documented
 from processes import run, train
 from stepladder import InputError
 from stepladder.recipes.gpt import (
@@ -178,6 +179,7 @@ def test_one_hash_on_any_number_of_processes_and_a_sample(tmp_path: Path, folder
     arguments = "recipe", "sample", "runs/4", "--prompt", "to be", "--tokens", 12, "--json"
     printed = [json.loads(run(*arguments, cwd=tmp_path).stdout) for _ in range(2)]
     assert printed[0] == printed[1] and printed[0]["step"] == 4
+    expect_documented(printed[0], "recipe sample")
     assert printed[0]["text"].startswith("to be") and len(printed[0]["text"]) == 17
     for wrong, text in (("€", "--prompt has '€'"), ("", "--prompt is empty")):
         done = run("recipe", "sample", "runs/4", "--prompt", wrong, cwd=tmp_path)

@@ -38,6 +38,7 @@ class LocalCluster(Cluster):
                 start_new_session=True,
             )
         (FOLDER / f"{process.pid}.output").write_text(str(output), encoding="utf-8")
+        (FOLDER / f"{process.pid}.name").write_text(job.name, encoding="utf-8")
         return str(process.pid)
 
     def state(self, job_id: str) -> JobInfo | None:
@@ -47,10 +48,15 @@ class LocalCluster(Cluster):
         state = "RUNNING"
         with suppress(FileNotFoundError):
             state = (FOLDER / job_id).read_text(encoding="utf-8").strip()
-        return JobInfo(job_id, "", state, output=path.read_text(encoding="utf-8"))
+        name = path.with_suffix(".name").read_text(encoding="utf-8")
+        return JobInfo(job_id, name, state, output=path.read_text(encoding="utf-8"))
 
     def cancel(self, job_ids: Sequence[str], name: str = "") -> None:
-        for job_id in job_ids:
+        names = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.name")}
+        chosen = [*job_ids, *(job_id for job_id in names if name and names[job_id] == name)]
+        for job_id in chosen:
+            if (FOLDER / job_id).exists():  # it has ended, and its number may be another process's
+                continue
             (FOLDER / job_id).write_text("CANCELLED", encoding="utf-8")
             with suppress(ProcessLookupError):
                 os.killpg(int(job_id), signal.SIGTERM)  # a training saves a snapshot first

@@ -25,7 +25,7 @@ from stepladder.storage.ledger import (
 )
 from stepladder.storage.ledger_plan import PlannedSteps
 
-MAX_LEDGER_LINE_BYTES = 1 << 12  # a line that the ledger writes has about 150
+MAX_LEDGER_LINE_BYTES = 1 << 20  # of a step 150 bytes; of a change all ranks that continue
 HEX_DIGEST = re.compile("[0-9a-f]{16}")
 
 

@@ -48,7 +48,7 @@ class HostBuffers:
             return self._copy_tensor(tree, keys)
         if isinstance(tree, dict):
             return {key: self._copy(value, (*keys, key)) for key, value in tree.items()}
-        if isinstance(tree, (list, tuple)):
+        if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
             return type(tree)(self._copy(value, (*keys, i)) for i, value in enumerate(tree))
         if isinstance(tree, np.generic):  # a NumPy scalar would need pickle to be read
             return tree.item()

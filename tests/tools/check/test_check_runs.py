@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pages import REPOSITORY
-from processes import started
+from pages import REPOSITORY, expect_documented
+from processes import run, started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CORPUS = REPOSITORY / "tests" / "check_corpus"
@@ -29,7 +29,9 @@ def check(script: Path, folder: Path, *flags: str, args: tuple[str, ...] = ()) -
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
     )
     assert ran.stdout, ran.stderr
-    return ran.returncode, json.loads(ran.stdout)
+    report = json.loads(ran.stdout)
+    expect_documented(report, "check", ("isolation",) if "--static" in flags else ())
+    return ran.returncode, report
 
 
 def rules(report: dict) -> set[str]:  # type: ignore[type-arg]
@@ -90,6 +92,41 @@ def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
     assert sarif["version"] == "2.1.0"
     assert [result["ruleId"] for result in sarif["runs"][0]["results"]] == ["fixed-port"]
     assert not (tmp_path / "made").exists()
+
+
+ONLY_TORCH = "import torch\nx = torch.ones(3, requires_grad=True).sum()\nx.backward()\n"
+PREPARES = """\
+from torch import nn
+from common import Config
+
+def build(config):
+    return nn.Linear(config.width, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it imports no torch"),
+        ("# later\n", "it imports no torch"),
+        ('{"cells": []}', "it imports no torch"),
+        ("import sys, helper\nprint(sys.argv)\n", "it imports no torch"),
+        (PREPARES, "it defines functions and classes, and calls none"),
+        (ONLY_TORCH, None),
+        ("import helper_of_somebody\nhelper_of_somebody.main()\n", None),
+    ],
+)
+def test_a_source_without_training_is_not_checked(
+    text: str, reason: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "helper.py").touch()
+    done = run("check", "--static", "script.py", cwd=tmp_path)
+    assert done.returncode == (3 if reason else 0), done.stdout
+    assert (
+        reason is None
+        or f"no training was seen in the source of script.py: {reason}" in done.stdout
+    )
 
 
 SAVE = "                self._save(epoch)\n"

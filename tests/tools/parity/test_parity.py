@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pages import REPOSITORY
+from pages import REPOSITORY, expect_documented
 from stepladder.tools.parity.compare import FirstDifference
 from stepladder.tools.parity.formats import summary_lines
 from stepladder.tools.parity.parity import PARITY_TEXTS, ParityReport
@@ -44,7 +44,9 @@ def compare(pair: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any]]:
     sizes = [part for nproc, args in pair.get("at", []) for part in ("--at", str(nproc), args)]
     ran = run_parity(folder, "--json", *sizes, pair["file"])
     assert ran.stdout, ran.stderr
-    return ran.returncode, json.loads(ran.stdout)
+    report = json.loads(ran.stdout)
+    expect_documented(report, "parity")
+    return ran.returncode, report
 
 
 def compare_forked(pair: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any]]:

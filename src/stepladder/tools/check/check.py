@@ -39,7 +39,7 @@ from stepladder.tools.check.rules.all_rules import (
     drop_suppressed,
 )
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
-from stepladder.tools.check.run_summary import no_training, summarize_run
+from stepladder.tools.check.run_summary import no_training, no_training_in_source, summarize_run
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
@@ -150,6 +150,8 @@ class Check:
             self.tell_early(source_findings)
             with exit_on_signals():
                 report = self.try_styles()
+        elif not self.findings:
+            report = Report(not_checked=no_training_in_source(self.source), notes=self.notes)
         by_rule = sorted(self.findings.values(), key=attrgetter("rule"))
         findings = sort_by_severity(by_rule)
         return replace(report, findings=findings, folder=self.style.folder)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.script_runs import ScriptRun
+from stepladder.tools.check.script_source import ScriptSource, imported_packages
+
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def summarize_run(run: ScriptRun) -> str:
@@ -35,3 +41,27 @@ def no_training(run: ScriptRun) -> NotChecked:
         f"pass"
     )
     return NotChecked("no training", line, run.last_output)
+
+
+def no_training_in_source(source: ScriptSource) -> NotChecked | None:
+    """Return why no training can be in a source, so that rules which read it prove nothing."""
+    script = source.files[0]
+    names = {name for file in source.files for name in imported_packages(file.tree)}
+    others = names - sys.stdlib_module_names - {file.path.stem for file in source.files}
+    if not others:
+        reason = "it imports no torch, nor any other package"
+    elif not any(may_call(statement) for statement in script.tree.body):
+        reason = "it defines functions and classes, and calls none, as a job file does"
+    else:
+        return None
+    line = f"no training was seen in the source of {script.name}: {reason}"
+    return NotChecked("no training", line)
+
+
+def may_call(statement: ast.stmt) -> bool:
+    """Return whether a statement of a module does more than to import, to define and to assign."""
+    if isinstance(statement, (*DEFINITIONS, ast.Import, ast.ImportFrom)):
+        return False
+    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
+        return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return True
