@@ -60,7 +60,7 @@ if (
     atexit.register(shutil.rmtree, SESSION, ignore_errors=True)
     os.environ["XDG_STATE_HOME"] = str(SESSION / "state")
     os.environ["TMPDIR"] = str(SESSION)
-    tempfile.tempdir = None  # what was found above
+    tempfile.tempdir = str(SESSION)  # in place of what was found above
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start;
 # `nohup` SIGHUP.
