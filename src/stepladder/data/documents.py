@@ -33,7 +33,8 @@ class Documents:
 
     def __init__(self, data: Any) -> None:
         is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        if not is_source(data) and (not is_sequence or isinstance(data, (dict, type))):
+        has_items = is_sequence and not isinstance(data, (dict, type))
+        if not has_items and not is_source(data):
             raise InputError(f"the documents are a {type(data).__name__}", SOURCE_HINT)
         self.data = data
         # The chunks of a source, or None.

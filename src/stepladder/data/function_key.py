@@ -108,8 +108,9 @@ def describe_function(function: FunctionType, known: KnownFunctions) -> Iterator
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         values[name] = cell.cell_contents
     names = list(list_names(code))
-    used = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    used |= find_imports(code, function.__globals__.get("__package__"))
+    variables = function.__globals__
+    used = {name: variables[name] for name in names if name in variables}
+    used |= find_imports(code, variables.get("__package__"))
     for name, value in used.items():
         if isinstance(value, ModuleType) and not is_installed(value):
             values |= list_attributes(name, value, names, {value})

@@ -136,7 +136,8 @@ def validate_weights(
     with suppress(TypeError, ValueError):
         values = np.asarray(weights, np.float64)
         is_given = values.shape == (num_sources,) and num_sources > 0
-        is_usable = is_given and bool(values.min() > MIN_PART * sum(values.tolist()))
+        least = MIN_PART * sum(values.tolist())
+        is_usable = is_given and bool(values.min() > least)
     if not is_usable or passes is not None:
         raise InputError(
             f"a Mixture of {num_sources} sources with weights={weights!r:.200}, passes={passes}",
@@ -180,5 +181,7 @@ def select_rows(batches: list[Any], order: IndexArray) -> Any:
     if isinstance(first, (list, tuple)):
         return [select_rows(list(columns), order) for columns in zip(*batches, strict=True)]
     if isinstance(first, torch.Tensor):  # of a type that NumPy may not have
-        return torch.cat([torch.as_tensor(batch) for batch in batches])[torch.from_numpy(order)]
+        tensors = [torch.as_tensor(batch) for batch in batches]
+        rows = torch.from_numpy(order)
+        return torch.cat(tensors)[rows]
     return np.concatenate([np.asarray(batch) for batch in batches])[order]

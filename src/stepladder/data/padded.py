@@ -96,10 +96,11 @@ class Padded:
         lengths = np.diff(offsets)
         # torch has few operations for whole numbers of other types.
         dtype = np.int64 if values.dtype.kind in "iu" else values.dtype
-        is_whole = float(self._padding).is_integer() and abs(self._padding) < MAX_INTEGER
+        padding = self._padding
+        is_whole = abs(padding) < MAX_INTEGER and float(padding).is_integer()
         if dtype == np.int64 and not is_whole:
-            raise InputError(f"padding={self._padding} of documents of whole numbers", PADDING_HINT)
-        padded = np.full((len(lengths), lengths.max()), self._padding, dtype)
+            raise InputError(f"padding={padding} of documents of whole numbers", PADDING_HINT)
+        padded = np.full((len(lengths), lengths.max()), padding, dtype)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = values[offsets[0] : offsets[-1]]
         return padded
 
@@ -117,7 +118,10 @@ def join_documents(documents: Any) -> Ragged:
         if array.ndim != 1:
             raise InputError(f"a document has the shape {list(array.shape)}", SOURCE_HINT)
     # NumPy takes an empty list for one of float64.
-    values = np.concatenate([array for array in arrays if len(array)] or [np.empty(0, np.int64)])
+    filled = [array for array in arrays if len(array)]
+    if not filled:
+        filled = [np.empty(0, np.int64)]
+    values = np.concatenate(filled)
     if values.dtype.kind not in "biuf":
         raise InputError(f"a document holds {values.dtype}", SOURCE_HINT)
     return Ragged(values, np.cumsum([0, *map(len, arrays)]))

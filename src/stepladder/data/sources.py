@@ -33,6 +33,7 @@ Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
 Request = tuple[int, Indices]  # epoch, data-set indices of one pass
 PREFETCHED_BATCHES = 4
+MAX_TENSOR_NUMBER_BYTES = 16  # of complex128
 TENSOR_KINDS = "biufc"  # NumPy's letters for the types that tensors have
 ROWS_HINT = (
     "tensors or arrays with a row for each sample, or a list or dict of them; for open_data,"
@@ -184,13 +185,17 @@ def describe_problem(part: Any, rows: int) -> str:
     """Return why a part of a batch cannot be a tensor with this number of rows; "" if it can."""
     if not isinstance(part, (np.ndarray, torch.Tensor)):
         return f"holds a {type(part).__name__}"
-    if isinstance(part, np.ndarray) and (
-        part.dtype.kind not in TENSOR_KINDS or not part.dtype.isnative or part.dtype.itemsize > 16
-    ):
+    if isinstance(part, np.ndarray) and not is_tensor_type(part.dtype):
         return f"holds an array of {part.dtype}"
     if part.shape[:1] != (rows,):
         return f"of {rows} samples holds an array of shape {list(part.shape)}"
     return ""
+
+
+def is_tensor_type(dtype: np.dtype[Any]) -> bool:
+    """Return whether torch has such numbers, in the byte order of this machine."""
+    has_size = dtype.itemsize <= MAX_TENSOR_NUMBER_BYTES
+    return dtype.kind in TENSOR_KINDS and dtype.isnative and has_size
 
 
 def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:

@@ -89,7 +89,8 @@ def map_arrow(file: DataFile) -> Any:
     """
     try:
         source = pa.memory_map(str(file.get_path()))
-        is_file = file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC
+        head = file.read(0, min(len(ARROW_FILE_MAGIC), file.size))
+        is_file = head == ARROW_FILE_MAGIC
         opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         table = opened.read_all()
         len(table.column_names)  # raises if one of them is no text

@@ -6,6 +6,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,8 @@ class CsvLines(IndexedFiles):
         options: OpenOptions,
     ) -> None:
         super().__init__(files, self._find_rows, options)
-        self.delimiter = "\t" if files[0].name.lower().endswith(".tsv") else ","
+        suffix = PurePath(files[0].name).suffix
+        self.delimiter = "\t" if suffix.lower() == ".tsv" else ","
         self.header = self._read_header(files[0])[0]
         self.types: dict[str, Callable[[str], Any]] = {}
         if options.decode is None:  # which takes texts

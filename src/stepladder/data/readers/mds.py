@@ -191,8 +191,8 @@ def verify_file(file: DataFile, expected: MdsFile) -> str:
     for name, digest in expected.hashes.items():
         if name not in HASHES - HASHES_OF_ANY_LENGTH:
             continue
-        computed = getattr(xxhash, name, None) or getattr(hashlib, name)
-        computed = computed()
+        library = hashlib if name in hashlib.algorithms_guaranteed else xxhash
+        computed = getattr(library, name)()
         for piece in read_pieces(file):
             computed.update(piece)
         if computed.hexdigest() != digest:
@@ -245,8 +245,10 @@ def validate_shard(
     if not 0 <= shard.samples < MAX_SHARD_SAMPLES:
         raise InputError(f"{index}: {name} has {shard.samples} samples", DAMAGE_HINT)
     lengths = {len(shard.column_names), len(shard.column_encodings), len(shard.column_sizes)}
-    has_columns = lengths == {len(set(shard.column_names))} and bool(shard.column_names)
-    if not has_columns or min(0, *(size or 0 for size in shard.column_sizes)) < 0:
+    num_names = len(set(shard.column_names))
+    fixed_sizes = [size for size in shard.column_sizes if size is not None]
+    has_negative = any(size < 0 for size in fixed_sizes)
+    if lengths != {num_names} or not num_names or has_negative:
         raise InputError(f"{index}: the columns of {name} are damaged", DAMAGE_HINT)
 
 

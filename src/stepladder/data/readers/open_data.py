@@ -141,8 +141,11 @@ def open_data(
 
 def list_given(path: str | Path | Sequence[str | Path]) -> list[str]:
     """Return the paths that a caller of `open_data` gives. Raises InputError if there are none."""
+    given: Any = path
+    if isinstance(path, (str, Path)):
+        given = [path]
     with as_input_error(f"open_data({path!r:.60})", DATA_HINT, (TypeError,)):
-        paths = [fsdecode(one) for one in ([path] if isinstance(path, (str, Path)) else path)]
+        paths = list(map(fsdecode, given))
     if not paths or "" in paths:  # which would be the folder of the process
         kind = "path" if paths else "list"
         raise InputError(f"open_data got an empty {kind}", DATA_HINT)

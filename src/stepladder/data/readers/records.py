@@ -115,7 +115,8 @@ class IndexedFiles:
         """
         samples: list[Sample] = []
         for number, file in enumerate(self.files):
-            for begin, end in pairwise(self.get_offsets(number)[: count + 1].tolist()):
+            offsets = self.get_offsets(number)[: count + 1]
+            for begin, end in pairwise(offsets.tolist()):
                 with suppress(ValueError):
                     samples.append(parse(file.read(begin, end)))
             if samples:

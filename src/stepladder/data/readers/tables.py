@@ -132,12 +132,11 @@ class TableSource(FilesSource):
     ) -> dict[str, Any]:
         part = self.parts[number]
         try:
+            loaded = self._load(number)
             if self.decode is not None:
-                return {"rows": self._load(number).take(pa.array(rows)).to_pylist()}
-            return {
-                name: take_rows(part, name, column, rows)
-                for name, column in self._load(number).items()
-            }
+                taken = loaded.take(pa.array(rows))
+                return {"rows": taken.to_pylist()}
+            return {name: take_rows(part, name, column, rows) for name, column in loaded.items()}
         except PARQUET_DAMAGE as error:
             raise part.make_damage(get_reason(error)).as_error() from error
 

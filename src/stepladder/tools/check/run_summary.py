@@ -46,9 +46,12 @@ def no_training(run: ScriptRun) -> NotChecked:
 def no_training_in_source(source: ScriptSource) -> NotChecked | None:
     """Return why no training can be in a source, so that rules which read it prove nothing."""
     script = source.files[0]
-    names = {name for file in source.files for name in imported_packages(file.tree)}
-    others = names - sys.stdlib_module_names - {file.path.stem for file in source.files}
-    if not others:
+    names: set[str] = set()
+    for file in source.files:
+        names.update(imported_packages(file.tree))
+    names -= sys.stdlib_module_names
+    names -= {file.path.stem for file in source.files}
+    if not names:
         reason = "it imports no torch, nor any other package"
     elif not any(may_call(statement) for statement in script.tree.body):
         reason = "it defines functions and classes, and calls none, as a job file does"
