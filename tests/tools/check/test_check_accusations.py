@@ -141,6 +141,34 @@ def test_one_that_cannot_run_alone_counts_as_run_and_its_ranks_are_not_compared(
     assert [note for note in report["notes"] if "rules that compare ranks do not apply" in note]
 
 
+CRASHES = """
+import os
+import signal
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    os.kill(os.getpid(), signal.SIGSEGV)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_rank_that_crashes_is_not_missed_in_a_collective(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, CRASHES)
+    assert (code, report["findings"]) == (3, [])
+    assert "failed by itself" in report["not_checked"]["line"]
+
+
 DIVIDED = """
 import os
 import torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from check_recordings import backward, evidence_of, forward, log, step, train_pass
+from check_recordings import LOADER, backward, evidence_of, forward, log, step, train_pass
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare
 
@@ -115,6 +115,14 @@ def test_windows_that_begin_anew_are_named() -> None:
     assert rules(windows("d", "e", "f"), unbroken, ended) == []
     alike = [*windows("a", "b", "c"), SAVE, *windows("a", "b", "c"), {"k": "exit"}]
     assert rules(windows("a", "b", "c"), alike, ended) == []
+
+
+def test_a_stream_that_begins_anew_is_named() -> None:
+    stream = {"k": "pass", "number": 1, **LOADER, "iterable": True}
+    unbroken = [stream, *windows("a", "b", "c"), SAVE, *windows("d", "e", "f"), {"k": "exit"}]
+    ended = [stream, *windows("a", "b", "c"), SAVE]
+    assert rules([stream, *windows("a", "b", "c")], unbroken, ended) == ["resume-samples"]
+    assert rules([stream, *windows("d", "e", "f")], unbroken, ended) == []
 
 
 def test_ranks_that_differ_only_after_a_resume_are_named() -> None:

@@ -369,7 +369,8 @@ class RunningRanks:
             outcome = replace(outcome, position=describe_positions(self.observed.inspect()))
         if outcome.failed:
             outputs = map(outcome.output, outcome.failed_ranks)
-            has_raised = any(map(has_own_error, outputs))
+            has_crashed = -signal.SIGSEGV in outcome.codes
+            has_raised = has_crashed or any(map(has_own_error, outputs))
             deadlock = None
             if not has_raised:
                 deadlock = self.observed.explain_failure()

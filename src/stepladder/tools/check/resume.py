@@ -289,9 +289,7 @@ def compare_samples(run: ResumedRun) -> Finding | None:
 
 
 def compare_inputs(run: ResumedRun) -> Finding | None:
-    """Find a loop without a loader whose inputs begin anew, where the unbroken run goes on."""
-    if run.unbroken.training_passes:
-        return None
+    """Find inputs that begin anew, where the unbroken run goes on: windows, or a stream."""
     saved = run.unbroken.select(Save)[0].n
     expected = [call for call in recorded_training_calls(run.unbroken) if call.n > saved]
     trained = [call.rows for call in recorded_training_calls(run.halted)[:3]]
