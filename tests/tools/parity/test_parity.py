@@ -189,5 +189,6 @@ def test_a_script_that_fails_shows_its_own_traceback(tmp_path: Path) -> None:
     code, report = compare({**CLOUD, "edits": [fails]}, tmp_path)
     assert (code, report["findings"], report["same"]) == (3, [], False)
     assert report["not_judged"]["cause"] == "script"
+    assert report["not_judged"]["line"] == "on 2 processes: the script failed by itself, as above"
     assert "ValueError: no such cloud" in report["not_judged"]["output"]
     assert "tools/parity" not in report["not_judged"]["output"]

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stepladder.core.numbers import format_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.check import KNOWS_OTHER_RANKS, Check, Request
@@ -199,7 +200,8 @@ class Parity:
         """
         outcome = run.outcome
         if outcome.failed and run.failure is not None:
-            raise NotJudged(run.failure)
+            where = format_count(size.nproc, "process")
+            raise NotJudged(replace(run.failure, line=f"on {where}: {run.failure.line}"))
         if outcome.late:
             line = f"the script was ended after {self.request.check.timeout:g} s: {LATE_HINT}"
             raise NotJudged(NotChecked("script", line, run.last_output))
