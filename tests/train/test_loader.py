@@ -349,3 +349,44 @@ def test_ranks_agree_on_the_attempt_and_on_its_error(tmp_path: Path) -> None:
     (path / "config.json").write_text("{}")
     errors = run_ranks(give, 2, path, None, 1)
     assert errors[0] == errors[1] and "is damaged" in errors[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"global_batch": 2.5}, {"global_batch": "8"}, {"num_workers": 1.5}]
+)
+def test_what_is_no_number_is_refused(wrong: dict[str, Any]) -> None:
+    """With a batch of 2.5 a loop had no step, and no error."""
+    with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
+        Loader(NUMBERS, **{"global_batch": SIZE, **wrong})
+
+
+class Arrays:
+    """A source of an array."""
+
+    chunk_edges = None
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, indices: NDArray[np.int64]) -> Any:
+        return self.array[np.sort(indices)][::-1]
+
+
+def test_an_array_from_its_end_on_is_one_of_tensors() -> None:
+    for data in (np.arange(6)[::-1], Arrays(np.arange(6))):
+        loader = Loader(data, 6)
+        [batch] = loader
+        loader.close()
+        [values] = batch if isinstance(batch, list) else [batch]
+        assert sorted(values.tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("array", [np.arange(6, dtype=">i4"), np.zeros(6, np.longdouble)])
+def test_an_array_of_no_type_of_torch_is_one_line(array: NDArray[Any]) -> None:
+    with pytest.raises(InputError, match="cannot be tensors: "):
+        Loader(array, 6)
+    with pytest.raises(InputError, match="a batch of the job's Arrays holds an array of "):
+        list(Loader(Arrays(array), 6))

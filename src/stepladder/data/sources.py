@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import Chunks
+from stepladder.data.formats.arrays import MAX_NUMBER_BYTES
 from stepladder.data.loader import make_loader
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import ShardReader, validate_process
@@ -33,7 +34,6 @@ Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
 Request = tuple[int, Indices]  # epoch, data-set indices of one pass
 PREFETCHED_BATCHES = 4
-MAX_TENSOR_NUMBER_BYTES = 16  # of complex128
 TENSOR_KINDS = "biufc"  # NumPy's letters for the types that tensors have
 ROWS_HINT = (
     "tensors or arrays with a row for each sample, or a list or dict of them; for open_data,"
@@ -194,8 +194,10 @@ def describe_problem(part: Any, rows: int) -> str:
 
 def is_tensor_type(dtype: np.dtype[Any]) -> bool:
     """Return whether torch has such numbers, in the byte order of this machine."""
-    has_size = dtype.itemsize <= MAX_TENSOR_NUMBER_BYTES
-    return dtype.kind in TENSOR_KINDS and dtype.isnative and has_size
+    max_bytes = MAX_NUMBER_BYTES
+    if dtype.kind == "c":  # of two numbers
+        max_bytes *= 2
+    return dtype.kind in TENSOR_KINDS and dtype.isnative and dtype.itemsize <= max_bytes
 
 
 def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
