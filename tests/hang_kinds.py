@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from threading import Event, Thread
+
 from processes import JOBS
 
 SCRIPT = JOBS / "hangs_of_scripts.py"
@@ -59,6 +64,28 @@ SAID_BY_CHECK = {
     ),
     "timeout": ("hang", "download", "rank 0: it is in download()"),
 }
+
+
+@contextmanager
+def serve_gate() -> Iterator[tuple[int, Event]]:
+    """Yield a port of this machine, and the event on which everybody who has connected gets a byte."""
+    is_open = Event()
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            is_open.wait()
+            with suppress(OSError):  # the other end may be gone
+                self.request.sendall(b".")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1], is_open
+        finally:
+            is_open.set()
+            server.shutdown()
+            thread.join()
 
 
 def function_at(line: int) -> str:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
-from hang_kinds import SAID_BY_GLOO, SAID_IN_MEMORY, SCRIPT
+from hang_kinds import SAID_BY_GLOO, SAID_IN_MEMORY, SCRIPT, serve_gate
 from processes import run, started, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -29,6 +30,10 @@ def test_a_hang_is_explained_without_a_flag(exchange: str, kind: str, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["download", "evaluate"])
 def test_of_a_rank_that_is_only_slow_nothing_is_said(kind: str, tmp_path: Path) -> None:
-    done = run("run", "--nproc", 2, "--max-restarts", 0, SCRIPT, kind, 9, cwd=tmp_path)
+    with serve_gate() as (port, is_open):
+        timer = Timer(9, is_open.set)  # nothing is said, so that there is nothing to wait for
+        timer.start()
+        done = run("run", "--nproc", 2, "--max-restarts", 0, SCRIPT, kind, port, cwd=tmp_path)
+        timer.join()
     assert done.returncode == 0, done.stderr
     assert "usual cause" not in done.stderr

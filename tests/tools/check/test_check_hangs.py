@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hang_kinds import SAID_BY_CHECK, SCRIPT, function_at
-from processes import started
+from hang_kinds import SAID_BY_CHECK, SCRIPT, function_at, serve_gate
+from processes import started, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -31,8 +31,14 @@ def test_a_hang_is_named_with_its_line(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["download", "evaluate"])
 def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Path) -> None:
-    """The patience is over long before the rank goes on."""
-    with started("check", "--json", "--patience", 1, SCRIPT, kind, 9, cwd=tmp_path) as running:
+    """The patience is over before the rank goes on."""
+    flags = "check", "--json", "--patience", 1
+    with (
+        serve_gate() as (port, is_open),
+        started(*flags, SCRIPT, kind, port, cwd=tmp_path) as running,
+    ):
+        wait_until(lambda: "ranks wait" in running.err.read_text(), running.err.read_text)
+        is_open.set()
         assert running.end() == 0
         report = json.loads(running.out.read_text().splitlines()[-1])
     assert report["findings"] == []

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stepladder.core.address import find_free_port
+from stepladder.core.console import print_message
 from stepladder.core.process_count import count_cores
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
@@ -345,6 +346,8 @@ class RunningRanks:
         # Else they are between two steps, about to end, or were inspected just as they went on.
         if has_stalled or (can_go_on and find_rank_to_blame(statuses)):
             position = describe_positions(statuses)
+            if not has_stalled and not self.outcome.position:
+                print_message(f"ranks wait: {position}")
         self.outcome = replace(self.outcome, position=position, has_stalled=has_stalled)
         self.judged_at = time.monotonic()
 

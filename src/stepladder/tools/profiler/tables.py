@@ -102,7 +102,7 @@ def make_operator_table(profile: Profile) -> Table:
             operator.name[:MAX_OPERATOR_NAME],
             f"{1e3 * operator.seconds:.3f}",
             f"{operator.seconds / profile.seconds:.0%}",
-            f"{operator.calls:g}",
+            f"{round(operator.calls, 1):g}",
         )
     return table
 
