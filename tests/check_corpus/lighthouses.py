@@ -35,7 +35,7 @@ def main():
     dist.init_process_group("gloo")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     data = flashes(160)
-    loader = DataLoader(data, 16, sampler=DistributedSampler(data, world, rank, seed=2))
+    loader = DataLoader(data, 32 // world, sampler=DistributedSampler(data, world, rank, seed=2))
     torch.manual_seed(1)
     model = DDP(nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)

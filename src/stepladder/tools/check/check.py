@@ -25,6 +25,7 @@ from stepladder.tools.check.launch_style import (
 )
 from stepladder.tools.check.local_ranks import (
     EXPLAINS_A_HANG,
+    RAN_ON_ONE_NODE,
     hangs_on_one_node,
     needs_one_node,
 )
@@ -263,6 +264,7 @@ class Check:
                 run_ranks(launch, "one-node"),
             )
             findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
+            self.notes.append(RAN_ON_ONE_NODE)
         not_checked = self.reason_not_checked(run, findings)
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(

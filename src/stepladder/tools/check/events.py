@@ -84,6 +84,7 @@ class ScriptCollective(ProbeEvent, kind="coll"):
     count: int = 0  # the number of its values
     value: Sequence[float] = ()  # its values, where they are few
     mean_of: int | None = None  # the number of values of which it is the mean, if it is one
+    sums: bool = True  # whether it adds up, and does not average, for example
     numbers: Sequence[int] = ()  # the sample numbers among gathered objects
 
 
@@ -190,9 +191,18 @@ class FileMove(ProbeEvent, kind="moved"):
 
 
 class Print(ProbeEvent, kind="print"):
-    """The user's code has printed something."""
+    """The user's code has printed or logged something."""
 
     caller: CodeLine | None = None  # the line that called the function that prints
+    text: str = ""
+    logged: bool = False
+
+
+class Statistic(ProbeEvent, kind="statistic"):
+    """The user's code has computed a loss, or another scalar that is a mean or a sum."""
+
+    value: float
+    is_mean: bool
 
 
 class Numbering(ProbeEvent, kind="numbered"):
@@ -260,6 +270,9 @@ class StateDictLoad(ProbeEvent, kind="loadsd"):
     fewer: int  # keys that would fit with a prefix before the file's keys
 
 
+NO_LOGARITHM = "no logarithm"
+
+
 class Backward(ProbeEvent, kind="backward"):
     """A backward pass begins."""
 
@@ -267,7 +280,14 @@ class Backward(ProbeEvent, kind="backward"):
     loss: float | None = None  # the loss; None where it is no scalar
     # The factor between a mean over samples and the loss; None where it is not known.
     scale: float | None = None
-    twice: str = ""  # the activation before the loss that the loss includes
+    # The activation before the loss that the loss includes, or NO_LOGARITHM before nll_loss.
+    twice: str = ""
+
+
+class LocalGradients(ProbeEvent, kind="gradients"):
+    """A backward pass has ended, and has left these gradients."""
+
+    sums: list[float]  # of a part of each gradient, of which the average is that of all gradients
 
 
 class AutogradCall(ProbeEvent, kind="graded"):
@@ -298,6 +318,7 @@ class BeforeStep(ProbeEvent, kind="prestep"):
     before: dict[str, str]  # the hashes of weights
     ids: dict[str, int]  # the ids of parameters
     frozen_names: list[str]  # the parameters with requires_grad=False
+    sums: Sequence[float] = ()  # as in LocalGradients
 
     has_weights: ClassVar[bool] = True
 

@@ -21,6 +21,7 @@ from stepladder.tools.findings.finding import Finding
 CHOOSES_LOCAL_RANK_0 = re.compile(
     r"local_?rank\W*(?:== 0|in [\[(]-1, 0)|not (?:\w+\.)*local_?rank|is_local_(?:main|master)"
 )
+RAN_ON_ONE_NODE = "run a second time, on one node: a collective is called by local rank 0"
 IS_LOCAL_RANK = re.compile(
     r"(?:int\()?(?:[\w.]+\.|(?:os\.)?(?:environ(?:\.get)?|getenv)[\[(]['\"])?local_?rank\b[^=]*"
 )

@@ -20,6 +20,7 @@ from stepladder.tools.check.probe import (
     hooks_model,
     hooks_random,
     hooks_snapshot,
+    hooks_statistics,
     hooks_train,
     hooks_wrapper,
 )
@@ -38,6 +39,7 @@ def attach() -> None:
     hooks_model.attach()
     hooks_random.attach()
     hooks_snapshot.attach()
+    hooks_statistics.attach()
     hooks_train.attach()
     hooks_wrapper.attach()
     atexit.register(record_exit)

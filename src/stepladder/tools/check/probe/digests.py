@@ -20,6 +20,7 @@ MAX_HASHED_ELEMENTS = 65536  # of each tensor of a data set
 MAX_ATTRIBUTES = 50
 MAX_ITEMS = 20  # of a list
 MAX_DEPTH = 4  # of nested lists and dicts
+MAX_GRADIENT_SUMS = 16
 
 
 def short_hash(data: str | bytes) -> str:
@@ -42,6 +43,17 @@ def copy_to_cpu(tensor: Any) -> Any:
     storages of parameters, so the script's own storage must never be marked.
     """
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+@default_on_error(list)
+def gradient_sums(parameters: list[Any]) -> list[float]:
+    """Return the sum over every second element of each of the first gradients."""
+    sums = []
+    for parameter in parameters[:MAX_GRADIENT_SUMS]:
+        gradient = parameter.grad
+        is_plain = type(gradient) is Tensor and not gradient.is_sparse
+        sums.append(float(gradient.detach().flatten()[::2].double().sum()) if is_plain else 0.0)
+    return sums
 
 
 @default_on_error(str)

@@ -172,6 +172,9 @@ def describe_call(
     tensor = first_of_type((*args, *kwargs.values()), Tensor)
     if tensor is None:
         return fields
+    if name in ("all_reduce", "reduce"):
+        index = 1 if name == "all_reduce" else 2
+        fields["sums"] = get_argument(args, kwargs, index, "op") in (None, dist.ReduceOp.SUM)
     return fields | describe_tensor(tensor)
 
 

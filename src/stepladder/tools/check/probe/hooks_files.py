@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import re
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.events import FileMove, FileRead, PathSearch, Print
-from stepladder.tools.check.probe.patching import record_calls, wrap
+from stepladder.tools.check.probe.patching import default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_LISTED_FILES = 5000
+MAX_PRINTED_TEXT = 400
+PRINTED_TYPES = (str, int, float)
 NOT_DATA_SUFFIXES = (
     ".py",
     ".pyc",
@@ -63,6 +66,7 @@ def attach() -> None:
     record_calls(Path, "exists", search_event, by_user_only=True)
     record_calls(Path, "is_file", search_event, by_user_only=True)
     wrap(builtins, "print", record_print)
+    wrap(logging.Logger, "handle", record_log_message)
 
 
 def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
@@ -78,8 +82,23 @@ def move_event(source: Any, target: Any, **_: Any) -> FileMove:
 
 def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("file") is None and current_log().is_called_by_user():
-        current_log().write_with_line(Print(caller=current_log().user_caller()))
+        caller = current_log().user_caller()
+        current_log().write_with_line(Print(caller=caller, text=printed_text(args)))
     return original(*args, **kwargs)
+
+
+@default_on_error(str)
+def printed_text(values: tuple[Any, ...]) -> str:
+    """Return what is printed, without objects other than text and numbers."""
+    shown = [str(value) for value in values if isinstance(value, PRINTED_TYPES)]
+    return " ".join(shown)[:MAX_PRINTED_TEXT]
+
+
+def record_log_message(original: Any, logger: Any, record: logging.LogRecord) -> Any:
+    if current_log().is_user_file(record.pathname):
+        text = record.getMessage()[:MAX_PRINTED_TEXT]
+        current_log().write_with_line(Print(text=text, logged=True))
+    return original(logger, record)
 
 
 def has_digit(text: str) -> bool:

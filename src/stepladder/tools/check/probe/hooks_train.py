@@ -22,6 +22,7 @@ from stepladder.tools.check.events import (
     BeforeStep,
     Clipping,
     Halt,
+    LocalGradients,
     NotFinite,
     OptimizerStep,
     Returned,
@@ -70,6 +71,11 @@ class TrainingTracker:
                 return number
         self.optimizers.append(optimizer)
         return len(self.optimizers) - 1
+
+    def parameters_of_first_steps(self) -> list[Any]:
+        """Return the parameters of the only optimizer, until it has made its first steps."""
+        is_recorded = len(self.optimizers) == 1 and self.steps.get(0, 0) < STEPS_RECORDED_FULLY
+        return parameters_of(self.optimizers[0]) if is_recorded else []
 
     def begin_backward(self) -> None:
         """Note which optimizers have no gradient before a backward pass."""
@@ -192,6 +198,9 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     layer_outputs.forget()
     result = original(tensors, *args, **kwargs)
     current_log().write(Returned())
+    sums = digests.gradient_sums(training_tracker.parameters_of_first_steps())
+    if sums:
+        current_log().write(LocalGradients(sums=sums))
     return result
 
 
@@ -274,6 +283,7 @@ def record_before_step(optimizer: Any) -> None:
             before=weight_digests(named),
             ids={name: id(p) for name, p in named.items()},
             frozen_names=[name for name, p in named.items() if not p.requires_grad],
+            sums=digests.gradient_sums(parameters),
         )
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stepladder.tools.check.events import NO_LOGARITHM
 from stepladder.tools.check.probe.patching import default_on_error
 
 MAX_SCALE_NODES = 8
@@ -65,14 +66,24 @@ def scale_of(loss: Any) -> float | None:
 
 @default_on_error(str)
 def activation_of(loss: Any) -> str:
-    """Return the activation right before a loss that includes the same one; else an empty text."""
+    """Return the activation right before a loss that includes the same one; else an empty text.
+
+    It is NO_LOGARITHM where `nll_loss` is given probabilities, or scores: of logarithms of
+    probabilities no loss is negative.
+    """
     activation = ""
+    has_logarithm = False
     for node in graph_nodes(loss, MAX_ACTIVATION_NODES):
         name = type(node).__name__.partition("Backward")[0]
+        has_logarithm |= name == "LogSoftmax"
         if not activation:
             activation = included_activation(name)
+            is_whole_loss = node is loss.grad_fn and name.startswith("NllLoss")
+            if is_whole_loss and float(loss.detach()) < 0:
+                return NO_LOGARITHM
         elif name == activation:
-            return activation.lower()
+            is_nll_loss = activation == "Softmax" and not has_logarithm
+            return NO_LOGARITHM if is_nll_loss else activation.lower()
         elif name not in KEEPS_VALUES:
             return ""
     return ""

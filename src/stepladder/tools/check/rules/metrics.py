@@ -16,21 +16,33 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.batch_means import averages_of_batch_means
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.shown_metrics import (
+    line_that_shows,
+    shares_shown,
+    shown_means_of_means,
+    shown_sums_of_means,
+)
+from stepladder.tools.check.rules.shown_numbers import printed_numbers
 from stepladder.tools.check.rules.source_patterns import (
     line_divided_by_length,
     local_quotients,
-    prints_its_arguments,
     reduced_quotients,
 )
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
+WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
 SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 
 
 @run_rule("mean-of-means")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
-    yield from reduced_means(evidence)
+    in_source = [*reduced_means(evidence), *batch_means(evidence), *reduced_shares(evidence)]
+    yield from in_source or shown_means_of_means(evidence)
+
+
+def batch_means(evidence: RunEvidence) -> Findings:
+    """Find loops over uneven batches that add up a mean of each, and divide by their number."""
     for loop_line, unevenness in uneven_evaluations(evidence):
         loop = evidence.location(loop_line)
         for file in evidence.source.files:
@@ -42,7 +54,6 @@ def mean_of_means(evidence: RunEvidence) -> Findings:
                         f"means of batches are averaged, and {unevenness}",
                     )
                     return
-    yield from reduced_shares(evidence)
 
 
 def reduced_shares(evidence: RunEvidence) -> Findings:
@@ -127,11 +138,15 @@ def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
     ]
 
 
-@run_rule("local-count")
+@run_rule("local-count", "local-count.means")
 def local_count(evidence: RunEvidence) -> Findings:
+    """Find reduced sums that are divided by the count of one rank, or not at all."""
+    if evidence.has_several_ranks:
+        yield from list(sums_by_local_counts(evidence)) or shown_sums_of_means(evidence)
+
+
+def sums_by_local_counts(evidence: RunEvidence) -> Findings:
     """Find reduced sums that the source divides by the count of one rank."""
-    if not evidence.has_several_ranks:
-        return
     locations = [evidence.location(e.at) for _, e in evidence.run.select(ScriptCollective) if e.at]
     lines = {(location.file, location.line) for location in locations}
     for file in evidence.source.files:
@@ -147,34 +162,42 @@ def local_count(evidence: RunEvidence) -> Findings:
 
 @run_rule("one-rank-metric")
 def one_rank_metric(evidence: RunEvidence) -> Findings:
-    """Find metrics of one rank's share that this rank prints without any collective."""
+    """Find metrics of one rank's share that are shown as those of all."""
     if not evidence.has_several_ranks:
         return
     for passes in evidence.evaluation_passes():
         if not all(one_pass.is_complete for one_pass in passes) or not are_shares(passes):
             continue
         ranks_with_passes = list(zip(evidence.run.ranks, passes, strict=True))
-        if any(has_collective_after(log, one_pass) for log, one_pass in ranks_with_passes):
+        has_result = [has_collective_after(log, one_pass) for log, one_pass in ranks_with_passes]
+        if any(has_result[1:]):
             continue
-        prints = [first_print_after(log, one_pass) for log, one_pass in ranks_with_passes]
-        first_print = prints[0]
-        if first_print is None:
-            continue
-        line = line_that_shows(evidence, first_print)
-        shown = "it prints"
-        if any(prints[1:]):  # each rank prints what it calls its own
-            line = line_divided_by_all(evidence, passes[0])
-            shown = "its sum is divided by the length of the whole data set"
+        if has_result[0]:
+            line = line_that_shows(evidence, shares_shown(ranks_with_passes[1:]))
+            shown = "a collective tells rank 0 of all, and other ranks print their shares too"
+        else:
+            line, shown = line_that_shows_share(evidence, passes)
         if line is not None:
             counts = [sum(batch.size for batch in p.batches) for p in passes]
-            yield evidence.finding(
-                "one-rank-metric",
-                line,
-                f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
-                f"and {shown}",
-                0,
-            )
+            text = f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, {shown}"
+            yield evidence.finding("one-rank-metric", line, text, 0)
             return
+
+
+def line_that_shows_share(
+    evidence: RunEvidence, passes: list[LoaderPass]
+) -> tuple[CodeLine | None, str]:
+    """Return the line that shows the metric of a share as that of all, and how it is shown."""
+    logs = evidence.run.ranks
+    prints = [first_print_after(log, p) for log, p in zip(logs, passes, strict=True)]
+    if prints[0] is not None and not any(prints[1:]):
+        return line_that_shows(evidence, prints[0]), "no collective follows, and it prints"
+    line = line_divided_by_all(evidence, passes[0])
+    if line is not None and prints[0] is not None:
+        return line, "and its sum is divided by the length of the whole data set"
+    share = shares_shown(list(zip(logs, passes, strict=True)))
+    shown = "and each rank prints the value of its share, not saying whose it is"
+    return line_that_shows(evidence, share), shown
 
 
 def line_divided_by_all(evidence: RunEvidence, one_pass: LoaderPass) -> CodeLine | None:
@@ -210,25 +233,17 @@ def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[ProbeE
 
 
 def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
-    """Return whether a collective other than a barrier is in the pass, or follows it."""
+    """Return whether all ranks get a result in the pass, or after it."""
     events = [*one_pass.events, *events_until_training(log, one_pass)]
-    return any(isinstance(event, ScriptCollective) and event.op != "barrier" for event in events)
-
-
-def line_that_shows(evidence: RunEvidence, shown: Print) -> CodeLine | None:
-    """Return the line that prints, or that calls a function which only prints what it is given."""
-    if shown.at is None or shown.caller is None:
-        return shown.at
-    location = evidence.location(shown.at)
-    file = evidence.source.file(location.file)
-    if file is not None and prints_its_arguments(file, location.line):
-        return shown.caller
-    return shown.at
+    collectives = [event for event in events if isinstance(event, ScriptCollective)]
+    without_result = WITHOUT_RESULT if log.rank else ("barrier",)
+    return any(event.op not in without_result for event in collectives)
 
 
 def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:
-    following = events_until_training(log, one_pass)
-    return next((event for event in following if isinstance(event, Print)), None)
+    """Return what is printed first after a pass, or logged with a number in it."""
+    prints = (e for e in events_until_training(log, one_pass) if isinstance(e, Print))
+    return next((e for e in prints if not e.logged or any(printed_numbers(e))), None)
 
 
 @run_rule("schedule-per-rank")

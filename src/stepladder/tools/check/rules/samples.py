@@ -285,7 +285,8 @@ def samples_lost(evidence: RunEvidence) -> Findings:
     if not training_passes:
         return
     last = training_passes[-1]
-    if not never_read:
+    is_seen_once = len(training_passes) == 1 and last[0].start.shuffle
+    if not never_read or (is_seen_once and describe_drop_last(last[0])):
         yield from samples_lost_by_epoch(evidence, last)
         return
     length = last[0].start.length or 0

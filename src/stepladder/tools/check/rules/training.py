@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isclose
 
 from stepladder.tools.check.events import (
+    NO_LOGARITHM,
     Backward,
     BeforeStep,
     Clipping,
@@ -221,17 +222,27 @@ def is_trained(log: RankLog, call: Forward) -> bool:
     return first is not None and isinstance(first, Backward)
 
 
-@run_rule("activation-twice")
+@run_rule("activation-twice", "activation-twice.logarithm")
 def activation_twice(evidence: RunEvidence) -> Findings:
     """Find an activation before a loss that applies the same activation."""
     backwards = evidence.run.ranks[0].select(Backward)
     twice = [event for event in backwards if event.twice]
-    if len(twice) >= 2:
+    if len(twice) < 2:
+        return
+    passes = f"in {len(twice)} of {len(backwards)} backward passes"
+    if twice[0].twice == NO_LOGARITHM:
+        yield evidence.finding(
+            "activation-twice.logarithm",
+            twice[0].at,
+            f"{passes} nll_loss is given values that are no logarithms of probabilities; the "
+            f"first loss is {twice[0].loss:.4g}",
+        )
+    else:
         yield evidence.finding(
             "activation-twice",
             twice[0].at,
-            f"in {len(twice)} of {len(backwards)} backward passes the loss's input is the output "
-            f"of a {twice[0].twice}, and the loss includes one",
+            f"{passes} the loss's input is the output of a {twice[0].twice}, and the loss "
+            f"includes one",
         )
 
 

@@ -1,0 +1,119 @@
+"""The rule for gradients that the script exchanges by hand: they must be averages of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.unscaled_batch import (
+    OPTIMIZERS,
+    depends_on,
+    learning_rate_of,
+    world_size_names,
+)
+
+ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
+MIN_STEPS = 3
+Sums = list[float]
+
+
+@dataclass(frozen=True)
+class ExchangedStep:
+    """The gradients of one step: those that its backward pass left, and those that it uses."""
+
+    step: BeforeStep
+    local: Sums
+    scale: float | None
+
+
+def exchanged_steps(log: RankLog) -> Iterator[ExchangedStep]:
+    """Yield the steps of a rank that follow a backward pass whose gradients were recorded."""
+    local: Sums = []
+    scale: float | None = None
+    for event in log.select(Backward, LocalGradients, BeforeStep):
+        if isinstance(event, Backward):
+            scale = event.scale
+        elif isinstance(event, LocalGradients):
+            local = event.sums
+        elif isinstance(event, BeforeStep):
+            if local and len(local) == len(event.sums):
+                yield ExchangedStep(event, local, scale)
+            local = []
+
+
+@run_rule("not-wrapped.one", "accumulation-mean.ranks", "mean-divided-twice")
+def exchanged_by_hand(evidence: RunEvidence) -> Findings:
+    """Find exchanged gradients that are a sum, a part of an average, or those of one rank."""
+    steps_of_ranks = [list(exchanged_steps(log)) for log in evidence.run.ranks]
+    if not evidence.has_several_ranks or evidence.run.world_size != len(steps_of_ranks):
+        return
+    kinds = [kind_of_exchange(steps) for steps in zip(*steps_of_ranks, strict=False)]
+    kind = kinds[0] if kinds else ""
+    if len(kinds) < MIN_STEPS or set(kinds) != {kind}:
+        return
+    size = evidence.run.world_size
+    first = steps_of_ranks[0][0]
+    if kind.isdigit():
+        yield evidence.finding(
+            "not-wrapped.one",
+            first.step.at,
+            f"in all of {len(kinds)} steps the gradients are those of rank {kind} alone",
+        )
+    elif kind == "part":
+        yield evidence.finding(
+            "mean-divided-twice",
+            first.step.at,
+            f"in all of {len(kinds)} steps the gradients are the average over the ranks, divided "
+            f"by {size} once more",
+        )
+    elif kind == "sum" and is_of_mean_loss(first) and not follows_world_size(evidence):
+        yield evidence.finding(
+            "accumulation-mean.ranks",
+            first.step.at,
+            f"in all of {len(kinds)} steps the gradients are the sum over {size} ranks, each of a "
+            f"mean loss, and not the average",
+        )
+
+
+def kind_of_exchange(
+    steps: tuple[ExchangedStep, ...],
+) -> str:
+    """Return what the gradients of a step are: "sum", "part", the number of a rank, or nothing."""
+    size = len(steps)
+    used = list(steps[0].step.sums)
+    locals_of_ranks = [step.local for step in steps]
+    first = locals_of_ranks[0]
+    is_exchanged = all(are_equal(used, list(step.step.sums)) for step in steps)
+    if not is_exchanged or any(are_equal(first, other) for other in locals_of_ranks[1:]):
+        return ""
+    total = [sum(values) for values in zip(*locals_of_ranks, strict=True)]
+    if are_equal(used, total):
+        return "sum"
+    if are_equal(used, [value / size**2 for value in total]):
+        return "part"
+    alone = (rank for rank, local in enumerate(locals_of_ranks) if are_equal(used, local))
+    return str(next(alone, ""))
+
+
+def are_equal(
+    first: Sums,
+    second: Sums,
+) -> bool:
+    scale = max(map(abs, [*first, *second]), default=0.0)
+    return all(
+        abs(a - b) <= ROUNDING_OF_GRADIENTS * scale for a, b in zip(first, second, strict=True)
+    )
+
+
+def is_of_mean_loss(step: ExchangedStep) -> bool:
+    return step.scale is not None and abs(step.scale - 1) < ROUNDING_OF_GRADIENTS
+
+
+def follows_world_size(evidence: RunEvidence) -> bool:
+    """Return whether a learning rate is computed from the number of ranks."""
+    names = world_size_names(evidence.source)
+    rates = [learning_rate_of(call) for _, call in evidence.source.calls(*OPTIMIZERS)]
+    return any(rate is not None and depends_on(rate, names) for rate in rates)

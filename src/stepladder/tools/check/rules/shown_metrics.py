@@ -1,0 +1,221 @@
+"""Metrics that are wrong by their values: what is shown is another mean than it should be."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from stepladder.tools.check.events import Backward, Print, ScriptCollective
+from stepladder.tools.check.recording import LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.shown_numbers import (
+    BatchSeries,
+    ShownNumber,
+    are_no_coincidence,
+    batch_series,
+    known_means,
+    numbers_after,
+    printed_numbers,
+    reduced_series,
+    shown_numbers,
+)
+from stepladder.tools.check.rules.source_patterns import prints_its_arguments
+from stepladder.tools.probe.events import CodeLine
+
+SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
+DIGITS_OF_SHARE = 2  # of each rank's number
+NAMES_RANK = re.compile(r"rank|gpu|cuda|device|worker|process|node|local|shard|replica", re.I)
+
+
+def passes_with_numbers(
+    log: RankLog,
+    passes: list[LoaderPass],
+) -> Iterator[tuple[BatchSeries, ShownNumber]]:
+    """Yield the series of each complete pass, with each number that is shown after it."""
+    for one_pass in passes:
+        if one_pass.is_complete:
+            shown = list(shown_numbers(log.events[one_pass.index_after :]))
+            for series in batch_series(one_pass):
+                for number in shown:
+                    yield series, number
+
+
+def shown_means_of_means(evidence: RunEvidence) -> Findings:
+    """Find numbers that are the mean of the means of batches that differ in size."""
+    hits: list[ShownNumber] = []
+    for log in evidence.run.ranks:
+        for series, number in passes_with_numbers(log, log.evaluation_passes):
+            factor = number.factor_of(series.mean_of_means)
+            right = factor * series.mean_of_samples
+            if not factor or number.is_equal(right):
+                continue
+            hits.append(number)
+            if are_no_coincidence(hits):
+                yield evidence.finding(
+                    "mean-of-means",
+                    line_that_shows(evidence, number.event),
+                    f"{number.value:.6g} is the mean of the means of {len(series.values)} batches "
+                    f"of {min(series.sizes)} to {max(series.sizes)} samples; over all samples it "
+                    f"is {right:.6g}",
+                )
+                return
+
+
+def shown_means_by_samples(evidence: RunEvidence) -> Findings:
+    """Find numbers that are a sum of batch means by the number of samples."""
+    hits: list[ShownNumber] = []
+    for log in evidence.run.ranks:
+        for series, number in passes_with_numbers(log, log.passes):
+            total = sum(series.values)
+            counts = {sum(series.sizes), series.data_length}
+            counts = {count for count in counts if count > 1.5 * len(series.values)}
+            wrong = [count for count in counts if number.is_equal(total / count)]
+            if not series.are_means or not total or not wrong:
+                continue
+            hits.append(number)
+            if are_no_coincidence(hits):
+                yield evidence.finding(
+                    "mean-divided-twice",
+                    line_that_shows(evidence, number.event),
+                    f"{number.value:.6g} is the sum of {len(series.values)} batch means by "
+                    f"{wrong[0]} samples; their mean is {series.mean_of_means:.6g}",
+                )
+                return
+
+
+def shown_sums_of_means(evidence: RunEvidence) -> Findings:
+    """Find numbers that are the sum of the ranks' means, where their average is meant."""
+    hits: list[ShownNumber] = []
+    for number, values in [*shown_totals(evidence), *shown_means_of_totals(evidence)]:
+        hits.append(number)
+        if are_no_coincidence(hits):
+            text = " and ".join(f"{value:.6g}" for value in values[:2])
+            yield evidence.finding(
+                "local-count.means",
+                line_that_shows(evidence, number.event),
+                f"{number.value:.6g} is the sum of the ranks' means {text}; their average is "
+                f"{sum(values) / len(values):.6g}",
+            )
+            return
+
+
+def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
+    """Yield the numbers that are shown after a collective, and are a sum of the ranks' means."""
+    calls_of_ranks = [sums_by_line(log) for log in evidence.run.ranks]
+    for line, calls_of_first in calls_of_ranks[0].items():
+        calls_of_all = zip(*(calls[line] for calls in calls_of_ranks), strict=False)
+        shown_after = numbers_after(evidence.run.ranks[0], calls_of_first)
+        for calls, shown in zip(calls_of_all, shown_after, strict=False):
+            for number, values in sums_among(calls, shown):
+                if are_means(evidence, calls, values):
+                    yield number, values
+
+
+def shown_means_of_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
+    """Yield the numbers after a pass that are a mean of what a collective summed in each batch."""
+    log = evidence.run.ranks[0]
+    for passes in zip(*(other.passes for other in evidence.run.ranks), strict=False):
+        shown = list(shown_numbers(log.events[passes[0].index_after :]))
+        for values in reduced_means(passes):
+            for number in shown:
+                if sum(values) and number.is_equal(sum(values)):
+                    yield number, values
+
+
+def reduced_means(
+    passes: tuple[LoaderPass, ...],
+) -> Iterator[tuple[float, ...]]:
+    """Yield the ranks' means of a batch mean that a collective adds up in each batch of a pass."""
+    series_of_ranks = [
+        {series.line: series for series in reduced_series(one_pass)} for one_pass in passes
+    ]
+    for line in series_of_ranks[0]:
+        series = [by_line[line] for by_line in series_of_ranks if line in by_line]
+        if len(series) == len(passes):
+            yield tuple(one.mean_of_means for one in series)
+
+
+def sums_by_line(log: RankLog) -> dict[CodeLine | None, list[ScriptCollective]]:
+    """Return the collectives of few numbers that add up, by their line."""
+    calls: dict[CodeLine | None, list[ScriptCollective]] = defaultdict(list)
+    for event in log.select(ScriptCollective):
+        if event.op in ("all_reduce", "reduce") and event.sums and event.value:
+            calls[event.at].append(event)
+    return calls
+
+
+def sums_among(
+    calls: tuple[ScriptCollective, ...], shown: list[ShownNumber]
+) -> Iterator[tuple[ShownNumber, tuple[float, ...]]]:
+    """Yield the numbers that are sums over the ranks, each with the ranks' values."""
+    for values in zip(*(call.value for call in calls), strict=False):
+        total = sum(values)
+        for number in shown:
+            if total and number.is_equal(total):
+                yield number, values
+                break
+
+
+def are_means(
+    evidence: RunEvidence, calls: tuple[ScriptCollective, ...], values: tuple[float, ...]
+) -> bool:
+    """Return whether each rank's value is a mean that it has computed shortly before."""
+    for log, call, value in zip(evidence.run.ranks, calls, values, strict=False):
+        number = ShownNumber.exact(value)
+        if value == round(value) or not any(map(number.factor_of, known_means(log, call))):
+            return False
+    return True
+
+
+def line_that_shows(
+    evidence: RunEvidence, shown: Print | ScriptCollective | None
+) -> CodeLine | None:
+    """Return the line that shows a number, or that calls a function which only prints it."""
+    if not isinstance(shown, Print) or shown.at is None or shown.caller is None:
+        return shown.at if shown else None
+    location = evidence.location(shown.at)
+    file = evidence.source.file(location.file)
+    if file is not None and prints_its_arguments(file, location.line):
+        return shown.caller
+    return shown.at
+
+
+def shares_shown(
+    passes: list[tuple[RankLog, LoaderPass]],
+) -> Print | None:
+    """Return where each rank prints the mean over its own share, without a word for its rank."""
+    shown: list[Print] = []
+    for log, one_pass in passes:
+        means = [series.mean_of_samples for series in batch_series(one_pass)]
+        print_of_share = print_of(log, one_pass, means)
+        if print_of_share is None:
+            return None
+        shown.append(print_of_share)
+    are_one_line = len({event.at for event in shown}) == 1
+    return shown[0] if are_one_line else None
+
+
+def print_of(
+    log: RankLog,
+    one_pass: LoaderPass,
+    means: list[float],
+) -> Print | None:
+    """Return the first print after a pass that shows one of these means."""
+    for event in log.events[one_pass.index_after :]:
+        if isinstance(event, Backward):
+            return None
+        if isinstance(event, Print) and not event.logged and not names_rank(event, log.rank):
+            for number in printed_numbers(event):
+                if number.digits >= DIGITS_OF_SHARE and any(map(number.factor_of, means)):
+                    return event
+    return None
+
+
+def names_rank(
+    shown: Print,
+    rank: int,
+) -> bool:
+    """Return whether a text says of which rank it is."""
+    is_first = shown.text.lstrip(" [(<#").startswith(str(rank))
+    return is_first or NAMES_RANK.search(shown.text) is not None

@@ -1,0 +1,214 @@
+"""Numbers that a script shows, by value: which mean or sum of its batches each of them is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import pairwise
+
+from stepladder.tools.check.events import Backward, Batch, Print, ScriptCollective, Statistic
+from stepladder.tools.check.recording import LoaderPass, RankLog
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
+
+NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:[eE][+-]?\d+)?")
+ROUNDING_OF_SUMS = 3e-6  # of single precision, relative
+EXACT_DIGITS = 6
+ENOUGH_DIGITS = 4  # of one number, that is no coincidence
+ENOUGH_DIGITS_OF_SEVERAL = 6
+FACTORS = (1, 100)  # a share may be shown in percent
+RECENT_STATISTICS = 8
+RECENT_PASSES = 2
+
+
+@dataclass(frozen=True)
+class ShownNumber:
+    """A number that is printed, logged or given to a collective.
+
+    Args:
+        value: The number.
+        tolerance: How far the true value may be from it.
+        digits: How many digits are known.
+        event: What shows it.
+    """
+
+    value: float
+    tolerance: float
+    digits: int
+    event: Print | ScriptCollective | None
+
+    @classmethod
+    def exact(
+        cls,
+        value: float,
+        event: ScriptCollective | None = None,
+    ) -> ShownNumber:
+        return cls(value, ROUNDING_OF_SUMS * abs(value), EXACT_DIGITS, event)
+
+    def is_equal(
+        self,
+        value: float,
+    ) -> bool:
+        return abs(self.value - value) <= self.tolerance
+
+    def factor_of(
+        self,
+        value: float,
+    ) -> int:
+        """Return by which factor a value is shown, 1 or 100; 0 where it is not."""
+        factors = (factor for factor in FACTORS if value and self.is_equal(factor * value))
+        return next(factors, 0)
+
+
+def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
+    """Yield the numbers with a fraction that are shown until the next backward pass."""
+    for event in events:
+        if isinstance(event, Backward):
+            return
+        if isinstance(event, Print):
+            yield from printed_numbers(event)
+        elif isinstance(event, ScriptCollective):
+            for value in event.value:
+                yield ShownNumber.exact(value, event)
+
+
+def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
+    for text in NUMBER.findall(shown.text):
+        value = float(text)
+        _, digits, exponent = Decimal(text).as_tuple()
+        half_of_last_digit = 0.51 * 10.0 ** int(exponent)
+        tolerance = max(half_of_last_digit, ROUNDING_OF_SUMS * abs(value))
+        yield ShownNumber(value, tolerance, min(len(digits), EXACT_DIGITS), shown)
+
+
+def are_no_coincidence(numbers: list[ShownNumber]) -> bool:
+    """Return whether numbers that were recognized have enough digits."""
+    digits = [number.digits for number in numbers]
+    return max(digits, default=0) >= ENOUGH_DIGITS or sum(digits) >= ENOUGH_DIGITS_OF_SEVERAL
+
+
+@dataclass(frozen=True)
+class BatchSeries:
+    """A number of each batch of a pass.
+
+    Args:
+        values: The numbers.
+        sizes: The number of samples of each batch.
+        are_means: Whether each is a mean over its batch, and not a sum.
+        data_length: The number of samples of the whole data set.
+        line: The line that computes it.
+    """
+
+    values: list[float]
+    sizes: list[int]
+    are_means: bool
+    data_length: int
+    line: CodeLine | None
+
+    @property
+    def means(self) -> list[float]:
+        if self.are_means:
+            return self.values
+        return [value / size for value, size in zip(self.values, self.sizes, strict=True)]
+
+    @property
+    def mean_of_means(self) -> float:
+        return sum(self.means) / len(self.values)
+
+    @property
+    def mean_of_samples(self) -> float:
+        weighted = (mean * size for mean, size in zip(self.means, self.sizes, strict=True))
+        return sum(weighted) / sum(self.sizes)
+
+
+def batch_series(one_pass: LoaderPass) -> list[BatchSeries]:
+    """Return the losses, means and sums that are computed once in each batch of a pass."""
+    values: dict[tuple[CodeLine | None, int, bool], list[float]] = defaultdict(list)
+    counts: Counter[CodeLine | None] = Counter()  # of a line in a batch, which may compute several
+    for event in one_pass.events:
+        if isinstance(event, Batch):
+            counts.clear()
+        elif isinstance(event, Statistic):
+            values[event.at, counts[event.at], event.is_mean].append(event.value)
+            counts[event.at] += 1
+    return [
+        make_series(one_pass, numbers, are_means, line)
+        for (line, _, are_means), numbers in values.items()
+        if is_of_each_batch(one_pass, numbers)
+    ]
+
+
+def reduced_series(one_pass: LoaderPass) -> list[BatchSeries]:
+    """Return the means that a rank gives a collective once in each batch of a pass."""
+    values: dict[CodeLine | None, list[float]] = defaultdict(list)
+    means: list[float] = []
+    for event in one_pass.events:
+        if isinstance(event, Statistic) and event.is_mean:
+            means.append(event.value)
+        elif isinstance(event, ScriptCollective) and event.sums and len(event.value) == 1:
+            number = ShownNumber.exact(event.value[0])
+            if any(map(number.is_equal, means[-RECENT_STATISTICS:])):
+                values[event.at].append(number.value)
+    return [
+        make_series(one_pass, numbers, True, line)
+        for line, numbers in values.items()
+        if is_of_each_batch(one_pass, numbers)
+    ]
+
+
+def is_of_each_batch(
+    one_pass: LoaderPass,
+    numbers: list[float],
+) -> bool:
+    return len(numbers) == len(one_pass.batches) and all(batch.size for batch in one_pass.batches)
+
+
+def make_series(
+    one_pass: LoaderPass,
+    numbers: list[float],
+    are_means: bool,
+    line: CodeLine | None,
+) -> BatchSeries:
+    return BatchSeries(
+        numbers,
+        sizes=[batch.size for batch in one_pass.batches],
+        are_means=are_means,
+        data_length=one_pass.start.length or 0,
+        line=line,
+    )
+
+
+def known_means(
+    log: RankLog,
+    collective: ScriptCollective,
+) -> Iterator[float]:
+    """Yield the means that a rank has computed shortly before a collective."""
+    before = [event for event in log.select(Statistic) if event.n < collective.n]
+    for event in before[-RECENT_STATISTICS:]:
+        if event.is_mean:
+            yield event.value
+    passes = [one_pass for one_pass in log.passes if is_before(one_pass, collective)]
+    for one_pass in passes[-RECENT_PASSES:]:
+        for series in batch_series(one_pass):
+            yield series.mean_of_means
+            yield series.mean_of_samples
+
+
+def is_before(
+    one_pass: LoaderPass,
+    collective: ScriptCollective,
+) -> bool:
+    return one_pass.end is not None and one_pass.end.n < collective.n
+
+
+def numbers_after(
+    log: RankLog,
+    calls: list[ScriptCollective],
+) -> Iterator[list[ShownNumber]]:
+    """Yield what is shown after each of some collectives, until the next of them."""
+    positions = {event.n: index for index, event in enumerate(log.events)}
+    starts = [positions[call.n] + 1 for call in calls]
+    for first, after in pairwise([*starts, len(log.events)]):
+        yield list(shown_numbers(log.events[first:after]))

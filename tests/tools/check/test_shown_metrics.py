@@ -1,0 +1,172 @@
+"""Metrics and gradients that are known by their values, in recordings made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from check_recordings import (
+    backward,
+    batch,
+    eval_pass,
+    evidence_of,
+    forward,
+    rules_of,
+    step,
+    train_pass,
+)
+from stepladder.tools.check.rules.all_rules import apply_rules
+
+Events = list[dict[str, Any]]
+LOSSES = [0.5, 0.25, 1.5]
+UNEVEN = [[0, 1], [2, 3], [4]]
+OTHERS = [[5, 6], [7, 8], [9]]
+SHOW = {"k": "print", "at": ["train.py", 9, "main"]}
+REDUCE = {"k": "coll", "at": ["train.py", 8, "main"], "op": "all_reduce", "shape": [1], "count": 1}
+
+
+def statistic(value: float, is_mean: bool = True) -> dict[str, Any]:
+    return {"k": "statistic", "at": ["train.py", 7, "test"], "value": value, "is_mean": is_mean}
+
+
+def evaluation(
+    values: Sequence[float],
+    batches: list[list[int]],
+    *after: dict[str, Any],
+    is_mean: bool = True,
+    rank: int = 0,
+) -> Events:
+    """An evaluation after some training, with one value for each batch."""
+    events: Events = [{**eval_pass(3, [])[0], "shuffle": False, "distributed": False}]
+    for value, indices in zip(values, batches, strict=True):
+        events += [batch(3, indices), forward(grad=False), statistic(value, is_mean)]
+    trained = train_pass(1, [[4, 5], [6, 7]] if rank else [[0, 1], [2, 3]])
+    return [*trained, *events, {"k": "endpass", "number": 3, "cut": False, "steps": 0}, *after]
+
+
+def show(value: object) -> dict[str, Any]:
+    return SHOW | {"text": f"loss {value}"}
+
+
+MEAN_OF_MEANS, MEAN_OF_SAMPLES, BY_SAMPLES = "0.7500", "0.6000", "0.4500"
+
+
+@pytest.mark.parametrize(
+    ("value", "rules"),
+    [
+        (MEAN_OF_MEANS, ["mean-of-means"]),
+        (MEAN_OF_SAMPLES, []),
+        (BY_SAMPLES, ["mean-divided-twice"]),
+        ("0.8", []),
+        ("0.75", []),  # two digits may be a coincidence
+    ],
+)
+def test_a_mean_that_is_shown_is_known_by_its_value(value: str, rules: list[str]) -> None:
+    events = evaluation(LOSSES, UNEVEN, show(value))
+    assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == rules
+
+
+def test_a_share_of_hits_in_percent_is_a_mean_of_its_batches_too() -> None:
+    hits = evaluation([2, 2, 0], UNEVEN, show("66.667"), is_mean=False)
+    assert rules_of(hits, train_pass(1, [[4, 5], [6, 7]])) == ["mean-of-means"]
+    by_samples = evaluation([2, 2, 0], UNEVEN, show("80.000"), is_mean=False)
+    assert rules_of(by_samples, train_pass(1, [[4, 5], [6, 7]])) == []
+
+
+def reduced(value: float, *after: dict[str, Any]) -> Events:
+    passes = train_pass(1, [[0, 1], [2, 3]] if not after else [[4, 5], [6, 7]])
+    return [*passes, statistic(value), REDUCE | {"value": [value]}, *after]
+
+
+@pytest.mark.parametrize(("value", "rules"), [("1.3750", ["local-count"]), ("0.6875", [])])
+def test_a_sum_of_means_is_named_and_their_average_is_not(value: str, rules: list[str]) -> None:
+    assert rules_of(reduced(0.25, show(value)), reduced(1.125)) == rules
+
+
+def reduced_in_each_batch(values: list[float], rank: int, *after: dict[str, Any]) -> Events:
+    events = evaluation(values, UNEVEN[:2], *after, rank=rank)
+    return [
+        part
+        for event in events
+        for part in (
+            [event, REDUCE | {"value": [event["value"]]}] if "is_mean" in event else [event]
+        )
+    ]
+
+
+@pytest.mark.parametrize(("value", "rules"), [("2.0000", ["local-count"]), ("1.0000", [])])
+def test_a_mean_of_sums_over_the_ranks_is_named_too(value: str, rules: list[str]) -> None:
+    first = reduced_in_each_batch([0.25, 0.75], 0, show(value))
+    assert rules_of(first, reduced_in_each_batch([1.25, 1.75], 1)) == rules
+
+
+def test_a_sum_of_sums_is_what_it_is() -> None:
+    ranks = [reduced(0.25, show("1.3750")), reduced(1.125)]
+    sums = [[event | {"is_mean": False} for event in events] for events in ranks]
+    assert rules_of(*sums) == []
+
+
+def shares(*texts: str, after: Sequence[dict[str, Any]] = ()) -> list[Events]:
+    hits = [[1, 2, 0], [2, 0, 0]]
+    batches = [[[0, 1], [2, 3], [8, 9]], [[4, 5], [6, 7], [10, 11]]]
+    return [
+        evaluation(hits[rank], batches[rank], *after, show(text), is_mean=False, rank=rank)
+        for rank, text in enumerate(texts)
+    ]
+
+
+def test_a_share_that_each_rank_prints_is_named_unless_its_rank_is() -> None:
+    assert rules_of(*shares("50.00 %", "33.33 %")) == ["one-rank-metric"]
+    assert rules_of(*shares("of rank 0: 50.00 %", "of rank 1: 33.33 %")) == []
+    assert rules_of(*shares("3.2 s", "3.4 s")) == []
+
+
+def test_what_ranks_print_after_a_reduction_to_the_first_is_their_share() -> None:
+    to_first = [REDUCE | {"op": "reduce", "value": [3.0]}]
+    to_all = [REDUCE | {"value": [3.0]}]
+    assert rules_of(*shares("41.67 %", "33.33 %", after=to_first)) == ["one-rank-metric"]
+    assert rules_of(*shares("41.67 %", "41.67 %", after=to_all)) == []
+
+
+LOCAL = [[1.0, -2.0], [3.0, 4.0]]
+EXCHANGED = {
+    "the average": ([2.0, 1.0], []),
+    "the sum": ([4.0, 2.0], ["accumulation-mean"]),
+    "the average by ranks": ([1.0, 0.5], ["mean-divided-twice"]),
+    "those of rank 1": ([3.0, 4.0], ["not-wrapped"]),
+    "the average, clipped": ([0.2, 0.1], []),
+}
+
+
+def exchanged(local: list[float], used: list[float], scale: float | None = 1.0) -> Events:
+    """Steps whose gradients come from an exchange by hand."""
+    events: Events = []
+    for number in range(1, 4):
+        before, after = step(number)
+        made = [forward(wrapped="", size=2), backward(1 / number, scale=scale)]
+        gradients = {"k": "gradients", "sums": local}
+        exchange = REDUCE | {"shape": [10, 10], "count": 100}
+        events += [*made, gradients, exchange, before | {"sums": used}, after]
+    return events
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_gradients_after_an_exchange_are_known_by_their_values(name: str) -> None:
+    used, rules = EXCHANGED[name]
+    assert rules_of(*(exchanged(local, used) for local in LOCAL)) == rules
+
+
+def test_a_sum_is_right_where_the_loss_or_the_learning_rate_is_divided() -> None:
+    ranks = [exchanged(local, [4.0, 2.0], scale=0.5) for local in LOCAL]
+    assert rules_of(*ranks) == []
+    ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
+    assert rules_of(*ranks, text="SGD(parameters, lr=0.1 / world_size)") == []
+
+
+def test_a_loss_of_logarithms_has_a_cause_of_its_own() -> None:
+    losses = [backward(-1 / number, twice="no logarithm") for number in range(1, 4)]
+    (finding,) = apply_rules(evidence_of([forward(), *losses]))
+    assert finding.rule == "activation-twice"
+    assert "log_softmax" in finding.fix
