@@ -933,6 +933,13 @@ def test_ranks_that_save_one_file_at_once_are_counted_alike_whoever_is_first() -
     assert "written 2 times, 2 times over the only copy" in overwritten(True, True)
 
 
+def test_a_file_of_another_kind_that_several_ranks_write_is_a_note() -> None:
+    written = {"k": "wrote", "path": "/w/curve.png"}
+    (finding,) = apply_rules(evidence_of([written], [written], is_single_process=False))
+    assert (finding.rule, finding.severity) == ("many-writers", "note")
+    assert rules_of([written], [written | {"path": "/w/curve-1.png"}]) == []
+
+
 def test_a_worker_belongs_to_the_process_that_made_it_also_where_it_has_no_rank(
     tmp_path: Path,
 ) -> None:

@@ -177,6 +177,12 @@ class FileRead(ProbeEvent, kind="read"):
     beside: Sequence[str] = ()  # all files of that pattern, once for each folder
 
 
+class FileWrite(ProbeEvent, kind="wrote"):
+    """The script has opened a file in its folder to write it anew."""
+
+    path: str
+
+
 class PathSearch(ProbeEvent, kind="looked"):
     """The script has looked whether a path exists."""
 

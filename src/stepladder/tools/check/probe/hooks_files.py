@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.events import FileMove, FileRead, PathSearch, Print
+from stepladder.tools.check.events import FileMove, FileRead, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe.patching import default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
@@ -36,12 +36,13 @@ NOT_DATA_SUFFIXES = (
 
 
 class ReadFiles:
-    """The files that were recorded, and whether a read is being recorded."""
+    """The files that were recorded as read and as written, and whether one is being recorded."""
 
     def __init__(self) -> None:
         self.is_recording = False
         self.paths: set[str] = set()
         self.patterns: set[str] = set()
+        self.written: set[str] = set()
 
     def record(self, path: str) -> None:
         """Record a read once, and none of the files that recording itself opens."""
@@ -138,6 +139,17 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         writes = not set(str(mode)).isdisjoint("wax+")
     if not writes:
         read_files.record(args[0])
+    elif "w" in str(mode):
+        record_written_file(path_in_copy(args[0]))
+
+
+def record_written_file(path: str) -> None:
+    """Record a file in the script's folder, once, where the script or its libraries write it."""
+    log = current_log()
+    is_of_script = path.startswith(f"{log.settings.copy}{os.sep}")
+    if is_of_script and path not in read_files.written and log.user_frame() is not None:
+        read_files.written.add(path)
+        log.write_with_line(FileWrite(path=path))
 
 
 def record_data_file(path: str) -> None:

@@ -11,6 +11,7 @@ from stepladder.tools.check.events import (
     BeforeStep,
     EnoughPasses,
     FileMove,
+    FileWrite,
     Forward,
     Load,
     OptimizerStep,
@@ -24,8 +25,8 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rul
 from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.check.rules.source_patterns import is_on_line
 from stepladder.tools.check.script_source import dotted_name, find_nodes, last_name
-from stepladder.tools.findings.finding import Finding
-from stepladder.tools.probe.events import CodeLine
+from stepladder.tools.findings.finding import Finding, Severity
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
@@ -33,6 +34,7 @@ TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MAX_KEYS_SHOWN = 8
 STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
+Writers = dict[str, dict[int, ProbeEvent]]  # of each path, by rank
 ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
 
 
@@ -48,12 +50,20 @@ def file_name(event: Save | Load) -> str:
 @run_rule("many-writers")
 def many_writers(evidence: RunEvidence) -> Findings:
     """Find files that several ranks write."""
-    writers: dict[str, dict[int, Save]] = defaultdict(dict)
+    snapshots: Writers = defaultdict(dict)
+    others: Writers = defaultdict(dict)
     for log in evidence.run.ranks:
         renamed = renamed_paths(log)
         for event in log.select(Save):
-            path = str(renamed.get(event.path, event.path))
-            writers[path][log.rank] = event
+            snapshots[str(renamed.get(event.path, event.path))][log.rank] = event
+        for written in log.select(FileWrite):
+            others[written.path].setdefault(log.rank, written)
+    found = list(files_of_several(evidence, snapshots, "error"))
+    yield from found or files_of_several(evidence, others, "note")
+
+
+def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity) -> Findings:
+    """Find the first file that several ranks write."""
     for path, events in writers.items():
         if path and len(events) > 1 and not path.startswith("/dev/"):
             ranks = sorted(events)
@@ -65,6 +75,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
                 "many-writers",
                 events[ranks[0]].at,
                 text,
+                severity=severity,
             )
             return
 
