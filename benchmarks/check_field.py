@@ -110,8 +110,8 @@ run (2026-11-26, on two cores with twenty other jobs). Its first run, judged bef
 - 19 errors and warnings, none of them false; two have a wrong cause, which are the softmax and the padding.
 - 4 scripts without a mistake: no finding in any of them.
 
-The first five causes are fixed, each with a test. Not fixed are the share that each rank prints (some scripts mean each to be its own), the sum that is never
-divided, and the cause that is said of `nll_loss`. The table shows the runs after that; where a share is divided by the length of all, padding is no longer named beside it."""
+All causes are fixed, each with a test: first the five that were forms of source, and then the others, which are known by the numbers that are printed, logged or
+reduced. The table shows the runs after that; where a share is divided by the length of all, padding is no longer named beside it."""
 
 BLIND_TRIAL = """\
 What the first run of the first trial said, before anything was fixed (2026-11-26, on a machine with ten other jobs a core):

@@ -130,6 +130,33 @@ def test_what_ranks_print_after_a_reduction_to_the_first_is_their_share() -> Non
     assert rules_of(*shares("41.67 %", "41.67 %", after=to_all)) == []
 
 
+SHARES = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]  # of the 8 samples
+
+
+def counted(*texts: str) -> list[Events]:
+    hits = [[2, 1], [1, 1]]
+    return [
+        evaluation(hits[rank], SHARES[rank], show(text), is_mean=False, rank=rank)
+        for rank, text in enumerate(texts)
+    ]
+
+
+def test_a_sum_of_a_share_by_the_length_of_all_is_named_in_training_too() -> None:
+    assert rules_of(*counted("37.500 %", "")) == ["one-rank-metric"]
+    trained = [train_pass(1, share) for share in SHARES]
+    part = [*trained[0][:2], statistic(2, False), *trained[0][2:7], statistic(1, False)]
+    part += trained[0][7:]
+    assert rules_of([*part, show("0.3750")], trained[1]) == ["one-rank-metric"]
+    assert rules_of([*part, show("0.7500")], trained[1]) == []
+
+
+def test_a_sum_of_all_by_the_count_of_one_is_named_by_its_value() -> None:
+    to_all = REDUCE | {"value": [3.0]}
+    for text, rules in (("125.00 %", ["local-count"]), ("62.50 %", [])):
+        ranks = counted(text, "")
+        assert rules_of([*ranks[0][:-1], to_all, ranks[0][-1]], [*ranks[1], to_all]) == rules
+
+
 LOCAL = [[1.0, -2.0], [3.0, 4.0]]
 EXCHANGED = {
     "the average": ([2.0, 1.0], []),
@@ -163,6 +190,12 @@ def test_a_sum_is_right_where_the_loss_or_the_learning_rate_is_divided() -> None
     assert rules_of(*ranks) == []
     ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
     assert rules_of(*ranks, text="SGD(parameters, lr=0.1 / world_size)") == []
+
+
+def test_a_sum_is_a_note_where_the_optimizer_divides_by_the_size_of_gradients() -> None:
+    ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
+    (finding,) = apply_rules(evidence_of(*ranks, text="AdamW(parameters, lr=0.1)"))
+    assert (finding.rule, finding.severity) == ("accumulation-mean", "note")
 
 
 def test_a_loss_of_logarithms_has_a_cause_of_its_own() -> None:

@@ -42,6 +42,7 @@ MEAN_LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 LOSS_OBJECTS = ("criterion", "loss")
+LOSS_WORDS = ("loss", "criterion", "cost", "entropy", "objective", "error", "mse")
 UNWRAPS = ("item", "detach", "cpu", "float")
 
 
@@ -202,7 +203,7 @@ def loss_divided_by_ranks(evidence: RunEvidence) -> Findings:
         return
     for file in evidence.source.files:
         for rank_quotient in rank_quotients(file.tree):
-            if "loss" in rank_quotient.quotient.dividend.lower():
+            if any(word in rank_quotient.quotient.dividend.lower() for word in LOSS_WORDS):
                 yield evidence.finding(
                     "mean-divided-twice",
                     CodeLine(file.name, rank_quotient.quotient.line),

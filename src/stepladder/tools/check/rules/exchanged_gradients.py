@@ -17,6 +17,7 @@ from stepladder.tools.check.rules.unscaled_batch import (
 
 ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
 MIN_STEPS = 3
+IGNORE_SCALE = ("Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop")  # of gradients
 Sums = list[float]
 
 
@@ -75,6 +76,7 @@ def exchanged_by_hand(evidence: RunEvidence) -> Findings:
             first.step.at,
             f"in all of {len(kinds)} steps the gradients are the sum over {size} ranks, each of a "
             f"mean loss, and not the average",
+            severity="note" if evidence.source.calls(*IGNORE_SCALE) else None,
         )
 
 

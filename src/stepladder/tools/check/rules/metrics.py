@@ -20,6 +20,8 @@ from stepladder.tools.check.rules.shown_metrics import (
     line_that_shows,
     shares_shown,
     shown_means_of_means,
+    shown_parts_of_all,
+    shown_sums_by_own_count,
     shown_sums_of_means,
 )
 from stepladder.tools.check.rules.shown_numbers import printed_numbers
@@ -142,7 +144,8 @@ def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
 def local_count(evidence: RunEvidence) -> Findings:
     """Find reduced sums that are divided by the count of one rank, or not at all."""
     if evidence.has_several_ranks:
-        yield from list(sums_by_local_counts(evidence)) or shown_sums_of_means(evidence)
+        found = [*sums_by_local_counts(evidence), *shown_sums_of_means(evidence)]
+        yield from found or shown_sums_by_own_count(evidence)
 
 
 def sums_by_local_counts(evidence: RunEvidence) -> Findings:
@@ -163,8 +166,12 @@ def sums_by_local_counts(evidence: RunEvidence) -> Findings:
 @run_rule("one-rank-metric")
 def one_rank_metric(evidence: RunEvidence) -> Findings:
     """Find metrics of one rank's share that are shown as those of all."""
-    if not evidence.has_several_ranks:
-        return
+    if evidence.has_several_ranks:
+        yield from list(evaluated_shares(evidence)) or shown_parts_of_all(evidence)
+
+
+def evaluated_shares(evidence: RunEvidence) -> Findings:
+    """Find metrics of an evaluation that are of one rank's share."""
     for passes in evidence.evaluation_passes():
         if not all(one_pass.is_complete for one_pass in passes) or not are_shares(passes):
             continue

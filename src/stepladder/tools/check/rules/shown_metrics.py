@@ -24,6 +24,7 @@ from stepladder.tools.check.rules.source_patterns import prints_its_arguments
 from stepladder.tools.probe.events import CodeLine
 
 SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
+SHARE_OF_ALL = 0.75
 DIGITS_OF_SHARE = 2  # of each rank's number
 NAMES_RANK = re.compile(r"rank|gpu|cuda|device|worker|process|node|local|shard|replica", re.I)
 
@@ -68,7 +69,7 @@ def shown_means_by_samples(evidence: RunEvidence) -> Findings:
     for log in evidence.run.ranks:
         for series, number in passes_with_numbers(log, log.passes):
             total = sum(series.values)
-            counts = {sum(series.sizes), series.data_length}
+            counts = {series.count, series.data_length}
             counts = {count for count in counts if count > 1.5 * len(series.values)}
             wrong = [count for count in counts if number.is_equal(total / count)]
             if not series.are_means or not total or not wrong:
@@ -219,3 +220,53 @@ def names_rank(
     """Return whether a text says of which rank it is."""
     is_first = shown.text.lstrip(" [(<#").startswith(str(rank))
     return is_first or NAMES_RANK.search(shown.text) is not None
+
+
+def shown_parts_of_all(evidence: RunEvidence) -> Findings:
+    """Find sums over one rank's share that are divided by the length of the whole data set."""
+    hits: list[ShownNumber] = []
+    for log in evidence.run.ranks:
+        for series, number in passes_with_numbers(log, log.passes):
+            part = series.sum_of_samples / max(series.data_length, 1)
+            is_share = series.count < SHARE_OF_ALL * series.data_length
+            event = number.event
+            is_printed = isinstance(event, Print) and not names_rank(event, log.rank)
+            if not is_share or not is_printed or not number.factor_of(part):
+                continue
+            hits.append(number)
+            if are_no_coincidence(hits):
+                yield evidence.finding(
+                    "one-rank-metric",
+                    line_that_shows(evidence, number.event),
+                    f"{number.value:.6g} is the sum over the {series.count} samples of rank "
+                    f"{log.rank}, divided by the length of all {series.data_length}",
+                )
+                return
+
+
+def shown_sums_by_own_count(evidence: RunEvidence) -> Findings:
+    """Find sums over all ranks that are divided by the number of samples of one."""
+    hits: list[ShownNumber] = []
+    log = evidence.run.ranks[0]
+    for passes in zip(*(other.passes for other in evidence.run.ranks), strict=False):
+        series_of_ranks = [batch_series(one_pass) for one_pass in passes]
+        for series, number in passes_with_numbers(log, [passes[0]]):
+            alike = [
+                one
+                for all_of_rank in series_of_ranks
+                for one in all_of_rank
+                if (one.line, one.are_means) == (series.line, series.are_means)
+            ]
+            total = sum(one.sum_of_samples for one in alike)
+            is_of_all = len(alike) == len(passes) and total > series.sum_of_samples
+            if not is_of_all or not number.factor_of(total / series.count):
+                continue
+            hits.append(number)
+            if are_no_coincidence(hits):
+                yield evidence.finding(
+                    "local-count",
+                    line_that_shows(evidence, number.event),
+                    f"{number.value:.6g} is a sum over all ranks by the {series.count} samples of "
+                    f"one; all have read {sum(one.count for one in alike)}",
+                )
+                return

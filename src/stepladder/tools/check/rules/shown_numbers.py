@@ -118,9 +118,17 @@ class BatchSeries:
         return sum(self.means) / len(self.values)
 
     @property
+    def sum_of_samples(self) -> float:
+        return sum(mean * size for mean, size in zip(self.means, self.sizes, strict=True))
+
+    @property
     def mean_of_samples(self) -> float:
-        weighted = (mean * size for mean, size in zip(self.means, self.sizes, strict=True))
-        return sum(weighted) / sum(self.sizes)
+        return self.sum_of_samples / self.count
+
+    @property
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(self.sizes)
 
 
 def batch_series(one_pass: LoaderPass) -> list[BatchSeries]:
