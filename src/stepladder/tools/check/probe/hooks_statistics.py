@@ -43,7 +43,12 @@ class Statistics:
         if is_number and self.count < MAX_STATISTICS and not torch.compiler.is_compiling():
             self.count += 1
             value = float(result.detach())
-            current_log().write_with_line(Statistic(value=value, is_mean=is_mean))
+            current_log().write_with_line(
+                Statistic(
+                    value=value,
+                    is_mean=is_mean,
+                )
+            )
 
 
 statistics = Statistics()
@@ -62,8 +67,14 @@ def record_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    result = original(*args, **kwargs)
-    statistics.record(result, kwargs.get("reduction", "mean") == "mean")
+    result = original(
+        *args,
+        **kwargs,
+    )
+    statistics.record(
+        result,
+        kwargs.get("reduction", "mean") == "mean",
+    )
     return result
 
 
@@ -72,9 +83,15 @@ def record_mean(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    result = original(*args, **kwargs)
+    result = original(
+        *args,
+        **kwargs,
+    )
     if is_called_in_user_file():
-        statistics.record(result, True)
+        statistics.record(
+            result,
+            True,
+        )
     return result
 
 
@@ -83,9 +100,15 @@ def record_sum(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    result = original(*args, **kwargs)
+    result = original(
+        *args,
+        **kwargs,
+    )
     if is_called_in_user_file():
-        statistics.record(result, False)
+        statistics.record(
+            result,
+            False,
+        )
     return result
 
 

@@ -17,7 +17,7 @@ from stepladder.tools.check.rules.batch_means import (
 )
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import is_wrapped
-from stepladder.tools.check.rules.shown_metrics import shown_means_by_samples
+from stepladder.tools.check.rules.shown_metrics import first_certain, shown_means_by_samples
 from stepladder.tools.check.rules.source_patterns import assignments, is_addition, is_on_line
 from stepladder.tools.check.rules.unscaled_batch import depends_on
 from stepladder.tools.check.script_source import (
@@ -56,7 +56,8 @@ class RankQuotient:
 
 @run_rule("mean-divided-twice")
 def mean_divided_twice(evidence: RunEvidence) -> Findings:
-    yield from list(divided_by_samples(evidence)) or shown_means_by_samples(evidence)
+    shown = first_certain(evidence, "mean-divided-twice", shown_means_by_samples(evidence))
+    yield from list(divided_by_samples(evidence)) or shown
     if evidence.has_several_ranks:
         yield from loss_divided_by_ranks(evidence)
         yield from reduced_twice(evidence)

@@ -34,24 +34,42 @@ def exchanged_steps(log: RankLog) -> Iterator[ExchangedStep]:
     """Yield the steps of a rank that follow a backward pass whose gradients were recorded."""
     local: Sums = []
     scale: float | None = None
-    for event in log.select(Backward, LocalGradients, BeforeStep):
+    for event in log.select(
+        Backward,
+        LocalGradients,
+        BeforeStep,
+    ):
         if isinstance(event, Backward):
             scale = event.scale
         elif isinstance(event, LocalGradients):
             local = event.sums
         elif isinstance(event, BeforeStep):
             if local and len(local) == len(event.sums):
-                yield ExchangedStep(event, local, scale)
+                yield ExchangedStep(
+                    event,
+                    local,
+                    scale,
+                )
             local = []
 
 
-@run_rule("not-wrapped.one", "accumulation-mean.ranks", "mean-divided-twice")
+@run_rule(
+    "not-wrapped.one",
+    "accumulation-mean.ranks",
+    "mean-divided-twice",
+)
 def exchanged_by_hand(evidence: RunEvidence) -> Findings:
     """Find exchanged gradients that are a sum, a part of an average, or those of one rank."""
     steps_of_ranks = [list(exchanged_steps(log)) for log in evidence.run.ranks]
     if not evidence.has_several_ranks or evidence.run.world_size != len(steps_of_ranks):
         return
-    kinds = [kind_of_exchange(steps) for steps in zip(*steps_of_ranks, strict=False)]
+    kinds = [
+        kind_of_exchange(steps)
+        for steps in zip(
+            *steps_of_ranks,
+            strict=False,
+        )
+    ]
     kind = kinds[0] if kinds else ""
     if len(kinds) < MIN_STEPS or set(kinds) != {kind}:
         return
@@ -88,25 +106,72 @@ def kind_of_exchange(
     used = list(steps[0].step.sums)
     locals_of_ranks = [step.local for step in steps]
     first = locals_of_ranks[0]
-    is_exchanged = all(are_equal(used, list(step.step.sums)) for step in steps)
-    if not is_exchanged or any(are_equal(first, other) for other in locals_of_ranks[1:]):
+    is_exchanged = all(
+        are_equal(
+            used,
+            list(step.step.sums),
+        )
+        for step in steps
+    )
+    if not is_exchanged or any(
+        are_equal(
+            first,
+            other,
+        )
+        for other in locals_of_ranks[1:]
+    ):
         return ""
-    total = [sum(values) for values in zip(*locals_of_ranks, strict=True)]
-    if are_equal(used, total):
+    total = [
+        sum(values)
+        for values in zip(
+            *locals_of_ranks,
+            strict=True,
+        )
+    ]
+    if are_equal(
+        used,
+        total,
+    ):
         return "sum"
-    if are_equal(used, [value / size**2 for value in total]):
+    if are_equal(
+        used,
+        [value / size**2 for value in total],
+    ):
         return "part"
-    alone = (rank for rank, local in enumerate(locals_of_ranks) if are_equal(used, local))
-    return str(next(alone, ""))
+    alone = (
+        rank
+        for rank, local in enumerate(locals_of_ranks)
+        if are_equal(
+            used,
+            local,
+        )
+    )
+    return str(
+        next(
+            alone,
+            "",
+        )
+    )
 
 
 def are_equal(
     first: Sums,
     second: Sums,
 ) -> bool:
-    scale = max(map(abs, [*first, *second]), default=0.0)
+    scale = max(
+        map(
+            abs,
+            [*first, *second],
+        ),
+        default=0.0,
+    )
     return all(
-        abs(a - b) <= ROUNDING_OF_GRADIENTS * scale for a, b in zip(first, second, strict=True)
+        abs(a - b) <= ROUNDING_OF_GRADIENTS * scale
+        for a, b in zip(
+            first,
+            second,
+            strict=True,
+        )
     )
 
 
@@ -118,4 +183,11 @@ def follows_world_size(evidence: RunEvidence) -> bool:
     """Return whether a learning rate is computed from the number of ranks."""
     names = world_size_names(evidence.source)
     rates = [learning_rate_of(call) for _, call in evidence.source.calls(*OPTIMIZERS)]
-    return any(rate is not None and depends_on(rate, names) for rate in rates)
+    return any(
+        rate is not None
+        and depends_on(
+            rate,
+            names,
+        )
+        for rate in rates
+    )

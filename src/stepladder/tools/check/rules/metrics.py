@@ -17,6 +17,7 @@ from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.batch_means import averages_of_batch_means
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.shown_metrics import (
+    first_certain,
     line_that_shows,
     shares_shown,
     shown_means_of_means,
@@ -40,7 +41,8 @@ SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
     in_source = [*reduced_means(evidence), *batch_means(evidence), *reduced_shares(evidence)]
-    yield from in_source or shown_means_of_means(evidence)
+    shown = shown_means_of_means(evidence)
+    yield from in_source or first_certain(evidence, "mean-of-means", shown)
 
 
 def batch_means(evidence: RunEvidence) -> Findings:
@@ -144,8 +146,14 @@ def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
 def local_count(evidence: RunEvidence) -> Findings:
     """Find reduced sums that are divided by the count of one rank, or not at all."""
     if evidence.has_several_ranks:
-        found = [*sums_by_local_counts(evidence), *shown_sums_of_means(evidence)]
-        yield from found or shown_sums_by_own_count(evidence)
+        means = shown_sums_of_means(evidence)
+        sums = shown_sums_by_own_count(evidence)
+        found = [
+            *sums_by_local_counts(evidence),
+            *first_certain(evidence, "local-count.means", means),
+            *first_certain(evidence, "local-count", sums),
+        ]
+        yield from found[:1]
 
 
 def sums_by_local_counts(evidence: RunEvidence) -> Findings:
@@ -167,7 +175,8 @@ def sums_by_local_counts(evidence: RunEvidence) -> Findings:
 def one_rank_metric(evidence: RunEvidence) -> Findings:
     """Find metrics of one rank's share that are shown as those of all."""
     if evidence.has_several_ranks:
-        yield from list(evaluated_shares(evidence)) or shown_parts_of_all(evidence)
+        parts = first_certain(evidence, "one-rank-metric", shown_parts_of_all(evidence))
+        yield from list(evaluated_shares(evidence)) or parts
 
 
 def evaluated_shares(evidence: RunEvidence) -> Findings:

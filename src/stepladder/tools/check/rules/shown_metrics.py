@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stepladder.tools.check.events import Backward, Print, ScriptCollective
 from stepladder.tools.check.recording import LoaderPass, RankLog
@@ -23,10 +23,14 @@ from stepladder.tools.check.rules.shown_numbers import (
 from stepladder.tools.check.rules.source_patterns import prints_its_arguments
 from stepladder.tools.probe.events import CodeLine
 
+Recognized = tuple[ShownNumber, str]  # a number, and what it is
 SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
 SHARE_OF_ALL = 0.75
 DIGITS_OF_SHARE = 2  # of each rank's number
-NAMES_RANK = re.compile(r"rank|gpu|cuda|device|worker|process|node|local|shard|replica", re.I)
+NAMES_RANK = re.compile(
+    r"rank|gpu|cuda|device|worker|process|node|local|shard|replica",
+    re.I,
+)
 
 
 def passes_with_numbers(
@@ -42,81 +46,110 @@ def passes_with_numbers(
                     yield series, number
 
 
-def shown_means_of_means(evidence: RunEvidence) -> Findings:
-    """Find numbers that are the mean of the means of batches that differ in size."""
-    hits: list[ShownNumber] = []
-    for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(log, log.evaluation_passes):
-            factor = number.factor_of(series.mean_of_means)
-            right = factor * series.mean_of_samples
-            if not factor or number.is_equal(right):
-                continue
-            hits.append(number)
-            if are_no_coincidence(hits):
-                yield evidence.finding(
-                    "mean-of-means",
-                    line_that_shows(evidence, number.event),
-                    f"{number.value:.6g} is the mean of the means of {len(series.values)} batches "
-                    f"of {min(series.sizes)} to {max(series.sizes)} samples; over all samples it "
-                    f"is {right:.6g}",
-                )
-                return
-
-
-def shown_means_by_samples(evidence: RunEvidence) -> Findings:
-    """Find numbers that are a sum of batch means by the number of samples."""
-    hits: list[ShownNumber] = []
-    for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(log, log.passes):
-            total = sum(series.values)
-            counts = {series.count, series.data_length}
-            counts = {count for count in counts if count > 1.5 * len(series.values)}
-            wrong = [count for count in counts if number.is_equal(total / count)]
-            if not series.are_means or not total or not wrong:
-                continue
-            hits.append(number)
-            if are_no_coincidence(hits):
-                yield evidence.finding(
-                    "mean-divided-twice",
-                    line_that_shows(evidence, number.event),
-                    f"{number.value:.6g} is the sum of {len(series.values)} batch means by "
-                    f"{wrong[0]} samples; their mean is {series.mean_of_means:.6g}",
-                )
-                return
-
-
-def shown_sums_of_means(evidence: RunEvidence) -> Findings:
-    """Find numbers that are the sum of the ranks' means, where their average is meant."""
-    hits: list[ShownNumber] = []
-    for number, values in [*shown_totals(evidence), *shown_means_of_totals(evidence)]:
-        hits.append(number)
-        if are_no_coincidence(hits):
-            text = " and ".join(f"{value:.6g}" for value in values[:2])
+def first_certain(
+    evidence: RunEvidence,
+    rule: str,
+    recognized: Iterable[Recognized],
+) -> Findings:
+    """Find the first number by which a mistake is no coincidence."""
+    numbers: list[ShownNumber] = []
+    for number, text in recognized:
+        numbers.append(number)
+        if are_no_coincidence(numbers):
             yield evidence.finding(
-                "local-count.means",
-                line_that_shows(evidence, number.event),
-                f"{number.value:.6g} is the sum of the ranks' means {text}; their average is "
-                f"{sum(values) / len(values):.6g}",
+                rule,
+                line_that_shows(
+                    evidence,
+                    number.event,
+                ),
+                f"{number.value:.6g} is {text}",
             )
             return
+
+
+def shown_means_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
+    """Yield the numbers that are the mean of the means of batches that differ in size."""
+    for log in evidence.run.ranks:
+        for series, number in passes_with_numbers(
+            log,
+            log.evaluation_passes,
+        ):
+            factor = number.factor_of(series.mean_of_means)
+            right = factor * series.mean_of_samples
+            if factor and not number.is_equal(right):
+                yield (
+                    number,
+                    f"the mean of the means of {len(series.values)} batches of "
+                    f"{min(series.sizes)} to {max(series.sizes)} samples; over all samples it is "
+                    f"{right:.6g}",
+                )
+
+
+def shown_means_by_samples(evidence: RunEvidence) -> Iterator[Recognized]:
+    """Yield the numbers that are a sum of batch means by the number of samples."""
+    for log in evidence.run.ranks:
+        for series, number in passes_with_numbers(
+            log,
+            log.passes,
+        ):
+            total = sum(series.values)
+            for count in {series.count, series.data_length}:
+                has_fewer_batches = count > 1.5 * len(series.values)
+                if series.are_means and has_fewer_batches and number.factor_of(total / count) == 1:
+                    yield (
+                        number,
+                        f"the sum of {len(series.values)} batch means by {count} samples; their "
+                        f"mean is {series.mean_of_means:.6g}",
+                    )
+
+
+def shown_sums_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
+    """Yield the numbers that are the sum of the ranks' means, where their average is meant."""
+    for number, values in [*shown_totals(evidence), *shown_means_of_totals(evidence)]:
+        means = " and ".join(f"{value:.6g}" for value in values[:2])
+        yield (
+            number,
+            f"the sum of the ranks' means {means}; their average is "
+            f"{sum(values) / len(values):.6g}",
+        )
 
 
 def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers that are shown after a collective, and are a sum of the ranks' means."""
     calls_of_ranks = [sums_by_line(log) for log in evidence.run.ranks]
     for line, calls_of_first in calls_of_ranks[0].items():
-        calls_of_all = zip(*(calls[line] for calls in calls_of_ranks), strict=False)
-        shown_after = numbers_after(evidence.run.ranks[0], calls_of_first)
-        for calls, shown in zip(calls_of_all, shown_after, strict=False):
-            for number, values in sums_among(calls, shown):
-                if are_means(evidence, calls, values):
+        calls_of_all = zip(
+            *(calls[line] for calls in calls_of_ranks),
+            strict=False,
+        )
+        shown_after = numbers_after(
+            evidence.run.ranks[0],
+            calls_of_first,
+        )
+        for calls, shown in zip(
+            calls_of_all,
+            shown_after,
+            strict=False,
+        ):
+            for number, values in sums_among(
+                calls,
+                shown,
+            ):
+                if are_means(
+                    evidence,
+                    calls,
+                    values,
+                ):
                     yield number, values
 
 
 def shown_means_of_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers after a pass that are a mean of what a collective summed in each batch."""
     log = evidence.run.ranks[0]
-    for passes in zip(*(other.passes for other in evidence.run.ranks), strict=False):
+    for passes in zip(
+        *(other.passes for other in evidence.run.ranks),
+        strict=False,
+    ):
         shown = list(shown_numbers(log.events[passes[0].index_after :]))
         for values in reduced_means(passes):
             for number in shown:
@@ -150,7 +183,10 @@ def sums_among(
     calls: tuple[ScriptCollective, ...], shown: list[ShownNumber]
 ) -> Iterator[tuple[ShownNumber, tuple[float, ...]]]:
     """Yield the numbers that are sums over the ranks, each with the ranks' values."""
-    for values in zip(*(call.value for call in calls), strict=False):
+    for values in zip(
+        *(call.value for call in calls),
+        strict=False,
+    ):
         total = sum(values)
         for number in shown:
             if total and number.is_equal(total):
@@ -162,9 +198,19 @@ def are_means(
     evidence: RunEvidence, calls: tuple[ScriptCollective, ...], values: tuple[float, ...]
 ) -> bool:
     """Return whether each rank's value is a mean that it has computed shortly before."""
-    for log, call, value in zip(evidence.run.ranks, calls, values, strict=False):
+    for log, call, value in zip(
+        evidence.run.ranks,
+        calls,
+        values,
+        strict=False,
+    ):
         number = ShownNumber.exact(value)
-        if value == round(value) or not any(map(number.factor_of, known_means(log, call))):
+        if value == round(value) or not any(
+            map(
+                number.factor_of,
+                known_means(log, call),
+            )
+        ):
             return False
     return True
 
@@ -177,7 +223,10 @@ def line_that_shows(
         return shown.at if shown else None
     location = evidence.location(shown.at)
     file = evidence.source.file(location.file)
-    if file is not None and prints_its_arguments(file, location.line):
+    if file is not None and prints_its_arguments(
+        file,
+        location.line,
+    ):
         return shown.caller
     return shown.at
 
@@ -189,7 +238,11 @@ def shares_shown(
     shown: list[Print] = []
     for log, one_pass in passes:
         means = [series.mean_of_samples for series in batch_series(one_pass)]
-        print_of_share = print_of(log, one_pass, means)
+        print_of_share = print_of(
+            log,
+            one_pass,
+            means,
+        )
         if print_of_share is None:
             return None
         shown.append(print_of_share)
@@ -206,9 +259,21 @@ def print_of(
     for event in log.events[one_pass.index_after :]:
         if isinstance(event, Backward):
             return None
-        if isinstance(event, Print) and not event.logged and not names_rank(event, log.rank):
+        if (
+            isinstance(event, Print)
+            and not event.logged
+            and not names_rank(
+                event,
+                log.rank,
+            )
+        ):
             for number in printed_numbers(event):
-                if number.digits >= DIGITS_OF_SHARE and any(map(number.factor_of, means)):
+                if number.digits >= DIGITS_OF_SHARE and any(
+                    map(
+                        number.factor_of,
+                        means,
+                    )
+                ):
                     return event
     return None
 
@@ -222,51 +287,48 @@ def names_rank(
     return is_first or NAMES_RANK.search(shown.text) is not None
 
 
-def shown_parts_of_all(evidence: RunEvidence) -> Findings:
-    """Find sums over one rank's share that are divided by the length of the whole data set."""
-    hits: list[ShownNumber] = []
+def shown_parts_of_all(evidence: RunEvidence) -> Iterator[Recognized]:
+    """Yield the sums over one rank's share that are divided by the length of the data set."""
     for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(log, log.passes):
-            part = series.sum_of_samples / max(series.data_length, 1)
-            is_share = series.count < SHARE_OF_ALL * series.data_length
+        for series, number in passes_with_numbers(
+            log,
+            log.passes,
+        ):
+            if series.count >= SHARE_OF_ALL * series.data_length:
+                continue
+            part = series.sum_of_samples / series.data_length
             event = number.event
-            is_printed = isinstance(event, Print) and not names_rank(event, log.rank)
-            if not is_share or not is_printed or not number.factor_of(part):
-                continue
-            hits.append(number)
-            if are_no_coincidence(hits):
-                yield evidence.finding(
-                    "one-rank-metric",
-                    line_that_shows(evidence, number.event),
-                    f"{number.value:.6g} is the sum over the {series.count} samples of rank "
-                    f"{log.rank}, divided by the length of all {series.data_length}",
+            is_printed = isinstance(event, Print) and not names_rank(
+                event,
+                log.rank,
+            )
+            if is_printed and number.factor_of(part):
+                yield (
+                    number,
+                    f"the sum over the {series.count} samples of rank {log.rank}, divided by the "
+                    f"length of all {series.data_length}",
                 )
-                return
 
 
-def shown_sums_by_own_count(evidence: RunEvidence) -> Findings:
-    """Find sums over all ranks that are divided by the number of samples of one."""
-    hits: list[ShownNumber] = []
+def shown_sums_by_own_count(evidence: RunEvidence) -> Iterator[Recognized]:
+    """Yield the sums over all ranks that are divided by the number of samples of one."""
     log = evidence.run.ranks[0]
-    for passes in zip(*(other.passes for other in evidence.run.ranks), strict=False):
-        series_of_ranks = [batch_series(one_pass) for one_pass in passes]
-        for series, number in passes_with_numbers(log, [passes[0]]):
-            alike = [
-                one
-                for all_of_rank in series_of_ranks
-                for one in all_of_rank
-                if (one.line, one.are_means) == (series.line, series.are_means)
-            ]
-            total = sum(one.sum_of_samples for one in alike)
+    for passes in zip(
+        *(other.passes for other in evidence.run.ranks),
+        strict=False,
+    ):
+        series_of_ranks = [series for one_pass in passes for series in batch_series(one_pass)]
+        for series, number in passes_with_numbers(
+            log,
+            [passes[0]],
+        ):
+            alike = [other for other in series_of_ranks if other.is_like(series)]
+            total = sum(other.sum_of_samples for other in alike)
             is_of_all = len(alike) == len(passes) and total > series.sum_of_samples
-            if not is_of_all or not number.factor_of(total / series.count):
-                continue
-            hits.append(number)
-            if are_no_coincidence(hits):
-                yield evidence.finding(
-                    "local-count",
-                    line_that_shows(evidence, number.event),
-                    f"{number.value:.6g} is a sum over all ranks by the {series.count} samples of "
-                    f"one; all have read {sum(one.count for one in alike)}",
+            if is_of_all and number.factor_of(total / series.count):
+                count = sum(other.count for other in alike)
+                yield (
+                    number,
+                    f"a sum over all ranks by the {series.count} samples of one; all have read "
+                    f"{count}",
                 )
-                return

@@ -45,7 +45,12 @@ class ShownNumber:
         value: float,
         event: ScriptCollective | None = None,
     ) -> ShownNumber:
-        return cls(value, ROUNDING_OF_SUMS * abs(value), EXACT_DIGITS, event)
+        return cls(
+            value,
+            ROUNDING_OF_SUMS * abs(value),
+            EXACT_DIGITS,
+            event,
+        )
 
     def is_equal(
         self,
@@ -59,7 +64,10 @@ class ShownNumber:
     ) -> int:
         """Return by which factor a value is shown, 1 or 100; 0 where it is not."""
         factors = (factor for factor in FACTORS if value and self.is_equal(factor * value))
-        return next(factors, 0)
+        return next(
+            factors,
+            0,
+        )
 
 
 def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
@@ -71,7 +79,10 @@ def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
             yield from printed_numbers(event)
         elif isinstance(event, ScriptCollective):
             for value in event.value:
-                yield ShownNumber.exact(value, event)
+                yield ShownNumber.exact(
+                    value,
+                    event,
+                )
 
 
 def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
@@ -80,7 +91,12 @@ def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
         _, digits, exponent = Decimal(text).as_tuple()
         half_of_last_digit = 0.51 * 10.0 ** int(exponent)
         tolerance = max(half_of_last_digit, ROUNDING_OF_SUMS * abs(value))
-        yield ShownNumber(value, tolerance, min(len(digits), EXACT_DIGITS), shown)
+        yield ShownNumber(
+            value,
+            tolerance,
+            min(len(digits), EXACT_DIGITS),
+            shown,
+        )
 
 
 def are_no_coincidence(numbers: list[ShownNumber]) -> bool:
@@ -107,11 +123,22 @@ class BatchSeries:
     data_length: int
     line: CodeLine | None
 
+    def is_like(self, other: BatchSeries) -> bool:
+        """Return whether another series is of the same line, on another rank."""
+        return self.line == other.line and self.are_means == other.are_means
+
     @property
     def means(self) -> list[float]:
         if self.are_means:
             return self.values
-        return [value / size for value, size in zip(self.values, self.sizes, strict=True)]
+        return [
+            value / size
+            for value, size in zip(
+                self.values,
+                self.sizes,
+                strict=True,
+            )
+        ]
 
     @property
     def mean_of_means(self) -> float:
@@ -119,7 +146,14 @@ class BatchSeries:
 
     @property
     def sum_of_samples(self) -> float:
-        return sum(mean * size for mean, size in zip(self.means, self.sizes, strict=True))
+        return sum(
+            mean * size
+            for mean, size in zip(
+                self.means,
+                self.sizes,
+                strict=True,
+            )
+        )
 
     @property
     def mean_of_samples(self) -> float:
@@ -142,9 +176,17 @@ def batch_series(one_pass: LoaderPass) -> list[BatchSeries]:
             values[event.at, counts[event.at], event.is_mean].append(event.value)
             counts[event.at] += 1
     return [
-        make_series(one_pass, numbers, are_means, line)
+        make_series(
+            one_pass,
+            numbers,
+            are_means,
+            line,
+        )
         for (line, _, are_means), numbers in values.items()
-        if is_of_each_batch(one_pass, numbers)
+        if is_of_each_batch(
+            one_pass,
+            numbers,
+        )
     ]
 
 
@@ -157,12 +199,25 @@ def reduced_series(one_pass: LoaderPass) -> list[BatchSeries]:
             means.append(event.value)
         elif isinstance(event, ScriptCollective) and event.sums and len(event.value) == 1:
             number = ShownNumber.exact(event.value[0])
-            if any(map(number.is_equal, means[-RECENT_STATISTICS:])):
+            if any(
+                map(
+                    number.is_equal,
+                    means[-RECENT_STATISTICS:],
+                )
+            ):
                 values[event.at].append(number.value)
     return [
-        make_series(one_pass, numbers, True, line)
+        make_series(
+            one_pass,
+            numbers,
+            True,
+            line,
+        )
         for line, numbers in values.items()
-        if is_of_each_batch(one_pass, numbers)
+        if is_of_each_batch(
+            one_pass,
+            numbers,
+        )
     ]
 
 
@@ -197,7 +252,14 @@ def known_means(
     for event in before[-RECENT_STATISTICS:]:
         if event.is_mean:
             yield event.value
-    passes = [one_pass for one_pass in log.passes if is_before(one_pass, collective)]
+    passes = [
+        one_pass
+        for one_pass in log.passes
+        if is_before(
+            one_pass,
+            collective,
+        )
+    ]
     for one_pass in passes[-RECENT_PASSES:]:
         for series in batch_series(one_pass):
             yield series.mean_of_means
