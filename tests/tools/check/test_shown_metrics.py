@@ -102,6 +102,13 @@ def test_a_mean_of_sums_over_the_ranks_is_named_too(value: str, rules: list[str]
     assert rules_of(first, reduced_in_each_batch([1.25, 1.75], 1)) == rules
 
 
+def test_a_sum_over_the_batches_begins_with_the_first_of_them_and_is_no_mean() -> None:
+    ranks = [reduced_in_each_batch([own, 0.75], rank) for rank, own in enumerate((0.25, 1.25))]
+    first = next(index for index, event in enumerate(ranks[0]) if event["k"] == "coll")
+    begun = [*ranks[0][: first + 1], show("1.5000"), *ranks[0][first + 1 :]]
+    assert rules_of(begun, ranks[1]) == []
+
+
 def test_a_sum_of_sums_is_what_it_is() -> None:
     ranks = [reduced(0.25, show("1.3750")), reduced(1.125)]
     sums = [[event | {"is_mean": False} for event in events] for events in ranks]

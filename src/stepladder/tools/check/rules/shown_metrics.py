@@ -117,6 +117,7 @@ def shown_sums_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
 def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers that are shown after a collective, and are a sum of the ranks' means."""
     calls_of_ranks = [sums_by_line(log) for log in evidence.run.ranks]
+    may_be_running_sums = first_calls_of_passes(evidence.run.ranks[0])
     for line, calls_of_first in calls_of_ranks[0].items():
         calls_of_all = zip(
             *(calls[line] for calls in calls_of_ranks),
@@ -131,6 +132,8 @@ def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
             shown_after,
             strict=False,
         ):
+            if calls[0].n in may_be_running_sums:
+                continue
             for number, values in sums_among(
                 calls,
                 shown,
@@ -143,6 +146,18 @@ def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
                     yield number, values
 
 
+def first_calls_of_passes(log: RankLog) -> set[int]:
+    """Return the collectives in the first batches: a sum over batches begins with their value."""
+    first_calls: set[int] = set()
+    for one_pass in log.passes:
+        first: dict[CodeLine | None, int] = {}
+        for event in one_pass.events:
+            if isinstance(event, ScriptCollective):
+                first.setdefault(event.at, event.n)
+        first_calls.update(first.values())
+    return first_calls
+
+
 def shown_means_of_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers after a pass that are a mean of what a collective summed in each batch."""
     log = evidence.run.ranks[0]
@@ -153,7 +168,7 @@ def shown_means_of_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
         shown = list(shown_numbers(log.events[passes[0].index_after :]))
         for values in reduced_means(passes):
             for number in shown:
-                if sum(values) and number.is_equal(sum(values)):
+                if len(passes[0].batches) > 1 and number.factor_of(sum(values)) == 1:
                     yield number, values
 
 
