@@ -98,60 +98,22 @@ def exchanged_by_hand(evidence: RunEvidence) -> Findings:
         )
 
 
-def kind_of_exchange(
-    steps: tuple[ExchangedStep, ...],
-) -> str:
+def kind_of_exchange(steps: tuple[ExchangedStep, ...]) -> str:
     """Return what the gradients of a step are: "sum", "part", the number of a rank, or nothing."""
     size = len(steps)
     used = list(steps[0].step.sums)
     locals_of_ranks = [step.local for step in steps]
     first = locals_of_ranks[0]
-    is_exchanged = all(
-        are_equal(
-            used,
-            list(step.step.sums),
-        )
-        for step in steps
-    )
-    if not is_exchanged or any(
-        are_equal(
-            first,
-            other,
-        )
-        for other in locals_of_ranks[1:]
-    ):
+    is_exchanged = all(are_equal(used, list(step.step.sums)) for step in steps)
+    if not is_exchanged or any(are_equal(first, other) for other in locals_of_ranks[1:]):
         return ""
-    total = [
-        sum(values)
-        for values in zip(
-            *locals_of_ranks,
-            strict=True,
-        )
-    ]
-    if are_equal(
-        used,
-        total,
-    ):
+    total = [sum(values) for values in zip(*locals_of_ranks, strict=True)]
+    if are_equal(used, total):
         return "sum"
-    if are_equal(
-        used,
-        [value / size**2 for value in total],
-    ):
+    if are_equal(used, [value / size**2 for value in total]):
         return "part"
-    alone = (
-        rank
-        for rank, local in enumerate(locals_of_ranks)
-        if are_equal(
-            used,
-            local,
-        )
-    )
-    return str(
-        next(
-            alone,
-            "",
-        )
-    )
+    alone = (rank for rank, local in enumerate(locals_of_ranks) if are_equal(used, local))
+    return str(next(alone, ""))
 
 
 def are_equal(
