@@ -78,7 +78,8 @@ def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
         if isinstance(event, Print):
             yield from printed_numbers(event)
         elif isinstance(event, ScriptCollective):
-            for value in event.value:
+            fractions = (value for value in event.value if value % 1)  # others may be counts
+            for value in fractions:
                 yield ShownNumber.exact(
                     value,
                     event,
