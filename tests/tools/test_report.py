@@ -33,7 +33,7 @@ from stepladder.tools.pages.figures import (
     draw_heat_map,
     draw_spans,
 )
-from stepladder.tools.pages.line_chart import draw_lines, thin_points
+from stepladder.tools.pages.line_chart import ChartEvent, draw_lines, thin_points
 from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
 from stepladder.tools.report.record import RunStart, read_run
@@ -324,6 +324,20 @@ def test_degenerate_plots_are_drawn(plot: Figure) -> None:
     drawn = str(make_environment().get_template("parts.html").module.draw(plot))  # type: ignore[attr-defined]
     assert "nan" not in drawn and "inf" not in drawn
     ElementTree.fromstring(drawn.strip())
+
+
+def test_labels_of_one_step_lie_one_below_the_other() -> None:
+    events = [ChartEvent(5, label, label) for label in ("1 lost", "1 joined")]
+    curves = {"loss": [(step, step % 3) for step in range(100)]}
+    events.append(ChartEvent(90, "2 lost", "2 lost"))
+    plot = draw_lines("loss", curves, "step", "loss", (), events)
+    drawn = str(make_environment().get_template("parts.html").module.draw(plot))  # type: ignore[attr-defined]
+    labels = {
+        element.text: element.get("y")
+        for element in ElementTree.fromstring(drawn.strip()).iter()
+        if element.get("class") == "event"
+    }
+    assert labels["1 lost"] == labels["2 lost"] != labels["1 joined"]
 
 
 @pytest.mark.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +31,7 @@ MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
 MAX_HOVER_BANDS = 120
 DASHES = ("none", "7 3", "2 3", "10 3 2 3")  # of curves in turn: colours are not all there is
 EVENT_COLOUR = "var(--muted)"
+LABEL_ROW_HEIGHT = 15
 HOVER_LETTER_WIDTH = 7.2  # pixels of a letter of the page's small text, at most
 HOVER_ROW_HEIGHT = 16
 
@@ -83,7 +84,8 @@ def draw_lines(
         marks += draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
     marks += make_hover_bands(series, x_name, x_scale)
     # Last, as the bands would hide their titles from the pointer.
-    marks += [draw_event(event, x_scale) for event in events if first <= event.x <= last]
+    shown = [event for event in events if first <= event.x <= last]
+    marks += draw_events(sorted(shown, key=lambda event: event.x), x_scale)
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)
     return add_legend(name, marks, colours, HEIGHT, DASHES)
@@ -148,13 +150,29 @@ def draw_axes(
     return marks, x_scale, y_scale
 
 
-def draw_event(event: ChartEvent, x_scale: Scale) -> Mark:
+def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> Iterator[Mark]:
+    """Yield each event's mark; a label that would lie on another one lies below it."""
+    ends: list[float] = []  # of the last label in each row
+    for event in events:
+        x = x_scale(event.x)
+        width = 4 + len(event.label) * HOVER_LETTER_WIDTH
+        is_near_end = x + width > WIDTH
+        begin = x - width if is_near_end else x
+        row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
+        ends[row : row + 1] = [begin + width]
+        yield draw_event(event, x, is_near_end, TOP + 8 + LABEL_ROW_HEIGHT * row)
+
+
+def draw_event(
+    event: ChartEvent,
+    x: float,
+    is_near_end: bool,
+    y: float,
+) -> Mark:
     """Return a dashed line with its label, which tells what happened under the pointer."""
-    x = x_scale(event.x)
-    is_near_end = x + 4 + len(event.label) * HOVER_LETTER_WIDTH > WIDTH
     label = make_text(
         x - 4 if is_near_end else x + 4,
-        TOP + 8,
+        y,
         event.label,
         "end" if is_near_end else "start",
         class_="event",
