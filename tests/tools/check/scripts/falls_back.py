@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-assert not os.path.exists("began"), "a file of another start"
+began = f"began-{os.environ['RANK']}"
+assert not os.path.exists(began), "a file of another start"
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 dist.barrier()
-open("began", "w").close()
+open(began, "w").close()
 torch.manual_seed(0)
 model = DDP(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
