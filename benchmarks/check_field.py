@@ -224,13 +224,21 @@ def check_script(entry: dict[str, Any], copies: Path) -> CheckedScript:
         ran = subprocess.run(
             [sys.executable, "-m", "stepladder", *flags],
             cwd=folder,
-            env=os.environ | entry.get("variables", {}),
+            env=os.environ | list_variables(entry),
             capture_output=True,
             text=True,
             check=False,
         )
     print(f"{entry['name']}: exit code {ran.returncode}", file=sys.stderr, flush=True)
     return CheckedScript(entry, read_report(ran))
+
+
+def list_variables(entry: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of a script; this package's path stays behind a PYTHONPATH of its own."""
+    variables: dict[str, str] = dict(entry.get("variables", {}))
+    if "PYTHONPATH" in variables and "PYTHONPATH" in os.environ:
+        variables["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    return variables
 
 
 def read_report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
