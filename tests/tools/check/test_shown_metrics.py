@@ -17,6 +17,7 @@ from check_recordings import (
     step,
     train_pass,
 )
+from stepladder.tools.check.probe.hooks_statistics import is_mean_over_batch
 from stepladder.tools.check.rules.all_rules import apply_rules
 
 Events = list[dict[str, Any]]
@@ -210,3 +211,19 @@ def test_a_loss_of_logarithms_has_a_cause_of_its_own() -> None:
     (finding,) = apply_rules(evidence_of([forward(), *losses]))
     assert finding.rule == "activation-twice"
     assert "log_softmax" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"reduction": "mean"}, True),
+        ({"reduction": "sum"}, False),
+        ({"size_average": False}, False),
+        ({"reduce": False}, False),
+    ],
+)
+def test_a_loss_is_a_mean_unless_an_option_says_otherwise(
+    options: dict[str, Any], expected: bool
+) -> None:
+    assert is_mean_over_batch(options) is expected

@@ -73,9 +73,15 @@ def record_loss(
     )
     statistics.record(
         result,
-        kwargs.get("reduction", "mean") == "mean",
+        is_mean_over_batch(kwargs),
     )
     return result
+
+
+def is_mean_over_batch(options: dict[str, Any]) -> bool:
+    """Return whether a loss with these options is a mean; the last two are torch's old ones."""
+    is_sum = options.get("size_average") is False or options.get("reduce") is False
+    return options.get("reduction", "mean") == "mean" and not is_sum
 
 
 def record_mean(
