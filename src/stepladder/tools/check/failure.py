@@ -164,6 +164,12 @@ def has_own_error(output: str) -> bool:
     return bool(exceptions) and not any(map(TELLS_OF_A_PEER.search, exceptions))
 
 
+def misses_a_gpu(output: str) -> bool:
+    """Return whether a rank was ended because there is no GPU."""
+    exceptions = map(exception_line, last_traceback_chain(output))
+    return any(map(MISSING_GPU.search, exceptions))
+
+
 def describe_failure(output: str) -> str:
     """Return who failed, in one line: the script, or what is missing on this machine."""
     chain = last_traceback_chain(output)

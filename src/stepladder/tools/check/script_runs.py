@@ -28,6 +28,7 @@ from stepladder.tools.check.failure import (
     NotChecked,
     classify_failure,
     hide_check_frames,
+    misses_a_gpu,
 )
 from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX
 from stepladder.tools.check.rank_processes import (
@@ -125,6 +126,13 @@ class ScriptRun:
         return has_asked or (self.failure is not None and self.failure.cause == "check")
 
     @property
+    def lacks_gpus(self) -> bool:
+        """Whether the script failed because it uses a GPU, by its number alone, and sees none."""
+        failure = self.failure
+        is_simulated = self.launch.simulates_gpus
+        return failure is not None and not is_simulated and misses_a_gpu(failure.output)
+
+    @property
     def stood_still(self) -> bool:
         """Whether ranks waited for each other until the check ended them, or their own time-out."""
         outcome = self.outcome
@@ -189,13 +197,17 @@ class ScriptRuns:
         if self.source.contains(*IS_MODEL_PARALLEL):
             self.notes.append(NO_DATA_PARALLELISM)
         if launch.gpus_available or not launch.simulates_gpus:
-            return self.rerun_if_separate(self.run_on_nodes(launch, "run", is_last=True))
-        with_gpus = expects_gpus(self.source)
-        first_launch = replace(launch, gpus_available=with_gpus)
+            run = self.run_on_nodes(launch, "run", is_last=True)
+            if run.lacks_gpus:
+                with_gpus = replace(launch, simulates_gpus=True, gpus_available=True)
+                run = self.run_on_nodes(with_gpus, "gpus", is_last=True)
+            return self.rerun_if_separate(run)
+        has_gpus = expects_gpus(self.source)
+        first_launch = replace(launch, gpus_available=has_gpus)
         run = self.run_on_nodes(first_launch, "run", is_last=False)
         if run.depends_on_gpus:
-            second_launch = replace(launch, gpus_available=not with_gpus)
-            name = "no-gpus" if with_gpus else "gpus"
+            second_launch = replace(launch, gpus_available=not has_gpus)
+            name = "no-gpus" if has_gpus else "gpus"
             second = self.run_on_nodes(second_launch, name, is_last=True)
             if second.is_successful or second.launch.gpus_available:
                 run = second
