@@ -15,6 +15,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.skipped_collective import find_skipped
 from stepladder.tools.check.rules.uneven_steps import stands_still, test_of_rank, uneven_end
 
 HAS_A_CPU_PATH = (
@@ -28,13 +29,29 @@ HAS_A_CPU_PATH = (
 )
 
 
+@run_rule("collective-order.skipped")
+def skipped_collective(evidence: RunEvidence) -> Findings:
+    """Find a collective in a training loop that one rank skips while it goes on with DDP."""
+    skipped = find_skipped(evidence)
+    if skipped:
+        where = f": {skipped.condition}" if skipped.condition else ""
+        yield evidence.finding(
+            "collective-order.skipped",
+            skipped.event.at,
+            f"rank {skipped.rank} comes to {describe_collective(evidence, skipped.event)}, and "
+            f"rank {1 - skipped.rank} goes on with the next backward pass, whose collectives are "
+            f"DDP's{where}",
+            1 - skipped.rank,
+        )
+
+
 @run_rule("collective-order")
 def collective_order(evidence: RunEvidence) -> Findings:
     """Compare the collectives of two ranks call by call, as far as both ranks have come.
 
     At the end, also find a rank that waits for the other.
     """
-    if not evidence.has_several_ranks:
+    if not evidence.has_several_ranks or find_skipped(evidence):
         return
     first_calls, second_calls = (
         [event for event in log.select(ScriptCollective) if not event.group]

@@ -15,6 +15,7 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
+from stepladder.tools.check.rules.skipped_collective import find_skipped, is_called_in_lines
 from stepladder.tools.check.script_source import find_nodes
 from stepladder.tools.probe.events import CodeLine
 
@@ -25,6 +26,8 @@ CHOOSES_ONE_RANK = re.compile(r"rank(\(\))? == 0|not \w*rank\b|is_main|is_master
 def uneven_steps(evidence: RunEvidence) -> Findings:
     """Find passes with more batches on one rank than on another."""
     if not evidence.has_several_ranks or evidence.run.select(JoinContext):
+        return
+    if find_skipped(evidence):  # after which the ranks' batches are those of different steps
         return
     logs = evidence.run.ranks
     for number in range(max(len(log.training_passes) for log in logs)):
@@ -51,7 +54,7 @@ def uneven_end(evidence: RunEvidence) -> Findings:
     Only in a run that stands still, or breaks off.
     """
     is_stalled = stands_still(evidence) and not evidence.run.select(JoinContext)
-    if not evidence.has_several_ranks or not is_stalled:
+    if not evidence.has_several_ranks or not is_stalled or find_skipped(evidence):
         return
     logs = evidence.run.ranks[:2]
     backwards = [len(log.select(Backward)) for log in logs]
@@ -92,7 +95,7 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
     run = evidence.run
     if not evidence.has_several_ranks or run.select(JoinContext):
         return
-    if any(log.training_passes for log in run.ranks):
+    if any(log.training_passes for log in run.ranks) or find_skipped(evidence):
         return
     is_at_end = (run.has_finished or stands_still(evidence)) and not run.was_cut_short
     backwards = [log.select(Backward) for log in run.ranks[:2]]
@@ -220,15 +223,6 @@ def has_left_lines(log: RankLog, after: int, function: str, lines: range) -> boo
         return True
     if any(event.n > last.n for event in log.select(Returned)):
         return None
-    return False
-
-
-def is_called_in_lines(event: ScriptCollective, function: str, lines: range) -> bool:
-    """Return whether a collective was called, also through others, in these lines of a function."""
-    for frame in event.way.split(" < "):
-        name, _, line = frame.rpartition(":")
-        if frame and name == function and int(line) in lines:
-            return True
     return False
 
 

@@ -1,0 +1,169 @@
+"""Collectives that one rank skips while it goes on with the backward passes of a wrapped model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepladder.tools.check.events import Backward, Forward, JoinContext, ScriptCollective
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.hangs import innermost_loop
+from stepladder.tools.check.script_source import SourceFile, find_nodes
+from stepladder.tools.probe.events import CodeLine
+
+DDP = "DistributedDataParallel"
+EXITS = (ast.Continue, ast.Break, ast.Return)
+
+
+@dataclass(frozen=True)
+class SkippedCollective:
+    """A collective that one of the first two ranks has called, and the other has left out.
+
+    Args:
+        event: The call.
+        rank: The rank that has called it.
+        next_backward: The backward pass to which the other rank has gone on.
+        condition: The `if` that decides it, with its line; empty where none was found.
+    """
+
+    event: ScriptCollective
+    rank: int
+    next_backward: Backward
+    condition: str
+
+
+def find_skipped(evidence: RunEvidence) -> SkippedCollective | None:
+    """Return the first collective in a training loop that one rank skips.
+
+    DDP's backward pass is a collective as well. Ranks with different numbers of batches differ in
+    another way: the one with fewer leaves the loop.
+    """
+    logs = evidence.run.ranks[:2]
+    if len(logs) < 2 or evidence.run.select(JoinContext) or not all(map(always_averages, logs)):
+        return None
+    backward_lines: set[CodeLine | None] = set()
+    for first, second in zip(*map(exchanges_of, logs), strict=False):
+        if type(first) is not type(second):
+            return skipped_of(evidence, first, second, backward_lines)
+        if first.at != second.at:
+            return None
+        if isinstance(first, Backward):
+            backward_lines.add(first.at)
+    return None
+
+
+def always_averages(log: RankLog) -> bool:
+    """Return whether each backward pass of a model in DDP averages the gradients."""
+    calls = [call for call in log.select(Forward) if call.grad and call.wrapped]
+    return bool(calls) and all(call.wrapped == DDP and call.sync for call in calls)
+
+
+def exchanges_of(log: RankLog) -> list[Backward | ScriptCollective]:
+    """Return the backward passes, and the collectives of all ranks, in order."""
+    backwards = [event for event in log.select(Backward) if event.at]
+    collectives = [event for event in log.select(ScriptCollective) if event.at and not event.group]
+    events: list[Backward | ScriptCollective] = [*backwards, *collectives]
+    return sorted(events, key=lambda event: event.n)
+
+
+def skipped_of(
+    evidence: RunEvidence,
+    first: Backward | ScriptCollective,
+    second: Backward | ScriptCollective,
+    backward_lines: set[CodeLine | None],
+) -> SkippedCollective | None:
+    """Return the collective of two different events, if it is in the loop of the backward pass."""
+    rank = 0
+    collective, backward = first, second
+    if isinstance(first, Backward):
+        rank = 1
+        collective, backward = second, first
+    assert isinstance(collective, ScriptCollective)
+    assert isinstance(backward, Backward)
+    if backward.at not in backward_lines:
+        return None
+    loop = common_loop(evidence, backward, collective)
+    if loop is None:
+        return None
+    condition = describe_condition(evidence, collective, loop)
+    return SkippedCollective(collective, rank, backward, condition)
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """The loop around a backward pass.
+
+    Args:
+        function: The function that has the loop.
+        lines: The lines of the loop.
+        backward_line: The line within the loop that leads to the backward pass.
+    """
+
+    function: str
+    lines: range
+    backward_line: int
+
+
+def common_loop(
+    evidence: RunEvidence, backward: Backward, collective: ScriptCollective
+) -> TrainingLoop | None:
+    """Return the innermost loop that leads to a backward pass, if it leads to a collective too."""
+    for name, line in frames_of(backward):
+        for file in evidence.source.files:
+            lines = innermost_loop(evidence, CodeLine(file.name, line, name))
+            if lines is not None and name_of_function(file, line) == name:
+                is_common = is_called_in_lines(collective, name, lines)
+                return TrainingLoop(name, lines, line) if is_common else None
+    return None
+
+
+def name_of_function(file: SourceFile, line: int) -> str:
+    """Return the innermost function around a line."""
+    name = "<module>"
+    for function in find_nodes(file.tree, ast.FunctionDef):
+        if function.lineno <= line <= (function.end_lineno or line):
+            name = function.name
+    return name
+
+
+def is_called_in_lines(event: ScriptCollective, function: str, lines: range) -> bool:
+    """Return whether a collective was called, also through others, in these lines of a function."""
+    return any(name == function and line in lines for name, line in frames_of(event))
+
+
+def frames_of(event: Backward | ScriptCollective) -> Iterator[tuple[str, int]]:
+    """Yield the functions and lines that lead to an event, from the innermost one outwards."""
+    for frame in filter(None, event.way.split(" < ")):
+        name, _, line = frame.rpartition(":")
+        yield name, int(line)
+
+
+def describe_condition(
+    evidence: RunEvidence, collective: ScriptCollective, loop: TrainingLoop
+) -> str:
+    """Return the `if` that lets a rank come to a collective or not; empty where none is found."""
+    for name, line in frames_of(collective):
+        is_loop = name == loop.function and line in loop.lines
+        lines = range(loop.backward_line + 1, line + 1) if is_loop else range(line + 1)
+        for file in evidence.source.files:
+            conditions = [node for node in find_nodes(file.tree, ast.If) if node.lineno in lines]
+            deciding = [
+                node
+                for node in conditions
+                if name_of_function(file, node.lineno) == name and decides(node, line)
+            ]
+            if deciding:
+                last = max(deciding, key=lambda node: node.lineno)
+                return f"`if {ast.unparse(last.test)}`, {file.name}:{last.lineno}"
+        if is_loop:
+            break
+    return ""
+
+
+def decides(condition: ast.If, line: int) -> bool:
+    """Return whether an `if` is around a line, or leaves the loop or the function before it."""
+    if line <= (condition.end_lineno or 0):
+        return True
+    return isinstance(condition.body[-1], EXITS)
