@@ -102,6 +102,7 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
         "clean": True,
         "grads": {"w": grads},
         "norm": 1.0,
+        "matrix_norm": 1.0,
     }
     before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}, "frozen_names": []}
     after = {

@@ -24,6 +24,7 @@ from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.training import learns_nothing
 
 SCRIPTS = Path(__file__).parent / "scripts"
+CORPUS = Path(__file__).parents[2] / "check_corpus"
 COMPARING = {
     "not-wrapped",
     "same-samples",
@@ -63,6 +64,13 @@ def test_a_model_that_is_wrapped_only_on_gpus_is_checked_as_on_gpus(tmp_path: Pa
     GPUs.
     """
     code, report = checked(tmp_path, (SCRIPTS / "wrapped_on_gpus.py").read_text())
+    assert (code, report["findings"], report["not_checked"]) == (0, [], None)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_device_that_is_named_by_its_number_alone_is_simulated(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, (CORPUS / "stables.py").read_text())
     assert (code, report["findings"], report["not_checked"]) == (0, [], None)
 
 

@@ -278,6 +278,11 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         steps(*(step(n, norm=0.0) for n in (1, 2, 3))),
         steps(step(1)),
     ),
+    "a gradient of zero from a step on": (
+        "learns-nothing",
+        steps(*(step(n, matrix_norm=float(n < 3)) for n in range(1, 10))),
+        steps(step(1)),
+    ),
     "a constant loss": (
         "learns-nothing",
         [e for n in range(1, 7) for e in [backward(0.5), *step(n)]],
@@ -494,6 +499,77 @@ def test_a_collective_of_one_rank_is_no_uneven_loop() -> None:
     assert "under `if rank == 0`" in finding.evidence
     everywhere = ON_ONE_RANK.replace("rank == 0", "local_rank != -1")
     assert rules_of([*zero, waits], one, text=everywhere, has_stalled=True) == ["uneven-steps"]
+
+
+SKIPS = """def train():
+    for x, y in loader:
+        loss.backward()
+        if loss < 1:
+            continue
+        dist.all_reduce(loss)
+    dist.barrier()
+"""
+
+
+def in_loop(*lines: int) -> Events:
+    """Return what a rank does in SKIPS: a backward pass in line 3, a collective in others."""
+    events: Events = []
+    for line in lines:
+        place = {"at": ["train.py", line, "train"], "way": f"train:{line}"}
+        done = [forward(), backward(1 / (1 + len(events)))] if line == 3 else [COLL]
+        events += [event | place for event in done]
+    return events
+
+
+def test_a_collective_that_one_rank_skips_is_named_with_the_if_that_decides_it() -> None:
+    """DDP's backward pass is what meets it: another number of batches has nothing to do with it."""
+    ranks = in_loop(3, 6, 3, 6), in_loop(3, 6, 3, 3)
+    (finding,) = apply_rules(evidence_of(*ranks, text=SKIPS, has_stalled=True))
+    assert (finding.rule, finding.location.line) == ("collective-order", 6)
+    assert "rank 1 goes on" in finding.evidence
+    assert "`if loss < 1`, train.py:4" in finding.evidence
+    assert rules_of(in_loop(3, 6, 3, 3), in_loop(3, 6, 3, 3), text=SKIPS) == []
+    unsynced_ranks = [[e | {"sync": False} for e in events] for events in ranks]
+    assert rules_of(*unsynced_ranks, text=SKIPS) == []
+
+
+def test_a_rank_that_leaves_the_loop_early_skips_no_collective() -> None:
+    evidence = evidence_of(in_loop(3, 6, 3, 6), in_loop(3, 6, 7), text=SKIPS, has_stalled=True)
+    assert all("skip" not in finding.what for finding in apply_rules(evidence))
+
+
+def test_a_training_without_a_step_is_named_and_one_by_hand_is_not() -> None:
+    def trained(*weights: str) -> list[str]:
+        passes = [backward(n, weights=digest) for n, digest in enumerate(weights, 1)]
+        return rules_of(passes, [], text="optimizer = torch.optim.SGD(net.parameters(), 0.1)")
+
+    assert trained(*"aaaaaa") == ["learns-nothing"]
+    assert trained(*"aabbcc") == []
+    assert trained(*"aa") == []
+
+
+RESUMES = """if os.path.exists(path):
+    net.load_state_dict(torch.load(path)["model"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (RESUMES, ["incomplete-snapshot"]),
+        ("if args.resume:\n    load_checkpoint(args.resume)\n", ["incomplete-snapshot"]),
+        ("if os.path.exists(path):\n    os.remove(path)\nmodel = torch.load(path)\n", []),
+    ],
+)
+def test_the_best_model_is_a_snapshot_where_the_script_goes_on_from_it(
+    text: str, found: list[str]
+) -> None:
+    looked = {"k": "looked", "path": "/w/best.pt", "at": ["train.py", 1, "<module>"]}
+    best = SAVED | {"path": "/w/best.pt", "optimizer": False, "existed": False}
+    trained = steps(step(1, state={"w": "m"}))
+    assert rules_of([looked, *trained, best], trained, text=text) == found
+    both = [looked, *trained, best, SAVED | {"path": "/w/last.pt", "existed": False}]
+    assert rules_of(both, trained, text="if args.resume:\n    torch.load(args.resume)\n") == []
 
 
 SAYS = """def say(text):
@@ -737,6 +813,14 @@ SOUND: dict[str, tuple[Events, Events]] = {
             SAVED | {"optimizer": False, "position": False, "existed": False, "bare": True},
             {"k": "load", "path": "/w/s.pt", "weights_only": "True"},
             backward(0.1),
+        ],
+        [],
+    ),
+    "nothing is left to learn": (
+        [
+            e
+            for n in range(1, 10)
+            for e in [backward(max(0, 3 - n)), *step(n, matrix_norm=float(n < 3))]
         ],
         [],
     ),

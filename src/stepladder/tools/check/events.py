@@ -282,12 +282,14 @@ NO_LOGARITHM = "no logarithm"
 class Backward(ProbeEvent, kind="backward"):
     """A backward pass begins."""
 
+    way: str = ""  # the functions and lines that lead to it
     alive: int = 0  # the graphs of earlier losses that are in memory
     loss: float | None = None  # the loss; None where it is no scalar
     # The factor between a mean over samples and the loss; None where it is not known.
     scale: float | None = None
     # The activation before the loss that the loss includes, or NO_LOGARITHM before nll_loss.
     twice: str = ""
+    weights: str = ""  # a hash of all models, in the first passes, until an optimizer makes a step
 
 
 class LocalGradients(ProbeEvent, kind="gradients"):
@@ -321,6 +323,7 @@ class BeforeStep(ProbeEvent, kind="prestep"):
     clean: bool  # whether the gradients are those of its own backward passes
     grads: dict[str, str]  # the hashes of gradients, by name
     norm: float  # the norm of all gradients
+    matrix_norm: float  # the norm of those of matrices, or of all if no matrix is trained
     before: dict[str, str]  # the hashes of weights
     ids: dict[str, int]  # the ids of parameters
     frozen_names: list[str]  # the parameters with requires_grad=False

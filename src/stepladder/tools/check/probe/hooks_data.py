@@ -34,6 +34,7 @@ from stepladder.tools.check.probe.patching import default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 EPOCHS_BY_DEFAULT = 2
+MAX_BACKWARDS_PER_STEP = 16  # before a script without any step is ended as if it had made one
 MAX_ATTRIBUTES_SEARCHED = 50
 MAX_ITEMS_SEARCHED = 20
 FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
@@ -72,6 +73,7 @@ class PassCounters:
     def __init__(self) -> None:
         self.passes = 0
         self.steps = 0
+        self.backwards = 0  # without a step
         self.began: float | None = None
         self.trained: Counter[str] = Counter()  # finished training passes, by their key
 
@@ -79,10 +81,20 @@ class PassCounters:
         """Count a pass, and return its number."""
         self.passes += 1
         self.steps = 0
+        self.backwards = 0
         return self.passes
 
     def count_step(self) -> None:
         self.steps += 1
+
+    def count_backward(self) -> int:
+        """Count a backward pass of a script without a step, and return their number in the pass."""
+        self.backwards += 1
+        return self.backwards
+
+    def has_made(self, steps: int) -> bool:
+        """Return whether a pass has made as many steps, or has gone on for long without any."""
+        return self.steps >= steps or self.backwards >= steps * MAX_BACKWARDS_PER_STEP
 
     def finish_pass(self, key: str) -> None:
         if self.steps:
@@ -278,7 +290,7 @@ def remember_index(original: Any, iterator: Any) -> Any:
 def record_batch(original: Any, iterator: Any) -> Any:
     log = current_log()
     state = pass_state(iterator)
-    if log.settings.steps and pass_counters.steps >= log.settings.steps:
+    if log.settings.steps and pass_counters.has_made(log.settings.steps):
         record_pass_end(state, cut=True)
         raise StopIteration
     try:

@@ -43,6 +43,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
+BACKWARDS_WITH_WEIGHTS = 24
 MAX_RECORDED_POINTERS = 8
 NOT_HASHED = "-"  # in place of a hash of a sharded state, which is a state all the same
 # The code that runs around the step of each optimizer.
@@ -185,6 +186,7 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     wait_if_halted()
     value = ""
     fields: dict[str, Any] = {
+        "way": current_log().user_stack(),
         "alive": training_tracker.add_graph(loss),
         "scale": scale_of(loss),
     }
@@ -192,6 +194,9 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
         fields["loss"] = float(loss.detach()) + 0.0
         value = name_of_value(fields["loss"])
         fields["twice"] = activation_of(loss)
+    if not training_tracker.steps and pass_counters.count_backward() <= BACKWARDS_WITH_WEIGHTS:
+        models = called_models.models.values()
+        fields["weights"] = digests.short_hash("".join(map(digests.model_digest, models)))
     current_log().write_with_line(Backward(**fields))
     if value:
         record_not_finite("the loss", value, layer_outputs.find_origin(value))
@@ -280,6 +285,7 @@ def record_before_step(optimizer: Any) -> None:
             clean=training_tracker.is_clean(number),
             grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
             norm=norm,
+            matrix_norm=gradient_norm(trained_matrices(parameters) or parameters),
             before=weight_digests(named),
             ids={name: id(p) for name, p in named.items()},
             frozen_names=[name for name, p in named.items() if not p.requires_grad],
@@ -296,9 +302,19 @@ def gradient_norm(parameters: list[Any]) -> float:
     squares = 0.0
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            squares += float(gradient.detach().float().square().sum())
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            squares += float(values.detach().float().square().sum())
     return float(squares**0.5)
+
+
+def trained_matrices(parameters: list[Any]) -> list[Any]:
+    """Return the parameters of two dimensions and more that have a gradient.
+
+    Behind a ReLU that is 0 for every sample the last bias still has one.
+    """
+    trained = [p for p in parameters if p.requires_grad and p.grad is not None]
+    return [parameter for parameter in trained if parameter.dim() > 1]
 
 
 def record_after_step(optimizer: Any) -> None:

@@ -105,8 +105,6 @@ def accumulating_windows(log: RankLog) -> list[Window]:
         if isinstance(event, OptimizerStep):
             windows.append(current)
             current = Window()
-    if not log.select(OptimizerStep):
-        windows.append(current)
     return [
         window
         for window in windows

@@ -26,6 +26,9 @@ SYNCHRONIZES_BATCH_NORM = (
     "SyncBN",
 )  # on GPUs, perhaps
 SMALL_BATCH = 16
+MIN_DEAD_STEPS = 6
+MIN_UNUSED_BACKWARDS = 5
+NO_LOSS = 1e-3
 HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more is held
 
 
@@ -155,6 +158,46 @@ def learns_nothing(evidence: RunEvidence) -> Findings:
             after_steps[0].at,
             f"no weight has changed in {len(after_steps)} steps, at a learning rate of "
             f"{after_steps[-1].lr[0]:.4g}",
+        )
+
+
+@run_rule("learns-nothing.dead")
+def stops_learning(evidence: RunEvidence) -> Findings:
+    """Find trainings in which gradients are exactly 0 from a step on, and the loss is not."""
+    log = evidence.run.ranks[0]
+    if is_sharded(evidence.run.ranks):  # the part with a gradient may be another rank's
+        return
+    for steps in group_events(log.select(BeforeStep), "optimizer").values():
+        moving = [step for step in steps if step.matrix_norm > 0]
+        dead = [step for step in steps if moving and step.n > moving[-1].n]
+        backwards = [e for e in log.select(Backward) if dead and e.n > moving[-1].n]
+        losses = [abs(event.loss) for event in backwards if event.loss is not None]
+        # A loss of about 0 has gradients of 0 as well: nothing is left to learn.
+        if len(dead) >= MIN_DEAD_STEPS and losses and min(losses) > NO_LOSS:
+            yield evidence.finding(
+                "learns-nothing.dead",
+                backwards[0].at,
+                f"the gradient of each weight matrix is exactly 0 in step {dead[0].step} and in "
+                f"all {len(dead)} steps after it that were examined; the loss is {losses[-1]:.4g}",
+            )
+            return
+
+
+@run_rule("learns-nothing.step")
+def never_steps(evidence: RunEvidence) -> Findings:
+    """Find trainings that compute gradients, and whose optimizer makes no step."""
+    run = evidence.run
+    is_over = run.has_finished and not run.was_cut_short
+    may_step_later = evidence.source.contains(".step(") and not is_over
+    if run.select(OptimizerStep) or may_step_later or not evidence.source.contains("optim"):
+        return
+    backwards = run.ranks[0].select(Backward)
+    weights = [event.weights for event in backwards if event.weights]
+    if len(weights) >= MIN_UNUSED_BACKWARDS and len(set(weights)) == 1:
+        yield evidence.finding(
+            "learns-nothing.step",
+            backwards[0].at,
+            f"no weight changes in {len(weights)} backward passes, and no optimizer makes a step",
         )
 
 
