@@ -1,4 +1,4 @@
-"""Short hashes of tensors, rows and random states. None of them changes anything."""
+"""Short hashes of tensors, rows and random states, and what gradients are like."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ MAX_ATTRIBUTES = 50
 MAX_ITEMS = 20  # of a list
 MAX_DEPTH = 4  # of nested lists and dicts
 MAX_GRADIENT_SUMS = 16
+MAX_RECORDED_POINTERS = 8
 
 
 def short_hash(data: str | bytes) -> str:
@@ -54,6 +55,35 @@ def gradient_sums(parameters: list[Any]) -> list[float]:
         is_plain = type(gradient) is Tensor and not gradient.is_sparse
         sums.append(float(gradient.detach().flatten()[::2].double().sum()) if is_plain else 0.0)
     return sums
+
+
+def has_no_gradient(parameter: Any) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.any())
+
+
+def gradient_pointers(parameters: list[Any]) -> list[int]:
+    """Return the addresses of the first gradients, by which collectives are recognized."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.data_ptr() for gradient in gradients[:MAX_RECORDED_POINTERS]]
+
+
+def gradient_norm(parameters: list[Any]) -> float:
+    squares = 0.0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            squares += float(values.detach().float().square().sum())
+    return float(squares**0.5)
+
+
+def trained_matrices(parameters: list[Any]) -> list[Any]:
+    """Return the parameters of two dimensions and more that have a gradient.
+
+    Behind a ReLU that is 0 for every sample the last bias still has one.
+    """
+    trained = [p for p in parameters if p.requires_grad and p.grad is not None]
+    return [parameter for parameter in trained if parameter.dim() > 1]
 
 
 @default_on_error(str)

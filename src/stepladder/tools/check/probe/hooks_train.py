@@ -44,7 +44,6 @@ from stepladder.tools.check.probe.probe_log import current_log
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
 BACKWARDS_WITH_WEIGHTS = 24
-MAX_RECORDED_POINTERS = 8
 NOT_HASHED = "-"  # in place of a hash of a sharded state, which is a state all the same
 # The code that runs around the step of each optimizer.
 STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__
@@ -81,7 +80,9 @@ class TrainingTracker:
     def begin_backward(self) -> None:
         """Note which optimizers have no gradient before a backward pass."""
         for number, optimizer in enumerate(self.optimizers):
-            if not self.clean.get(number) and all(map(has_no_gradient, parameters_of(optimizer))):
+            if not self.clean.get(number) and all(
+                map(digests.has_no_gradient, parameters_of(optimizer))
+            ):
                 self.clean[number] = True
         self.with_backward = set(range(len(self.optimizers)))
 
@@ -156,22 +157,12 @@ def named_parameters_of(optimizer: Any) -> dict[str, Any]:
     return {name_of(p) or f"#{index}": p for index, p in enumerate(parameters)}
 
 
-def has_no_gradient(parameter: Any) -> bool:
-    return parameter.grad is None or not bool(parameter.grad.any())
-
-
-def gradient_pointers(parameters: list[Any]) -> list[int]:
-    """Return the addresses of the first gradients, by which collectives are recognized."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.data_ptr() for gradient in gradients[:MAX_RECORDED_POINTERS]]
-
-
 def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
     norm = original(parameters, *args, **kwargs)
     is_number = type(norm) is Tensor
-    pointers = gradient_pointers(parameters)
+    pointers = digests.gradient_pointers(parameters)
     current_log().write_with_line(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
     return norm
 
@@ -276,7 +267,7 @@ def record_before_step(optimizer: Any) -> None:
     named = named_parameters_of(optimizer)
     parameters = parameters_of(optimizer)
     with_gradient = {name: p for name, p in named.items() if p.grad is not None}
-    norm = gradient_norm(parameters)
+    norm = digests.gradient_norm(parameters)
     record_infinite_gradient(with_gradient, norm)
     log.write_with_line(
         BeforeStep(
@@ -285,7 +276,7 @@ def record_before_step(optimizer: Any) -> None:
             clean=training_tracker.is_clean(number),
             grads={name: digests.digest(p.grad) for name, p in with_gradient.items()},
             norm=norm,
-            matrix_norm=gradient_norm(trained_matrices(parameters) or parameters),
+            matrix_norm=digests.gradient_norm(digests.trained_matrices(parameters) or parameters),
             before=weight_digests(named),
             ids={name: id(p) for name, p in named.items()},
             frozen_names=[name for name, p in named.items() if not p.requires_grad],
@@ -296,25 +287,6 @@ def record_before_step(optimizer: Any) -> None:
 
 def weight_digests(named: dict[str, Any]) -> dict[str, str]:
     return {name: digests.digest(parameter) for name, parameter in named.items()}
-
-
-def gradient_norm(parameters: list[Any]) -> float:
-    squares = 0.0
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            values = gradient._values() if gradient.is_sparse else gradient
-            squares += float(values.detach().float().square().sum())
-    return float(squares**0.5)
-
-
-def trained_matrices(parameters: list[Any]) -> list[Any]:
-    """Return the parameters of two dimensions and more that have a gradient.
-
-    Behind a ReLU that is 0 for every sample the last bias still has one.
-    """
-    trained = [p for p in parameters if p.requires_grad and p.grad is not None]
-    return [parameter for parameter in trained if parameter.dim() > 1]
 
 
 def record_after_step(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from stepladder.tools.check.script_source import SourceFile, find_nodes
 from stepladder.tools.probe.events import CodeLine
 
 DDP = "DistributedDataParallel"
-EXITS = (ast.Continue, ast.Break, ast.Return)
+LEAVES_A_LOOP = (ast.Continue, ast.Break, ast.Return)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def skipped_of(
 
 
 @dataclass(frozen=True)
-class TrainingLoop:
+class CommonLoop:
     """The loop around a backward pass.
 
     Args:
@@ -108,14 +108,14 @@ class TrainingLoop:
 
 def common_loop(
     evidence: RunEvidence, backward: Backward, collective: ScriptCollective
-) -> TrainingLoop | None:
+) -> CommonLoop | None:
     """Return the innermost loop that leads to a backward pass, if it leads to a collective too."""
     for name, line in frames_of(backward):
         for file in evidence.source.files:
             lines = innermost_loop(evidence, CodeLine(file.name, line, name))
             if lines is not None and name_of_function(file, line) == name:
                 is_common = is_called_in_lines(collective, name, lines)
-                return TrainingLoop(name, lines, line) if is_common else None
+                return CommonLoop(name, lines, line) if is_common else None
     return None
 
 
@@ -141,7 +141,7 @@ def frames_of(event: Backward | ScriptCollective) -> Iterator[tuple[str, int]]:
 
 
 def describe_condition(
-    evidence: RunEvidence, collective: ScriptCollective, loop: TrainingLoop
+    evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
 ) -> str:
     """Return the `if` that lets a rank come to a collective or not; empty where none is found."""
     for name, line in frames_of(collective):
@@ -166,4 +166,4 @@ def decides(condition: ast.If, line: int) -> bool:
     """Return whether an `if` is around a line, or leaves the loop or the function before it."""
     if line <= (condition.end_lineno or 0):
         return True
-    return isinstance(condition.body[-1], EXITS)
+    return isinstance(condition.body[-1], LEAVES_A_LOOP)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import PurePath
 
 from stepladder.tools.check.events import (
@@ -23,10 +21,11 @@ from stepladder.tools.check.events import (
     StateDictLoad,
 )
 from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.rules.best_model import is_loaded_to_go_on
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import is_sharded
-from stepladder.tools.check.rules.source_patterns import is_on_line
-from stepladder.tools.check.script_source import SourceFile, dotted_name, find_nodes, last_name
+from stepladder.tools.check.rules.source_patterns import is_on_line, loads_to_resume
+from stepladder.tools.check.script_source import dotted_name
 from stepladder.tools.findings.finding import Finding, Severity
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
@@ -37,7 +36,6 @@ SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MAX_KEYS_SHOWN = 8
 STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
 Writers = dict[str, dict[int, ProbeEvent]]  # of each path, by rank
-LOADS = re.compile(r"(?:^|_)(?:load|resume|restore)(?:_|$)")
 ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
 
 
@@ -212,7 +210,8 @@ def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> st
 def paths_searched_before(log: RankLog, event: Save) -> set[str]:
     """Return the paths that the script has looked for before an event, to resume from them."""
     searches: list[PathSearch | Load] = [*log.select(PathSearch), *log.select(Load)]
-    return {search.path for search in searches if search.n < event.n}
+    earlier = [search for search in searches if search.n < event.n]
+    return {search.path for search in earlier}
 
 
 def resumes_from(evidence: RunEvidence, saved: Save) -> bool:
@@ -223,57 +222,14 @@ def resumes_from(evidence: RunEvidence, saved: Save) -> bool:
     file = evidence.source.file(location.file)
     if file is None:
         return False
-    saves = [call for call in file.calls("save") if is_on_line(call, location.line)]
-    paths = {ast.unparse(path) for call in saves for path in call.args[1:2]}
-    loaded = [call.args[0] for call in loads_to_resume(file) if call.args]
-    return any(ast.unparse(path) in paths for path in loaded)
-
-
-def loads_to_resume(file: SourceFile) -> Iterator[ast.Call]:
-    """Yield the calls that load something under an `if` that asks whether to resume."""
-    for condition in find_nodes(file.tree, ast.If):
-        if "resume" in ast.unparse(condition.test).lower():
-            yield from loads_in(condition)
-
-
-def loads_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls of `torch.load`, and of functions such as `load_checkpoint`."""
-    for call in find_nodes(node, ast.Call):
-        if LOADS.search(last_name(call.func)):
-            yield call
-
-
-def is_loaded_to_go_on(evidence: RunEvidence, log: RankLog, paths: set[str]) -> bool:
-    """Return whether the training begins with what one of these files holds, where it is there.
-
-    A file of the best model is mostly kept for a test at the end, or for another program. Some
-    scripts look for it, and load it, before they train. Others take the file to resume from as an
-    argument: it is this one if the script writes no other snapshot.
-    """
-    training_begins = min((event.n for event in log.select(Backward)), default=0)
-    searches: list[PathSearch | Load] = [*log.select(PathSearch), *log.select(Load)]
-    for event in searches:
-        is_early = event.n < training_begins and event.path in paths
-        if is_early and (isinstance(event, Load) or loads_if_found(evidence, event.at)):
-            return True
-    saved = {file_name(event) for event in log.select(Save) if event.model}
-    resuming = (next(loads_to_resume(file), None) for file in evidence.source.files)
-    return all("best" in name.lower() for name in saved) and any(resuming)
-
-
-def loads_if_found(evidence: RunEvidence, search: CodeLine | None) -> bool:
-    """Return whether the source loads a file where it has looked for one, on this line."""
-    location = evidence.location(search)
-    file = evidence.source.file(location.file)
-    for node in ast.walk(file.tree) if file else ():
-        if not isinstance(node, (ast.If, ast.IfExp)) or not is_on_line(node.test, location.line):
-            continue
-        # `if not path.exists(): return` leaves the rest of the function for the file.
-        leaves = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Return, ast.Raise))
-        scope = file.enclosing_function(node) if file and leaves else node
-        if next(loads_in(scope), None):
-            return True
-    return False
+    paths: set[str] = set()
+    for call in file.calls("save"):
+        if is_on_line(call, location.line):
+            paths.update(map(ast.unparse, call.args[1:2]))
+    loaded: set[str] = set()
+    for call in loads_to_resume(file):
+        loaded.update(map(ast.unparse, call.args[:1]))
+    return not paths.isdisjoint(loaded)
 
 
 def is_trained_after(log: RankLog, event: Save) -> bool:

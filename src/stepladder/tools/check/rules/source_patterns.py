@@ -19,6 +19,7 @@ REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
 COLLECTING_METHODS = ("append", "extend", "add")
 SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
 LENGTH_OF_ALL = re.compile(r"len\([\w.]+\.dataset\)")
+LOADS = re.compile(r"(?:^|_)(?:load|resume|restore)(?:_|$)")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 
@@ -296,3 +297,25 @@ def is_length_of_all(divisor: ast.expr, function: ast.AST) -> bool:
     text = ast.unparse(divisor)
     named = [ast.unparse(statement.value) for statement in assignments(function, text)]
     return all(LENGTH_OF_ALL.fullmatch(value) for value in named or [text])
+
+
+def loads_to_resume(file: SourceFile) -> Iterator[ast.Call]:
+    """Yield the calls that load something under an `if` that asks whether to resume."""
+    for condition in find_nodes(file.tree, ast.If):
+        if "resume" in ast.unparse(condition.test).lower():
+            yield from loads_in(condition)
+
+
+def loads_in(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls of `torch.load`, and of functions such as `load_checkpoint`."""
+    for call in find_nodes(node, ast.Call):
+        if LOADS.search(last_name(call.func)):
+            yield call
+
+
+def has_load(node: ast.AST) -> bool:
+    return any(loads_in(node))
+
+
+def resumes(file: SourceFile) -> bool:
+    return any(loads_to_resume(file))
