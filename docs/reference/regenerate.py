@@ -4,21 +4,31 @@ docstrings change.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc import locate
+from typing import Any, get_type_hints
 
 import click
 
 from stepladder.cli import OLD_SPELLINGS, cli
+from stepladder.cli.flags import find_metadata, read_documented
 from stepladder.cli.options import JobCommand
+from stepladder.core.flag import Flag
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.explain.explain import known_errors
 from stepladder.tools.findings.render import format_page
 
 HERE = Path(__file__).parent
 RECIPES = "digits", "gpt", "mlp", "mnist", "movielens"
+# What follows the first line of such a part, up to its end, is made from the code.
+MADE_PART = re.compile(r"(<!-- made from ([\w.]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+SECTIONS = re.compile(r"\n\n(?:Args|Returns|Yields|Raises):\n")
+FUNCTION = re.compile(r"<(?:built-in )?function [^=,]*>(?=[,)]|$)")  # a default, with its address
+RETURNED = re.compile(r"(?:Returns|Yields):\n((?: {4}.+\n?)+)")
 MADE = "<!-- Made by docs/reference/regenerate.py from the code: do not edit. -->"
 
 
@@ -28,6 +38,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands_page(),
         "errors.md": errors_page(),
         "check-rules.md": rules_page(),
+        "python.md": python_page(),
     }
 
 
@@ -142,13 +153,117 @@ def errors_page() -> str:
     return "\n".join(parts)
 
 
+def python_page() -> str:
+    """Return the page with the signature and the docstring of each name that it lists."""
+    page = (HERE / "python.md").read_text(encoding="utf-8")
+    return MADE_PART.sub(lambda part: part[1] + "\n".join(name_parts(part[2])), page)
+
+
+def name_parts(path: str) -> Iterator[str]:
+    """Yield the section of a public name: what it is, its arguments, its public members."""
+    named: Any = locate(path)
+    yield f"### {named.__name__}\n"
+    if signature_of(named).parameters:
+        yield f"`{call_of(named)}`\n"
+    yield f"{description_of(named)}\n"
+    arguments = list(argument_lines(named))
+    if arguments:
+        yield "\n".join(arguments) + "\n"
+    members = [] if inspect.isfunction(named) else list(member_lines(named))
+    if members:
+        yield "Its methods and properties:\n"
+        yield "\n".join(members) + "\n"
+
+
+def call_of(named: Any) -> str:
+    """Return how a name is called, without the types, which its arguments have."""
+    signature = signature_of(named)
+    parameters = [
+        parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()
+    ]
+    return FUNCTION.sub("...", f"{named.__name__}{inspect.Signature(parameters)}")
+
+
+def signature_of(named: Any) -> inspect.Signature:
+    """Return the signature of a function or class, without `self`; that of a protocol is empty."""
+    has_own = inspect.isfunction(named) or "__init__" in vars(named)
+    if not has_own or getattr(named, "_is_protocol", False):
+        return inspect.Signature()
+    signature = inspect.signature(named)
+    parameters = [
+        parameter for name, parameter in signature.parameters.items() if name not in ("self", "cls")
+    ]
+    return signature.replace(parameters=parameters)
+
+
+def description_of(named: Any) -> str:
+    """Return a docstring as paragraphs of one line each, up to its first section."""
+    text = SECTIONS.split(inspect.getdoc(named) or "")[0]
+    return prose(text)
+
+
+def argument_lines(named: Any, indent: str = "") -> Iterator[str]:
+    """Yield an entry for each argument, and for what is returned and raised."""
+    documented = read_documented(named)
+    for name, parameter in signature_of(named).parameters.items():
+        flag = documented.pop(name, None) or flag_of(named, name, parameter)
+        shown = parameter.replace(annotation=without_metadata(parameter.annotation))
+        entry = f"{indent}- `{FUNCTION.sub('...', format_parameter(shown))}`"
+        if flag:
+            entry += f". {flag.help}"
+            if flag.default and parameter.default is None:
+                entry += f" By default {flag.default}."
+        yield entry
+    returned = RETURNED.search(inspect.getdoc(named) or "")
+    if returned:
+        yield f"{indent}- Returns: {prose(returned[1])}"
+    for name, flag in documented.items():
+        yield f"{indent}- Raises `{name}`: {flag.help}"
+
+
+def format_parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter with its type as source has it, without the quotes of inspect."""
+    return str(parameter).replace(f"'{parameter.annotation}'", parameter.annotation, 1)
+
+
+def flag_of(named: Any, name: str, parameter: inspect.Parameter) -> Flag | None:
+    """Return the flag that the annotation of a field of `Settings` has."""
+    if not str(parameter.annotation).startswith("Annotated["):
+        return None
+    flag: Flag = find_metadata(get_type_hints(named, include_extras=True)[name], Flag)
+    return flag
+
+
+def without_metadata(annotation: str) -> str:
+    """Return the type of an annotation without what `Annotated` adds to it."""
+    tree = ast.parse(annotation, mode="eval").body
+    if isinstance(tree, ast.Subscript) and ast.unparse(tree.value) == "Annotated":
+        assert isinstance(tree.slice, ast.Tuple)
+        tree = tree.slice.elts[0]
+    return ast.unparse(tree)
+
+
+def member_lines(named: type) -> Iterator[str]:
+    """Yield an entry for each public method and property."""
+    for name, member in vars(named).items():
+        text = description_of(member).replace("\n\n", " ")
+        if name.startswith("_") or not text:
+            continue
+        if isinstance(member, property):
+            yield f"- `{name}`. {text}"
+        elif isinstance(member, (staticmethod, classmethod)) or inspect.isfunction(member):
+            function = getattr(member, "__func__", member)
+            yield f"- `{call_of(function)}`. {text}"
+            yield from argument_lines(function, "    ")
+
+
 def prose(text: str) -> str:
     """Text in lines as paragraphs of one line each; examples stay as they are."""
     paragraphs = inspect.cleandoc(text.replace("\b\n", "")).split("\n\n")
     return "\n\n".join(
         "\n".join(f"    {line}" for line in one.splitlines())
         if one.startswith(">>>")
-        else re.sub(r"\s+", " ", one).replace("<", "&lt;")
+        else re.sub(r"\s+(?!- )", " ", one).replace("<", "&lt;")
         for one in paragraphs
     )
 
