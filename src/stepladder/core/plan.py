@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """The number of optimizer steps of one pass over the data, with a shorter last one."""
+        """The number of optimizer steps of an epoch, with a shorter last one."""
         full_steps, remainder = divmod(self.num_samples, self.global_batch)
         has_short_step = not self.drop_last and remainder >= self.min_microbatch
         return max(1, full_steps + has_short_step)

@@ -53,9 +53,9 @@ class Settings:
             may_differ=True,
         ),
     ]
-    epochs: Annotated[int | None, Flag("Passes over the training data.", TRAINING, minimum=1)] = (
-        None
-    )
+    epochs: Annotated[
+        int | None, Flag("How often each sample is trained.", TRAINING, minimum=1)
+    ] = None
     steps: Annotated[
         int | None,
         Flag(

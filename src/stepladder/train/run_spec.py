@@ -95,7 +95,7 @@ class RunSpec:
         settings: The flags of `stepladder train`.
         recipe: The job's name and Config.
         plan: Which samples each step trains.
-        epochs: Passes over the training data.
+        epochs: How often each sample is trained.
         num_steps: Optimizer steps of the whole run.
         threads: Intra-op threads of each process.
         device: The device of this rank.
@@ -259,7 +259,7 @@ def count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     """Return the optimizer steps of the whole run.
 
     Args:
-        epochs: The number of passes over the training data.
+        epochs: How often each sample is trained.
         steps: The value of --steps; None for all steps of the epochs.
         plan: Has the number of steps per epoch.
 
