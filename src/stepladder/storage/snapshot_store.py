@@ -24,7 +24,7 @@ from stepladder.storage.staging import HostBuffers, split_tied_tensors
 class Snapshots:
     """Writes, reads and deletes the snapshots of one run.
 
-    `save` writes a snapshot from one process. Where all ranks write parts of it, `begin` creates
+    `save` writes a snapshot from one process. If all ranks write parts of it, `begin` creates
     the folder for the parts, and `save` completes it.
 
     Args:
