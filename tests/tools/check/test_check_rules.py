@@ -572,6 +572,48 @@ def test_the_best_model_is_a_snapshot_where_the_script_goes_on_from_it(
     assert rules_of(both, trained, text="if args.resume:\n    torch.load(args.resume)\n") == []
 
 
+def with_fit(weight: float, shift: float = 0.0) -> Events:
+    """Return a training pass of a rank with its own data, whose targets are inputs by a weight."""
+    values = [number % 7 - 3 + shift for number in range(40)]
+    fit = {"k": "fit", "number": 1, "count": 40, "weights": [[weight, 0.0]]}
+    fit |= {"inputs": [values, [1.0] * 40], "targets": [[weight * value for value in values]]}
+    return [*train_pass(1, ZERO, fingerprint=f"{weight} {shift}"), fit]
+
+
+def test_ranks_whose_targets_contradict_each_other_are_named() -> None:
+    def named(*ranks: Events) -> bool:
+        return "own-task" in rules_of(*ranks)
+
+    assert named(with_fit(1.0), with_fit(-2.0))
+    assert not named(with_fit(1.0), with_fit(1.01)), "two shares of one task"
+    assert not named(with_fit(1.0), with_fit(-2.0, shift=9.0)), "a task for other inputs"
+    assert not named(with_fit(0.0), with_fit(-2.0)), "nothing that can be learned"
+
+
+@pytest.mark.parametrize(
+    ("rate", "found"),
+    [
+        ("len(data) * world_size / seconds", True),
+        ("epochs * len(loader.dataset) / (time.time() - start) * dist.get_world_size()", True),
+        ("count * ranks / elapsed", True),
+        ("len(data) / seconds", False),
+        ("len(data) / (seconds * world_size)", False),
+        ("len(sampler) * world_size / seconds", False),
+        ("len(loader) * size * world_size / seconds", False),
+        ("len(test_loader.dataset) * world_size / seconds", False),
+        ("len(data) * world_size", False),
+    ],
+)
+def test_a_throughput_that_counts_all_samples_for_each_rank_is_named(
+    rate: str, found: bool
+) -> None:
+    text = f"sampler = DistributedSampler(data)\ncount = len(data)\nprint({rate})\n"
+    trained = train_pass(1, ZERO), train_pass(1, ONE)
+    assert rules_of(*trained, text=text) == ["inflated-throughput"] * found
+    whole = train_pass(1, ZERO, replicas=1), train_pass(1, ONE, replicas=1)
+    assert "inflated-throughput" not in rules_of(*whole, text=text)
+
+
 SAYS = """def say(text):
     if rank == 0:
         print(f"[{rank}]", text)
@@ -1052,6 +1094,8 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-samples",
         "resume-lr",
         "resume-differs",
+        "own-task",
+        "inflated-throughput",
     } == {rule.id for rule in CHECK_TEXTS.rules}
     assert all(
         text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example

@@ -145,6 +145,16 @@ class PassEnd(ProbeEvent, kind="endpass"):
     cut: bool
 
 
+class LinearFit(ProbeEvent, kind="fit"):
+    """The inputs and targets of a pass, of which half make a linear fit and the others test it."""
+
+    number: int  # the number of the pass
+    count: int  # the rows that make it
+    weights: list[list[float]]  # for each output those of all inputs, and of a constant
+    inputs: list[list[float]]  # for each input its values in the rows that test; the last is 1
+    targets: list[list[float]]  # for each output its values in these rows
+
+
 class Fetch(ProbeEvent, kind="fetch"):
     """A rank, or a worker of its loader, has fetched samples."""
 

@@ -30,10 +30,12 @@ from stepladder.tools.check.events import (
     SharedFile,
 )
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.linear_fit import fitted_rows
 from stepladder.tools.check.probe.patching import default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 EPOCHS_BY_DEFAULT = 2
+PASSES_WITH_FIT = 3
 MAX_BACKWARDS_PER_STEP = 16  # before a script without any step is ended as if it had made one
 MAX_ATTRIBUTES_SEARCHED = 50
 MAX_ITEMS_SEARCHED = 20
@@ -300,14 +302,17 @@ def record_batch(original: Any, iterator: Any) -> Any:
         raise
     requested = state.indices.popleft() if state.indices else None
     indices = indices_of_batch(iterator._dataset, requested)
+    hashes = digests.row_digests(batch)
     log.write(
         Batch(
             number=state.number,
             indices=indices,
-            rows=digests.row_digests(batch),
+            rows=hashes,
             size=digests.row_count(batch) if indices is None else len(indices),
         )
     )
+    if state.number <= PASSES_WITH_FIT:
+        fitted_rows.add(state.number, batch, hashes)
     return batch
 
 
@@ -324,6 +329,8 @@ def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
 
 def record_pass_end(state: PassState, cut: bool) -> None:
     pass_counters.finish_pass(state.key)
+    if fit := fitted_rows.fit(state.number):
+        current_log().write(fit)
     current_log().write(PassEnd(number=state.number, cut=cut))
 
 
