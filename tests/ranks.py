@@ -20,7 +20,9 @@ from stepladder.rank.shared_segment import make_segment, map_segment
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.train.trainer"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "stepladder.train.trainer", "pytest", "psutil"]
+)
 
 
 def run_ranks(

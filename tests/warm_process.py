@@ -5,6 +5,7 @@ asked for.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import multiprocessing.process
@@ -47,6 +48,8 @@ BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if nam
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
 FORK_SERVER = "from multiprocessing.forkserver import main; "
 SPAWNED = "from multiprocessing.spawn import spawn_main; "
+HUGE_PAGE_BYTES = 1 << 21
+MADV_COLLAPSE = 25  # since Linux 6.1
 
 
 class Forks:
@@ -245,6 +248,19 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def use_huge_pages() -> None:
+    """A fork copies the tables of all pages: half of what is left of its cost, with small ones."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        if (access, inode) == ("rw-p", "0"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            begin = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            size = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - begin
+            if size > 0:  # an older kernel refuses, which changes no more than the time
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_COLLAPSE)
+
+
 def main() -> None:
     gc.disable()  # saves a fifth of the time that the imports take
     for name in PRELOADED:
@@ -252,6 +268,10 @@ def main() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # to look through it again would copy its pages into each process
+    # Of torch's operators: half of what a command costs, to tidy up what ends with its process.
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    use_huge_pages()
     request = Forks(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
     end = SystemExit(0)
     try:
