@@ -177,8 +177,8 @@ def stops_learning(evidence: RunEvidence) -> Findings:
             yield evidence.finding(
                 "learns-nothing.dead",
                 backwards[0].at,
-                f"the gradient of each weight matrix is exactly 0 in step {dead[0].step} and in "
-                f"all {len(dead)} steps after it that were examined; the loss is {losses[-1]:.4g}",
+                f"the gradient of each weight matrix is exactly 0 in all of {len(dead)} steps that "
+                f"were examined from step {dead[0].step} on; the loss is {losses[-1]:.4g}",
             )
             return
 
