@@ -213,7 +213,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 first = 0
 if os.path.exists("s.pt"):
     state = torch.load("s.pt")
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state_dict=state["model"])
     first = state["step"]
 x = torch.randn(40, 8, 4)
 for step in range(first, 40):

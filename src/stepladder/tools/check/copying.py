@@ -52,7 +52,10 @@ def copy_folder(
                 shutil.copy2(file, folder_copy / file.name)
 
 
-def validate_size(source: Path, writable_folders: Sequence[Path]) -> None:
+def validate_size(
+    source: Path,
+    writable_folders: Sequence[Path],
+) -> None:
     """Raise InputError where a folder is too large to be copied."""
     count = 0
     size = 0

@@ -159,7 +159,7 @@ class Fetch(ProbeEvent, kind="fetch"):
     """A rank, or a worker of its loader, has fetched samples."""
 
     indices: list[int]  # the first samples
-    used: dict[str, str]  # the states of the random generators that were used
+    used: Digests  # the states of the random generators that were used
     worker: int = -1  # the number of the worker; -1 in the rank itself
     parent: int = -1  # the process that made the worker
 
@@ -287,6 +287,7 @@ class StateDictLoad(ProbeEvent, kind="loadsd"):
 
 
 NO_LOGARITHM = "no logarithm"
+Digests = dict[str, str]  # short hashes, by name
 
 
 class Backward(ProbeEvent, kind="backward"):
@@ -331,10 +332,10 @@ class BeforeStep(ProbeEvent, kind="prestep"):
     optimizer: int  # the number of the optimizer
     step: int  # the number of the step
     clean: bool  # whether the gradients are those of its own backward passes
-    grads: dict[str, str]  # the hashes of gradients, by name
+    grads: Digests  # the hashes of gradients, by name
     norm: float  # the norm of all gradients
     matrix_norm: float  # the norm of those of matrices, or of all if no matrix is trained
-    before: dict[str, str]  # the hashes of weights
+    before: Digests  # the hashes of weights
     ids: dict[str, int]  # the ids of parameters
     frozen_names: list[str]  # the parameters with requires_grad=False
     sums: Sequence[float] = ()  # as in LocalGradients
@@ -350,9 +351,9 @@ class OptimizerStep(ProbeEvent, kind="step"):
     lr: list[float]  # the learning rates
     numel: int  # the number of weights
     # The hashes of weights; empty, as all that follow, where only the step was recorded.
-    after: dict[str, str] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)  # the hashes of the optimizer's states
-    buffers: dict[str, str] = field(default_factory=dict)  # the hashes of the models' buffers
+    after: Digests = field(default_factory=dict)
+    state: Digests = field(default_factory=dict)  # the hashes of the optimizer's states
+    buffers: Digests = field(default_factory=dict)  # the hashes of the models' buffers
     shapes: Sequence[list[int]] = ()  # the shapes of the parameters
     unheld: Sequence[str] = ()  # parameters of models with a gradient that no optimizer has
     strangers: int = 0  # the number of parameters without a gradient that no model has

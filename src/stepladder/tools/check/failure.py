@@ -151,7 +151,10 @@ def classify_failure(
     )
 
 
-def choose_exit_code(findings: Iterable[Finding], not_checked: NotChecked | None) -> int:
+def choose_exit_code(
+    findings: Iterable[Finding],
+    not_checked: NotChecked | None,
+) -> int:
     """Return 1 for an error or a warning, else 3 if a run proves nothing, else 0."""
     if any(finding.severity != "note" for finding in findings):
         return 1

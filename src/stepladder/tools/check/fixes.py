@@ -19,13 +19,14 @@ from stepladder.tools.check.edits import (
     replace_node,
 )
 from stepladder.tools.check.rules.batch_means import iterated_object
-from stepladder.tools.check.rules.source_patterns import is_on_line, keeps_loss
+from stepladder.tools.check.rules.source_patterns import keeps_loss
 from stepladder.tools.check.script_source import (
     SourceFile,
     constant_value,
     find_nodes,
     keyword_value,
     last_name,
+    lines_of,
 )
 from stepladder.tools.findings.finding import Finding
 
@@ -71,11 +72,15 @@ def find_fix(file: SourceFile, finding: Finding) -> Edits:
     return next(filter(None, list_fixes(file, finding.rule, finding.location.line)), [])
 
 
-def list_fixes(file: SourceFile, rule: str, line: int) -> Iterator[Edits]:
+def list_fixes(
+    file: SourceFile,
+    rule: str,
+    line: int,
+) -> Iterator[Edits]:
     """Yield the edits for each call that a line is part of, and each statement that it begins."""
     if rule in CALL_FIXES:
         for call in find_nodes(file.tree, ast.Call):
-            if is_on_line(call, line):
+            if line in lines_of(call):
                 yield CALL_FIXES[rule](file, call)
     if rule in STATEMENT_FIXES:
         for statement in find_nodes(file.tree, ast.stmt):
@@ -194,7 +199,10 @@ def disable_gradients(file: SourceFile, call: ast.Call) -> Edits:
     return [insert_before(file, first, "@torch.no_grad()")]
 
 
-def add_loss_as_number(_file: SourceFile, statement: ast.stmt) -> Edits:
+def add_loss_as_number(
+    _file: SourceFile,
+    statement: ast.stmt,
+) -> Edits:
     """Add a loss as a number, without its graph."""
     if not isinstance(statement, ast.AugAssign) or not isinstance(statement.value, ast.Name):
         return []

@@ -14,7 +14,6 @@ from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.script_source import (
     ScriptSource,
     constant_value,
-    find_nodes,
     keyword_value,
 )
 from stepladder.tools.findings.finding import Finding
@@ -228,7 +227,7 @@ def is_for_fabric_run(source: ScriptSource) -> bool:
     """Return whether `fabric run` says on how many devices a script trains, and not its source."""
     if not source.imports("lightning", "lightning_fabric"):
         return False
-    calls = [call for file in source.files for call in find_nodes(file.tree, ast.Call)]
+    calls = [call for _, call in source.nodes(ast.Call)]
     made = [call for call in calls if ast.unparse(call.func).endswith("Fabric")]
     return bool(made) and not any(
         keyword_value(call, name) for call in made for name in CHOSEN_IN_FABRIC

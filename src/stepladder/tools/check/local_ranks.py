@@ -15,7 +15,13 @@ from stepladder.tools.check.events import Forward, ScriptCollective
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.script_source import ScriptSource, find_nodes, last_name
+from stepladder.tools.check.script_source import (
+    ScriptSource,
+    SourceFile,
+    find_nodes,
+    last_name,
+    lines_of,
+)
 from stepladder.tools.findings.finding import Finding
 
 CHOOSES_LOCAL_RANK_0 = re.compile(
@@ -37,10 +43,7 @@ def needs_one_node(evidence: RunEvidence, launch: RankLaunch) -> bool:
     if not evidence.run.has_finished:
         return False
     lines = lines_of_local_rank_0(evidence.source)
-    for _, event in evidence.run.select(
-        ScriptCollective,
-        Forward,
-    ):
+    for _, event in evidence.run.select(ScriptCollective, Forward):
         if isinstance(event, Forward) and not event.wrapped:
             continue
         location = evidence.location(event.at)
@@ -55,12 +58,7 @@ def hangs_on_one_node(evidence: RunEvidence) -> list[Finding]:
     for finding in apply_rules(evidence):
         if finding.rule in EXPLAINS_A_HANG:
             text = f"{finding.evidence}; so it is on one node, where each rank has a local rank"
-            findings.append(
-                replace(
-                    finding,
-                    evidence=text,
-                )
-            )
+            findings.append(replace(finding, evidence=text))
     return findings
 
 
@@ -68,13 +66,11 @@ def lines_of_local_rank_0(source: ScriptSource) -> Lines:
     """Return the lines that only local rank 0 comes to: under an `if`, and in functions called."""
     lines: Lines = set()
     names = names_of_local_rank(source)
-    for file in source.files:
-        for node in find_nodes(file.tree, ast.If):
-            if chooses_local_rank_0(node.test, names):
-                for statement in node.body:
-                    lines |= lines_of(file.name, statement)
-                    for function in called_functions(source, statement):
-                        lines |= function
+    for file, node in source.nodes(ast.If):
+        if chooses_local_rank_0(node.test, names):
+            for statement in node.body:
+                lines |= locations_of(file, statement)
+                lines = lines.union(*called_functions(source, statement))
     return lines
 
 
@@ -85,15 +81,10 @@ def names_of_local_rank(source: ScriptSource) -> dict[str, str]:
     gives `{"is_main": "local_rank == 0"}`.
     """
     names: dict[str, str] = {}
-    for file in source.files:
-        for node in find_nodes(file.tree, ast.Assign):
-            meaning = meaning_of(node.value, names)
-            if not meaning:
-                continue
-            for target in node.targets:
-                name = last_name(target)
-                if name:
-                    names[name.lower()] = meaning
+    for _, node in source.nodes(ast.Assign):
+        if meaning := meaning_of(node.value, names):
+            targets = filter(None, map(last_name, node.targets))
+            names |= {name.lower(): meaning for name in targets}
     return names
 
 
@@ -107,7 +98,10 @@ def meaning_of(value: ast.expr, names: dict[str, str]) -> str:
     return ""
 
 
-def chooses_local_rank_0(test: ast.expr, names: dict[str, str]) -> bool:
+def chooses_local_rank_0(
+    test: ast.expr,
+    names: dict[str, str],
+) -> bool:
     """Return whether the test of an `if` is true for local rank 0 alone."""
     text = ast.unparse(test).lower()
     for name, meaning in names.items():
@@ -115,11 +109,14 @@ def chooses_local_rank_0(test: ast.expr, names: dict[str, str]) -> bool:
     return CHOOSES_LOCAL_RANK_0.search(text) is not None
 
 
-def lines_of(file: str, node: ast.stmt) -> Lines:
-    return {(file, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+def locations_of(file: SourceFile, node: ast.stmt) -> Lines:
+    return {(file.name, line) for line in lines_of(node)}
 
 
-def called_functions(source: ScriptSource, statement: ast.stmt) -> Iterator[Lines]:
+def called_functions(
+    source: ScriptSource,
+    statement: ast.stmt,
+) -> Iterator[Lines]:
     """Yield the lines of the script's functions that a statement calls, also through others."""
     known: set[str] = set()
     nodes: list[ast.AST] = [statement]
@@ -127,12 +124,7 @@ def called_functions(source: ScriptSource, statement: ast.stmt) -> Iterator[Line
         calls = find_nodes(nodes.pop(), ast.Call)
         called = {last_name(call.func) for call in calls} - known
         known |= called
-        for file in source.files:
-            functions = find_nodes(file.tree, ast.FunctionDef)
-            for function in functions:
-                if function.name in called:
-                    nodes.append(function)
-                    yield lines_of(
-                        file.name,
-                        function,
-                    )
+        for file, function in source.nodes(ast.FunctionDef):
+            if function.name in called:
+                nodes.append(function)
+                yield locations_of(file, function)

@@ -48,6 +48,7 @@ RANK_VARIABLES_OF_TORCHRUN = (
     "MASTER_PORT",
 )
 
+Variables = dict[str, str]
 Processes = list[subprocess.Popen[bytes]]
 
 
@@ -137,7 +138,7 @@ class RankLaunch:
     timeout_s: float = 600.0
     patience_s: float = 25.0
 
-    def variables(self, rank: int, port: int) -> dict[str, str]:
+    def variables(self, rank: int, port: int) -> Variables:
         """Return the environment of one rank."""
         env = {
             name: value
@@ -170,10 +171,10 @@ class RankLaunch:
         return max(1, self.nproc // self.nodes)
 
     @staticmethod
-    def meeting_place(port: int) -> dict[str, str]:
+    def meeting_place(port: int) -> Variables:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    def fabric_variables(self) -> dict[str, str]:
+    def fabric_variables(self) -> Variables:
         """Return the variables that `fabric run` sets."""
         return {
             "LT_CLI_USED": "1",
@@ -194,7 +195,7 @@ class RankLaunch:
         self,
         rank: int,
         port: int,
-    ) -> dict[str, str]:
+    ) -> Variables:
         """Return the variables that torchrun sets for one rank."""
         ranks_per_node = self.ranks_per_node
         return {
@@ -215,7 +216,9 @@ class RankLaunch:
 
 
 def run_ranks(
-    launch: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None
+    launch: RankLaunch,
+    name: str,
+    watch: Callable[[Path], None] = lambda _: None,
 ) -> LaunchOutcome:
     """Run the script until it ends, stalls, or has to be started differently.
 
@@ -290,7 +293,11 @@ class RunningRanks:
         launch: How they were started.
     """
 
-    def __init__(self, processes: Processes, launch: RankLaunch) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        launch: RankLaunch,
+    ) -> None:
         self.processes = processes
         self.launch = launch
         self.observed = ObservedProcesses(Path(launch.settings.folder))

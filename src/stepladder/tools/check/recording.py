@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.tools.check.events import (
@@ -78,12 +78,16 @@ class LoaderPass:
         return sum(isinstance(event, OptimizerStep) for event in self.events)
 
     @property
+    def sample_count(self) -> int:
+        return sum(batch.size for batch in self.batches)
+
+    @property
     def calls_no_model(self) -> bool:
         return not any(isinstance(event, Forward) for event in self.events)
 
     @property
     def is_training(self) -> bool:
-        return any(isinstance(event, (OptimizerStep, Backward)) for event in self.events)
+        return any(isinstance(event, OptimizerStep | Backward) for event in self.events)
 
     @property
     def keeps_no_graph(self) -> bool:
@@ -93,7 +97,7 @@ class LoaderPass:
 
     @property
     def takes_gradients(self) -> bool:
-        return any(isinstance(event, (Backward, AutogradCall)) for event in self.events)
+        return any(isinstance(event, Backward | AutogradCall) for event in self.events)
 
     @property
     def evaluated_calls(self) -> list[Forward]:
@@ -111,6 +115,11 @@ class LoaderPass:
         if not self.batches or any(batch.indices is None for batch in self.batches):
             return None
         return [index for batch in self.batches for index in batch.indices or []]
+
+    @property
+    def samples(self) -> list[int] | list[str] | None:
+        """The samples that were read, by index, else by the hash of the row, if that is known."""
+        return self.rows if self.indices is None else self.indices
 
     @cached_property
     def rows(self) -> list[str] | None:
@@ -176,7 +185,7 @@ class RankLog:
     def is_followed_by_backward(self, one_pass: LoaderPass) -> bool:
         """Return whether a backward pass comes before the next pass over a loader."""
         following = self.events[one_pass.index_after :]
-        first = next((e for e in following if isinstance(e, (Backward, PassStart))), None)
+        first = next((e for e in following if isinstance(e, Backward | PassStart)), None)
         return isinstance(first, Backward)
 
     @cached_property
@@ -233,9 +242,12 @@ class Recording:
         )
 
 
-def group_events(events: Iterable[E], field_name: str) -> dict[int, list[E]]:
+def group_events(
+    events: Iterable[E],
+    field_name: str,
+) -> dict[Any, list[E]]:
     """Return events grouped by one of their fields, in the order of their first event."""
-    groups: dict[int, list[E]] = defaultdict(list)
+    groups: dict[Any, list[E]] = defaultdict(list)
     for event in events:
         groups[getattr(event, field_name)].append(event)
     return groups

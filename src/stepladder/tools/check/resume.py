@@ -118,16 +118,25 @@ def failed_resume(
     rule = "module-prefix" if is_prefixed else "resume-differs"
     line = loads[-1][1].at
     text = f"the resumed script fails: {last_line}"
-    return with_copy_of(evidence, resumed).finding(rule, line, text)
+    return with_copy_of(evidence, resumed).finding(
+        rule,
+        line,
+        text,
+    )
 
 
-def with_copy_of(evidence: RunEvidence, resumed: Recording) -> RunEvidence:
+def with_copy_of(
+    evidence: RunEvidence,
+    resumed: Recording,
+) -> RunEvidence:
     """Return the evidence with the copy of another run, so that its lines are found."""
     return RunEvidence(replace(evidence.run, copy=resumed.copy), evidence.source)
 
 
 def compare(
-    evidence: RunEvidence, halted: Recording, resumed: Recording
+    evidence: RunEvidence,
+    halted: Recording,
+    resumed: Recording,
 ) -> tuple[list[Finding], str]:
     """Return what differs between the unbroken run and the halted and resumed one.
 
@@ -202,8 +211,8 @@ def compare_orders(run: ResumedRun, epochs: int) -> Finding | None:
         run: The runs.
         epochs: The complete epochs before the snapshot.
     """
-    orders = [samples_of(one_pass) for one_pass in run.unbroken.training_passes]
-    first = samples_of(run.resumed.training_passes[0])
+    orders = [one_pass.samples for one_pass in run.unbroken.training_passes]
+    first = run.resumed.training_passes[0].samples
     are_all_different = len(set(map(str, orders))) == len(orders)
     if first is None or not are_all_different or first not in orders:
         return compare_epoch_counts(run, epochs)
@@ -222,7 +231,10 @@ def compare_orders(run: ResumedRun, epochs: int) -> Finding | None:
     )
 
 
-def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
+def compare_epoch_counts(
+    run: ResumedRun,
+    epochs: int,
+) -> Finding | None:
     """Compare the number of epochs, if both runs have ended by themselves."""
     was_cut_short = run.evidence.run.was_cut_short or run.resumed.select(EnoughPasses)
     if was_cut_short or not run.unbroken.has_ended or not run.resumed.has_ended:
@@ -239,13 +251,6 @@ def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
         f"epochs before the stop: {epochs}, after it: {resumed}, without a stop: {unbroken}; so "
         f"{abs(difference)} is {effect}",
     )
-
-
-def samples_of(one_pass: LoaderPass) -> list[int] | list[str] | None:
-    """Return the indices that a pass read, else the hashes of its rows, else None."""
-    if one_pass.indices is not None:
-        return one_pass.indices
-    return one_pass.rows
 
 
 def epochs_of(log: RankLog) -> list[int]:
@@ -306,7 +311,10 @@ def compare_inputs(run: ResumedRun) -> Finding | None:
     )
 
 
-def samples_in(batches: list[Batch], by_index: bool) -> set[int] | set[str]:
+def samples_in(
+    batches: list[Batch],
+    by_index: bool,
+) -> set[int] | set[str]:
     """Return the samples of batches, as indices or as hashes of rows."""
     if by_index:
         return {index for batch in batches for index in batch.indices or []}

@@ -65,6 +65,6 @@ def may_call(statement: ast.stmt) -> bool:
     """Return whether a statement of a module does more than to import, to define and to assign."""
     if isinstance(statement, (*DEFINITIONS, ast.Import, ast.ImportFrom)):
         return False
-    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
         return any(isinstance(node, ast.Call) for node in ast.walk(statement))
     return True

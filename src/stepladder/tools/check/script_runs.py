@@ -262,7 +262,11 @@ class ScriptRuns:
             )
         return self.read_run(launch, outcome)
 
-    def read_run(self, launch: RankLaunch, outcome: LaunchOutcome) -> ScriptRun:
+    def read_run(
+        self,
+        launch: RankLaunch,
+        outcome: LaunchOutcome,
+    ) -> ScriptRun:
         """Return a start that is over, with its recording."""
         recording = replace(
             self.read_recording(outcome.folder, launch),
@@ -274,7 +278,10 @@ class ScriptRuns:
         return ScriptRun(launch, outcome, recording)
 
     def with_fresh_copy(
-        self, launch: RankLaunch, name: str, written_paths: Sequence[str] = ()
+        self,
+        launch: RankLaunch,
+        name: str,
+        written_paths: Sequence[str] = (),
     ) -> RankLaunch:
         """Return a launch in a copy without the files that an earlier start has written.
 

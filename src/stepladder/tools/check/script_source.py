@@ -36,7 +36,12 @@ class SourceFile:
             InputError: It cannot be read, or is no Python.
         """
         tree = parse_source(path)
-        return SourceFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
+        return SourceFile(
+            path,
+            name,
+            tree,
+            path.read_text(encoding="utf-8", errors="replace"),
+        )
 
     @cached_property
     def lines(self) -> list[str]:
@@ -82,7 +87,7 @@ class SourceFile:
         """Return the innermost function around a node, or the module."""
         while node in self.parents:
             node = self.parents[node]
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return node
         return self.tree
 
@@ -108,10 +113,24 @@ class ScriptSource:
             imported.update(imported_packages(file.tree))
         return not imported.isdisjoint(packages)
 
+    def nodes(
+        self,
+        kind: type[Node],
+    ) -> Iterator[tuple[SourceFile, Node]]:
+        """Yield the nodes of one type, each with its file."""
+        for file in self.files:
+            for node in find_nodes(file.tree, kind):
+                yield file, node
+
     def calls(self, *names: str) -> list[tuple[SourceFile, ast.Call]]:
         return [(file, call) for file in self.files for call in file.calls(*names)]
 
-    def is_suppressed(self, rule: str, name: str, line: int) -> bool:
+    def is_suppressed(
+        self,
+        rule: str,
+        name: str,
+        line: int,
+    ) -> bool:
         file = self.file(name)
         return file is not None and file.is_suppressed(rule, line)
 
@@ -124,6 +143,10 @@ def find_nodes(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
     for node in ast.walk(tree):
         if isinstance(node, kind):
             yield node
+
+
+def lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def last_name(node: ast.AST) -> str:

@@ -50,7 +50,11 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         program_guard.guard_event(raise_program_refusal, guard_path, event, args)
 
 
-def guard_open(path: Any, mode: Any, flags: Any) -> None:
+def guard_open(
+    path: Any,
+    mode: Any,
+    flags: Any,
+) -> None:
     writes_by_mode = isinstance(mode, str) and not set(mode).isdisjoint("wax+")
     writes_by_flags = bool((flags or 0) & WRITING_FLAGS)
     if (writes_by_mode or writes_by_flags) and not isinstance(path, int):
@@ -91,7 +95,11 @@ def guard_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
         guard_path(real, follow=False)
 
 
-def real_path(path: Any, folder: int, follow: bool) -> str | None:
+def real_path(
+    path: Any,
+    folder: int,
+    follow: bool,
+) -> str | None:
     """Return the real path; None for a pipe, a socket or an argument that is no path."""
     try:
         if isinstance(path, int):
@@ -245,7 +253,11 @@ def guard_calls_without_event() -> None:
         original_mkfifo(path, mode, dir_fd=dir_fd)
 
     def guarded_mknod(
-        path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None
+        path: Any,
+        mode: int = 0o600,
+        device: int = 0,
+        *,
+        dir_fd: int | None = None,
     ) -> None:
         guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mknod(path, mode, device, dir_fd=dir_fd)

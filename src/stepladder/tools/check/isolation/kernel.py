@@ -295,7 +295,11 @@ def create_landlock_ruleset(handled: int) -> int:
     return check_result(result, "landlock_create_ruleset")
 
 
-def add_landlock_rule(ruleset: int, path: str, access: int) -> None:
+def add_landlock_rule(
+    ruleset: int,
+    path: str,
+    access: int,
+) -> None:
     fd = os.open(path, os.O_PATH)
     rule = PathBeneath(access, fd)
     result = libc.syscall(

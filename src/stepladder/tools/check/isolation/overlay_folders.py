@@ -98,7 +98,10 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def choose_folders(paths: Iterable[str], rules: OverlayRules) -> list[str]:
+def choose_folders(
+    paths: Iterable[str],
+    rules: OverlayRules,
+) -> list[str]:
     """Return the folders that need an overlay so that these paths can be written, parents first."""
     chosen: set[str] = set()
     for path in paths:
@@ -120,7 +123,10 @@ def find_existing_folder(path: str) -> str | None:
     return real
 
 
-def find_overlay_folders(folder: str, rules: OverlayRules) -> Iterator[str]:
+def find_overlay_folders(
+    folder: str,
+    rules: OverlayRules,
+) -> Iterator[str]:
     """Yield the folders on which overlays make everything in this folder writable.
 
     It is the highest folder above which belongs to the user, so that few overlays cover all paths.

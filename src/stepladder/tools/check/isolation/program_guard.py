@@ -76,7 +76,12 @@ def starts_with_guard(python_path: str) -> bool:
     return first_folder.endswith(os.path.join("tools", "probe", "startup"))
 
 
-def program_of_popen(program: Any, args: Any, _folder: Any, env: Any) -> tuple[Any, ...]:
+def program_of_popen(
+    program: Any,
+    args: Any,
+    _folder: Any,
+    env: Any,
+) -> tuple[Any, ...]:
     argv = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
     return argv[0] if program is None else program, argv, env
 
@@ -95,7 +100,11 @@ def check_database(guard_path: Refuse, path: Any) -> None:
     guard_path(name)
 
 
-def check_socket(guard_path: Refuse, _socket: Any, address: Any) -> None:
+def check_socket(
+    guard_path: Refuse,
+    _socket: Any,
+    address: Any,
+) -> None:
     """Refuse a Unix socket outside, which is a file unless its address begins with a zero byte."""
     if isinstance(address, (str, bytes)) and os.fsencode(address)[:1] not in (
         b"",

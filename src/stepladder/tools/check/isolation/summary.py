@@ -155,7 +155,10 @@ def events_of_last_starts(recordings: Path) -> Iterator[ProbeEvent]:
                 yield from read_events(path)
 
 
-def blame_refusal(reason: NotChecked | None, isolation: Isolation) -> NotChecked | None:
+def blame_refusal(
+    reason: NotChecked | None,
+    isolation: Isolation,
+) -> NotChecked | None:
     """Return the reason, with the check at fault if the script failed because of a refusal."""
     if reason is None or reason.cause != "script" or not isolation.may_explain(reason.output):
         return reason

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from stepladder.tools.check.events import Digests
 from stepladder.tools.check.probe.patching import default_on_error
 
 DIGEST_CHARACTERS = 12
@@ -123,7 +124,7 @@ def row_count(batch: Any) -> int:
     """Return the number of rows of a batch."""
     for tensor in tensors_with_rows(batch):
         return len(tensor)
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, list | tuple):
         return len(batch)
     return 0
 
@@ -140,7 +141,7 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
         return
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item, depth + 1)
     else:
@@ -148,7 +149,7 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 @default_on_error(dict)
-def random_states() -> dict[str, str]:
+def random_states() -> Digests:
     """Return hashes of the random states of torch, Python and, where it is loaded, NumPy."""
     states = {
         "torch": digest(torch.get_rng_state()),
@@ -161,9 +162,9 @@ def random_states() -> dict[str, str]:
 
 
 @default_on_error(dict)
-def generator_states(owner: Any, depth: int = 0) -> dict[str, str]:
+def generator_states(owner: Any, depth: int = 0) -> Digests:
     """Return hashes of the states of random generators that an object holds, by attribute."""
-    states: dict[str, str] = {}
+    states: Digests = {}
     for name, value in list(getattr(owner, "__dict__", {}).items())[:MAX_ATTRIBUTES]:
         state = generator_state(value)
         if state:
@@ -176,7 +177,7 @@ def generator_states(owner: Any, depth: int = 0) -> dict[str, str]:
 
 def has_attributes(value: Any) -> bool:
     """Return whether a value is an object that may hold others, such as a data set."""
-    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, type))
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | type)
 
 
 @default_on_error(str)
@@ -202,7 +203,7 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
     state = xxhash.xxh3_64(type(dataset).__name__)
     with suppress(TypeError):
         state.update(str(len(dataset)))
-    if isinstance(dataset, (list, tuple)):
+    if isinstance(dataset, list | tuple):
         state.update(repr([value_key(item, 3) for item in dataset[:MAX_ITEMS]]))
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         state.update(f"{name}={value_key(value, depth)}")
@@ -217,7 +218,7 @@ def value_key(value: Any, depth: int) -> str:
         return array_key(value)
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value)[:500]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         items = value[:MAX_ITEMS] if depth < MAX_DEPTH else ()
         return f"{len(value)}:" + ",".join(value_key(item, depth + 1) for item in items)
     if hasattr(value, "__getitem__") and hasattr(value, "__dict__") and depth < 3:

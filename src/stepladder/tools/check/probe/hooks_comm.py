@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
+from functools import partial
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepladder.tools.check.events import (
     GroupDestroy,
@@ -21,13 +23,15 @@ from stepladder.tools.check.events import (
     SpawnsRanks,
 )
 from stepladder.tools.check.probe.patching import (
+    Arguments,
+    Fields,
     NestingDepth,
     default_on_error,
     get_argument,
     record_calls,
     wrap,
 )
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 COLLECTIVES = (
     "all_reduce",
@@ -50,28 +54,10 @@ COLLECTIVES = (
 )
 MAX_RECORDED_VALUES = 64
 MAX_GATHERED_ITEMS = 10_000
-MAX_KNOWN_MEANS = 64
 
 
-class KnownMeans:
-    """The scalar tensors that are means, with the number of values of each."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def add(self, mean: Tensor, count: int) -> None:
-        if len(self.counts) > MAX_KNOWN_MEANS:
-            self.counts.clear()
-        self.counts[id(mean)] = (weakref.ref(mean), count)
-
-    def count_of(self, tensor: Tensor) -> int | None:
-        reference, count = self.counts.get(id(tensor), (None, 0))
-        if reference is not None and reference() is tensor:
-            return count
-        return None
-
-
-known_means = KnownMeans()
+# The scalar tensors that are means, with the number of values of each.
+known_means: WeakIdKeyDictionary = WeakIdKeyDictionary()
 running_collective = NestingDepth()
 
 
@@ -80,34 +66,25 @@ def attach() -> None:
         return
     spawn = sys.modules["torch.multiprocessing.spawn"]
     for name in COLLECTIVES:
-        wrap([c10d, dist], name, record_collective(name))
-    wrap([c10d, dist], "init_process_group", record_init)
+        wrap([c10d, dist], name, partial(record_collective, name))
+    record_calls([c10d, dist], "init_process_group", init_event)
     wrap(c10d, "_update_default_pg", record_group)
     record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
-    wrap([Tensor], "mean", remember_mean)
-    wrap([torch], "mean", remember_mean)
-    wrap(
-        [spawn, torch.multiprocessing],
-        "start_processes",
-        record_spawning,
-    )
-    wrap(spawn, "_wrap", record_spawned_rank)
+    wrap(Tensor, "mean", remember_mean)
+    wrap(torch, "mean", remember_mean)
+    start_owners = [spawn, torch.multiprocessing]
+    record_calls(start_owners, "start_processes", wait_for_start_without_torchrun)
+    record_calls(spawn, "_wrap", note_spawned_rank)
     from torch.distributed.algorithms.join import Join
 
     record_calls(Join, "__enter__", lambda _: JoinContext())
 
 
-def record_spawned_rank(original: Any, function: Any, number: int, *args: Any) -> Any:
+def note_spawned_rank(_: Any, number: int, *__: Any) -> None:
     current_log().set_spawned_rank(number)
-    return original(function, number, *args)
 
 
-def record_spawning(original: Any, *args: Any, **kwargs: Any) -> Any:
-    wait_for_start_without_torchrun()
-    return original(*args, **kwargs)
-
-
-def wait_for_start_without_torchrun() -> None:
+def wait_for_start_without_torchrun(*_: Any, **__: Any) -> None:
     """Wait to be ended if this process was started as torchrun does it.
 
     The script makes its ranks itself, so the checker starts it again, as one process.
@@ -119,18 +96,11 @@ def wait_for_start_without_torchrun() -> None:
             time.sleep(1)
 
 
-def record_init(original: Any, *args: Any, **kwargs: Any) -> Any:
-    processes = sys.modules.get("multiprocessing.process")
-    if processes is not None and processes.parent_process() is not None:
+def init_event(*args: Any, **kwargs: Any) -> GroupInit:
+    if parent_process() is not None:
         wait_for_start_without_torchrun()
-    log = current_log()
-    log.write_with_line(
-        GroupInit(
-            backend=str(get_argument(args, kwargs, 0, "backend")),
-            direct=log.is_called_by_user(),
-        )
-    )
-    return original(*args, **kwargs)
+    backend = str(get_argument(args, kwargs, 0, "backend"))
+    return GroupInit(backend=backend, direct=current_log().is_called_by_user())
 
 
 def record_group(original: Any, group: Any) -> Any:
@@ -141,31 +111,34 @@ def record_group(original: Any, group: Any) -> Any:
     return result
 
 
-def record_collective(name: str) -> Any:
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if running_collective.depth:
-            return original(*args, **kwargs)
-        log = current_log()
-        fields = describe_call(name, args, kwargs)
-        log.write_with_line(ScriptCollective(op=name, way=log.user_stack(), **fields))
-        with running_collective:
-            result = original(*args, **kwargs)
-        log.write(Returned())
-        return result
-
-    return around
+def record_collective(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if running_collective.depth:
+        return original(*args, **kwargs)
+    log = current_log()
+    fields = describe_call(name, args, kwargs)
+    record(
+        ScriptCollective(
+            op=name,
+            way=log.user_stack(),
+            **fields,
+        )
+    )
+    with running_collective:
+        result = original(*args, **kwargs)
+    log.write(Returned())
+    return result
 
 
 @default_on_error(lambda: {"group": "?"})
 def describe_call(
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
+    args: Arguments,
+    kwargs: Fields,
+) -> Fields:
     """Return the group of a collective, and the shape and the (few) values of its tensor."""
     group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
     ranks = "" if group is None else str(dist.get_process_group_ranks(group))
-    fields: dict[str, Any] = {"group": ranks}
+    fields: Fields = {"group": ranks}
     if name in ("all_gather_object", "gather_object"):
         index = 1 if name == "all_gather_object" else 0
         fields["numbers"] = sample_numbers(get_argument(args, kwargs, index, "obj"))
@@ -178,20 +151,20 @@ def describe_call(
     return fields | describe_tensor(tensor)
 
 
-def first_of_type(values: tuple[Any, ...], kind: Any) -> Any:
+def first_of_type(values: Arguments, kind: Any) -> Any:
     return next((value for value in values if isinstance(value, kind)), None)
 
 
-def describe_tensor(tensor: Tensor) -> dict[str, Any]:
+def describe_tensor(tensor: Tensor) -> Fields:
     count = tensor.numel()
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "shape": list(tensor.shape),
         "ptr": tensor.data_ptr(),
         "count": count,
     }
     if count <= MAX_RECORDED_VALUES and not tensor.is_complex():
         fields["value"] = tensor.detach().reshape(-1).double().tolist()
-    return fields | {"mean_of": known_means.count_of(tensor)}
+    return fields | {"mean_of": known_means.get(tensor)}
 
 
 def sample_numbers(gathered: Any) -> list[int]:
@@ -199,16 +172,13 @@ def sample_numbers(gathered: Any) -> list[int]:
 
     If each comes once, they are numbers of samples.
     """
-    if isinstance(gathered, dict) and len(gathered) <= MAX_GATHERED_ITEMS:
-        keys = list(gathered)
-    elif isinstance(gathered, list) and len(gathered) <= MAX_GATHERED_ITEMS:
-        keys = [item[0] for item in gathered if isinstance(item, (list, tuple)) and item]
-    else:
+    if not isinstance(gathered, dict | list) or len(gathered) > MAX_GATHERED_ITEMS:
         return []
+    keys = list(gathered)
+    if isinstance(gathered, list):
+        keys = [item[0] for item in gathered if isinstance(item, list | tuple) and item]
     are_numbers = all(isinstance(key, int) for key in keys)
-    if are_numbers and len(set(keys)) == len(keys):
-        return keys
-    return []
+    return keys if are_numbers and len(set(keys)) == len(keys) else []
 
 
 def remember_mean(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,5 +186,5 @@ def remember_mean(original: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     is_scalar = isinstance(result, Tensor) and result.dim() == 0
     if is_scalar and args and isinstance(args[0], Tensor):
-        known_means.add(result, args[0].numel())
+        known_means[result] = args[0].numel()
     return result

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.linear_fit import fitted_rows
-from stepladder.tools.check.probe.patching import default_on_error, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 EPOCHS_BY_DEFAULT = 2
 PASSES_WITH_FIT = 3
@@ -63,10 +63,6 @@ class PassState:
     number: int = 0
     key: str = ""
     indices: deque[Any] = field(default_factory=deque)
-
-    def begin(self, number: int, key: str) -> None:
-        self.number = number
-        self.key = key
 
 
 class PassCounters:
@@ -116,8 +112,8 @@ def attach() -> None:
     wrap(DataLoader, "__iter__", record_pass)
     wrap(loaders._BaseDataLoaderIter, "_next_index", remember_index)
     wrap(loaders._BaseDataLoaderIter, "__next__", record_batch)
-    wrap(loaders._BaseDataLoaderIter, "_reset", forget_indices)
-    wrap(DistributedSampler, "set_epoch", record_set_epoch)
+    record_calls(loaders._BaseDataLoaderIter, "_reset", forget_indices)
+    record_calls(DistributedSampler, "set_epoch", set_epoch_event)
     wrap(DistributedSampler, "__iter__", record_sampling)
     wrap(DataLoader, "__init__", remember_line)
     wrap(DistributedSampler, "__init__", remember_line)
@@ -130,9 +126,8 @@ def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def record_set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
-    current_log().write_with_line(SetEpoch(sampler=id(sampler), value=epoch))
-    return original(sampler, epoch)
+def set_epoch_event(sampler: Any, epoch: Any) -> SetEpoch:
+    return SetEpoch(sampler=id(sampler), value=epoch)
 
 
 def record_sampling(original: Any, sampler: Any) -> Any:
@@ -140,7 +135,7 @@ def record_sampling(original: Any, sampler: Any) -> Any:
     if not current_log().is_called_by_user():
         return original(sampler)
     indices = list(original(sampler))
-    current_log().write_with_line(
+    record(
         Sampled(
             indices=indices,
             length=len(sampler.dataset),
@@ -154,7 +149,7 @@ def watch_set_epoch(owner: Any) -> None:
     """Wrap set_epoch of a user's own class of sampler or data set, once."""
     cls = type(owner)
     if cls.__dict__.get("set_epoch") is not None and not hasattr(cls.set_epoch, "__wrapped__"):
-        wrap(cls, "set_epoch", record_set_epoch)
+        record_calls(cls, "set_epoch", set_epoch_event)
 
 
 def record_pass(original: Any, loader: Any) -> Any:
@@ -171,16 +166,13 @@ def record_pass(original: Any, loader: Any) -> Any:
     if loader.num_workers > 0 and context.get_start_method() == "fork":
         record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
     iterator = original(loader)
-    pass_state(iterator).begin(number, key)
+    vars(iterator)[PASS_ATTRIBUTE] = replace(pass_state(iterator), number=number, key=key)
     return iterator
 
 
 def pass_state(iterator: Any) -> PassState:
     """Return the state of an iterator's pass, made on first use."""
-    attributes = vars(iterator)
-    if PASS_ATTRIBUTE not in attributes:
-        attributes[PASS_ATTRIBUTE] = PassState()
-    state: PassState = attributes[PASS_ATTRIBUTE]
+    state: PassState = vars(iterator).setdefault(PASS_ATTRIBUTE, PassState())
     return state
 
 
@@ -210,7 +202,7 @@ def end_if_enough(key: str) -> None:
         raise CheckIsDone(0)
 
 
-def describe_loader(loader: Any) -> dict[str, Any]:
+def describe_loader(loader: Any) -> Fields:
     sampler = loader.sampler
     dataset = loader.dataset
     batch_sampler = loader.batch_sampler
@@ -243,12 +235,8 @@ def describe_loader(loader: Any) -> dict[str, Any]:
 
 
 def shuffles(sampler: Any) -> bool:
-    if hasattr(sampler, "shuffle"):
-        return bool(sampler.shuffle)
-    return type(sampler).__name__ not in (
-        "SequentialSampler",
-        "_InfiniteConstantSampler",
-    )
+    is_in_order = type(sampler).__name__ in ("SequentialSampler", "_InfiniteConstantSampler")
+    return bool(getattr(sampler, "shuffle", not is_in_order))
 
 
 def length_of(sized: Any) -> int | None:
@@ -268,19 +256,15 @@ def base_of(dataset: Any) -> Any:
 @default_on_error(lambda: None)
 def base_indices(dataset: Any, indices: Any) -> list[int] | None:
     """Return indices of a data set as indices of the data set below all Subsets."""
-    try:
-        result = [int(index) for index in indices]
-        while isinstance(dataset, torch.utils.data.Subset):
-            result = [int(dataset.indices[index]) for index in result]
-            dataset = dataset.dataset
-    except (TypeError, ValueError, IndexError):
-        return None
+    result = [int(index) for index in indices]
+    while isinstance(dataset, torch.utils.data.Subset):
+        result = [int(dataset.indices[index]) for index in result]
+        dataset = dataset.dataset
     return result
 
 
-def forget_indices(original: Any, iterator: Any, *args: Any, **kwargs: Any) -> Any:
+def forget_indices(iterator: Any, *_: Any, **__: Any) -> None:
     pass_state(iterator).indices.clear()
-    return original(iterator, *args, **kwargs)
 
 
 def remember_index(original: Any, iterator: Any) -> Any:
@@ -318,13 +302,9 @@ def record_batch(original: Any, iterator: Any) -> Any:
 
 def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
     """Return the indices of a batch; None for a stream, which has none."""
-    if requested is None:
-        return None
-    requested_list = requested if isinstance(requested, (list, tuple)) else [requested]
+    requested_list = requested if isinstance(requested, list | tuple) else [requested]
     is_stream = not requested_list or requested_list[0] is None
-    if is_stream:
-        return None
-    return base_indices(dataset, requested_list)
+    return None if is_stream else base_indices(dataset, requested_list)
 
 
 def record_pass_end(state: PassState, cut: bool) -> None:
@@ -350,24 +330,23 @@ def record_open_files(
         depth: The number of objects around it.
     """
     for name, value in list(vars(owner).items())[:MAX_ATTRIBUTES_SEARCHED]:
-        if isinstance(value, (list, tuple)):
+        items = {f"{path}.{name}": value}
+        if isinstance(value, list | tuple):
             first_items = enumerate(value[:MAX_ITEMS_SEARCHED])
-            items = [(f"{path}.{name}[{index}]", item) for index, item in first_items]
-        else:
-            items = [(f"{path}.{name}", value)]
-        for item_path, item in items:
+            items = {f"{path}.{name}[{index}]": item for index, item in first_items}
+        for item_path, item in items.items():
             if is_open_file(item):
                 cls = type(item)
                 shared = SharedFile(path=item_path, type=cls.__name__, module=cls.__module__)
                 current_log().write(shared, line)
-        is_leaf = not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, type, Sampler))
+        is_leaf = not hasattr(value, "__dict__") or isinstance(value, torch.Tensor | type | Sampler)
         if depth < 2 and not is_leaf:
             record_open_files(value, line, f"{path}.{name}", depth + 1)
 
 
 def is_open_file(value: Any) -> bool:
     if isinstance(value, io.IOBase):
-        is_in_memory = isinstance(value, (io.BytesIO, io.StringIO))
+        is_in_memory = isinstance(value, io.BytesIO | io.StringIO)
         return not value.closed and not is_in_memory and has_descriptor(value)
     package = type(value).__module__.partition(".")[0]
     if package == "h5py":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.events import FileMove, FileRead, FileWrite, PathSearch, Print
-from stepladder.tools.check.probe.patching import default_on_error, record_calls, wrap
+from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_LISTED_FILES = 5000
@@ -62,12 +62,12 @@ def attach() -> None:
     sys.addaudithook(audit)
     record_calls(os, "replace", move_event)
     record_calls(os, "rename", move_event)
-    record_calls(os.path, "exists", search_event, by_user_only=True)
-    record_calls(os.path, "isfile", search_event, by_user_only=True)
-    record_calls(Path, "exists", search_event, by_user_only=True)
-    record_calls(Path, "is_file", search_event, by_user_only=True)
-    wrap(builtins, "print", record_print)
-    wrap(logging.Logger, "handle", record_log_message)
+    record_user_calls(os.path, "exists", search_event)
+    record_user_calls(os.path, "isfile", search_event)
+    record_user_calls(Path, "exists", search_event)
+    record_user_calls(Path, "is_file", search_event)
+    record_user_calls(builtins, "print", print_event)
+    record_calls(logging.Logger, "handle", message_event)
 
 
 def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
@@ -81,11 +81,10 @@ def move_event(source: Any, target: Any, **_: Any) -> FileMove:
     )
 
 
-def record_print(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("file") is None and current_log().is_called_by_user():
-        caller = current_log().user_caller()
-        current_log().write_with_line(Print(caller=caller, text=printed_text(args)))
-    return original(*args, **kwargs)
+def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:
+    if file is not None:
+        return None
+    return Print(caller=current_log().user_caller(), text=printed_text(values))
 
 
 @default_on_error(str)
@@ -95,11 +94,10 @@ def printed_text(values: tuple[Any, ...]) -> str:
     return " ".join(shown)[:MAX_PRINTED_TEXT]
 
 
-def record_log_message(original: Any, logger: Any, record: logging.LogRecord) -> Any:
-    if current_log().is_user_file(record.pathname):
-        text = record.getMessage()[:MAX_PRINTED_TEXT]
-        current_log().write_with_line(Print(text=text, logged=True))
-    return original(logger, record)
+def message_event(_: Any, record: logging.LogRecord) -> Print | None:
+    if not current_log().is_user_file(record.pathname):
+        return None
+    return Print(text=record.getMessage()[:MAX_PRINTED_TEXT], logged=True)
 
 
 def has_digit(text: str) -> bool:

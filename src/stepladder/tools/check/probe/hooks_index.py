@@ -14,7 +14,7 @@ import xxhash
 from stepladder.tools.check.events import Numbering
 from stepladder.tools.check.probe.hooks_data import pass_counters
 from stepladder.tools.check.probe.patching import default_on_error
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 MAX_NUMBERINGS = 200
 MAX_VALUES = 200  # that are recorded of each
@@ -54,14 +54,14 @@ class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
 
 @default_on_error(lambda: None)
 def record_numbering(values: Any) -> None:
-    if not isinstance(values, (list, tuple, set, frozenset, dict)):
+    if not isinstance(values, list | tuple | set | frozenset | dict):
         return
     if not 1 < len(values) <= MAX_NUMBERED_VALUES:
         return
     numberings.add()
     first_values = list(values)[:MAX_VALUES]
-    shown = [repr(value)[:60] for value in first_values if isinstance(value, (str, int))]
+    shown = [repr(value)[:60] for value in first_values if isinstance(value, str | int)]
     if len(shown) == len(first_values):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
         numbering = Numbering(values=shown, count=len(values), digest=digest)
-        current_log().write_with_line(numbering)
+        record(numbering)

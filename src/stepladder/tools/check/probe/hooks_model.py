@@ -15,12 +15,14 @@ from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_wrapper import wrapped_models
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
+    Fields,
     NestingDepth,
     default_on_error,
     record_calls,
+    record_user_calls,
     wrap,
 )
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.probe_log import record
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 SHARDING_CLASSES = ("FSDPModule",)
@@ -68,9 +70,9 @@ called_models = CalledModels()
 def attach() -> None:
     wrap_module_calls("__call__")
     wrap(DistributedDataParallel, "__init__", record_wrapper)
-    wrap(nn.Module, "load_state_dict", record_load_state_dict)
-    record_calls(nn.Module, "eval", lambda _: EvalMode(), by_user_only=True)
-    record_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1), by_user_only=True)
+    record_calls(nn.Module, "load_state_dict", load_event)
+    record_user_calls(nn.Module, "eval", lambda _: EvalMode())
+    record_user_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1))
 
 
 def wrap_module_calls(name: str) -> None:
@@ -113,11 +115,15 @@ def name_of(parameter: Any) -> str:
     return called_models.names.get(id(parameter), "")
 
 
-def record_forward(module: Any, args: Any, kwargs: Any) -> None:
+def record_forward(
+    module: Any,
+    args: Any,
+    kwargs: Any,
+) -> None:
     keeps_graph = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     is_first_evaluation = called_models.begin_call(module, keeps_graph)
     calls = called_models.calls
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "root": id(module),
         "model_class": type(module).__name__,
         "grad": keeps_graph,
@@ -133,7 +139,7 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
         fields["weights"] = digests.model_digest(module)
     if isinstance(module, DistributedDataParallel):
         fields["sync"] = module.require_backward_grad_sync
-    current_log().write_with_line(Forward(**fields))
+    record(Forward(**fields))
 
 
 def kind_of_wrapper(module: Any) -> str:
@@ -143,7 +149,7 @@ def kind_of_wrapper(module: Any) -> str:
 
 
 @default_on_error(dict)
-def count_layers_with_modes(module: Any) -> dict[str, Any]:
+def count_layers_with_modes(module: Any) -> Fields:
     """Count the layers that differ in training and evaluation: dropout and batch norm."""
     dropouts = []
     norms = []
@@ -176,7 +182,7 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
     called_models.register(wrapper)
     wrapped_models.add_wrapped(wrapper)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    current_log().write_with_line(
+    record(
         WrapperBuilt(
             parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
             buffers=bool(wrapper.broadcast_buffers),
@@ -186,18 +192,21 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
     return result
 
 
-def record_load_state_dict(
-    original: Any, module: Any, state: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if called_models.depth == 0:
-        model_keys = set(module.state_dict())
-        file_keys = set(state)
-        more = 0  # keys of the model with the prefix removed from the file's keys
-        fewer = 0  # keys of the model with the prefix added to the file's keys
-        if not model_keys & file_keys:
-            more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
-            fewer = len(model_keys & {f"module.{key}" for key in file_keys})
-        strict = args[0] if args else kwargs.get("strict", True)
-        load = StateDictLoad(strict=strict, own=len(model_keys), more=more, fewer=fewer)
-        current_log().write_with_line(load)
-    return original(module, state, *args, **kwargs)
+def load_event(
+    module: Any, state_dict: Any, strict: Any = True, *_: Any, **__: Any
+) -> StateDictLoad | None:
+    if called_models.depth:
+        return None
+    model_keys = set(module.state_dict())
+    file_keys = set(state_dict)
+    more = 0  # keys of the model with the prefix removed from the file's keys
+    fewer = 0  # keys of the model with the prefix added to the file's keys
+    if not model_keys & file_keys:
+        more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
+        fewer = len(model_keys & {f"module.{key}" for key in file_keys})
+    return StateDictLoad(
+        strict=strict,
+        own=len(model_keys),
+        more=more,
+        fewer=fewer,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from multiprocessing import parent_process
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from stepladder.tools.check.events import Draw, Fetch
+from stepladder.tools.check.events import Digests, Draw, Fetch
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import base_of
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import record_user_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
@@ -35,38 +36,31 @@ MAX_FETCHES = 4  # of each fetcher
 MAX_RECORDED_INDICES = 64
 
 fetch_counts: Counter[int] = Counter()  # by the id of the fetcher
-draw_counts: Counter[str] = Counter()  # by file and line
+draw_counts: Counter[CodeLine | None] = Counter()
 
 
 def attach() -> None:
     wrap(fetch._MapDatasetFetcher, "fetch", record_fetch)
     for name in DRAWING_FUNCTIONS:
-        wrap(torch, name, record_draw(name))
+        record_user_calls(torch, name, partial(draw_event, name))
     for name in DRAWING_METHODS:
-        wrap(torch.Tensor, name, record_draw(name))
+        record_user_calls(torch.Tensor, name, partial(draw_event, name))
 
 
-def record_draw(name: str) -> Any:
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        log = current_log()
-        if not log.is_called_by_user():
-            return original(*args, **kwargs)
-        frame = log.user_frame()
-        line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        draw_counts[line] += 1
-        if draw_counts[line] <= MAX_DRAWS_PER_LINE:
-            generator = kwargs.get("generator")
-            if generator is None:
-                state = digests.digest(torch.get_rng_state())
-            else:
-                state = digests.generator_state(generator)
-            log.write_with_line(Draw(fn=name, state=state))
-        return original(*args, **kwargs)
-
-    return around
+def draw_event(name: str, *_: Any, generator: Any = None, **__: Any) -> Draw | None:
+    line = current_log().user_line()
+    draw_counts[line] += 1
+    if draw_counts[line] > MAX_DRAWS_PER_LINE:
+        return None
+    state = digests.generator_state(generator or torch.default_generator)
+    return Draw(fn=name, state=state)
 
 
-def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
+def record_fetch(
+    original: Any,
+    fetcher: Any,
+    indices: Any,
+) -> Any:
     """Record the generators whose states change while samples are fetched."""
     fetch_counts[id(fetcher)] += 1
     if fetch_counts[id(fetcher)] > MAX_FETCHES:
@@ -75,7 +69,7 @@ def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     batch = original(fetcher, indices)
     after = generator_states(fetcher.dataset)
     info = get_worker_info()
-    index_list = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+    index_list = list(indices) if isinstance(indices, list | tuple) else [indices]
     event = Fetch(
         indices=index_list[:MAX_RECORDED_INDICES],
         used={name: state for name, state in before.items() if after.get(name) != state},
@@ -92,17 +86,14 @@ def pid_of_parent() -> int:
     return parent.pid if parent is not None and parent.pid else -1
 
 
-def generator_states(dataset: Any) -> dict[str, str]:
+def generator_states(dataset: Any) -> Digests:
     return digests.random_states() | digests.generator_states(dataset)
 
 
 def line_of_getitem(dataset: Any) -> CodeLine | None:
     """Return the line of the method with which the data set's class reads a sample."""
-    code = getattr(
-        getattr(type(base_of(dataset)), "__getitem__", None),
-        "__code__",
-        None,
-    )
+    method = getattr(type(base_of(dataset)), "__getitem__", None)
+    code = getattr(method, "__code__", None)
     if code is None or not current_log().is_user_file(code.co_filename):
         return None
     return CodeLine(code.co_filename, code.co_firstlineno, "__getitem__")

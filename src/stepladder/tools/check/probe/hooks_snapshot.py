@@ -15,8 +15,14 @@ from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
 from stepladder.tools.check.probe.hooks_train import training_tracker
-from stepladder.tools.check.probe.patching import default_on_error, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.patching import (
+    Fields,
+    default_on_error,
+    record_calls,
+    record_user_calls,
+    wrap,
+)
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 NAMES_OF_SETTINGS = (
     "seed",
@@ -40,8 +46,8 @@ PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
 def attach() -> None:
     wrap([torch.serialization, torch], "save", record_save)
     wrap([torch.serialization, torch], "load", record_load)
-    wrap(pickle, "dump", record_pickle)
-    wrap(torch.jit, "save", guard_jit_save)
+    record_user_calls(pickle, "dump", pickle_event)
+    record_calls(torch.jit, "save", guard_jit_save)
 
 
 def redirect_to_copy(file: Any) -> tuple[str, Any]:
@@ -50,7 +56,7 @@ def redirect_to_copy(file: Any) -> tuple[str, Any]:
     A path in the user's own folder is replaced by that in its copy. The path is empty for a file in
     memory.
     """
-    is_path = isinstance(file, (str, os.PathLike))
+    is_path = isinstance(file, str | os.PathLike)
     named = file if is_path else getattr(file, "name", "")
     path = path_in_copy(named)
     if is_path and path != absolute_path(named):
@@ -73,37 +79,34 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     return result
 
 
-def guard_jit_save(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(file, (str, os.PathLike)):
-        guard_path(file)
-    return original(module, file, *args, **kwargs)
+def guard_jit_save(_: Any, f: Any, *__: Any, **___: Any) -> None:
+    if isinstance(f, str | os.PathLike):
+        guard_path(f)
 
 
-def record_pickle(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    log = current_log()
-    if log.is_called_by_user():
-        parts = parts_of(value)
-        if parts["model"]:
-            path = path_in_copy(getattr(file, "name", ""))
-            log.write_with_line(Save(path=path, existed=True, opened=True, **parts))
-    return original(value, file, *args, **kwargs)
+def pickle_event(obj: Any, file: Any, *_: Any, **__: Any) -> Save | None:
+    parts = parts_of(obj)
+    if not parts["model"]:
+        return None
+    path = path_in_copy(getattr(file, "name", ""))
+    return Save(path=path, existed=True, opened=True, **parts)
 
 
 def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = redirect_to_copy(file)
     if path:
         weights_only = str(kwargs.get("weights_only", "default"))
-        current_log().write_with_line(Load(path=path, weights_only=weights_only))
+        record(Load(path=path, weights_only=weights_only))
     return original(file, *args, **kwargs)
 
 
-def no_parts() -> dict[str, Any]:
-    parts: dict[str, Any] = dict.fromkeys(PARTS_OF_TRAINING, False)
+def no_parts() -> Fields:
+    parts: Fields = dict.fromkeys(PARTS_OF_TRAINING, False)
     return parts | {"bare": False, "numbered": False, "keys": []}
 
 
 @default_on_error(no_parts)
-def parts_of(value: Any) -> dict[str, Any]:
+def parts_of(value: Any) -> Fields:
     """Return which parts of a training's state a saved value has."""
     parts = no_parts()
     parts["bare"] = is_weights(value)
@@ -138,9 +141,8 @@ def is_schedule(item: dict[Any, Any]) -> bool:
 
 
 def is_random_state(item: Any) -> bool:
-    if not isinstance(item, Tensor):
-        return False
-    return item.dtype == torch.uint8 and item.numel() in RANDOM_STATE_BYTES
+    is_of_bytes = isinstance(item, Tensor) and item.dtype == torch.uint8
+    return is_of_bytes and item.numel() in RANDOM_STATE_BYTES
 
 
 def is_position(name: str, item: Any) -> bool:
@@ -150,7 +152,7 @@ def is_position(name: str, item: Any) -> bool:
     """
     if isinstance(item, bool):
         return False
-    if not isinstance(item, (int, float, Tensor)):
+    if not isinstance(item, int | float | Tensor):
         return False
     is_setting = any(word in name for word in NAMES_OF_SETTINGS)
     if isinstance(item, int) and not is_setting:
@@ -168,7 +170,7 @@ def nested_items(
     if isinstance(value, dict) and depth < 3 and is_container(value):
         for key, item in value.items():
             yield from nested_items(item, str(key), depth + 1)
-    elif isinstance(value, (list, tuple)) and depth < 2:
+    elif isinstance(value, list | tuple) and depth < 2:
         for item in value:
             yield from nested_items(item, name, depth + 1)
 

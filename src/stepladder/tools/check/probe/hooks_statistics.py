@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,19 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepladder.tools.check.events import Statistic
-from stepladder.tools.check.probe.patching import default_on_error, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.mean_losses import MEAN_LOSSES
+from stepladder.tools.check.probe.patching import Fields, default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log, record
 
-LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
 MAX_STATISTICS = 5000
 
 
@@ -42,83 +34,37 @@ class Statistics:
         is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
         if is_number and self.count < MAX_STATISTICS and not torch.compiler.is_compiling():
             self.count += 1
-            value = float(result.detach())
-            current_log().write_with_line(
-                Statistic(
-                    value=value,
-                    is_mean=is_mean,
-                )
-            )
+            statistic = Statistic(value=float(result.detach()), is_mean=is_mean)
+            record(statistic)
 
 
 statistics = Statistics()
 
 
 def attach() -> None:
-    for name in LOSSES:
+    for name in MEAN_LOSSES:
         wrap(functional, name, record_loss)
     for owner in (Tensor, torch):
-        wrap(owner, "mean", record_mean)
-        wrap(owner, "sum", record_sum)
+        wrap(owner, "mean", partial(record_reduction, True))
+        wrap(owner, "sum", partial(record_reduction, False))
 
 
-def record_loss(
-    original: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    result = original(
-        *args,
-        **kwargs,
-    )
-    statistics.record(
-        result,
-        is_mean_over_batch(kwargs),
-    )
+def record_loss(original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    statistics.record(result, is_mean_over_batch(kwargs))
     return result
 
 
-def is_mean_over_batch(options: dict[str, Any]) -> bool:
+def is_mean_over_batch(options: Fields) -> bool:
     """Return whether a loss with these options is a mean; the last two are torch's old ones."""
     is_sum = options.get("size_average") is False or options.get("reduce") is False
     return options.get("reduction", "mean") == "mean" and not is_sum
 
 
-def record_mean(
-    original: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    result = original(
-        *args,
-        **kwargs,
-    )
-    if is_called_in_user_file():
-        statistics.record(
-            result,
-            True,
-        )
+def record_reduction(is_mean: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record the result of a mean or a sum that the script asks for, and not the probe."""
+    result = original(*args, **kwargs)
+    caller = sys._getframe(2)  # around the wrapper
+    if current_log().is_user_file(caller.f_code.co_filename):
+        statistics.record(result, is_mean)
     return result
-
-
-def record_sum(
-    original: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    result = original(
-        *args,
-        **kwargs,
-    )
-    if is_called_in_user_file():
-        statistics.record(
-            result,
-            False,
-        )
-    return result
-
-
-def is_called_in_user_file() -> bool:
-    """Return whether the function that is wrapped was called by the script, not by the probe."""
-    caller = sys._getframe(3)
-    return current_log().is_user_file(caller.f_code.co_filename)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
     Clipping,
+    Digests,
     Halt,
     LocalGradients,
     NotFinite,
@@ -38,8 +39,14 @@ from stepladder.tools.check.probe.layer_outputs import (
     name_of_value,
 )
 from stepladder.tools.check.probe.loss_graph import activation_of, scale_of
-from stepladder.tools.check.probe.patching import NestingDepth, default_on_error, record_calls, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.patching import (
+    Fields,
+    NestingDepth,
+    default_on_error,
+    record_calls,
+    wrap,
+)
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
@@ -127,9 +134,9 @@ running_schedule = NestingDepth()
 
 def attach() -> None:
     wrap(torch.autograd, "backward", record_backward)
-    wrap(torch.autograd, "grad", record_autograd_grad)
-    optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: record_before_step(optimizer))
-    optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: record_after_step(optimizer))
+    record_calls(torch.autograd, "grad", autograd_grad_event)
+    optimizers.register_optimizer_step_pre_hook(record_before_step)
+    optimizers.register_optimizer_step_post_hook(record_after_step)
     record_calls(optimizers.Optimizer, "zero_grad", zero_grad_event)
     wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
@@ -152,7 +159,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def named_parameters_of(optimizer: Any) -> dict[str, Any]:
+def named_parameters_of(optimizer: Any) -> Fields:
     parameters = parameters_of(optimizer)
     return {name_of(p) or f"#{index}": p for index, p in enumerate(parameters)}
 
@@ -163,7 +170,7 @@ def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -
     norm = original(parameters, *args, **kwargs)
     is_number = type(norm) is Tensor
     pointers = digests.gradient_pointers(parameters)
-    current_log().write_with_line(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
+    record(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
     return norm
 
 
@@ -172,11 +179,11 @@ def zero_grad_event(optimizer: Any, *_: Any, **__: Any) -> ZeroGrad:
 
 
 def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    loss = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+    loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
     training_tracker.begin_backward()
     wait_if_halted()
     value = ""
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "way": current_log().user_stack(),
         "alive": training_tracker.add_graph(loss),
         "scale": scale_of(loss),
@@ -188,7 +195,7 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     if not training_tracker.steps and pass_counters.count_backward() <= BACKWARDS_WITH_WEIGHTS:
         models = called_models.models.values()
         fields["weights"] = digests.short_hash("".join(map(digests.model_digest, models)))
-    current_log().write_with_line(Backward(**fields))
+    record(Backward(**fields))
     if value:
         record_not_finite("the loss", value, layer_outputs.find_origin(value))
     layer_outputs.forget()
@@ -200,14 +207,18 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     return result
 
 
-def record_not_finite(what: str, value: str, origin: str) -> None:
+def record_not_finite(
+    what: str,
+    value: str,
+    origin: str,
+) -> None:
     """Record the first value of this process that is not finite."""
     if not layer_outputs.is_reported:
         layer_outputs.mark_reported()
-        current_log().write_with_line(NotFinite(what=what, value=value, origin=origin))
+        record(NotFinite(what=what, value=value, origin=origin))
 
 
-def record_infinite_gradient(parameters: dict[str, Any], norm: float) -> None:
+def record_infinite_gradient(parameters: Fields, norm: float) -> None:
     """Record a gradient that is not finite although the loss was."""
     value = name_of_value(norm)
     for name, parameter in parameters.items() if value else ():
@@ -224,14 +235,13 @@ def wait_if_halted() -> None:
             time.sleep(1)
 
 
-def record_autograd_grad(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record that a script takes gradients as values, and makes steps without an optimizer.
+def autograd_grad_event(*_: Any, **__: Any) -> AutogradCall | None:
+    """Return that a script takes gradients as values, and makes steps without an optimizer.
 
     It may use torch.autograd.grad or torch.func.
     """
-    if training_tracker.count_autograd_call() <= STEPS_RECORDED_FULLY:
-        current_log().write_with_line(AutogradCall())
-    return original(*args, **kwargs)
+    is_early = training_tracker.count_autograd_call() <= STEPS_RECORDED_FULLY
+    return AutogradCall() if is_early else None
 
 
 def is_recorded_fully(step: int) -> bool:
@@ -244,15 +254,11 @@ def is_inner_step() -> bool:
     ZeroRedundancyOptimizer has such an inner optimizer. Only the outer step is recorded: it counts
     once, and it has all parameters.
     """
-    steps = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        steps += frame.f_code is STEP_CODE
-        frame = frame.f_back
-    return steps > 1
+    frames = traceback.walk_stack(sys._getframe())
+    return sum(frame.f_code is STEP_CODE for frame, _ in frames) > 1
 
 
-def record_before_step(optimizer: Any) -> None:
+def record_before_step(optimizer: Any, *_: Any) -> None:
     if is_inner_step():
         return
     log = current_log()
@@ -285,18 +291,18 @@ def record_before_step(optimizer: Any) -> None:
     )
 
 
-def weight_digests(named: dict[str, Any]) -> dict[str, str]:
+def weight_digests(named: Fields) -> Digests:
     return {name: digests.digest(parameter) for name, parameter in named.items()}
 
 
-def record_after_step(optimizer: Any) -> None:
+def record_after_step(optimizer: Any, *_: Any) -> None:
     if is_inner_step():
         return
     pass_counters.count_step()
     number = training_tracker.number_of(optimizer)
     step = training_tracker.finish_step(number)
     parameters = parameters_of(optimizer)
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "optimizer": number,
         "step": step,
         "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
@@ -310,37 +316,31 @@ def record_after_step(optimizer: Any) -> None:
         fields["buffers"] = buffer_digests()
         fields["shapes"] = [list(parameter.shape) for parameter in parameters]
         fields |= compare_with_models(parameters)
-    current_log().write_with_line(OptimizerStep(**fields))
+    record(OptimizerStep(**fields))
 
 
 @default_on_error(dict)
-def buffer_digests() -> dict[str, str]:
+def buffer_digests() -> Digests:
     """Return hashes of the buffers of all models that were called."""
-    hashes = {}
-    for model in list(called_models.models.values()):
-        for name, buffer in model.named_buffers():
-            hashes[name] = digests.digest(buffer)
-    return hashes
+    models = list(called_models.models.values())
+    named = [pair for model in models for pair in model.named_buffers()]
+    return {name: digests.digest(buffer) for name, buffer in named}
 
 
 @default_on_error(lambda: {"unheld": [], "strangers": 0, "held": 0})
-def compare_with_models(parameters: list[Any]) -> dict[str, Any]:
+def compare_with_models(parameters: list[Any]) -> Fields:
     """Compare the parameters of an optimizer with those of the models that were called.
 
     "unheld" are parameters of models with a gradient that no optimizer has, "strangers" is the
     number of the optimizer's parameters without a gradient that no model has.
     """
-    known_ids = {id(parameter) for parameter in parameters}
-    for optimizer in training_tracker.optimizers:
-        known_ids |= {id(parameter) for parameter in parameters_of(optimizer)}
-    in_models = set()
-    unheld = set()
-    for parameter in called_models.parameters():
-        in_models.add(id(parameter))
-        has_gradient = parameter.requires_grad and parameter.grad is not None
-        if has_gradient and id(parameter) not in known_ids:
-            unheld.add(name_of(parameter))
-    strangers = [p for p in parameters if id(p) not in in_models and p.grad is None]
+    held = [p for optimizer in training_tracker.optimizers for p in parameters_of(optimizer)]
+    held_ids = set(map(id, held))
+    of_models = list(called_models.parameters())
+    ids_of_models = set(map(id, of_models))
+    with_gradient = [p for p in of_models if p.requires_grad and p.grad is not None]
+    unheld = {name_of(p) for p in with_gradient if id(p) not in held_ids}
+    strangers = [p for p in parameters if id(p) not in ids_of_models and p.grad is None]
     return {
         "unheld": sorted(unheld),
         "strangers": len(strangers),
@@ -375,8 +375,5 @@ def record_schedule_step(original: Any, schedule: Any, *args: Any, **kwargs: Any
 
 def horizon_of(schedule: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None where it has no end."""
-    for name in ("T_max", "total_steps", "total_iters"):
-        horizon = getattr(schedule, name, None)
-        if isinstance(horizon, int):
-            return horizon
-    return None
+    horizons = [getattr(schedule, n, None) for n in ("T_max", "total_steps", "total_iters")]
+    return next((horizon for horizon in horizons if isinstance(horizon, int)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from stepladder.tools.check.events import ModelMoved
 from stepladder.tools.check.probe.patching import default_on_error, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.probe_log import record
 
 MOVING_METHODS = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type")
 
@@ -56,30 +57,19 @@ wrapped_models = WrappedModels()
 
 def attach() -> None:
     for name in MOVING_METHODS:
-        wrap(
-            nn.Module,
-            name,
-            record_move(name),
-        )
+        wrap(nn.Module, name, partial(record_move, name))
 
 
-def record_move(name: str) -> Any:
-    def around(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        before = describe_place(module)
-        result = original(
-            module,
-            *args,
-            **kwargs,
-        )
-        device = requested_device(name, (*args, *kwargs.values()))
-        if device:
-            wrapped_models.set_device(module, device)
-        after = describe_place(module)
-        if before and after and before != after:
-            current_log().write_with_line(ModelMoved(before=before, after=after))
-        return result
-
-    return around
+def record_move(name: str, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    before = describe_place(module)
+    result = original(module, *args, **kwargs)
+    device = requested_device(name, (*args, *kwargs.values()))
+    if device:
+        wrapped_models.set_device(module, device)
+    after = describe_place(module)
+    if before and after and before != after:
+        record(ModelMoved(before=before, after=after))
+    return result
 
 
 @default_on_error(str)

@@ -105,6 +105,6 @@ def constant_operand(node: Any) -> float | None:
         value = getattr(node, attribute, None)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return float(value)
-        if isinstance(value, (int, float)):
+        if isinstance(value, int | float):
             return float(value)
     return None

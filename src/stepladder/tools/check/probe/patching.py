@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from stepladder.tools.check.probe.probe_log import current_log
@@ -23,10 +24,16 @@ class NestingDepth:
         self.depth -= 1
 
 
+Arguments = tuple[Any, ...]  # by position
+Fields = dict[str, Any]  # of an event, or arguments by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(
+    owners: Any,
+    name: str,
+    around: Callable[..., Any],
+) -> None:
     """Replace `owner.name` by a call of `around(original, *args, **kwargs)`.
 
     Args:
@@ -53,7 +60,7 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
 def record_calls(
     owners: Any,
     name: str,
-    make_event: Callable[..., ProbeEvent],
+    make_event: Callable[..., ProbeEvent | None],
     by_user_only: bool = False,
 ) -> None:
     """Record each call of `owner.name`, or only those by the user's own code.
@@ -61,22 +68,27 @@ def record_calls(
     Args:
         owners: The modules or classes, as for wrap.
         name: The name of the function.
-        make_event: Returns the event for the arguments of a call.
+        make_event: Returns the event for the arguments of a call; None for a call that is left out.
         by_user_only: Whether calls by libraries are left out.
     """
 
     def record_and_call(original: Any, *args: Any, **kwargs: Any) -> Any:
         log = current_log()
-        if log.is_called_by_user() or not by_user_only:
-            log.write_with_line(make_event(*args, **kwargs))
+        if not by_user_only or log.is_called_by_user():
+            event = make_event(*args, **kwargs)
+            if event is not None:
+                log.write_with_line(event)
         return original(*args, **kwargs)
 
     wrap(owners, name, record_and_call)
 
 
+record_user_calls = partial(record_calls, by_user_only=True)
+
+
 def get_argument(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Arguments,
+    kwargs: Fields,
     index: int,
     name: str,
 ) -> Any:

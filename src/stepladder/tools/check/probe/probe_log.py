@@ -77,7 +77,11 @@ class ProbeLog:
         self.rank = rank
         self.write(ProcessStart(rank=rank))
 
-    def write(self, event: ProbeEvent, at: CodeLine | None = None) -> None:
+    def write(
+        self,
+        event: ProbeEvent,
+        at: CodeLine | None = None,
+    ) -> None:
         self.count += 1
         os.write(self.file, event.to_line(self.count, at))
 
@@ -114,7 +118,10 @@ class ProbeLog:
         """Return the innermost frame of the user's code."""
         return self.find_user_frame(sys._getframe(1))
 
-    def find_user_frame(self, frame: FrameType | None) -> FrameType | None:
+    def find_user_frame(
+        self,
+        frame: FrameType | None,
+    ) -> FrameType | None:
         """Return this frame, or the innermost one outside of it, that is of the user's code."""
         while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
@@ -159,3 +166,8 @@ def current_log() -> ProbeLog:
         start_log()
     assert active_log is not None
     return active_log
+
+
+def record(event: ProbeEvent) -> None:
+    """Write an event with the line of the user's code that causes it."""
+    current_log().write_with_line(event)

@@ -14,13 +14,15 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.model import (
     StepKey,
     diverged_steps,
     is_averaged_later,
     is_sharded,
     is_wrapped,
+    pair,
+    paired_steps,
     steps_of,
 )
 from stepladder.tools.probe.events import ProbeEvent
@@ -59,7 +61,7 @@ class Window:
             self.zero_grads.append(event)
         elif isinstance(event, Forward) and event.grad:
             self.forwards.append(event)
-        elif isinstance(event, (OptimizerStep, BeforeStep)):
+        elif isinstance(event, OptimizerStep | BeforeStep):
             self.step = event
 
     @property
@@ -94,13 +96,7 @@ def accumulating_windows(log: RankLog) -> list[Window]:
     """Return the windows with several backward passes, each after a forward pass."""
     windows: list[Window] = []
     current = Window()
-    for event in log.select(
-        Backward,
-        Forward,
-        BeforeStep,
-        OptimizerStep,
-        ZeroGrad,
-    ):
+    for event in log.events:
         current.add(event)
         if isinstance(event, OptimizerStep):
             windows.append(current)
@@ -127,7 +123,7 @@ def regular_windows(windows: list[Window]) -> list[Window]:
 
 @run_rule("gradients-discarded")
 def gradients_discarded(evidence: RunEvidence) -> Findings:
-    windows = [w for w in accumulating_windows(evidence.run.ranks[0]) if w.step is not None]
+    windows = [w for w in accumulating_windows(evidence.rank_0) if w.step is not None]
     discarding = [w for w in windows if len(w.discarding_calls) >= len(w.backwards) - 1]
     if len(discarding) >= 2 and len(discarding) == len(windows):
         count = len(discarding[0].backwards)
@@ -139,10 +135,10 @@ def gradients_discarded(evidence: RunEvidence) -> Findings:
         )
 
 
-@run_rule("accumulation-sync")
+@rank_rule("accumulation-sync")
 def accumulation_sync(evidence: RunEvidence) -> Findings:
-    log = evidence.run.ranks[0]
-    if not evidence.has_several_ranks or not is_wrapped(log):
+    log = evidence.rank_0
+    if not is_wrapped(log):
         return
     windows = regular_windows(accumulating_windows(log))
     costly = [w for w in windows if w.synchronized_forwards >= len(w.backwards)]
@@ -185,22 +181,20 @@ def stepped_windows(log: RankLog) -> dict[StepKey, SteppedWindow]:
     return windows
 
 
-@run_rule("sync-skipped")
+@rank_rule("sync-skipped")
 def sync_skipped(evidence: RunEvidence) -> Findings:
     """Find steps whose last backward pass averages nothing, so that gradients differ by rank."""
-    if not evidence.has_several_ranks or evidence.run.select(JoinContext):
-        return
-    logs = evidence.run.ranks[:2]
-    before = [steps_of(log, BeforeStep) for log in logs]
+    logs = evidence.first_ranks
+    before = paired_steps(logs, BeforeStep)
     diverged = diverged_steps(before)
-    if is_sharded(logs) or (diverged and is_averaged_later(before, diverged[0])):
+    are_separate = is_sharded(logs) or evidence.run.select(JoinContext)
+    if are_separate or (diverged and is_averaged_later(before, diverged[0])):
         return
-    first, second = (stepped_windows(log) for log in logs)
-    common = sorted(first.keys() & second.keys(), key=lambda key: (key[1], key[0]))
+    windows = pair(map(stepped_windows, logs)).values()
     skipped = [
-        first[key]
-        for key in common
-        if not first[key].last_forward.sync and first[key].step.grads != second[key].step.grads
+        first
+        for first, second in windows
+        if not first.last_forward.sync and first.step.grads != second.step.grads
     ]
     if skipped:
         window = skipped[0]
@@ -210,13 +204,13 @@ def sync_skipped(evidence: RunEvidence) -> Findings:
             "sync-skipped",
             window.backwards[-1].at,
             f"{which} before step {window.step.step} ran under no_sync, so the gradients of this "
-            f"step are those of one rank; so it is in {len(skipped)} of {len(common)} steps",
+            f"step are those of one rank; so it is in {len(skipped)} of {len(windows)} steps",
         )
 
 
 @run_rule("accumulation-mean")
 def accumulation_mean(evidence: RunEvidence) -> Findings:
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]
     is_scale_unknown = any(event.scale is None for w in windows for event in w.backwards)
     if len(windows) < 2 or is_scale_unknown or evidence.source.contains(*SCALES_GRADIENTS):
@@ -240,7 +234,7 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
 @run_rule("accumulation-mean.leftover")
 def leftover_gradients(evidence: RunEvidence) -> Findings:
     """Find steps that begin with the gradients of the last backward passes of an epoch."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     windows = [
         window
         for window in accumulating_windows(log)

@@ -18,9 +18,12 @@ MODULES = [
 ]
 
 
-def apply_rules(evidence: RunEvidence, early: bool = False) -> list[Finding]:
+def apply_rules(
+    evidence: RunEvidence,
+    early: bool = False,
+) -> list[Finding]:
     """Return the findings of all rules, or only of those that are certain early."""
-    if not evidence.run.ranks:
+    if not evidence.ranks:
         return []
     findings: list[Finding] = []
     for rule in run_rule.rules:
@@ -29,7 +32,10 @@ def apply_rules(evidence: RunEvidence, early: bool = False) -> list[Finding]:
     return drop_consequences(drop_suppressed(unique_findings(findings), evidence.source))
 
 
-def apply_source_rules(source: ScriptSource, static: bool = True) -> list[Finding]:
+def apply_source_rules(
+    source: ScriptSource,
+    static: bool = True,
+) -> list[Finding]:
     """Return the findings of the rules that read the source alone.
 
     Args:
@@ -51,7 +57,10 @@ def unique_findings(findings: Iterable[Finding]) -> list[Finding]:
     return list(by_key.values())
 
 
-def drop_suppressed(findings: list[Finding], source: ScriptSource) -> list[Finding]:
+def drop_suppressed(
+    findings: list[Finding],
+    source: ScriptSource,
+) -> list[Finding]:
     """Return the findings that no comment in the source suppresses."""
     return [finding for finding in findings if not source.is_suppressed(*finding.key)]
 

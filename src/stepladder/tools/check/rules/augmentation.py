@@ -13,7 +13,7 @@ from stepladder.tools.check.events import (
     PassEnd,
     PassStart,
 )
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, run_rule
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 AUGMENTATION_NAMES = (
@@ -75,7 +75,7 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
 def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
     """Return the fetches of all ranks and of their workers, with the rank."""
     events: list[tuple[int, Fetch]] = []
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         of_workers = [event for event in log.worker_events if isinstance(event, Fetch)]
         events += [(log.rank, event) for event in [*log.select(Fetch), *of_workers]]
     return events
@@ -83,11 +83,11 @@ def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
 
 def drawing_line(evidence: RunEvidence) -> CodeLine | None:
     """Return the line of a data set that draws, else the line that makes the loader."""
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         for event in [*log.select(Draw), *log.worker_events]:
             if isinstance(event, Draw) and event.at and event.at.function == "__getitem__":
                 return event.at
-    passes = (one_pass for log in evidence.run.ranks for one_pass in log.training_passes)
+    passes = (one_pass for log in evidence.ranks for one_pass in log.training_passes)
     first_pass = next(passes, None)
     return first_pass.loader_line if first_pass else None
 
@@ -96,8 +96,8 @@ def same_draws(evidence: RunEvidence) -> Findings:
     """Find equal draws in the training loops of two ranks, or in functions that augment."""
     if not evidence.has_several_ranks:
         return
-    draws = [augmenting_draws(log.events) for log in evidence.run.ranks[:2]]
-    pairs = [(a, b) for a, b in zip(*draws, strict=False) if a.at == b.at]
+    draws = align(augmenting_draws(log.events) for log in evidence.first_ranks)
+    pairs = [(a, b) for a, b in draws if a.at == b.at]
     equal = [a for a, b in pairs if a.state and a.state == b.state]
     if len(equal) >= 3 and len(equal) == len(pairs):
         yield evidence.finding(
@@ -114,7 +114,7 @@ def augmenting_draws(events: list[ProbeEvent]) -> list[Draw]:
     for event in events:
         if isinstance(event, Batch):
             is_after_batch = True
-        elif isinstance(event, (Backward, PassStart, PassEnd, OptimizerStep)):
+        elif isinstance(event, Backward | PassStart | PassEnd | OptimizerStep):
             is_after_batch = False
         elif (
             isinstance(event, Draw)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from stepladder.tools.check.rules.source_patterns import (
     assignments,
@@ -19,19 +19,11 @@ from stepladder.tools.check.script_source import (
     constant_value,
     find_nodes,
     last_name,
+    lines_of,
 )
 
-LOSS_NAMES = (
-    "loss",
-    "criterion",
-    "cross_entropy",
-    "mse",
-    "nll",
-    "bce",
-    "l1",
-    "mean()",
-    "acc",
-)
+LOSS_NAMES = ("loss", "criterion", "cross_entropy", "mse", "nll", "bce", "l1", "mean()", "acc")
+LENGTH_OF_ALL = re.compile(r"len\([\w.]+\.dataset\)")
 SUM_OVER_RANKS = re.compile(r"[\w.]*gather\((.+)\)\.sum\(\)")
 Comprehension = ast.ListComp | ast.GeneratorExp
 
@@ -41,28 +33,29 @@ class BatchMeans:
     """A loop or a comprehension that adds up or collects a mean of each batch.
 
     Args:
-        lines: Its lines, up to the object that it iterates over.
+        lines: Its lines, up to the object that it iterates over, and those where the name of that
+            object is set, as by `enumerate(loader)`: a pass over the loader begins on one of them.
         values: The sums and the lists, as they are written.
         loader: What is iterated over.
         divisors: What stands for the number of batches.
         counts: What stands for the number of samples.
         scope: The function that it is in.
         node: The loop or the comprehension.
-        iterator_lines: Where the name that it iterates over is set, as by `enumerate(loader)`.
     """
 
-    lines: range
+    lines: set[int]
     values: tuple[str, ...]
     loader: str
     divisors: tuple[str, ...]
     counts: tuple[str, ...]
     scope: ast.AST
-    node: ast.AST
-    iterator_lines: tuple[int, ...]
+    node: ast.For | Comprehension
 
-    def begins_at(self, line: int) -> bool:
-        """Return whether a pass over a loader that begins on a line is that of the loop."""
-        return line in self.lines or line in self.iterator_lines
+    def following_nodes(self) -> Iterator[ast.expr | ast.stmt]:
+        """Yield the nodes of the function from the first line of the loop on."""
+        for node in ast.walk(self.scope):
+            if isinstance(node, ast.expr | ast.stmt) and node.lineno >= self.node.lineno:
+                yield node
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,11 @@ class Quotient:
 
     dividend: str
     divisor: str
-    line: int
+    node: ast.expr | ast.stmt
+
+    @property
+    def line(self) -> int:
+        return self.node.lineno
 
 
 def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[BatchMeans, int]]:
@@ -80,47 +77,39 @@ def averages_of_batch_means(file: SourceFile) -> Iterator[tuple[BatchMeans, int]
     Each is the loop, and the line of the division or of the call of `mean`.
     """
     for means in all_batch_means(file):
-        for node in ast.walk(means.scope):
-            line = getattr(
-                node,
-                "lineno",
-                0,
-            )
-            if line < means.lines.start:
-                continue
+        for node in means.following_nodes():
             quotient = quotient_of(node)
             is_average = quotient is not None and divides_by_batches(quotient, means)
             if is_average or is_mean_of(node, means.values):
-                yield means, line
+                yield means, node.lineno
 
 
 def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
     for node in ast.walk(file.tree):
+        counts: tuple[str, ...] = ()
         if isinstance(node, ast.For):
             values = tuple(unweighted_sums(node))
             counts = tuple(row_counts(node))
-            iterated = node.iter
-            last_line = node.iter.end_lineno or node.lineno
-        elif isinstance(node, ast.ListComp | ast.GeneratorExp) and is_mean(node.elt, node):
+            head = iterated = node.iter
+        elif isinstance(node, Comprehension) and is_mean(node.elt, node):
             values = tuple(names_of_collected(file, node))
-            counts = ()
+            head = node
             iterated = node.generators[0].iter
-            last_line = node.end_lineno or node.lineno
         else:
             continue
         if values:
             loader = ast.unparse(iterated_object(iterated))
             scope = file.enclosing_function(node)
             length = f"len({loader})"
+            lines = {*range(node.lineno, lines_of(head).stop)}
             yield BatchMeans(
-                lines=range(node.lineno, last_line + 1),
+                lines=lines | {statement.lineno for statement in assignments(scope, loader)},
                 values=values,
                 loader=loader,
                 divisors=(length, *counters(node), *names_of(scope, length)),
                 counts=(*counts, *names_of(scope, f"len({loader}.dataset)")),
                 scope=scope,
                 node=node,
-                iterator_lines=tuple(s.lineno for s in assignments(scope, loader)),
             )
 
 
@@ -148,11 +137,32 @@ def quotient_of(node: ast.AST) -> Quotient | None:
         divisor = node.args[0]
     else:
         return quotient_of_each(node)
-    return Quotient(
-        ast.unparse(dividend).removesuffix(".item()"),
-        bare_count(divisor),
-        node.lineno,
-    )
+    name = ast.unparse(dividend).removesuffix(".item()")
+    return Quotient(name, bare_count(divisor), node)
+
+
+def quotients(nodes: Iterable[ast.AST]) -> Iterator[Quotient]:
+    yield from filter(None, map(quotient_of, nodes))
+
+
+def line_divided_by_length(
+    file: SourceFile,
+    loop_line: int,
+) -> int | None:
+    """Return the first line after a loop, in its function, that divides by the length of all."""
+    for loop in find_nodes(file.tree, ast.For):
+        if loop.lineno == loop_line:
+            function = file.enclosing_function(loop)
+            for quotient in quotients(ast.walk(function)):
+                if quotient.line > loop_line and is_length_of_all(quotient.divisor, function):
+                    return quotient.line
+    return None
+
+
+def is_length_of_all(divisor: str, function: ast.AST) -> bool:
+    """Return whether a number is the length of a whole data set, or a name for it."""
+    named = [ast.unparse(statement.value) for statement in assignments(function, divisor)]
+    return all(LENGTH_OF_ALL.fullmatch(value) for value in named or [divisor])
 
 
 def quotient_of_each(node: ast.AST) -> Quotient | None:
@@ -164,8 +174,8 @@ def quotient_of_each(node: ast.AST) -> Quotient | None:
     target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
     if divided is None or divided.dividend != ast.unparse(target):
         return None
-    values = ast.unparse(loop.iter)
-    return replace(divided, dividend=values.removesuffix(".items()").removesuffix(".values()"))
+    values = ast.unparse(loop.iter).removesuffix(".items()").removesuffix(".values()")
+    return Quotient(values, divided.divisor, node)
 
 
 def is_division_method(call: ast.Call) -> bool:
@@ -213,9 +223,7 @@ def is_mean_of(
     values: tuple[str, ...],
 ) -> bool:
     """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
-    if not isinstance(node, ast.Call):
-        return False
-    if last_name(node.func) not in ("mean", "fmean"):
+    if not isinstance(node, ast.Call) or last_name(node.func) not in ("mean", "fmean"):
         return False
     arguments = [ast.unparse(argument) for argument in node.args]
     function = ast.unparse(node.func)
@@ -250,9 +258,8 @@ def is_mean_appended(
     loop: ast.For,
 ) -> bool:
     """Return whether a call is `values.append(mean)`."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
-        return False
-    return len(call.args) == 1 and is_mean(call.args[0], loop)
+    is_append = isinstance(call.func, ast.Attribute) and call.func.attr == "append"
+    return is_append and len(call.args) == 1 and is_mean(call.args[0], loop)
 
 
 def is_mean(
@@ -263,11 +270,8 @@ def is_mean(
     text = ast.unparse(value)
     if "sum" in text or has_product(value):
         return False
-    name = text.split(".")[0]
-    name = name.removeprefix("float(").rstrip(")")
-    texts = [text]
-    for statement in assignments(loop, name):
-        texts.append(ast.unparse(statement.value))
+    name = text.split(".")[0].removeprefix("float(").rstrip(")")
+    texts = [text, *(ast.unparse(statement.value) for statement in assignments(loop, name))]
     joined = " ".join(texts).lower()
     is_divided = ".mean()" in joined or "/" in joined
     is_sum = "reduction='sum'" in joined or (".sum()" in joined and not is_divided)

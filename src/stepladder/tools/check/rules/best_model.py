@@ -7,14 +7,16 @@ from pathlib import PurePath
 
 from stepladder.tools.check.events import Backward, Load, PathSearch, Save
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
 from stepladder.tools.check.rules.metrics import (
-    are_shares,
+    describe_share,
+    evaluations_of_shares,
     events_until_training,
     has_collective_after,
     one_rank_metric,
 )
-from stepladder.tools.check.rules.source_patterns import has_load, is_on_line, resumes
+from stepladder.tools.check.rules.source_patterns import has_load, resumes
+from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
 
 LEAVES_A_FUNCTION = (
@@ -23,34 +25,33 @@ LEAVES_A_FUNCTION = (
 )
 
 
-@run_rule("one-rank-metric.best")
+@rank_rule("one-rank-metric.best")
 def best_of_one_rank(evidence: RunEvidence) -> Findings:
     """Find a file of the best model that is written after an evaluation of one rank's share."""
-    if not evidence.has_several_ranks or next(one_rank_metric(evidence), None):
+    if any(one_rank_metric(evidence)):
         return
-    for passes in evidence.evaluation_passes():
-        ranks_with_passes = list(zip(evidence.run.ranks, passes, strict=True))
-        are_complete = all(one_pass.is_complete for one_pass in passes)
-        if not are_complete or not are_shares(passes):
+    for passes in evaluations_of_shares(evidence):
+        if any(map(has_collective_after, evidence.ranks, passes)):
             continue
-        if any(has_collective_after(log, one_pass) for log, one_pass in ranks_with_passes):
-            continue
-        following = events_until_training(*ranks_with_passes[0])
+        following = events_until_training(evidence.rank_0, passes[0])
         saves = [event for event in following if isinstance(event, Save)]
         best = [save for save in saves if "best" in PurePath(save.path).name.lower()]
         if best:
-            counts = [sum(batch.size for batch in one_pass.batches) for one_pass in passes]
             yield evidence.finding(
                 "one-rank-metric.best",
                 best[0].at,
-                f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
-                f"and it writes {PurePath(best[0].path).name}",
+                f"{describe_share(passes)}, no collective follows, and it writes "
+                f"{PurePath(best[0].path).name}",
                 0,
             )
             return
 
 
-def is_loaded_to_go_on(evidence: RunEvidence, log: RankLog, paths: set[str]) -> bool:
+def is_loaded_to_go_on(
+    evidence: RunEvidence,
+    log: RankLog,
+    paths: set[str],
+) -> bool:
     """Return whether the training begins with what one of these files holds, where it is there.
 
     A file of the best model is mostly kept for a test at the end, or for another program. Some
@@ -69,17 +70,19 @@ def is_loaded_to_go_on(evidence: RunEvidence, log: RankLog, paths: set[str]) -> 
     return any(map(resumes, evidence.source.files))
 
 
-def loads_if_found(evidence: RunEvidence, search: CodeLine | None) -> bool:
+def loads_if_found(
+    evidence: RunEvidence,
+    search: CodeLine | None,
+) -> bool:
     """Return whether the source loads a file where it has looked for one, on this line."""
-    location = evidence.location(search)
-    file = evidence.source.file(location.file)
-    if file is None:
+    file = evidence.source_file(search)
+    if search is None or file is None:
         return False
     scopes: list[ast.AST] = []
     for node in ast.walk(file.tree):
         if not isinstance(node, (ast.If, ast.IfExp)):
             continue
-        if is_on_line(node.test, location.line):
+        if search.line in lines_of(node.test):
             scopes.append(node)
             # `if not path.exists(): return` leaves the rest of the function for the file.
             if isinstance(node, ast.If) and isinstance(node.body[-1], LEAVES_A_FUNCTION):

@@ -14,7 +14,7 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.skipped_collective import find_skipped
 from stepladder.tools.check.rules.uneven_steps import stands_still, test_of_rank, uneven_end
 
@@ -29,7 +29,7 @@ HAS_A_CPU_PATH = (
 )
 
 
-@run_rule("collective-order.skipped")
+@rank_rule("collective-order.skipped")
 def skipped_collective(evidence: RunEvidence) -> Findings:
     """Find a collective in a training loop that one rank skips while it goes on with DDP."""
     skipped = find_skipped(evidence)
@@ -45,45 +45,24 @@ def skipped_collective(evidence: RunEvidence) -> Findings:
         )
 
 
-@run_rule("collective-order")
+@rank_rule("collective-order")
 def collective_order(evidence: RunEvidence) -> Findings:
     """Compare the collectives of two ranks call by call, as far as both ranks have come.
 
     At the end, also find a rank that waits for the other.
     """
-    if not evidence.has_several_ranks or find_skipped(evidence):
+    if find_skipped(evidence):
         return
-    first_calls, second_calls = (
+    calls = [
         [event for event in log.select(ScriptCollective) if not event.group]
-        for log in evidence.run.ranks[:2]
-    )
-    for number, (first, second) in enumerate(
-        zip_longest(
-            first_calls,
-            second_calls,
-        ),
-        1,
-    ):
-        if first is None:
-            yield from unanswered_collective(
-                evidence,
-                1,
-                second,
-                number,
-            )
+        for log in evidence.first_ranks
+    ]
+    for number, (first, second) in enumerate(zip_longest(*calls), 1):
+        if first is None or second is None:
+            rank = 0 if second is None else 1
+            yield from unanswered_collective(evidence, rank, first or second, number)
             return
-        if second is None:
-            yield from unanswered_collective(
-                evidence,
-                0,
-                first,
-                number,
-            )
-            return
-        if first.op != second.op or have_different_shapes(
-            first,
-            second,
-        ):
+        if first.op != second.op or have_different_shapes(first, second):
             yield evidence.finding(
                 "collective-order",
                 first.at,
@@ -96,13 +75,19 @@ def collective_order(evidence: RunEvidence) -> Findings:
         yield from unanswered_backward(evidence)
 
 
-def have_different_shapes(first: ScriptCollective, second: ScriptCollective) -> bool:
+def have_different_shapes(
+    first: ScriptCollective,
+    second: ScriptCollective,
+) -> bool:
     """Return whether shapes differ in a collective that needs equal ones."""
     allows_any_shape = "gather" in first.op or first.op == "broadcast_object_list"
     return first.shape != second.shape and not allows_any_shape
 
 
-def describe_collective(evidence: RunEvidence, event: ScriptCollective) -> str:
+def describe_collective(
+    evidence: RunEvidence,
+    event: ScriptCollective,
+) -> str:
     shape = f" of shape {event.shape}" if event.shape is not None else ""
     return f"{event.op}{shape} at {evidence.location(event.at)}"
 
@@ -115,16 +100,13 @@ def unanswered_collective(
 ) -> Findings:
     """Find a rank that waits in a collective which the other rank does not reach."""
     peer = 1 - rank
-    peer_log = evidence.run.ranks[peer]
+    peer_log = evidence.ranks[peer]
     peer_ended_by_itself = peer_log.has_ended and not peer_log.select(EnoughPasses)
     if evidence.run.has_raised or not (evidence.run.has_stalled or peer_ended_by_itself):
         return
     if list(uneven_end(evidence)):  # which has its own finding
         return
-    test = test_of_rank(
-        evidence,
-        event,
-    )
+    test = test_of_rank(evidence, event)
     where = f", under `if {test}`" if test else ""
     yield evidence.finding(
         "collective-order",
@@ -159,7 +141,7 @@ def describe_last_event(evidence: RunEvidence, log: RankLog) -> str:
 
 def unanswered_backward(evidence: RunEvidence) -> Findings:
     """Find a rank in a backward pass, with the wrapper's collectives, that the other lacks."""
-    backwards = [log.select(Backward) for log in evidence.run.ranks[:2]]
+    backwards = [log.select(Backward) for log in evidence.first_ranks]
     counts = [len(events) for events in backwards]
     if counts[0] == counts[1]:
         return

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable
 from typing import Literal
 
 from stepladder.tools.check.events import Backward, Forward, PassStart, Sampled, ScriptCollective
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    Passes,
+    RunEvidence,
+    align,
+    are_complete,
+    rank_rule,
+    run_rule,
+)
+from stepladder.tools.check.rules.samples import have_same_data
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
 
 
-@run_rule("padded-evaluation", "overlapping-shards")
+@rank_rule("padded-evaluation", "overlapping-shards")
 def padded_evaluation(evidence: RunEvidence) -> Findings:
     """Find evaluations that count samples twice: shares are filled up, or overlap."""
-    if not evidence.has_several_ranks:
-        return
-    for passes in evidence.evaluation_passes():
-        if not is_shared_evaluation(passes):
-            continue
+    for passes in filter(is_shared_evaluation, evidence.evaluation_passes()):
         indices = [index for one_pass in passes for index in one_pass.indices or []]
         count = len(indices)
         distinct = len(set(indices))
-        data_sets = {one_pass.start.fingerprint for one_pass in passes}
-        if count == distinct or len(data_sets) > 1:
+        if count == distinct or not have_same_data(passes):
             continue
         if is_more_than_padding(passes, count - distinct):
             yield evidence.finding(
@@ -50,20 +53,18 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
             return
 
 
-def is_more_than_padding(passes: list[LoaderPass], repeated: int) -> bool:
+def is_more_than_padding(passes: Passes, repeated: int) -> bool:
     """Return whether more samples are repeated than DistributedSampler adds to equal shares."""
     start = passes[0].start
     return start.distributed and "Shard" not in start.batcher and repeated >= len(passes)
 
 
-def is_shared_evaluation(passes: list[LoaderPass]) -> bool:
+def is_shared_evaluation(passes: Passes) -> bool:
     """Return whether a sampler divides the evaluated samples among the ranks."""
-    for one_pass in passes:
-        if not one_pass.is_complete or one_pass.indices is None:
-            return False
     start = passes[0].start
     is_divided = start.distributed or "Shard" in start.batcher  # Accelerate's
-    return bool(is_divided) and start.length is not None
+    has_indices = all(one_pass.indices is not None for one_pass in passes)
+    return are_complete(passes) and has_indices and is_divided and start.length is not None
 
 
 @run_rule("no-eval-mode")
@@ -72,8 +73,7 @@ def no_eval_mode(evidence: RunEvidence) -> Findings:
     # These pass data through the model on purpose, to measure statistics for batch norm.
     if evidence.source.contains("update_bn", "swa_utils"):
         return
-    log = evidence.run.ranks[0]
-    for one_pass in log.evaluation_passes:
+    for one_pass in evidence.rank_0.evaluation_passes:
         calls = [event for event in one_pass.evaluated_calls if event.live]
         if calls and one_pass.is_complete:
             yield evidence.finding(
@@ -88,7 +88,7 @@ def no_eval_mode(evidence: RunEvidence) -> Findings:
 @run_rule("eval-keeps-graph")
 def eval_keeps_graph(evidence: RunEvidence) -> Findings:
     """Find evaluations that build graphs without a backward pass, which costs memory and time."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     for one_pass in filter(log.evaluates_with_graph, log.passes):
         calls = [e for e in one_pass.events if isinstance(e, Forward) and e.grad]
         if len(calls) >= 2:
@@ -104,9 +104,7 @@ def eval_keeps_graph(evidence: RunEvidence) -> Findings:
 @run_rule("padded-evaluation")
 def padded_by_hand(evidence: RunEvidence) -> Findings:
     """Find a padded evaluation that iterates over the sampler itself, without a loader."""
-    logs = evidence.run.ranks
-    samplings = [log.select(Sampled) for log in logs]
-    for events in zip(*samplings, strict=False):
+    for events in align(log.select(Sampled) for log in evidence.ranks):
         first = events[0]
         indices = [index for event in events for index in event.indices]
         count = len(indices)
@@ -114,8 +112,8 @@ def padded_by_hand(evidence: RunEvidence) -> Findings:
         if first.shuffle or count == length or count <= len(set(indices)):
             continue
         sums: Counter[int] = Counter()
-        for log, event in zip(logs, events, strict=True):
-            sums.update(first_reduced_values(log, event))
+        for values in map(first_reduced_values, evidence.ranks, events):
+            sums.update(values)
         if count in sums.values() and length not in sums.values():
             yield evidence.finding(
                 "padded-evaluation",
@@ -126,7 +124,10 @@ def padded_by_hand(evidence: RunEvidence) -> Findings:
             return
 
 
-def first_reduced_values(log: RankLog, event: Sampled) -> dict[int, int]:
+def first_reduced_values(
+    log: RankLog,
+    event: Sampled,
+) -> dict[int, int]:
     """Return the values in the four collectives after an event, by position."""
     collectives = [later for later in log.select(ScriptCollective) if later.n > event.n][:4]
     values = [value for later in collectives for value in later.value]
@@ -134,13 +135,16 @@ def first_reduced_values(log: RankLog, event: Sampled) -> dict[int, int]:
 
 
 def find_reduced_count(
-    evidence: RunEvidence, passes: list[LoaderPass], padded: int, distinct: int
+    evidence: RunEvidence,
+    passes: Passes,
+    padded: int,
+    distinct: int,
 ) -> ReducedCount:
     """Return which number of samples the ranks added up in a pass and after it."""
     sums: Counter[int] = Counter()
     gathers = False
     numbers: set[int] = set()
-    for log, one_pass in zip(evidence.run.ranks, passes, strict=True):
+    for log, one_pass in zip(evidence.ranks, passes, strict=True):
         collectives = collectives_of_evaluation(log, one_pass)
         gathers |= any("gather" in event.op for event in collectives)
         for event in collectives:
@@ -160,11 +164,14 @@ def find_reduced_count(
     return "unknown"
 
 
-def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ScriptCollective]:
+def collectives_of_evaluation(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> list[ScriptCollective]:
     """Return the collectives in a pass, and those after it before the next pass or training."""
     events = list(one_pass.events)
     for event in log.events[one_pass.index_after : one_pass.index_after + EVENTS_AFTER_PASS]:
-        if isinstance(event, (PassStart, Backward)):
+        if isinstance(event, PassStart | Backward):
             break
         events.append(event)
     return [event for event in events if isinstance(event, ScriptCollective)]
@@ -175,14 +182,6 @@ def trims_to_variable_length(evidence: RunEvidence) -> bool:
 
     So do scripts that cut gathered results to the length of the data set.
     """
-    return any(
-        node.lower is None and node.upper is not None and not isinstance(node.upper, ast.Constant)
-        for node in slices_of(evidence)
-    )
-
-
-def slices_of(evidence: RunEvidence) -> Iterable[ast.Slice]:
-    for file in evidence.source.files:
-        for node in ast.walk(file.tree):
-            if isinstance(node, ast.Slice):
-                yield node
+    slices = [node for _, node in evidence.source.nodes(ast.Slice)]
+    lengths = [node.upper for node in slices if node.lower is None and node.upper is not None]
+    return not all(isinstance(length, ast.Constant) for length in lengths)

@@ -6,16 +6,18 @@ findings. Their texts are in rules.toml: a name without text, or without example
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
-from stepladder.tools.check.recording import LoaderPass, Recording
-from stepladder.tools.check.script_source import ScriptSource
+from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
+from stepladder.tools.check.script_source import ScriptSource, SourceFile
 from stepladder.tools.findings.finding import Catalogue, Finding, Location, Severity
-from stepladder.tools.probe.events import CodeLine
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 CHECK_TEXTS = Catalogue("stepladder.tools.check")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,19 @@ class RunEvidence:
 
     run: Recording
     source: ScriptSource
+
+    @property
+    def ranks(self) -> list[RankLog]:
+        return self.run.ranks
+
+    @property
+    def rank_0(self) -> RankLog:
+        return self.ranks[0]
+
+    @property
+    def first_ranks(self) -> list[RankLog]:
+        """The two ranks that are compared where one comparison is enough."""
+        return self.ranks[:2]
 
     def location(self, recorded: CodeLine | None) -> Location:
         """Return a recorded line, with the file name that the user knows."""
@@ -40,6 +55,17 @@ class RunEvidence:
                 break
         return Location(name, recorded.line)
 
+    def locations(self, *kinds: type[ProbeEvent]) -> set[Location]:
+        """Return the lines of the events of these kinds, on all ranks."""
+        return {self.location(event.at) for _, event in self.run.select(*kinds)}
+
+    def source_file(
+        self,
+        recorded: CodeLine | None,
+    ) -> SourceFile | None:
+        """Return the file of a recorded line, if it is one of the script's."""
+        return self.source.file(self.location(recorded).file) if recorded else None
+
     def finding(
         self,
         rule: str,
@@ -51,29 +77,36 @@ class RunEvidence:
         """Return a finding of a rule at a recorded line, on one rank or (-1) on all."""
         line = self.location(recorded)
         location = Location(line.file, line.line, rank if rank >= 0 else None)
-        return CHECK_TEXTS.finding(rule, location, evidence, severity)
+        return CHECK_TEXTS.finding(
+            rule,
+            location,
+            evidence,
+            severity,
+        )
 
-    def training_passes(self) -> list[list[LoaderPass]]:
-        """Return the training passes in order, each as a list with one pass per rank.
+    def training_passes(self) -> list[Passes]:
+        """Return the training passes in order, each as a tuple with one pass per rank."""
+        return align(log.training_passes for log in self.run.ranks)
 
-        Only as many passes are returned as all ranks have.
-        """
-        return zip_passes([log.training_passes for log in self.run.ranks])
-
-    def evaluation_passes(self) -> list[list[LoaderPass]]:
-        """Return the evaluation passes in order, each as a list with one pass per rank."""
-        return zip_passes([log.evaluation_passes for log in self.run.ranks])
+    def evaluation_passes(self) -> list[Passes]:
+        """Return the evaluation passes in order, each as a tuple with one pass per rank."""
+        return align(log.evaluation_passes for log in self.run.ranks)
 
     @property
     def has_several_ranks(self) -> bool:
         return len(self.run.ranks) > 1
 
 
-def zip_passes(passes_of_ranks: list[list[LoaderPass]]) -> list[list[LoaderPass]]:
-    """Return passes in order, each as a list with one pass per rank."""
-    return [list(passes) for passes in zip(*passes_of_ranks, strict=False)]
+def align(items_of_ranks: Iterable[Sequence[T]]) -> list[tuple[T, ...]]:
+    """Return the first items of all ranks, their second ones, as far as all ranks have some."""
+    return list(zip(*items_of_ranks, strict=False))
 
 
+def are_complete(passes: Passes) -> bool:
+    return all(one_pass.is_complete for one_pass in passes)
+
+
+Passes = tuple[LoaderPass, ...]  # of all ranks
 Findings = Iterator[Finding]
 RunRule = Callable[[RunEvidence], Findings]
 SourceRule = Callable[[ScriptSource], Findings]
@@ -119,3 +152,18 @@ class Register:
 
 run_rule = Register()
 source_rule = Register()
+
+
+def rank_rule(*names: str) -> Callable[[RunRule], RunRule]:
+    """Return a decorator for a rule that compares ranks, and finds nothing of one alone."""
+
+    def register(function: RunRule) -> RunRule:
+        @run_rule(*names)
+        @wraps(function)
+        def compare_ranks(evidence: RunEvidence) -> Findings:
+            if evidence.has_several_ranks:
+                yield from function(evidence)
+
+        return compare_ranks
+
+    return register

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
 from stepladder.tools.check.rules.unscaled_batch import (
     OPTIMIZERS,
     depends_on,
@@ -34,47 +34,27 @@ def exchanged_steps(log: RankLog) -> Iterator[ExchangedStep]:
     """Yield the steps of a rank that follow a backward pass whose gradients were recorded."""
     local: Sums = []
     scale: float | None = None
-    for event in log.select(
-        Backward,
-        LocalGradients,
-        BeforeStep,
-    ):
+    for event in log.events:
         if isinstance(event, Backward):
             scale = event.scale
         elif isinstance(event, LocalGradients):
             local = event.sums
         elif isinstance(event, BeforeStep):
             if local and len(local) == len(event.sums):
-                yield ExchangedStep(
-                    event,
-                    local,
-                    scale,
-                )
+                yield ExchangedStep(event, local, scale)
             local = []
 
 
-@run_rule(
-    "not-wrapped.one",
-    "accumulation-mean.ranks",
-    "mean-divided-twice",
-)
+@rank_rule("not-wrapped.one", "accumulation-mean.ranks", "mean-divided-twice")
 def exchanged_by_hand(evidence: RunEvidence) -> Findings:
     """Find exchanged gradients that are a sum, a part of an average, or those of one rank."""
-    steps_of_ranks = [list(exchanged_steps(log)) for log in evidence.run.ranks]
-    if not evidence.has_several_ranks or evidence.run.world_size != len(steps_of_ranks):
-        return
-    kinds = [
-        kind_of_exchange(steps)
-        for steps in zip(
-            *steps_of_ranks,
-            strict=False,
-        )
-    ]
-    kind = kinds[0] if kinds else ""
-    if len(kinds) < MIN_STEPS or set(kinds) != {kind}:
-        return
     size = evidence.run.world_size
-    first = steps_of_ranks[0][0]
+    steps = align(list(exchanged_steps(log)) for log in evidence.ranks)
+    kinds = list(map(kind_of_exchange, steps))
+    if size != len(evidence.ranks) or len(kinds) < MIN_STEPS or len(set(kinds)) > 1:
+        return
+    kind = kinds[0]
+    first = steps[0][0]
     if kind.isdigit():
         yield evidence.finding(
             "not-wrapped.one",
@@ -120,21 +100,8 @@ def are_equal(
     first: Sums,
     second: Sums,
 ) -> bool:
-    scale = max(
-        map(
-            abs,
-            [*first, *second],
-        ),
-        default=0.0,
-    )
-    return all(
-        abs(a - b) <= ROUNDING_OF_GRADIENTS * scale
-        for a, b in zip(
-            first,
-            second,
-            strict=True,
-        )
-    )
+    tolerance = ROUNDING_OF_GRADIENTS * max(map(abs, [*first, *second]), default=0.0)
+    return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 
 def is_of_mean_loss(step: ExchangedStep) -> bool:
@@ -145,11 +112,4 @@ def follows_world_size(evidence: RunEvidence) -> bool:
     """Return whether a learning rate is computed from the number of ranks."""
     names = world_size_names(evidence.source)
     rates = [learning_rate_of(call) for _, call in evidence.source.calls(*OPTIMIZERS)]
-    return any(
-        rate is not None
-        and depends_on(
-            rate,
-            names,
-        )
-        for rate in rates
-    )
+    return any(depends_on(rate, names) for rate in rates if rate is not None)

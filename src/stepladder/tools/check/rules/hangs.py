@@ -7,6 +7,7 @@ import ast
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Frame
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
 
 
@@ -19,10 +20,7 @@ def hang(evidence: RunEvidence) -> Findings:
     frames = {status.rank: status.frame for status in deadlock.ranks}
     rank = deadlock.rank if deadlock.rank is not None else min(frames)
     # A rank that has ended has no line: that of a rank that waits for it.
-    frame = frames[rank] or next(
-        filter(None, frames.values()),
-        None,
-    )
+    frame = frames[rank] or next(filter(None, frames.values()), None)
     line = line_of(frame) if frame else None
     yield evidence.finding(
         "hang",
@@ -33,54 +31,42 @@ def hang(evidence: RunEvidence) -> Findings:
 
 
 def line_of(frame: Frame) -> CodeLine:
-    return CodeLine(
-        frame.file,
-        frame.line,
-        frame.function,
-    )
+    return CodeLine(frame.file, frame.line, frame.function)
 
 
 def has_left_loop_of(
     evidence: RunEvidence,
     rank: int,
     peer: int,
-) -> bool:
-    """Return whether a rank of a deadlock has ended, or left the loop in which a peer waits."""
+) -> bool | None:
+    """Return whether a rank of a deadlock has ended, or left the loop in which a peer waits.
+
+    None where there is no deadlock.
+    """
     deadlock = evidence.run.deadlock
-    statuses = {status.rank: status for status in deadlock.ranks} if deadlock else {}
+    if deadlock is None:
+        return None
+    statuses = {status.rank: status for status in deadlock.ranks}
     if rank not in statuses or peer not in statuses:
         return False
     if statuses[rank].state is ProcessState.DONE:
         return True
     for frame in statuses[peer].stack:
-        if loop := innermost_loop(
-            evidence,
-            line_of(frame),
-        ):
-            return not is_in_lines(
-                statuses[rank],
-                frame,
-                loop,
-            )
+        if loop := innermost_loop(evidence, line_of(frame)):
+            return not is_in_lines(statuses[rank], frame, loop)
     return False
 
 
-def innermost_loop(evidence: RunEvidence, line: CodeLine) -> range | None:
+def innermost_loop(
+    evidence: RunEvidence,
+    line: CodeLine | None,
+) -> range | None:
     """Return the lines of the innermost loop around a line; None where the script has none."""
-    file = evidence.source.file(evidence.location(line).file)
-    loops = [
-        range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for node in ast.walk(
-            file.tree
-            if file
-            else ast.Module(
-                [],
-                [],
-            )
-        )
-        if isinstance(node, (ast.For, ast.While))
-    ]
-    around = [lines for lines in loops if line.line in lines]
+    file = evidence.source_file(line)
+    if line is None or file is None:
+        return None
+    nodes = [node for node in ast.walk(file.tree) if isinstance(node, ast.For | ast.While)]
+    around = [lines for lines in map(lines_of, nodes) if line.line in lines]
     return min(around, key=len, default=None)
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import and_
 
 from stepladder.tools.check.recording import LoaderPass
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    RunEvidence,
+    are_complete,
+    rank_rule,
+)
 
 MIN_LEAKED_SAMPLES = 2
 MIN_LEAKED_SHARE = 0.05
@@ -14,30 +20,20 @@ MIN_DISTINCT_SHARE = 0.9  # of rows: data with equal rows cannot be told apart
 Samples = set[Hashable]
 
 
-@run_rule("leaked-split")
+@rank_rule("leaked-split")
 def leaked_split(evidence: RunEvidence) -> Findings:
     """Find samples that one rank evaluates and another trains on, where each rank separates them.
 
     A rank that evaluates what it trains on itself does so on purpose.
     """
-    trained_passes = [log.training_passes for log in evidence.run.ranks]
-    if not evidence.has_several_ranks or not all(trained_passes):
-        return
-    for passes in evidence.evaluation_passes():
-        if not all(one_pass.is_complete for one_pass in passes):
-            continue
+    trained_passes = [log.training_passes for log in evidence.ranks]
+    for passes in filter(are_complete, evidence.evaluation_passes()):
         evaluated = [samples_of([one_pass], passes[0]) for one_pass in passes]
         trained = [samples_of(of_rank, passes[0]) for of_rank in trained_passes]
-        if not all(evaluated) or not all(trained):
-            continue
-        if any(
-            evaluated_samples & trained_samples
-            for evaluated_samples, trained_samples in zip(evaluated, trained, strict=True)
-        ):
+        if not all(evaluated) or not all(trained) or any(map(and_, evaluated, trained)):
             continue
         for rank, samples in enumerate(evaluated):
-            peers_samples = [trained[peer] for peer in range(len(trained)) if peer != rank]
-            leaked = samples & set().union(*peers_samples)
+            leaked = samples & set().union(*trained)
             if len(leaked) >= max(MIN_LEAKED_SAMPLES, MIN_LEAKED_SHARE * len(samples)):
                 yield evidence.finding(
                     "leaked-split",

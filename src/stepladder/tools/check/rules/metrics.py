@@ -14,8 +14,20 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.batch_means import averages_of_batch_means
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.batch_means import (
+    averages_of_batch_means,
+    line_divided_by_length,
+)
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    Passes,
+    RunEvidence,
+    align,
+    are_complete,
+    rank_rule,
+    run_rule,
+)
+from stepladder.tools.check.rules.samples import shares_of
 from stepladder.tools.check.rules.shown_metrics import (
     first_certain,
     line_that_shows,
@@ -26,11 +38,8 @@ from stepladder.tools.check.rules.shown_metrics import (
     shown_sums_of_means,
 )
 from stepladder.tools.check.rules.shown_numbers import printed_numbers
-from stepladder.tools.check.rules.source_patterns import (
-    line_divided_by_length,
-    local_quotients,
-    reduced_quotients,
-)
+from stepladder.tools.check.rules.source_patterns import local_quotients, reduced_quotients
+from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
@@ -51,7 +60,7 @@ def batch_means(evidence: RunEvidence) -> Findings:
         loop = evidence.location(loop_line)
         for file in evidence.source.files:
             for means, line in averages_of_batch_means(file):
-                if file.name == loop.file and means.begins_at(loop.line):
+                if file.name == loop.file and loop.line in means.lines:
                     yield evidence.finding(
                         "mean-of-means",
                         CodeLine(file.name, line),
@@ -62,38 +71,30 @@ def batch_means(evidence: RunEvidence) -> Findings:
 
 def reduced_shares(evidence: RunEvidence) -> Findings:
     """Find quotients of the ranks' shares that are summed although the shares differ in size."""
-    if not evidence.has_several_ranks:
-        return
-    for file in evidence.source.files:
-        lines = {line for line, _ in reduced_quotients(file)}
-        for first, second in paired_collectives(evidence, lines):
-            if evidence.location(first.at).file != file.name:
-                continue
-            rows = [
-                count_evaluated_rows(evidence.run.ranks[0], first),
-                count_evaluated_rows(evidence.run.ranks[1], second),
-            ]
-            if all(rows) and rows[0] != rows[1]:
-                yield evidence.finding(
-                    "mean-of-means",
-                    first.at,
-                    f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged",
-                )
-                return
-
-
-def paired_collectives(
-    evidence: RunEvidence, lines: set[int]
-) -> Iterator[tuple[ScriptCollective, ScriptCollective]]:
-    """Yield the collectives at these lines, in pairs of rank 0 and rank 1."""
-    per_rank = [
-        [event for event in log.select(ScriptCollective) if event.at and event.at.line in lines]
-        for log in evidence.run.ranks[:2]
+    lines = {
+        Location(file.name, line)
+        for file in evidence.source.files
+        for line in reduced_quotients(file)
+    }
+    calls = [
+        [event for event in log.select(ScriptCollective) if evidence.location(event.at) in lines]
+        for log in evidence.first_ranks
     ]
-    yield from zip(per_rank[0], per_rank[1], strict=False)
+    for pair in align(calls) if evidence.has_several_ranks else ():
+        rows = list(map(count_evaluated_rows, evidence.first_ranks, pair))
+        if all(rows) and rows[0] != rows[1]:
+            yield evidence.finding(
+                "mean-of-means",
+                pair[0].at,
+                f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged",
+            )
+            return
 
 
-def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
+def count_evaluated_rows(
+    log: RankLog,
+    collective: ScriptCollective,
+) -> int:
     """Return how many rows models evaluated between the last training and a collective."""
     calls = [call.n for one_pass in log.evaluation_passes for call in one_pass.evaluated_calls]
     evaluated = set(calls)
@@ -110,7 +111,7 @@ def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
 
 def uneven_evaluations(evidence: RunEvidence) -> Iterator[tuple[CodeLine, str]]:
     """Yield the evaluations of any rank whose batches differ in size: the line, and how."""
-    for rank, log in enumerate(evidence.run.ranks):
+    for rank, log in enumerate(evidence.ranks):
         for one_pass in log.evaluation_passes:
             sizes = Counter(batch.size for batch in one_pass.batches)
             if one_pass.line and len(sizes) > 1:
@@ -120,16 +121,14 @@ def uneven_evaluations(evidence: RunEvidence) -> Iterator[tuple[CodeLine, str]]:
 
 def reduced_means(evidence: RunEvidence) -> Findings:
     """Find means over values, whose number differs by rank, that are summed over the ranks."""
-    if not evidence.has_several_ranks:
-        return
-    reductions = [reductions_of_means(log) for log in evidence.run.ranks[:2]]
-    for first, second in zip(*reductions, strict=False):
-        if first.at == second.at and first.mean_of != second.mean_of:
+    for pair in align(map(reductions_of_means, evidence.first_ranks)):
+        counts = [event.mean_of for event in pair]
+        if pair[0].at == pair[-1].at and counts[0] != counts[-1]:
             yield evidence.finding(
                 "mean-of-means",
-                first.at,
-                f"a mean of {first.mean_of} values on rank 0 and one of {second.mean_of} on "
-                f"rank 1 are summed",
+                pair[0].at,
+                f"a mean of {counts[0]} values on rank 0 and one of {counts[1]} on rank 1 are "
+                f"summed",
             )
             return
 
@@ -142,27 +141,25 @@ def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
     ]
 
 
-@run_rule("local-count", "local-count.means")
+@rank_rule("local-count", "local-count.means")
 def local_count(evidence: RunEvidence) -> Findings:
     """Find reduced sums that are divided by the count of one rank, or not at all."""
-    if evidence.has_several_ranks:
-        means = shown_sums_of_means(evidence)
-        sums = shown_sums_by_own_count(evidence)
-        found = [
-            *sums_by_local_counts(evidence),
-            *first_certain(evidence, "local-count.means", means),
-            *first_certain(evidence, "local-count", sums),
-        ]
-        yield from found[:1]
+    means = shown_sums_of_means(evidence)
+    sums = shown_sums_by_own_count(evidence)
+    found = [
+        *sums_by_local_counts(evidence),
+        *first_certain(evidence, "local-count.means", means),
+        *first_certain(evidence, "local-count", sums),
+    ]
+    yield from found[:1]
 
 
 def sums_by_local_counts(evidence: RunEvidence) -> Findings:
     """Find reduced sums that the source divides by the count of one rank."""
-    locations = [evidence.location(e.at) for _, e in evidence.run.select(ScriptCollective) if e.at]
-    lines = {(location.file, location.line) for location in locations}
+    lines = evidence.locations(ScriptCollective)
     for file in evidence.source.files:
         for reduction_line, line, text in local_quotients(file):
-            if (file.name, reduction_line) in lines:
+            if Location(file.name, reduction_line) in lines:
                 yield evidence.finding(
                     "local-count",
                     CodeLine(file.name, line),
@@ -171,76 +168,86 @@ def sums_by_local_counts(evidence: RunEvidence) -> Findings:
                 return
 
 
-@run_rule("one-rank-metric")
+@rank_rule("one-rank-metric")
 def one_rank_metric(evidence: RunEvidence) -> Findings:
     """Find metrics of one rank's share that are shown as those of all."""
-    if evidence.has_several_ranks:
-        parts = first_certain(evidence, "one-rank-metric", shown_parts_of_all(evidence))
-        yield from list(evaluated_shares(evidence)) or parts
+    parts = first_certain(evidence, "one-rank-metric", shown_parts_of_all(evidence))
+    yield from list(evaluated_shares(evidence)) or parts
 
 
 def evaluated_shares(evidence: RunEvidence) -> Findings:
     """Find metrics of an evaluation that are of one rank's share."""
-    for passes in evidence.evaluation_passes():
-        if not all(one_pass.is_complete for one_pass in passes) or not are_shares(passes):
-            continue
-        ranks_with_passes = list(zip(evidence.run.ranks, passes, strict=True))
-        has_result = [has_collective_after(log, one_pass) for log, one_pass in ranks_with_passes]
+    for passes in evaluations_of_shares(evidence):
+        has_result = list(map(has_collective_after, evidence.ranks, passes))
         if any(has_result[1:]):
             continue
         if has_result[0]:
-            line = line_that_shows(evidence, shares_shown(ranks_with_passes[1:]))
+            share = shares_shown(evidence.ranks[1:], passes[1:])
+            line = line_that_shows(evidence, share)
             shown = "a collective tells rank 0 of all, and other ranks print their shares too"
         else:
             line, shown = line_that_shows_share(evidence, passes)
         if line is not None:
-            counts = [sum(batch.size for batch in p.batches) for p in passes]
-            text = f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, {shown}"
-            yield evidence.finding("one-rank-metric", line, text, 0)
+            text = f"{describe_share(passes)}, {shown}"
+            yield evidence.finding(
+                "one-rank-metric",
+                line,
+                text,
+                0,
+            )
             return
 
 
+def evaluations_of_shares(evidence: RunEvidence) -> list[Passes]:
+    """Return the evaluations in which each rank has read other samples."""
+    return [p for p in evidence.evaluation_passes() if are_complete(p) and are_shares(p)]
+
+
 def line_that_shows_share(
-    evidence: RunEvidence, passes: list[LoaderPass]
+    evidence: RunEvidence,
+    passes: Passes,
 ) -> tuple[CodeLine | None, str]:
     """Return the line that shows the metric of a share as that of all, and how it is shown."""
-    logs = evidence.run.ranks
-    prints = [first_print_after(log, p) for log, p in zip(logs, passes, strict=True)]
+    prints = list(map(first_print_after, evidence.ranks, passes))
     if prints[0] is not None and not any(prints[1:]):
         return line_that_shows(evidence, prints[0]), "no collective follows, and it prints"
     line = line_divided_by_all(evidence, passes[0])
     if line is not None and prints[0] is not None:
         return line, "and its sum is divided by the length of the whole data set"
-    share = shares_shown(list(zip(logs, passes, strict=True)))
+    share = shares_shown(evidence.ranks, passes)
     shown = "and each rank prints the value of its share, not saying whose it is"
     return line_that_shows(evidence, share), shown
 
 
-def line_divided_by_all(evidence: RunEvidence, one_pass: LoaderPass) -> CodeLine | None:
+def describe_share(passes: Passes) -> str:
+    counts = [one_pass.sample_count for one_pass in passes]
+    return f"rank 0 evaluates {counts[0]} of {sum(counts)} samples"
+
+
+def line_divided_by_all(
+    evidence: RunEvidence,
+    one_pass: LoaderPass,
+) -> CodeLine | None:
     """Return the line after an evaluation that divides by the length of the whole data set."""
-    if one_pass.line is None:
-        return None
-    loop = evidence.location(one_pass.line)
-    file = evidence.source.file(loop.file)
-    line = line_divided_by_length(file, loop.line) if file else None
-    return CodeLine(one_pass.line.file, line) if line else None
+    loop = one_pass.line
+    file = evidence.source_file(loop)
+    line = line_divided_by_length(file, loop.line) if loop and file else None
+    return CodeLine(loop.file, line) if loop and line else None
 
 
-def are_shares(passes: list[LoaderPass]) -> bool:
+def are_shares(passes: Passes) -> bool:
     """Return whether the ranks have read different samples."""
-    have_same_data = len({one_pass.start.fingerprint for one_pass in passes}) == 1
-    samples: list[set[str]] = []
-    for one_pass in passes:
-        use_indices = one_pass.indices is not None and have_same_data
-        read = one_pass.indices if use_indices else one_pass.rows
-        if read is None:
-            return False
-        samples.append(set(map(str, read)))
-    first = samples[0]
-    return bool(first) and len(first & samples[1]) < 0.5 * len(first)
+    shares = shares_of(passes)
+    if not shares or not shares[0]:
+        return False
+    first = set(shares[0])
+    return len(first.intersection(shares[1])) < 0.5 * len(first)
 
 
-def events_until_training(log: RankLog, one_pass: LoaderPass) -> Iterator[ProbeEvent]:
+def events_until_training(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> Iterator[ProbeEvent]:
     """Yield the events after a pass, until the next backward pass."""
     for event in log.events[one_pass.index_after :]:
         if isinstance(event, Backward):
@@ -256,7 +263,10 @@ def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
     return any(event.op not in without_result for event in collectives)
 
 
-def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:
+def first_print_after(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> Print | None:
     """Return what is printed first after a pass, or logged with a number in it."""
     prints = (e for e in events_until_training(log, one_pass) if isinstance(e, Print))
     return next((e for e in prints if not e.logged or any(printed_numbers(e))), None)
@@ -265,7 +275,7 @@ def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:
 @run_rule("schedule-per-rank")
 def schedule_per_rank(evidence: RunEvidence) -> Findings:
     """Find learning-rate schedules that do not fit the number of optimizer steps."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     steps = len(log.select(OptimizerStep))
     calls_by_schedule: dict[int, list[ScheduleStep]] = defaultdict(list)
     for event in log.select(ScheduleStep):
@@ -308,7 +318,10 @@ def count_calls_per_step(log: RankLog, schedule: int) -> int:
 
 
 def wrongly_sized_schedule(
-    evidence: RunEvidence, log: RankLog, calls: list[ScheduleStep], steps: int
+    evidence: RunEvidence,
+    log: RankLog,
+    calls: list[ScheduleStep],
+    steps: int,
 ) -> Findings:
     """Compare the calls of a schedule with its horizon, the number of steps it is sized for.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import TypeVar
 
 from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
+    Digests,
     Forward,
     GroupJoined,
     JoinContext,
@@ -15,7 +18,7 @@ from stepladder.tools.check.events import (
     WrapperBuilt,
 )
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
 from stepladder.tools.findings.finding import Finding
 
 OTHER_PARALLELISMS = (
@@ -29,7 +32,9 @@ OTHER_PARALLELISMS = (
 )
 StepKey = tuple[int, int]  # an optimizer's number, in the order of first use, and its step
 S = TypeVar("S", BeforeStep, OptimizerStep)
+T = TypeVar("T")
 Steps = dict[StepKey, S]
+Pairs = dict[StepKey, tuple[T, T]]  # of two ranks
 
 
 def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
@@ -43,7 +48,7 @@ def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
     optimizers: list[int] = []
     steps: Steps[S] = {}
     for event in log.select(BeforeStep, OptimizerStep):
-        if isinstance(event, (BeforeStep, OptimizerStep)) and event.n > group_made:
+        if isinstance(event, BeforeStep | OptimizerStep) and event.n > group_made:
             if event.optimizer not in optimizers:
                 optimizers.append(event.optimizer)
             if isinstance(event, kind) and event.has_weights:
@@ -51,9 +56,15 @@ def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
     return steps
 
 
-def common_keys(steps: list[Steps[S]]) -> list[StepKey]:
+def pair(steps_of_ranks: Iterable[dict[StepKey, T]]) -> Pairs[T]:
     """Return the steps that both ranks have made, by number and then by optimizer."""
-    return sorted(steps[0].keys() & steps[1].keys(), key=lambda key: (key[1], key[0]))
+    first, second = steps_of_ranks
+    keys = sorted(first.keys() & second.keys(), key=itemgetter(1, 0))
+    return {key: (first[key], second[key]) for key in keys}
+
+
+def paired_steps(logs: list[RankLog], kind: type[S]) -> Pairs[S]:
+    return pair(steps_of(log, kind) for log in logs)
 
 
 def is_wrapped(log: RankLog) -> bool:
@@ -66,86 +77,82 @@ def gradient_collectives(log: RankLog) -> list[ScriptCollective]:
     steps = log.select(OptimizerStep)
     if not steps:
         return []
-    parameter_shapes = {str(shape) for step in steps for shape in step.shapes}
-    parameter_counts = {step.numel for step in steps}
-    training_begins = min(event.n for event in log.select(Backward, OptimizerStep))
-
-    def is_large(collective: ScriptCollective) -> bool:
-        count = collective.count
-        return (
-            str(collective.shape) in parameter_shapes
-            or count in parameter_counts
-            or count >= 0.5 * max(parameter_counts)
-        )
-
-    with_tensor = [event for event in log.select(ScriptCollective) if event.shape is not None]
-    return [event for event in with_tensor if event.n > training_begins and is_large(event)]
+    parameter_shapes = [shape for step in steps for shape in step.shapes]
+    counts = {step.numel for step in steps}
+    large = 0.5 * max(counts)
+    training_begins = log.select(Backward, OptimizerStep)[0].n
+    collectives = [event for event in log.select(ScriptCollective) if event.n > training_begins]
+    return [
+        event
+        for event in collectives
+        if event.shape in parameter_shapes
+        or (event.shape is not None and (event.count in counts or event.count >= large))
+    ]
 
 
 def exchanges_gradients(log: RankLog) -> bool:
     return is_wrapped(log) or bool(gradient_collectives(log))
 
 
-@run_rule("not-wrapped")
+@rank_rule("not-wrapped")
 def not_wrapped(evidence: RunEvidence) -> Findings:
     """Find ranks that train without any exchange of gradients."""
-    if not evidence.has_several_ranks or evidence.source.contains(*OTHER_PARALLELISMS):
+    if evidence.source.contains(*OTHER_PARALLELISMS):
         return
-    logs = evidence.run.ranks[:2]
-    steps = [steps_of(log, BeforeStep) for log in logs]
-    common = sorted(steps[0].keys() & steps[1].keys())
-    if len(common) < 2 or any(exchanges_gradients(log) for log in logs):
+    logs = evidence.first_ranks
+    steps = paired_steps(logs, BeforeStep)
+    if len(steps) < 2 or any(map(exchanges_gradients, logs)):
         return
-    diverged = [key for key in common if steps[0][key].grads != steps[1][key].grads]
+    diverged = [key for key, (first, second) in steps.items() if first.grads != second.grads]
     has_group = bool(logs[0].select(GroupJoined))
     if not diverged and has_group:  # the ranks read the same samples: another rule reports that
         return
-    text = f"no gradient is exchanged in {len(common)} steps"
+    key = min(diverged or steps)
+    text = f"no gradient is exchanged in {len(steps)} steps"
     if diverged:
-        text = f"{describe_gradients(steps, diverged[0])}, {text}"
+        text = f"before step {key[1]} {describe_gradients(*steps[key])}, {text}"
     if logs[0].select(WrapperBuilt):
         text += "; a wrapper was built, and the model is not called through it"
     if not has_group:
         text += "; the ranks never met in a process group"
-    key = diverged[0] if diverged else common[0]
-    yield evidence.finding("not-wrapped", steps[0][key].at, text)
+    yield evidence.finding(
+        "not-wrapped",
+        steps[key][0].at,
+        text,
+    )
 
 
-def describe_gradients(steps: list[Steps[BeforeStep]], key: StepKey) -> str:
-    first = steps[0][key]
-    second = steps[1][key]
+def describe_gradients(first: BeforeStep, second: BeforeStep) -> str:
     different = [n for n, digest in first.grads.items() if digest != second.grads.get(n)]
     return (
-        f"before step {key[1]} {len(different)} of {len(first.grads)} gradients differ between "
-        f"rank 0 (norm {first.norm:.4g}) and rank 1 ({second.norm:.4g})"
+        f"{len(different)} of {len(first.grads)} gradients differ between rank 0 (norm "
+        f"{first.norm:.4g}) and rank 1 ({second.norm:.4g})"
     )
 
 
 SHARDED_NAME = "_fsdp_wrapped_module"
 
 
-@run_rule("replicas-differ", "changed-outside")
+@rank_rule("replicas-differ", "changed-outside")
 def replicas_differ(evidence: RunEvidence) -> Findings:
     """Find weights that diverge between two ranks, by training or by a change outside of it."""
-    logs = evidence.run.ranks[:2]
-    if not evidence.has_several_ranks or not share_gradients(logs):
-        return
+    logs = evidence.first_ranks
     # Ranks in a Join context make different numbers of steps.
-    if is_sharded(logs) or evidence.run.select(JoinContext):
+    if not share_gradients(logs) or is_sharded(logs) or evidence.run.select(JoinContext):
         return
     replaced = list(replaced_parameters(evidence))
     if replaced:
         yield from replaced
         return
-    before = [steps_of(log, BeforeStep) for log in logs]
-    after = [steps_of(log, OptimizerStep) for log in logs]
+    before = paired_steps(logs, BeforeStep)
+    after = paired_steps(logs, OptimizerStep)
     diverged = diverged_steps(before)
     if diverged and is_averaged_later(before, diverged[0]):
         return
     yield from diverged_buffers(evidence, after)
     if not diverged:
         yield from evaluated_models_differ(evidence)
-    for key in common_keys(after):
+    for key in after:
         finding = find_divergence(evidence, before, after, key)
         if finding:
             yield finding
@@ -154,65 +161,62 @@ def replicas_differ(evidence: RunEvidence) -> Findings:
 
 def share_gradients(logs: list[RankLog]) -> bool:
     """Return whether ranks exchange gradients, or step with equal ones though weights differ."""
-    if any(exchanges_gradients(log) for log in logs):
+    if any(map(exchanges_gradients, logs)):
         return True
-    steps = [steps_of(log, BeforeStep) for log in logs]
-    pairs = [(steps[0][key], steps[1][key]) for key in common_keys(steps)]
-    different = [(a, b) for a, b in pairs if a.before != b.before and a.norm > 0]
-    return bool(different) and all(a.grads == b.grads for a, b in different)
+    steps = paired_steps(logs, BeforeStep)
+    different = [steps[key] for key in diverged_steps(steps) if steps[key][0].norm > 0]
+    return bool(different) and all(first.grads == second.grads for first, second in different)
 
 
 def find_divergence(
     evidence: RunEvidence,
-    before: list[Steps[BeforeStep]],
-    after: list[Steps[OptimizerStep]],
+    before: Pairs[BeforeStep],
+    after: Pairs[OptimizerStep],
     key: StepKey,
 ) -> Finding | None:
     """Return the finding of weights or optimizer states that differ before or after one step."""
-    first_before = before[0].get(key)
-    second_before = before[1].get(key)
-    if first_before and second_before:
-        name = first_difference(first_before.before, second_before.before)
-        if name:
-            return diverged_before_step(evidence, first_before, key, name)
-    first = after[0][key]
-    second = after[1][key]
+    for step, other in [before[key]] if key in before else ():
+        if name := first_difference(step.before, other.before):
+            return diverged_before_step(evidence, step, key, name)
+    first, second = after[key]
     if name := first_difference(first.after, second.after):
-        cause = describe_cause(before, after, key, name)
+        cause = describe_cause(before.get(key), after[key], name)
         text = f"{name} differs between rank 0 and rank 1 after step {key[1]}{cause}"
-        return evidence.finding("replicas-differ", first.at, text)
+        return evidence.finding(
+            "replicas-differ",
+            first.at,
+            text,
+        )
     if name := first_difference(first.state, second.state):
         text = (
             f"the optimizer's state of {name} differs between rank 0 and rank 1 after step {key[1]}"
         )
-        return evidence.finding("replicas-differ", first.at, text)
+        return evidence.finding(
+            "replicas-differ",
+            first.at,
+            text,
+        )
     return None
 
 
 def describe_cause(
-    before: list[Steps[BeforeStep]],
-    after: list[Steps[OptimizerStep]],
-    key: StepKey,
+    before: tuple[BeforeStep, BeforeStep] | None,
+    after: tuple[OptimizerStep, OptimizerStep],
     name: str,
 ) -> str:
     """Return why a weight differs after a step; empty where neither rate nor gradient differs."""
-    first_rate = after[0][key].lr
-    second_rate = after[1][key].lr
-    if first_rate != second_rate:
-        return f"; the learning rate is {first_rate[0]:.4g} and {second_rate[0]:.4g}"
-    first = before[0].get(key)
-    second = before[1].get(key)
-    if first and second and first.grads.get(name) != second.grads.get(name):
-        return f"; its gradient differs (norms of all {first.norm:.4g} and {second.norm:.4g})"
+    rates = [step.lr for step in after]
+    if rates[0] != rates[1]:
+        return f"; the learning rate is {rates[0][0]:.4g} and {rates[1][0]:.4g}"
+    if before and before[0].grads.get(name) != before[1].grads.get(name):
+        norms = " and ".join(f"{step.norm:.4g}" for step in before)
+        return f"; its gradient differs (norms of all {norms})"
     return ""
 
 
 def evaluated_models_differ(evidence: RunEvidence) -> Findings:
     """Find models such as a moving average that differ although the trained replicas are equal."""
-    logs = evidence.run.ranks[:2]
-    if not evidence.has_several_ranks or is_sharded(logs):
-        return
-    for first, second in zip(*(evaluated_models(log) for log in logs), strict=False):
+    for first, second in align(map(evaluated_models, evidence.first_ranks)):
         if first.at == second.at and first.weights != second.weights:
             yield evidence.finding(
                 "replicas-differ",
@@ -239,32 +243,34 @@ def is_sharded(logs: list[RankLog]) -> bool:
 
 def names_of_weights(logs: list[RankLog]) -> set[str]:
     """Return the names of the weights in the first steps of the ranks."""
-    first_steps = [step for log in logs for step in log.select(BeforeStep)[:1]]
-    return {name for step in first_steps for name in step.before}
+    return {name for log in logs for step in log.select(BeforeStep)[:1] for name in step.before}
 
 
-def is_averaged_later(before: list[Steps[BeforeStep]], key: StepKey) -> bool:
+def is_averaged_later(before: Pairs[BeforeStep], key: StepKey) -> bool:
     """Return whether the weights are equal again before a later step of the same optimizer.
 
     Local steps with an average now and then are a method, and no mistake.
     """
-    later = [k for k in before[0].keys() & before[1].keys() if k[0] == key[0] and k[1] > key[1]]
-    return any(before[0][k].before == before[1][k].before for k in later)
+    optimizer, step = key
+    later = [pair for k, pair in before.items() if k[0] == optimizer and k[1] > step]
+    return any(first.before == second.before for first, second in later)
 
 
-def diverged_steps(before: list[Steps[BeforeStep]]) -> list[StepKey]:
+def diverged_steps(before: Pairs[BeforeStep]) -> list[StepKey]:
     """Return the steps before which the weights of two ranks differ."""
-    return [key for key in common_keys(before) if before[0][key].before != before[1][key].before]
+    return [key for key, (first, second) in before.items() if first.before != second.before]
 
 
-def diverged_buffers(evidence: RunEvidence, after: list[Steps[OptimizerStep]]) -> Findings:
+def diverged_buffers(
+    evidence: RunEvidence,
+    after: Pairs[OptimizerStep],
+) -> Findings:
     """Find buffers that differ because the wrapper does not broadcast them."""
-    common = common_keys(after)
-    wrappers = evidence.run.ranks[0].select(WrapperBuilt)
-    if not common or not wrappers or wrappers[0].buffers:
+    wrappers = evidence.rank_0.select(WrapperBuilt)
+    if not after or not wrappers or wrappers[0].buffers:
         return
-    last = common[-1]
-    name = first_difference(after[0][last].buffers, after[1][last].buffers)
+    last, (first, second) = list(after.items())[-1]
+    name = first_difference(first.buffers, second.buffers)
     if name:
         yield evidence.finding(
             "replicas-differ",
@@ -274,7 +280,7 @@ def diverged_buffers(evidence: RunEvidence, after: list[Steps[OptimizerStep]]) -
         )
 
 
-def first_difference(first: dict[str, str], second: dict[str, str]) -> str:
+def first_difference(first: Digests, second: Digests) -> str:
     """Return the first name that two ranks have with different hashes, or an empty text."""
     differences = (n for n, digest in first.items() if n in second and digest != second[n])
     return next(differences, "")
@@ -308,9 +314,12 @@ def diverged_before_step(
     )
 
 
-def wrapper_with_equal_weights(evidence: RunEvidence, name: str) -> WrapperBuilt | None:
+def wrapper_with_equal_weights(
+    evidence: RunEvidence,
+    name: str,
+) -> WrapperBuilt | None:
     """Return the last wrapper of rank 0 if a weight was equal on both ranks when it was built."""
-    wrappers = [log.select(WrapperBuilt)[-1:] for log in evidence.run.ranks[:2]]
+    wrappers = [log.select(WrapperBuilt)[-1:] for log in evidence.first_ranks]
     if not all(wrappers):
         return None
     first = wrappers[0][0].parameters.get(name)
@@ -321,11 +330,11 @@ def wrapper_with_equal_weights(evidence: RunEvidence, name: str) -> WrapperBuilt
 
 def replaced_parameters(evidence: RunEvidence) -> Findings:
     """Find trained tensors that are not those that the wrapper has registered."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     wrappers = log.select(WrapperBuilt)
     steps = log.select(BeforeStep)
     optimizers = {step.optimizer for step in steps}
-    if len(wrappers) != 1 or len(optimizers) != 1 or not evidence.has_several_ranks:
+    if len(wrappers) != 1 or len(optimizers) != 1:
         return
     registered = wrappers[0].parameters
     registered_ids = {tensor_id for tensor_id, _ in registered.values()}

@@ -14,7 +14,7 @@ UNWRITTEN = "not-finite.unwritten"
 )
 def not_finite(evidence: RunEvidence) -> Findings:
     """Find the first loss or gradient that is no finite number, and where it comes from."""
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         for event in log.select(NotFinite)[:1]:
             number = sum(backward.n <= event.n for backward in log.select(Backward))
             text = f"{event.what} of backward pass {max(number, 1)} is {event.value}; "

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stepladder.tools.check.events import Numbering
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
     last_name,
+    lines_of,
 )
+from stepladder.tools.findings.finding import Location
 
 
-@run_rule("own-index")
+@rank_rule("own-index")
 def own_index(evidence: RunEvidence) -> Findings:
     """Find values that the same line numbers differently on two ranks."""
-    if not evidence.has_several_ranks:
-        return
     lines = all_numbering_lines(evidence.source)
-    numberings = [log.select(Numbering) for log in evidence.run.ranks[:2]]
-    for first, second in zip(*numberings, strict=False):
-        if first.at != second.at or first.digest == second.digest:
-            continue
-        line = evidence.location(first.at)
-        if (line.file, line.line) not in lines:
+    for first, second in align(log.select(Numbering) for log in evidence.first_ranks):
+        are_different = first.at == second.at and first.digest != second.digest
+        if not are_different or evidence.location(first.at) not in lines:
             continue
         value = first_renumbered_value(first, second)
         if value is not None:
@@ -40,7 +37,10 @@ def own_index(evidence: RunEvidence) -> Findings:
             return
 
 
-def first_renumbered_value(first: Numbering, second: Numbering) -> str | None:
+def first_renumbered_value(
+    first: Numbering,
+    second: Numbering,
+) -> str | None:
     """Return the first value that two ranks number differently."""
     second_numbers = number_of_each_value(second)
     for value, number in number_of_each_value(first).items():
@@ -53,12 +53,8 @@ def number_of_each_value(event: Numbering) -> dict[str, int]:
     return {value: number for number, value in enumerate(event.values)}
 
 
-def all_numbering_lines(source: ScriptSource) -> set[tuple[str, int]]:
-    lines = set()
-    for file in source.files:
-        for line in numbering_lines(file):
-            lines.add((file.name, line))
-    return lines
+def all_numbering_lines(source: ScriptSource) -> set[Location]:
+    return {Location(file.name, line) for file in source.files for line in numbering_lines(file)}
 
 
 def numbering_lines(file: SourceFile) -> Iterator[int]:
@@ -79,10 +75,8 @@ def numbering_lines(file: SourceFile) -> Iterator[int]:
 
 def fills_dict(loop: ast.For, statement: ast.stmt) -> bool:
     """Return whether a statement is `numbers[value] = number` for the targets of its loop."""
-    if not isinstance(statement, ast.Assign):
-        return False
-    target = statement.targets[0]
-    if not isinstance(target, ast.Subscript):
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if not isinstance(statement, ast.Assign) or not isinstance(target, ast.Subscript):
         return False
     return is_numbering(loop.target, target.slice, statement.value)
 
@@ -95,15 +89,9 @@ def is_numbering(
     """Return whether the target is the pair of this value (a number) and this key."""
     if not isinstance(target, ast.Tuple):
         return False
-    names = [ast.unparse(part) for part in target.elts]
-    number = ast.unparse(value)
-    numbered = ast.unparse(key)
-    return names == [number, numbered]
+    return list(map(ast.unparse, target.elts)) == list(map(ast.unparse, (value, key)))
 
 
-def enumerate_lines(call: ast.expr) -> Iterator[int]:
-    if not isinstance(call, ast.Call):
-        return
-    if last_name(call.func) == "enumerate":
-        last_line = call.end_lineno or call.lineno
-        yield from range(call.lineno, last_line + 1)
+def enumerate_lines(call: ast.expr) -> Iterable[int]:
+    is_enumerate = isinstance(call, ast.Call) and last_name(call.func) == "enumerate"
+    return lines_of(call) if is_enumerate else ()

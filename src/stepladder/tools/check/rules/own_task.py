@@ -61,7 +61,10 @@ def fit_of(log: RankLog, one_pass: LoaderPass) -> LinearFit | None:
     return None
 
 
-def line_of_draws(log: RankLog, one_pass: LoaderPass) -> CodeLine | None:
+def line_of_draws(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> CodeLine | None:
     """Return the last line before a pass that draws numbers; that of the loader if none does."""
     draws = [event.at for event in log.select(Draw) if event.n < one_pass.start.n]
     return draws[-1] if draws else one_pass.loader_line

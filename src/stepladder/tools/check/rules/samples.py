@@ -7,8 +7,16 @@ from itertools import pairwise
 
 from stepladder.tools.check.events import FileRead, Forward, PassStart, SetEpoch, SharedFile
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.rules.snapshots import READS_LOCAL_RANK
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    Passes,
+    RunEvidence,
+    align,
+    are_complete,
+    rank_rule,
+    run_rule,
+)
+from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK
 from stepladder.tools.findings.finding import Finding
 
 MIN_COMMON_ROWS = 8
@@ -18,9 +26,8 @@ Share = list[object]  # what one rank reads in a pass: indices, or hashes of row
 @run_rule("set-epoch")
 def set_epoch(evidence: RunEvidence) -> Findings:
     """Find passes of one line that read the same samples in the same order."""
-    log = evidence.run.ranks[0]
     passes_by_line: dict[str, list[LoaderPass]] = defaultdict(list)
-    for one_pass in log.passes:
+    for one_pass in evidence.rank_0.passes:
         shuffles_for_training = one_pass.calls_no_model and one_pass.start.distributed
         if one_pass.is_training or shuffles_for_training:
             line = str(one_pass.start.way or one_pass.line)
@@ -28,22 +35,24 @@ def set_epoch(evidence: RunEvidence) -> Findings:
     for passes in passes_by_line.values():
         for first, second in pairwise(passes):
             if repeats_order(first, second):
-                yield repeated_order(evidence, log, first, second)
+                yield repeated_order(evidence, first, second)
                 break
 
 
 def repeated_order(
-    evidence: RunEvidence, log: RankLog, first: LoaderPass, second: LoaderPass
+    evidence: RunEvidence,
+    first: LoaderPass,
+    second: LoaderPass,
 ) -> Finding:
     samplers = {first.start.sampler_id, second.start.sampler_id}
-    calls = [event for event in log.select(SetEpoch) if event.sampler in samplers]
+    calls = [event for event in evidence.rank_0.select(SetEpoch) if event.sampler in samplers]
     line = first.line
     description = "set_epoch was never called"
     if calls:
         line = calls[0].at
         values = ", ".join(str(event.value) for event in calls[:4])
         description = f"set_epoch was called {len(calls)} times, with {values}"
-    count = len(first.indices or first.rows or [])
+    count = len(first.samples or ())
     return evidence.finding(
         "set-epoch",
         line,
@@ -54,17 +63,11 @@ def repeated_order(
 
 def repeats_order(first: LoaderPass, second: LoaderPass) -> bool:
     """Return whether a sampler that depends on set_epoch shuffled two passes alike."""
-    if not depends_on_set_epoch(first.start):
+    if not depends_on_set_epoch(first.start) or not are_complete((first, second)):
         return False
-    if not first.is_complete or not second.is_complete:
+    if first.start.length != second.start.length or first.samples != second.samples:
         return False
-    if first.start.length != second.start.length:
-        return False
-    if first.indices is not None:
-        return second.indices == first.indices and len(set(first.indices)) > 3
-    if first.rows is not None:
-        return second.rows == first.rows and len(set(first.rows)) > 3
-    return False
+    return len(set(first.samples or ())) > 3
 
 
 def depends_on_set_epoch(start: PassStart) -> bool:
@@ -73,27 +76,20 @@ def depends_on_set_epoch(start: PassStart) -> bool:
     return bool(has_shuffling_sampler or has_iterable_data)
 
 
-def shares_of(passes: list[LoaderPass]) -> list[Share] | None:
+def shares_of(passes: Passes) -> list[Share] | None:
     """Return what each rank read in a pass.
 
     These are indices if all ranks have the same data set, else hashes of rows, or None where
     neither was recorded.
     """
     indices = [one_pass.indices for one_pass in passes]
-    if have_same_data(passes) and None not in indices:
-        return [list(of_rank or []) for of_rank in indices]
     rows = [one_pass.rows for one_pass in passes]
-    if None not in rows:
-        return [list(of_rank or []) for of_rank in rows]
-    return None
+    shares = indices if have_same_data(passes) and None not in indices else rows
+    return None if None in shares else [list(share or ()) for share in shares]
 
 
-def have_same_data(passes: list[LoaderPass]) -> bool:
+def have_same_data(passes: Passes) -> bool:
     return len({one_pass.start.fingerprint for one_pass in passes}) == 1
-
-
-def are_complete(passes: list[LoaderPass]) -> bool:
-    return all(one_pass.is_complete for one_pass in passes)
 
 
 def has_replacement(share: Share) -> bool:
@@ -101,11 +97,9 @@ def has_replacement(share: Share) -> bool:
     return len(share) - len(set(share)) > max(1, len(share) // 50)
 
 
-@run_rule("same-samples", "overlapping-shards")
+@rank_rule("same-samples", "overlapping-shards")
 def same_samples(evidence: RunEvidence) -> Findings:
     """Find ranks that read the same samples, or shards that overlap."""
-    if not evidence.has_several_ranks:
-        return
     for passes in evidence.training_passes():
         shares = shares_of(passes)
         if shares is None or any(one_pass.end is None for one_pass in passes):
@@ -118,7 +112,9 @@ def same_samples(evidence: RunEvidence) -> Findings:
 
 
 def compare_shares(
-    evidence: RunEvidence, passes: list[LoaderPass], shares: list[Share]
+    evidence: RunEvidence,
+    passes: Passes,
+    shares: list[Share],
 ) -> Finding | None:
     """Return the finding of two ranks that read the same samples, or of shards that overlap."""
     sets = [set(share) for share in shares]
@@ -140,7 +136,10 @@ def compare_shares(
     return overlapping_shards(evidence, passes, sets)
 
 
-def describe_sampler_rank(evidence: RunEvidence, passes: list[LoaderPass]) -> str:
+def describe_sampler_rank(
+    evidence: RunEvidence,
+    passes: Passes,
+) -> str:
     """Return that both samplers take the share of one rank, and that it is the local rank."""
     start = passes[0].start
     if not start.distributed or start.sampler_rank != passes[1].start.sampler_rank:
@@ -152,7 +151,9 @@ def describe_sampler_rank(evidence: RunEvidence, passes: list[LoaderPass]) -> st
 
 
 def overlapping_shards(
-    evidence: RunEvidence, passes: list[LoaderPass], sets: list[set[object]]
+    evidence: RunEvidence,
+    passes: Passes,
+    sets: list[set[object]],
 ) -> Finding | None:
     """Return the finding of samples that two ranks read, while no rank reads some others.
 
@@ -180,7 +181,7 @@ def overlapping_shards(
     )
 
 
-def padding_limit(passes: list[LoaderPass]) -> int:
+def padding_limit(passes: Passes) -> int:
     """Return the number of samples that ranks may read in common because of padding."""
     start = passes[0].start
     if start.loader_class == "DataLoader" and start.distributed:
@@ -188,19 +189,19 @@ def padding_limit(passes: list[LoaderPass]) -> int:
     return len(passes) * largest_batch(passes)
 
 
-def largest_batch(passes: list[LoaderPass]) -> int:
+def largest_batch(passes: Passes) -> int:
     return max((batch.size for one_pass in passes for batch in one_pass.batches), default=1)
 
 
 def same_inputs(evidence: RunEvidence) -> Findings:
     """Compare what goes into the model, batch by batch, for loops without a loader."""
-    if any(log.training_passes for log in evidence.run.ranks):
+    if any(log.training_passes for log in evidence.ranks):
         return
-    calls = [recorded_training_calls(log) for log in evidence.run.ranks]
-    pairs = [(a, b) for a, b, *_ in zip(*calls, strict=False)][:12]
+    calls = list(map(recorded_training_calls, evidence.ranks))
+    pairs = align(calls)[:12]
     if len(pairs) < 3:
         return
-    if all(a.rows == b.rows and len(set(a.rows)) > 1 for a, b in pairs):
+    if all(a.rows == b.rows and len(set(a.rows)) > 1 for a, b, *_ in pairs):
         first = pairs[0][0]
         yield evidence.finding(
             "same-samples",
@@ -226,7 +227,7 @@ def overlapping_inputs(
     begins_with_common = not set(first_half).isdisjoint(second_half)
     common = len(set(first) & set(second))
     if begins_with_common and common >= max(MIN_COMMON_ROWS, 0.25 * len(first)):
-        calls = recorded_training_calls(evidence.run.ranks[0])
+        calls = recorded_training_calls(evidence.rank_0)
         yield evidence.finding(
             "overlapping-shards",
             calls[0].at,
@@ -255,7 +256,7 @@ def recorded_training_calls(log: RankLog) -> list[Forward]:
 @run_rule("workers-repeat")
 def workers_repeat(evidence: RunEvidence) -> Findings:
     """Find a stream from which each worker of a loader reads every row."""
-    for one_pass in evidence.run.ranks[0].training_passes:
+    for one_pass in evidence.rank_0.training_passes:
         workers = one_pass.start.workers
         if not one_pass.start.iterable or workers < 2 or not one_pass.rows:
             continue
@@ -300,7 +301,10 @@ def samples_lost(evidence: RunEvidence) -> Findings:
         )
 
 
-def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Findings:
+def samples_lost_by_epoch(
+    evidence: RunEvidence,
+    passes: Passes,
+) -> Findings:
     """Find a shuffled remainder that is dropped: other samples in each pass."""
     unread = unread_samples(passes, evidence.evaluation_passes())
     if unread:
@@ -315,19 +319,14 @@ def samples_lost_by_epoch(evidence: RunEvidence, passes: list[LoaderPass]) -> Fi
 
 
 def describe_drop_last(one_pass: LoaderPass) -> str:
-    owners = []
-    if one_pass.start.drop_last:
-        owners.append("the loader")
-    if one_pass.start.sampler_drop:
-        owners.append("its sampler")
-    if owners:
-        return f"; {' and '.join(owners)} has drop_last"
-    return ""
+    owners = ["the loader"] if one_pass.start.drop_last else []
+    owners += ["its sampler"] if one_pass.start.sampler_drop else []
+    return f"; {' and '.join(owners)} has drop_last" if owners else ""
 
 
 def unread_samples(
-    passes: list[LoaderPass],
-    evaluations: list[list[LoaderPass]],
+    passes: Passes,
+    evaluations: list[Passes],
 ) -> set[object] | None:
     """Return the indices that no rank has read; None where that is not known.
 
@@ -335,17 +334,15 @@ def unread_samples(
     """
     start = passes[0].start
     has_indices = all(one_pass.indices is not None for one_pass in passes)
-    if not are_complete(passes) or not has_indices or not start.length:
+    if not has_indices or not have_same_data(passes) or start.length != start.base_length:
         return None
-    if not have_same_data(passes) or start.length != start.base_length:
-        return None
-    shares: list[Share] = [list(one_pass.indices or []) for one_pass in passes]
-    if any(map(has_replacement, shares)):
+    shares = shares_of(passes) or []
+    if not are_complete(passes) or not start.length or any(map(has_replacement, shares)):
         return None
     unread = set[object](range(start.length)).difference(*shares)
     for evaluated in evaluations:
         indices = {index for one_pass in evaluated for index in one_pass.indices or []}
-        if have_same_data([*passes, *evaluated]) and indices <= unread:
+        if have_same_data(passes + evaluated) and indices <= unread:
             unread -= indices
     return unread
 
@@ -364,11 +361,11 @@ def file_over_fork(evidence: RunEvidence) -> Findings:
         return
 
 
-@run_rule("samples-lost")
+@rank_rule("samples-lost")
 def files_unread(evidence: RunEvidence) -> Findings:
     """Find files of a training set in several files that no rank has opened."""
-    complete = [passes for passes in evidence.training_passes() if are_complete(passes)]
-    if not complete or not evidence.has_several_ranks:
+    complete = list(filter(are_complete, evidence.training_passes()))
+    if not complete:
         return
     existing: dict[str, set[str]] = defaultdict(set)
     opened: dict[str, set[str]] = defaultdict(set)
@@ -377,7 +374,7 @@ def files_unread(evidence: RunEvidence) -> Findings:
         opened[event.pattern].add(event.path)
     for pattern, paths in opened.items():
         unread = existing[pattern] - paths
-        is_data_set = len(paths) >= 2 * len(evidence.run.ranks)
+        is_data_set = len(paths) >= 2 * len(evidence.ranks)
         if is_data_set and 0 < len(unread) < len(paths):
             yield evidence.finding(
                 "samples-lost",
@@ -390,5 +387,5 @@ def files_unread(evidence: RunEvidence) -> Findings:
 
 def read_events_of_all(evidence: RunEvidence) -> list[FileRead]:
     """Return which files the ranks and their workers have opened."""
-    events = [e for log in evidence.run.ranks for e in [*log.select(FileRead), *log.worker_events]]
+    events = [e for log in evidence.ranks for e in [*log.select(FileRead), *log.worker_events]]
     return [event for event in events if isinstance(event, FileRead)]

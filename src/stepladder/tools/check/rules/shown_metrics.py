@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from stepladder.tools.check.events import Backward, Print, ScriptCollective
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence
+from stepladder.tools.check.rules.evidence import Findings, Passes, RunEvidence, align
 from stepladder.tools.check.rules.shown_numbers import (
     BatchSeries,
     ShownNumber,
@@ -27,15 +27,12 @@ Recognized = tuple[ShownNumber, str]  # a number, and what it is
 SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
 SHARE_OF_ALL = 0.75
 DIGITS_OF_SHARE = 2  # of each rank's number
-NAMES_RANK = re.compile(
-    r"rank|gpu|cuda|device|worker|process|node|local|shard|replica",
-    re.I,
-)
+NAMES_RANK = re.compile(r"rank|gpu|cuda|device|worker|process|node|local|shard|replica", re.I)
 
 
 def passes_with_numbers(
     log: RankLog,
-    passes: list[LoaderPass],
+    passes: Iterable[LoaderPass],
 ) -> Iterator[tuple[BatchSeries, ShownNumber]]:
     """Yield the series of each complete pass, with each number that is shown after it."""
     for one_pass in passes:
@@ -56,12 +53,10 @@ def first_certain(
     for number, text in recognized:
         numbers.append(number)
         if are_no_coincidence(numbers):
+            line = line_that_shows(evidence, number.event)
             yield evidence.finding(
                 rule,
-                line_that_shows(
-                    evidence,
-                    number.event,
-                ),
+                line,
                 f"{number.value:.6g} is {text}",
             )
             return
@@ -69,11 +64,8 @@ def first_certain(
 
 def shown_means_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
     """Yield the numbers that are the mean of the means of batches that differ in size."""
-    for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(
-            log,
-            log.evaluation_passes,
-        ):
+    for log in evidence.ranks:
+        for series, number in passes_with_numbers(log, log.evaluation_passes):
             factor = number.factor_of(series.mean_of_means)
             right = factor * series.mean_of_samples
             if factor and not number.is_equal(right):
@@ -87,11 +79,8 @@ def shown_means_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
 
 def shown_means_by_samples(evidence: RunEvidence) -> Iterator[Recognized]:
     """Yield the numbers that are a sum of batch means by the number of samples."""
-    for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(
-            log,
-            log.passes,
-        ):
+    for log in evidence.ranks:
+        for series, number in passes_with_numbers(log, log.passes):
             total = sum(series.values)
             for count in {series.count, series.data_length}:
                 has_fewer_batches = count > 1.5 * len(series.values)
@@ -116,34 +105,19 @@ def shown_sums_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
 
 def shown_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers that are shown after a collective, and are a sum of the ranks' means."""
-    calls_of_ranks = [sums_by_line(log) for log in evidence.run.ranks]
-    may_be_running_sums = first_calls_of_passes(evidence.run.ranks[0])
+    calls_of_ranks = [sums_by_line(log) for log in evidence.ranks]
+    may_be_running_sums = first_calls_of_passes(evidence.rank_0)
     for line, calls_of_first in calls_of_ranks[0].items():
-        calls_of_all = zip(
-            *(calls[line] for calls in calls_of_ranks),
-            strict=False,
-        )
-        shown_after = numbers_after(
-            evidence.run.ranks[0],
-            calls_of_first,
-        )
-        for calls, shown in zip(
-            calls_of_all,
-            shown_after,
-            strict=False,
-        ):
+        calls_of_all = align(calls[line] for calls in calls_of_ranks)
+        shown_after = numbers_after(evidence.rank_0, calls_of_first)
+        for calls, shown in zip(calls_of_all, shown_after, strict=False):
             if calls[0].n in may_be_running_sums:
                 continue
-            for number, values in sums_among(
-                calls,
-                shown,
-            ):
-                if are_means(
-                    evidence,
-                    calls,
-                    values,
-                ):
-                    yield number, values
+            for values in align(call.value for call in calls):
+                total = sum(values)
+                numbers = [number for number in shown if total and number.is_equal(total)]
+                if numbers and are_means(evidence, calls, values):
+                    yield numbers[0], values
 
 
 def first_calls_of_passes(log: RankLog) -> set[int]:
@@ -160,29 +134,24 @@ def first_calls_of_passes(log: RankLog) -> set[int]:
 
 def shown_means_of_totals(evidence: RunEvidence) -> Iterator[SumOfMeans]:
     """Yield the numbers after a pass that are a mean of what a collective summed in each batch."""
-    log = evidence.run.ranks[0]
-    for passes in zip(
-        *(other.passes for other in evidence.run.ranks),
-        strict=False,
-    ):
-        shown = list(shown_numbers(log.events[passes[0].index_after :]))
+    for passes in align(log.passes for log in evidence.ranks):
+        shown = list(shown_numbers(evidence.rank_0.events[passes[0].index_after :]))
         for values in reduced_means(passes):
             for number in shown:
                 if len(passes[0].batches) > 1 and number.factor_of(sum(values)) == 1:
                     yield number, values
 
 
-def reduced_means(
-    passes: tuple[LoaderPass, ...],
-) -> Iterator[tuple[float, ...]]:
+def reduced_means(passes: Passes) -> Iterator[tuple[float, ...]]:
     """Yield the ranks' means of a batch mean that a collective adds up in each batch of a pass."""
-    series_of_ranks = [
-        {series.line: series for series in reduced_series(one_pass)} for one_pass in passes
+    means_of_ranks = [
+        {series.line: series.mean_of_means for series in reduced_series(one_pass)}
+        for one_pass in passes
     ]
-    for line in series_of_ranks[0]:
-        series = [by_line[line] for by_line in series_of_ranks if line in by_line]
-        if len(series) == len(passes):
-            yield tuple(one.mean_of_means for one in series)
+    for line in means_of_ranks[0]:
+        means = tuple(by_line[line] for by_line in means_of_ranks if line in by_line)
+        if len(means) == len(passes):
+            yield means
 
 
 def sums_by_line(log: RankLog) -> dict[CodeLine | None, list[ScriptCollective]]:
@@ -194,102 +163,47 @@ def sums_by_line(log: RankLog) -> dict[CodeLine | None, list[ScriptCollective]]:
     return calls
 
 
-def sums_among(
-    calls: tuple[ScriptCollective, ...], shown: list[ShownNumber]
-) -> Iterator[tuple[ShownNumber, tuple[float, ...]]]:
-    """Yield the numbers that are sums over the ranks, each with the ranks' values."""
-    for values in zip(
-        *(call.value for call in calls),
-        strict=False,
-    ):
-        total = sum(values)
-        for number in shown:
-            if total and number.is_equal(total):
-                yield number, values
-                break
-
-
 def are_means(
-    evidence: RunEvidence, calls: tuple[ScriptCollective, ...], values: tuple[float, ...]
+    evidence: RunEvidence,
+    calls: tuple[ScriptCollective, ...],
+    values: tuple[float, ...],
 ) -> bool:
     """Return whether each rank's value is a mean that it has computed shortly before."""
-    for log, call, value in zip(
-        evidence.run.ranks,
-        calls,
-        values,
-        strict=False,
-    ):
-        number = ShownNumber.exact(value)
-        if value == round(value) or not any(
-            map(
-                number.factor_of,
-                known_means(log, call),
-            )
-        ):
-            return False
-    return True
+    return all(
+        value != round(value) and ShownNumber.exact(value).is_any_of(known_means(log, call))
+        for log, call, value in zip(evidence.ranks, calls, values, strict=False)
+    )
 
 
 def line_that_shows(
-    evidence: RunEvidence, shown: Print | ScriptCollective | None
+    evidence: RunEvidence,
+    shown: Print | ScriptCollective | None,
 ) -> CodeLine | None:
     """Return the line that shows a number, or that calls a function which only prints it."""
-    if not isinstance(shown, Print) or shown.at is None or shown.caller is None:
-        return shown.at if shown else None
-    location = evidence.location(shown.at)
-    file = evidence.source.file(location.file)
-    if file is not None and prints_its_arguments(
-        file,
-        location.line,
-    ):
-        return shown.caller
-    return shown.at
+    line = shown.at if shown else None
+    file = evidence.source_file(line)
+    if isinstance(shown, Print) and shown.caller and line and file:
+        return shown.caller if prints_its_arguments(file, line.line) else line
+    return line
 
 
-def shares_shown(
-    passes: list[tuple[RankLog, LoaderPass]],
-) -> Print | None:
+def shares_shown(logs: list[RankLog], passes: Passes) -> Print | None:
     """Return where each rank prints the mean over its own share, without a word for its rank."""
-    shown: list[Print] = []
-    for log, one_pass in passes:
-        means = [series.mean_of_samples for series in batch_series(one_pass)]
-        print_of_share = print_of(
-            log,
-            one_pass,
-            means,
-        )
-        if print_of_share is None:
-            return None
-        shown.append(print_of_share)
-    are_one_line = len({event.at for event in shown}) == 1
-    return shown[0] if are_one_line else None
+    shown = list(map(print_of_share, logs, passes))
+    lines = {event.at if event else None for event in shown}
+    return shown[0] if len(lines) == 1 else None
 
 
-def print_of(
-    log: RankLog,
-    one_pass: LoaderPass,
-    means: list[float],
-) -> Print | None:
-    """Return the first print after a pass that shows one of these means."""
+def print_of_share(log: RankLog, one_pass: LoaderPass) -> Print | None:
+    """Return the first print after a pass that shows one of its means, and not the rank."""
+    means = [series.mean_of_samples for series in batch_series(one_pass)]
     for event in log.events[one_pass.index_after :]:
         if isinstance(event, Backward):
             return None
-        if (
-            isinstance(event, Print)
-            and not event.logged
-            and not names_rank(
-                event,
-                log.rank,
-            )
-        ):
-            for number in printed_numbers(event):
-                if number.digits >= DIGITS_OF_SHARE and any(
-                    map(
-                        number.factor_of,
-                        means,
-                    )
-                ):
-                    return event
+        if isinstance(event, Print) and not event.logged and not names_rank(event, log.rank):
+            numbers = printed_numbers(event)
+            if any(n.is_any_of(means) for n in numbers if n.digits >= DIGITS_OF_SHARE):
+                return event
     return None
 
 
@@ -304,19 +218,13 @@ def names_rank(
 
 def shown_parts_of_all(evidence: RunEvidence) -> Iterator[Recognized]:
     """Yield the sums over one rank's share that are divided by the length of the data set."""
-    for log in evidence.run.ranks:
-        for series, number in passes_with_numbers(
-            log,
-            log.passes,
-        ):
+    for log in evidence.ranks:
+        for series, number in passes_with_numbers(log, log.passes):
             if series.count >= SHARE_OF_ALL * series.data_length:
                 continue
             part = series.sum_of_samples / series.data_length
             event = number.event
-            is_printed = isinstance(event, Print) and not names_rank(
-                event,
-                log.rank,
-            )
+            is_printed = isinstance(event, Print) and not names_rank(event, log.rank)
             if is_printed and number.factor_of(part):
                 yield (
                     number,
@@ -327,16 +235,9 @@ def shown_parts_of_all(evidence: RunEvidence) -> Iterator[Recognized]:
 
 def shown_sums_by_own_count(evidence: RunEvidence) -> Iterator[Recognized]:
     """Yield the sums over all ranks that are divided by the number of samples of one."""
-    log = evidence.run.ranks[0]
-    for passes in zip(
-        *(other.passes for other in evidence.run.ranks),
-        strict=False,
-    ):
+    for passes in align(log.passes for log in evidence.ranks):
         series_of_ranks = [series for one_pass in passes for series in batch_series(one_pass)]
-        for series, number in passes_with_numbers(
-            log,
-            [passes[0]],
-        ):
+        for series, number in passes_with_numbers(evidence.rank_0, passes[:1]):
             alike = [other for other in series_of_ranks if other.is_like(series)]
             total = sum(other.sum_of_samples for other in alike)
             is_of_all = len(alike) == len(passes) and total > series.sum_of_samples

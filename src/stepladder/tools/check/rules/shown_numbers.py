@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
+from operator import mul
 
 from stepladder.tools.check.events import Backward, Batch, Print, ScriptCollective, Statistic
 from stepladder.tools.check.recording import LoaderPass, RankLog
@@ -21,6 +22,8 @@ ENOUGH_DIGITS_OF_SEVERAL = 6
 FACTORS = (1, 100)  # a share may be shown in percent
 RECENT_STATISTICS = 8
 RECENT_PASSES = 2
+# The numbers of a line, the first of a batch or a later one, which are means or not.
+Numbers = dict[tuple[CodeLine | None, int, bool], list[float]]
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,16 @@ class ShownNumber:
             event,
         )
 
-    def is_equal(
-        self,
-        value: float,
-    ) -> bool:
+    def is_equal(self, value: float) -> bool:
         return abs(self.value - value) <= self.tolerance
 
-    def factor_of(
-        self,
-        value: float,
-    ) -> int:
+    def factor_of(self, value: float) -> int:
         """Return by which factor a value is shown, 1 or 100; 0 where it is not."""
         factors = (factor for factor in FACTORS if value and self.is_equal(factor * value))
-        return next(
-            factors,
-            0,
-        )
+        return next(factors, 0)
+
+    def is_any_of(self, values: Iterable[float]) -> bool:
+        return any(map(self.factor_of, values))
 
 
 def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
@@ -80,10 +77,7 @@ def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
         elif isinstance(event, ScriptCollective):
             fractions = (value for value in event.value if value % 1)  # others may be counts
             for value in fractions:
-                yield ShownNumber.exact(
-                    value,
-                    event,
-                )
+                yield ShownNumber.exact(value, event)
 
 
 def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
@@ -129,32 +123,20 @@ class BatchSeries:
         return self.line == other.line and self.are_means == other.are_means
 
     @property
-    def means(self) -> list[float]:
+    def totals(self) -> list[float]:
+        """The sum over the samples of each batch."""
         if self.are_means:
-            return self.values
-        return [
-            value / size
-            for value, size in zip(
-                self.values,
-                self.sizes,
-                strict=True,
-            )
-        ]
+            return list(map(mul, self.values, self.sizes))
+        return self.values
 
     @property
     def mean_of_means(self) -> float:
-        return sum(self.means) / len(self.values)
+        means = [total / size for total, size in zip(self.totals, self.sizes, strict=True)]
+        return sum(means) / len(means)
 
     @property
     def sum_of_samples(self) -> float:
-        return sum(
-            mean * size
-            for mean, size in zip(
-                self.means,
-                self.sizes,
-                strict=True,
-            )
-        )
+        return sum(self.totals)
 
     @property
     def mean_of_samples(self) -> float:
@@ -168,7 +150,7 @@ class BatchSeries:
 
 def batch_series(one_pass: LoaderPass) -> list[BatchSeries]:
     """Return the losses, means and sums that are computed once in each batch of a pass."""
-    values: dict[tuple[CodeLine | None, int, bool], list[float]] = defaultdict(list)
+    values: Numbers = defaultdict(list)
     counts: Counter[CodeLine | None] = Counter()  # of a line in a batch, which may compute several
     for event in one_pass.events:
         if isinstance(event, Batch):
@@ -176,72 +158,40 @@ def batch_series(one_pass: LoaderPass) -> list[BatchSeries]:
         elif isinstance(event, Statistic):
             values[event.at, counts[event.at], event.is_mean].append(event.value)
             counts[event.at] += 1
-    return [
-        make_series(
-            one_pass,
-            numbers,
-            are_means,
-            line,
-        )
-        for (line, _, are_means), numbers in values.items()
-        if is_of_each_batch(
-            one_pass,
-            numbers,
-        )
-    ]
+    return series_of(one_pass, values)
 
 
 def reduced_series(one_pass: LoaderPass) -> list[BatchSeries]:
     """Return the means that a rank gives a collective once in each batch of a pass."""
-    values: dict[CodeLine | None, list[float]] = defaultdict(list)
+    values: Numbers = defaultdict(list)
     means: list[float] = []
     for event in one_pass.events:
         if isinstance(event, Statistic) and event.is_mean:
             means.append(event.value)
         elif isinstance(event, ScriptCollective) and event.sums and len(event.value) == 1:
             number = ShownNumber.exact(event.value[0])
-            if any(
-                map(
-                    number.is_equal,
-                    means[-RECENT_STATISTICS:],
-                )
-            ):
-                values[event.at].append(number.value)
+            if any(map(number.is_equal, means[-RECENT_STATISTICS:])):
+                values[event.at, 0, True].append(number.value)
+    return series_of(one_pass, values)
+
+
+def series_of(
+    one_pass: LoaderPass,
+    values: Numbers,
+) -> list[BatchSeries]:
+    """Return the series of those numbers of which each batch of a pass has one."""
+    sizes = [batch.size for batch in one_pass.batches]
     return [
-        make_series(
-            one_pass,
+        BatchSeries(
             numbers,
-            True,
+            sizes,
+            are_means,
+            one_pass.start.length or 0,
             line,
         )
-        for line, numbers in values.items()
-        if is_of_each_batch(
-            one_pass,
-            numbers,
-        )
+        for (line, _, are_means), numbers in values.items()
+        if len(numbers) == len(sizes) and all(sizes)
     ]
-
-
-def is_of_each_batch(
-    one_pass: LoaderPass,
-    numbers: list[float],
-) -> bool:
-    return len(numbers) == len(one_pass.batches) and all(batch.size for batch in one_pass.batches)
-
-
-def make_series(
-    one_pass: LoaderPass,
-    numbers: list[float],
-    are_means: bool,
-    line: CodeLine | None,
-) -> BatchSeries:
-    return BatchSeries(
-        numbers,
-        sizes=[batch.size for batch in one_pass.batches],
-        are_means=are_means,
-        data_length=one_pass.start.length or 0,
-        line=line,
-    )
 
 
 def known_means(
@@ -253,25 +203,11 @@ def known_means(
     for event in before[-RECENT_STATISTICS:]:
         if event.is_mean:
             yield event.value
-    passes = [
-        one_pass
-        for one_pass in log.passes
-        if is_before(
-            one_pass,
-            collective,
-        )
-    ]
+    passes = [p for p in log.passes if p.end and p.end.n < collective.n]
     for one_pass in passes[-RECENT_PASSES:]:
         for series in batch_series(one_pass):
             yield series.mean_of_means
             yield series.mean_of_samples
-
-
-def is_before(
-    one_pass: LoaderPass,
-    collective: ScriptCollective,
-) -> bool:
-    return one_pass.end is not None and one_pass.end.n < collective.n
 
 
 def numbers_after(

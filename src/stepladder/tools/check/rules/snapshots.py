@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from itertools import groupby
 from pathlib import PurePath
 
 from stepladder.tools.check.events import (
@@ -20,16 +21,15 @@ from stepladder.tools.check.events import (
     ScheduleStep,
     StateDictLoad,
 )
-from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.best_model import is_loaded_to_go_on
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.model import is_sharded
-from stepladder.tools.check.rules.source_patterns import is_on_line, loads_to_resume
-from stepladder.tools.check.script_source import dotted_name
+from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK, loads_to_resume
+from stepladder.tools.check.script_source import dotted_name, lines_of
 from stepladder.tools.findings.finding import Finding, Severity
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
-READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
 TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
@@ -53,7 +53,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
     """Find files that several ranks write."""
     snapshots: Writers = defaultdict(dict)
     others: Writers = defaultdict(dict)
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         renamed = renamed_paths(log)
         for event in log.select(Save):
             snapshots[str(renamed.get(event.path, event.path))][log.rank] = event
@@ -63,7 +63,11 @@ def many_writers(evidence: RunEvidence) -> Findings:
     yield from found or files_of_several(evidence, others, "note")
 
 
-def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity) -> Findings:
+def files_of_several(
+    evidence: RunEvidence,
+    writers: Writers,
+    severity: Severity,
+) -> Findings:
     """Find the first file that several ranks write."""
     for path, events in writers.items():
         if path and len(events) > 1 and not path.startswith("/dev/"):
@@ -84,7 +88,7 @@ def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity
 @run_rule("resume-epoch")
 def resumed_in_run(evidence: RunEvidence) -> Findings:
     """Find a script that resumes from its snapshot in the same process, and repeats an epoch."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     for load in log.select(Load):
         saves = saves_before_load(log, load)
         epochs = [first_trained_rows(log, previous_save(log, s.n), s.n) for s in saves]
@@ -124,10 +128,7 @@ def previous_save(log: RankLog, number: int) -> int:
 
 def next_save(log: RankLog, number: int) -> int:
     """Return the number of the first save after an event; a huge one where there is none."""
-    return min(
-        (save.n for save in log.select(Save) if save.n > number),
-        default=1 << 60,
-    )
+    return min((save.n for save in log.select(Save) if save.n > number), default=1 << 60)
 
 
 def first_trained_rows(
@@ -145,7 +146,7 @@ def first_trained_rows(
 @run_rule("in-place-snapshot")
 def in_place(evidence: RunEvidence) -> Findings:
     """Find snapshots that are written over the only copy."""
-    logs = [*evidence.run.ranks, *evidence.run.other_processes]
+    logs = [*evidence.ranks, *evidence.run.other_processes]
     for log in logs:
         for path, saves in saves_in_place(log).items():
             is_temporary = path.endswith(TEMPORARY_SUFFIXES) or path.startswith("/dev/")
@@ -164,11 +165,8 @@ def in_place(evidence: RunEvidence) -> Findings:
 def saves_in_place(log: RankLog) -> dict[str, list[Save]]:
     """Return the saves by path, without files that are renamed afterwards, and open files."""
     renamed = renamed_paths(log)
-    saves: dict[str, list[Save]] = defaultdict(list)
-    for event in log.select(Save):
-        if event.path and event.path not in renamed and not event.opened:
-            saves[event.path].append(event)
-    return saves
+    saves = [e for e in log.select(Save) if e.path and e.path not in renamed and not e.opened]
+    return group_events(saves, "path")
 
 
 def is_older_than_all_saves(logs: list[RankLog], path: str) -> bool:
@@ -180,7 +178,11 @@ def is_older_than_all_saves(logs: list[RankLog], path: str) -> bool:
     return all(saves[0].existed for saves in saves_by_process if saves)
 
 
-def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> str:
+def describe_overwriting(
+    log: RankLog,
+    saves: list[Save],
+    was_there: bool,
+) -> str:
     """Return how these saves of one path endanger the only copy; empty where they do not.
 
     Args:
@@ -216,15 +218,12 @@ def paths_searched_before(log: RankLog, event: Save) -> set[str]:
 
 def resumes_from(evidence: RunEvidence, saved: Save) -> bool:
     """Return whether the source loads the saved path, as it is written, under `if resume`."""
-    if saved.at is None:
-        return False
-    location = evidence.location(saved.at)
-    file = evidence.source.file(location.file)
-    if file is None:
+    file = evidence.source_file(saved.at)
+    if saved.at is None or file is None:
         return False
     paths: set[str] = set()
     for call in file.calls("save"):
-        if is_on_line(call, location.line):
+        if saved.at.line in lines_of(call):
             paths.update(map(ast.unparse, call.args[1:2]))
     loaded: set[str] = set()
     for call in loads_to_resume(file):
@@ -239,7 +238,7 @@ def is_trained_after(log: RankLog, event: Save) -> bool:
 @run_rule("incomplete-snapshot")
 def incomplete(evidence: RunEvidence) -> Findings:
     """Find snapshots without a part of the training's state."""
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         if not log.select(OptimizerStep):
             continue
         for saves in snapshots_of(log):
@@ -282,12 +281,15 @@ def missing_parts(
     )
 
 
-def misses_other_parts(evidence: RunEvidence, saves: list[Save]) -> bool:
+def misses_other_parts(
+    evidence: RunEvidence,
+    saves: list[Save],
+) -> bool:
     """Return whether one rank alone saves an optimizer of sharded weights, so only its own part.
 
     FSDP gives the states of complete weights names. Without sharding the weights are equal.
     """
-    ranks = evidence.run.ranks
+    ranks = evidence.ranks
     savers = {rank for rank, event in evidence.run.select(Save) if event.numbered}
     first_weights = {str(step.before) for log in ranks for step in log.select(BeforeStep)[:1]}
     is_one_part = is_sharded(ranks) and len(savers) == 1 and len(first_weights) > 1
@@ -296,17 +298,9 @@ def misses_other_parts(evidence: RunEvidence, saves: list[Save]) -> bool:
 
 def snapshots_of(log: RankLog) -> list[list[Save]]:
     """Return the saves of each snapshot: those with no training between them."""
-    snapshots: list[list[Save]] = []
-    has_trained = True
-    for event in log.select(Save, Backward, OptimizerStep):
-        if not isinstance(event, Save):
-            has_trained = True
-        elif has_trained:
-            snapshots.append([event])
-            has_trained = False
-        else:
-            snapshots[-1].append(event)
-    return snapshots
+    events = log.select(Save, Backward, OptimizerStep)
+    groups = groupby(events, key=lambda event: isinstance(event, Save))
+    return [[e for e in group if isinstance(e, Save)] for are_saves, group in groups if are_saves]
 
 
 def describe_content(event: Save, has: dict[str, bool]) -> str:
@@ -317,16 +311,14 @@ def describe_content(event: Save, has: dict[str, bool]) -> str:
 
 
 def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
-    missing = []
-    if not has["optimizer"]:
-        missing.append(describe_optimizer(log))
-    if not has["schedule"] and log.select(ScheduleStep):
-        missing.append("the schedule")
-    if not has["position"]:
-        missing.append("the position (epoch or step)")
-    if not has["random"] and any(event.drops for event in log.select(Forward)):
-        missing.append("random state")
-    return missing
+    uses_random_numbers = any(event.drops for event in log.select(Forward))
+    names = {
+        "optimizer": describe_optimizer(log),
+        "schedule": "the schedule" if log.select(ScheduleStep) else "",
+        "position": "the position (epoch or step)",
+        "random": "random state" if uses_random_numbers else "",
+    }
+    return [name for part, name in names.items() if name and not has[part]]
 
 
 def describe_optimizer(log: RankLog) -> str:
@@ -342,42 +334,38 @@ def describe_optimizer(log: RankLog) -> str:
 @run_rule("module-prefix")
 def module_prefix(evidence: RunEvidence) -> Findings:
     """Find state dicts that do not fit because of the wrapper's prefix `module.`."""
-    loads = list(evidence.run.select(StateDictLoad))
-    for log in evidence.run.other_processes:
-        loads += [(-1, event) for event in log.select(StateDictLoad)]
+    loads = evidence.run.select(StateDictLoad)
+    others = evidence.run.other_processes
+    loads += [(-1, event) for log in others for event in log.select(StateDictLoad)]
     for rank, event in loads:
-        if event.more:
-            text = "the file's keys begin with module. and the model's do not"
-        elif event.fewer:
-            text = "the model's keys begin with module. and the file's do not"
-        else:
-            continue
-        if event.strict in (False, "False"):
-            text += ", and strict=False hides it"
-        yield evidence.finding(
-            "module-prefix",
-            event.at,
-            f"0 of {event.own} tensors are found in the file: {text}",
-            rank,
-        )
-        return
+        if event.more or event.fewer:
+            owners = ("file", "model") if event.more else ("model", "file")
+            hides = ", and strict=False hides it" if event.strict in (False, "False") else ""
+            yield evidence.finding(
+                "module-prefix",
+                event.at,
+                f"0 of {event.own} tensors are found in the file: the {owners[0]}'s keys begin "
+                f"with module. and the {owners[1]}'s do not{hides}",
+                rank,
+            )
+            return
 
 
 @run_rule("unsafe-load")
 def unsafe_load(evidence: RunEvidence) -> Findings:
     """Find loads that run code from the file."""
     pickled = [event for _, event in evidence.run.select(Save) if event.opened]
-    if pickled:
-        for file, call in evidence.source.calls("load"):
-            name = dotted_name(call.func)
-            if name in PICKLE_LOADS:
-                text = f"{name} of what {file_name(pickled[0])} holds: weights"
-                yield evidence.finding(
-                    "unsafe-load",
-                    CodeLine(file.name, call.lineno),
-                    text,
-                )
-                return
+    for file, call in evidence.source.calls("load") if pickled else ():
+        name = dotted_name(call.func)
+        if name in PICKLE_LOADS:
+            line = CodeLine(file.name, call.lineno)
+            text = f"{name} of what {file_name(pickled[0])} holds: weights"
+            yield evidence.finding(
+                "unsafe-load",
+                line,
+                text,
+            )
+            return
     for rank, event in evidence.run.select(Load):
         if event.weights_only == "False" and event.at:
             yield evidence.finding(

@@ -12,14 +12,15 @@ from stepladder.tools.check.script_source import (
     dotted_name,
     find_nodes,
     last_name,
+    lines_of,
 )
 
 DETACHES = (".item()", ".detach()", "float(", ".data", ".tolist()", ".cpu().numpy()")
 REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
 COLLECTING_METHODS = ("append", "extend", "add")
 SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
-LENGTH_OF_ALL = re.compile(r"len\([\w.]+\.dataset\)")
 LOADS = re.compile(r"(?:^|_)(?:load|resume|restore)(?:_|$)")
+READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 
@@ -33,7 +34,7 @@ def line_that_keeps_loss(
         file: The file of the backward pass.
         line: A line of the call of `backward`.
     """
-    calls = (call for call in file.calls("backward") if is_on_line(call, line))
+    calls = (call for call in file.calls("backward") if line in lines_of(call))
     backward = next(calls, None)
     if backward is None or not isinstance(backward.func, ast.Attribute):
         return None
@@ -46,14 +47,6 @@ def line_that_keeps_loss(
                 None,
             )
     return None
-
-
-def is_on_line(
-    node: ast.expr,
-    line: int,
-) -> bool:
-    last_line = node.end_lineno or node.lineno
-    return node.lineno <= line <= last_line
 
 
 def keeps_loss(
@@ -91,7 +84,7 @@ def has_name(
 ) -> bool:
     """Return whether a name, such as `loss` or `self.loss`, is in an expression."""
     for part in ast.walk(node):
-        is_name = isinstance(part, (ast.Name, ast.Attribute))
+        is_name = isinstance(part, ast.Name | ast.Attribute)
         if is_name and ast.unparse(part) == name:
             return True
     return False
@@ -137,34 +130,18 @@ def names_of(
             yield name
 
 
-def reduced_quotients(file: SourceFile) -> Iterator[tuple[int, str]]:
-    """Yield the reductions of tensors that were made from a quotient or a mean.
-
-    Each is the line, and the name of the function that contains it.
-    """
+def reduced_quotients(file: SourceFile) -> Iterator[int]:
+    """Yield the lines that reduce tensors which were made from a quotient or a mean."""
     for call in file.calls("all_reduce", "reduce"):
         is_of_torch = "dist" in dotted_name(call.func)
         is_collective = is_of_torch or last_name(call.func) == "all_reduce"
         if not call.args or not is_collective:
             continue
-        name = ast.unparse(call.args[0])
         function = file.enclosing_function(call)
-        for statement in assignments(function, name):
-            if statement.lineno >= call.lineno:
-                continue
-            if is_quotient(
-                statement.value,
-                function,
-                file.tree,
-            ):
-                yield (
-                    call.lineno,
-                    getattr(
-                        function,
-                        "name",
-                        "",
-                    ),
-                )
+        for statement in assignments(function, ast.unparse(call.args[0])):
+            is_before = statement.lineno < call.lineno
+            if is_before and is_quotient(statement.value, function, file.tree):
+                yield call.lineno
 
 
 def local_quotients(file: SourceFile) -> Iterator[tuple[int, int, str]]:
@@ -221,7 +198,7 @@ def prints_its_arguments(
     """Return whether a line prints nothing but arguments of its function, and perhaps a rank."""
     for call in find_nodes(file.tree, ast.Call):
         function = file.enclosing_function(call)
-        if not is_on_line(call, line) or not isinstance(function, ast.FunctionDef):
+        if line not in lines_of(call) or not isinstance(function, ast.FunctionDef):
             continue
         arguments = {node.arg for node in find_nodes(function.args, ast.arg)}
         nodes = [node for value in call.args for node in find_nodes(value, ast.Name)]
@@ -259,7 +236,7 @@ def is_quotient(
     inner = value.args[0]
     if isinstance(inner, ast.Call) and returns_quotient(inner, module):
         return True
-    if isinstance(inner, (ast.List, ast.Tuple)):
+    if isinstance(inner, ast.List | ast.Tuple):
         if len(inner.elts) != 1:
             return False
         inner = inner.elts[0]
@@ -271,32 +248,6 @@ def is_quotient(
         return False
     statements = list(assignments(function, inner.id))
     return bool(statements) and is_division(statements[-1].value)
-
-
-def line_divided_by_length(file: SourceFile, loop_line: int) -> int | None:
-    """Return the first line after a loop, in its function, that divides by the length of all."""
-    loops = [node for node in ast.walk(file.tree) if isinstance(node, ast.For)]
-    loop = next((node for node in loops if node.lineno == loop_line), None)
-    if loop is None:
-        return None
-    function = file.enclosing_function(loop)
-    for node in ast.walk(function):
-        divisor: ast.expr | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            divisor = node.right
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            divisor = node.value
-        is_after = divisor is not None and divisor.lineno > loop_line
-        if divisor and is_after and is_length_of_all(divisor, function):
-            return divisor.lineno
-    return None
-
-
-def is_length_of_all(divisor: ast.expr, function: ast.AST) -> bool:
-    """Return whether a number is the length of a whole data set, or a name for it."""
-    text = ast.unparse(divisor)
-    named = [ast.unparse(statement.value) for statement in assignments(function, text)]
-    return all(LENGTH_OF_ALL.fullmatch(value) for value in named or [text])
 
 
 def loads_to_resume(file: SourceFile) -> Iterator[ast.Call]:

@@ -56,7 +56,11 @@ def finding_at(
     evidence: str,
 ) -> Finding:
     location = Location(file.name, getattr(node, "lineno", 1))
-    return CHECK_TEXTS.finding(rule, location, evidence)
+    return CHECK_TEXTS.finding(
+        rule,
+        location,
+        evidence,
+    )
 
 
 def argument(
@@ -72,18 +76,17 @@ def argument(
 @source_rule("fixed-port")
 def fixed_port(source: ScriptSource) -> Findings:
     """Find a port that is written into the script."""
-    for file in source.files:
-        for node in ast.walk(file.tree):
-            line: ast.AST = node
-            port = constant_value(resolve(file, assigned_port(node)))
-            if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
-                method = argument(node, 1, "init_method")
-                port = port_of_url(constant_value(resolve(file, method)))
-                line = method or node
-            if port and str(port).isdigit() and int(str(port)):
-                text = f"port {port} is written into the script"
-                yield finding_at("fixed-port", file, line, text)
-                return
+    for file, node in source.nodes(ast.AST):
+        line = node
+        port = constant_value(resolve(file, assigned_port(node)))
+        if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
+            method = argument(node, 1, "init_method")
+            port = port_of_url(constant_value(resolve(file, method)))
+            line = method or node
+        if port and str(port).isdigit() and int(str(port)):
+            text = f"port {port} is written into the script"
+            yield finding_at("fixed-port", file, line, text)
+            return
 
 
 def port_of_url(url: object) -> str | None:
@@ -122,7 +125,10 @@ def port_of_update(call: ast.Call) -> ast.expr | None:
     return keyword_value(call, "MASTER_PORT")
 
 
-def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
+def resolve(
+    file: SourceFile,
+    node: ast.expr | None,
+) -> ast.expr | None:
     """Return the constant behind `str(...)`, an f-string, or a name set at the top of the file."""
     if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
         node = node.args[0]
@@ -161,7 +167,7 @@ def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
     while node is not function:
         if isinstance(node, ast.With):
             texts += map(ast.unparse, node.items)
-        elif isinstance(node, (ast.expr, ast.Assign)):
+        elif isinstance(node, ast.expr | ast.Assign):
             texts.append(ast.unparse(node))
         node = file.parents[node]
     return any(name in text.lower() for name in SNAPSHOT_NAMES for text in texts)
@@ -183,9 +189,7 @@ def device_per_rank(source: ScriptSource) -> Findings:
         return
     if source.contains(*RANK_IS_A_NODE) and not source.contains(*KNOWS_LOCAL_RANK):
         return
-    choices = [
-        (file, node, device_choice(node)) for file in source.files for node in ast.walk(file.tree)
-    ]
+    choices = [(file, node, device_choice(node)) for file, node in source.nodes(ast.AST)]
     if any(choice == "by rank" for _, _, choice in choices):
         return
     for file, node, choice in choices:
@@ -236,7 +240,7 @@ def choice_of_device(device: ast.expr) -> DeviceChoice:
     if not names_cuda(device):
         return ""
     # "cuda:{}".format(rank), "cuda:%d" % rank, "cuda:" + str(rank)
-    is_computed = isinstance(device, (ast.Call, ast.BinOp))
+    is_computed = isinstance(device, ast.Call | ast.BinOp)
     has_variable = any(isinstance(part, ast.Name) for part in ast.walk(device))
     return "by rank" if is_computed and has_variable else "constant"
 
@@ -256,12 +260,11 @@ def cuda_only(source: ScriptSource) -> Findings:
             text = "the backend is nccl, and the script never asks whether there is a GPU"
             yield finding_at("cuda-only", file, call, text)
             return
-    for file in source.files:
-        for node in ast.walk(file.tree):
-            if device_choice(node) and "cuda" in ast.unparse(node):
-                text = f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU"
-                yield finding_at("cuda-only", file, node, text)
-                return
+    for file, node in source.nodes(ast.AST):
+        if device_choice(node) and "cuda" in ast.unparse(node):
+            text = f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU"
+            yield finding_at("cuda-only", file, node, text)
+            return
 
 
 @source_rule("no-destroy", static_only=True)

@@ -15,7 +15,13 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import RankLog, group_events
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    RunEvidence,
+    align,
+    rank_rule,
+    run_rule,
+)
 from stepladder.tools.check.rules.model import exchanges_gradients, is_sharded
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.probe.events import CodeLine
@@ -32,16 +38,20 @@ NO_LOSS = 1e-3
 HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more is held
 
 
+def steps_by_optimizer(evidence: RunEvidence) -> list[list[BeforeStep]]:
+    """Return the recorded beginnings of steps of rank 0, for each optimizer."""
+    return list(group_events(evidence.rank_0.select(BeforeStep), "optimizer").values())
+
+
 @run_rule("no-gradient")
 def no_gradient(evidence: RunEvidence) -> Findings:
     """Find parameters of an optimizer that never have a gradient."""
-    prestep_events = evidence.run.ranks[0].select(BeforeStep)
-    for events in group_events(prestep_events, "optimizer").values():
+    for events in steps_by_optimizer(evidence):
         if len(events) < 3:
             continue
         trained = set(events[-1].before) - frozen_parameters(events)
         with_gradient = {name for event in events for name in event.grads}
-        if is_sharded(evidence.run.ranks):  # the part with the gradient may be another rank's
+        if is_sharded(evidence.ranks):  # the part with the gradient may be another rank's
             with_gradient |= names_of_gradients(evidence)
         without_gradient = [
             name
@@ -68,11 +78,11 @@ def frozen_parameters(events: list[BeforeStep]) -> set[str]:
     return {name for event in events for name in event.frozen_names}
 
 
-@run_rule("small-batch-norm")
+@rank_rule("small-batch-norm")
 def small_batch_norm(evidence: RunEvidence) -> Findings:
     """Find batch norm over few samples per rank."""
-    log = evidence.run.ranks[0]
-    if not evidence.has_several_ranks or evidence.source.contains(*SYNCHRONIZES_BATCH_NORM):
+    log = evidence.rank_0
+    if evidence.source.contains(*SYNCHRONIZES_BATCH_NORM):
         return
     calls = [e for e in log.select(Forward) if e.grad and e.norms]
     if not calls or not exchanges_gradients(log):
@@ -90,7 +100,7 @@ def small_batch_norm(evidence: RunEvidence) -> Findings:
 @run_rule("optimizer-params")
 def optimizer_params(evidence: RunEvidence) -> Findings:
     """Find optimizers that hold other parameters than the models that are called."""
-    steps = [event for event in evidence.run.ranks[0].select(OptimizerStep) if event.has_weights]
+    steps = [event for event in evidence.rank_0.select(OptimizerStep) if event.has_weights]
     by_optimizer = group_events(steps, "optimizer")
     for events in by_optimizer.values():
         unheld = sorted(set.intersection(*(set(event.unheld) for event in events)))
@@ -120,8 +130,7 @@ def optimizer_params(evidence: RunEvidence) -> Findings:
 @run_rule("frozen-optimizer")
 def frozen_optimizer(evidence: RunEvidence) -> Findings:
     """Find optimizers of which no parameter requires a gradient in any step."""
-    before_steps = evidence.run.ranks[0].select(BeforeStep)
-    for steps in group_events(before_steps, "optimizer").values():
+    for steps in steps_by_optimizer(evidence):
         if len(steps) >= 3 and all(map(is_frozen, steps)):
             yield evidence.finding(
                 "frozen-optimizer",
@@ -134,7 +143,7 @@ def frozen_optimizer(evidence: RunEvidence) -> Findings:
 @run_rule("learns-nothing")
 def learns_nothing(evidence: RunEvidence) -> Findings:
     """Find trainings in which gradients are 0, or the loss or the weights never change."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     before_steps = log.select(BeforeStep)
     with_loss = [event for event in log.select(Backward) if event.loss is not None]
     after_steps = [event for event in log.select(OptimizerStep) if event.has_weights]
@@ -145,7 +154,11 @@ def learns_nothing(evidence: RunEvidence) -> Findings:
         if has_constant_loss:
             text += f"; the loss is {with_loss[0].loss:.4g} in all of them"
         first = with_loss[0] if with_loss else before_steps[0]
-        yield evidence.finding("learns-nothing", first.at, text)
+        yield evidence.finding(
+            "learns-nothing",
+            first.at,
+            text,
+        )
     elif len(with_loss) >= 5 and has_constant_loss:
         yield evidence.finding(
             "learns-nothing",
@@ -219,8 +232,7 @@ def has_constant_weights(steps: list[OptimizerStep]) -> bool:
 @run_rule("missing-zero-grad")
 def missing_zero_grad(evidence: RunEvidence) -> Findings:
     """Find gradients that are never cleared between optimizer steps."""
-    prestep_events = evidence.run.ranks[0].select(BeforeStep)
-    for events in group_events(prestep_events, "optimizer").values():
+    for events in steps_by_optimizer(evidence):
         later = [event for event in events if event.step > 1]
         is_never_clean = not any(event.clean for event in later)
         has_gradient = any(event.norm > 0 for event in later)
@@ -236,7 +248,7 @@ def missing_zero_grad(evidence: RunEvidence) -> Findings:
 @run_rule("eval-stays")
 def eval_stays(evidence: RunEvidence) -> Findings:
     """Find models that stay in evaluation mode for the training after an evaluation."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     calls = [event for event in log.select(Forward) if event.grad and event.moded]
     for events in group_events(calls, "root").values():
         in_training_mode = [event for event in events if event.moded_on]
@@ -261,14 +273,13 @@ def eval_stays(evidence: RunEvidence) -> Findings:
 def is_trained(log: RankLog, call: Forward) -> bool:
     """Return whether a backward pass follows this call of a model before the next call."""
     following = (e for e in log.select(Backward, Forward) if e.n > call.n)
-    first = next(following, None)
-    return first is not None and isinstance(first, Backward)
+    return isinstance(next(following, None), Backward)
 
 
 @run_rule("activation-twice", "activation-twice.logarithm")
 def activation_twice(evidence: RunEvidence) -> Findings:
     """Find an activation before a loss that applies the same activation."""
-    backwards = evidence.run.ranks[0].select(Backward)
+    backwards = evidence.rank_0.select(Backward)
     twice = [event for event in backwards if event.twice]
     if len(twice) < 2:
         return
@@ -293,44 +304,38 @@ def activation_twice(evidence: RunEvidence) -> Findings:
 def graph_kept(evidence: RunEvidence) -> Findings:
     """Find losses whose graphs stay in memory after their backward passes."""
     growing: list[Backward] = []
-    for event in evidence.run.ranks[0].select(Backward):
-        if growing and event.alive == growing[-1].alive + 1:
-            growing.append(event)
-        else:
-            growing = [event]
+    for event in evidence.rank_0.select(Backward):
+        is_grown = growing and event.alive == growing[-1].alive + 1
+        growing = [*growing, event] if is_grown else [event]
         if len(growing) >= HELD_GRAPHS:
-            break
-    if len(growing) >= HELD_GRAPHS:
-        yield evidence.finding(
-            "graph-kept",
-            recorded_line_that_keeps_loss(evidence, growing[0].at) or growing[0].at,
-            f"after {len(growing)} backward passes in a row the graphs of all "
-            f"{growing[-1].alive} earlier losses are still in memory",
-        )
+            yield evidence.finding(
+                "graph-kept",
+                recorded_line_that_keeps_loss(evidence, growing[0].at) or growing[0].at,
+                f"after {len(growing)} backward passes in a row the graphs of all "
+                f"{growing[-1].alive} earlier losses are still in memory",
+            )
+            return
 
 
 def recorded_line_that_keeps_loss(
-    evidence: RunEvidence, backward: CodeLine | None
+    evidence: RunEvidence,
+    backward: CodeLine | None,
 ) -> CodeLine | None:
     """Return the line that keeps the loss of this backward pass, or None."""
-    if not backward:
-        return None
-    file = evidence.source.file(evidence.location(backward).file)
-    if file is None:
-        return None
-    line = line_that_keeps_loss(file, backward.line)
-    return CodeLine(backward.file, line) if line else None
+    file = evidence.source_file(backward)
+    line = line_that_keeps_loss(file, backward.line) if backward and file else None
+    return CodeLine(backward.file, line) if backward and line else None
 
 
 @run_rule("clip-before-average")
 def clip_before_average(evidence: RunEvidence) -> Findings:
     """Find gradients that are clipped on each rank before they are summed over the ranks."""
-    for log in evidence.run.ranks:
+    for log in evidence.ranks:
         clip: Clipping | None = None
         for event in log.select(Clipping, ScriptCollective, OptimizerStep, Backward):
             if isinstance(event, Clipping):
                 clip = event
-            elif isinstance(event, (OptimizerStep, Backward)):
+            elif isinstance(event, OptimizerStep | Backward):
                 clip = None
             elif clip and isinstance(event, ScriptCollective) and sums_gradients(event, clip):
                 yield evidence.finding(
@@ -341,30 +346,23 @@ def clip_before_average(evidence: RunEvidence) -> Findings:
                 return
 
 
-@run_rule("clip-before-average.part")
+@rank_rule("clip-before-average.part")
 def clip_by_part(evidence: RunEvidence) -> Findings:
     """Find parts of one model that are clipped by norms of their own."""
-    logs = evidence.run.ranks[:2]
-    if not evidence.has_several_ranks or not is_sharded(logs):
-        return
-    first_clips, second_clips = (log.select(Clipping) for log in logs)
-    norms = [
-        (first.norm or 0.0, second.norm or 0.0)
-        for first, second in zip(
-            first_clips,
-            second_clips,
-            strict=False,
-        )
-    ]
+    logs = evidence.first_ranks
+    clips = align(log.select(Clipping) for log in logs if is_sharded(logs))
+    norms = [(first.norm or 0.0, second.norm or 0.0) for first, second in clips]
     if len(norms) >= 2 and not any(isclose(*pair, rel_tol=1e-4) for pair in norms):
-        first_norm, second_norm = norms[0]
         yield evidence.finding(
             "clip-before-average.part",
-            first_clips[0].at,
-            f"the norm is {first_norm:.4g} on rank 0 and {second_norm:.4g} on rank 1; it differs "
+            clips[0][0].at,
+            f"the norm is {norms[0][0]:.4g} on rank 0 and {norms[0][1]:.4g} on rank 1; it differs "
             f"in each of {len(norms)} calls",
         )
 
 
-def sums_gradients(collective: ScriptCollective, clip: Clipping) -> bool:
+def sums_gradients(
+    collective: ScriptCollective,
+    clip: Clipping,
+) -> bool:
     return collective.op == "all_reduce" and collective.ptr in clip.ptrs

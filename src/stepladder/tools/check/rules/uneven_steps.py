@@ -13,23 +13,23 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
 from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
 from stepladder.tools.check.rules.skipped_collective import find_skipped, is_called_in_lines
-from stepladder.tools.check.script_source import find_nodes
+from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
 
 CHOOSES_ONE_RANK = re.compile(r"rank(\(\))? == 0|not \w*rank\b|is_main|is_master")
 
 
-@run_rule("uneven-steps")
+@rank_rule("uneven-steps")
 def uneven_steps(evidence: RunEvidence) -> Findings:
     """Find passes with more batches on one rank than on another."""
-    if not evidence.has_several_ranks or evidence.run.select(JoinContext):
+    if evidence.run.select(JoinContext):
         return
     if find_skipped(evidence):  # after which the ranks' batches are those of different steps
         return
-    logs = evidence.run.ranks
+    logs = evidence.ranks
     for number in range(max(len(log.training_passes) for log in logs)):
         present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
         is_cut = any(one_pass.end is not None and one_pass.end.cut for one_pass in present)
@@ -47,16 +47,15 @@ def uneven_steps(evidence: RunEvidence) -> Findings:
             return
 
 
-@run_rule("uneven-steps")
+@rank_rule("uneven-steps")
 def uneven_end(evidence: RunEvidence) -> Findings:
     """Find a rank that has left the training loop while the other is still in it.
 
     Only in a run that stands still, or breaks off.
     """
-    is_stalled = stands_still(evidence) and not evidence.run.select(JoinContext)
-    if not evidence.has_several_ranks or not is_stalled or find_skipped(evidence):
+    if not stands_still(evidence) or evidence.run.select(JoinContext) or find_skipped(evidence):
         return
-    logs = evidence.run.ranks[:2]
+    logs = evidence.first_ranks
     backwards = [len(log.select(Backward)) for log in logs]
     passes = [len(log.training_passes) for log in logs]
     if backwards[0] == backwards[1] or min(backwards) == 0 or min(passes) == 0:
@@ -66,18 +65,11 @@ def uneven_end(evidence: RunEvidence) -> Findings:
     # That rank is done with the pass, and does something else before the next one.
     if passes[0] != passes[1] and last_pass.end is not None:
         return
-    if is_at_collective_of_one_rank(
-        evidence,
-        logs[fewer],
-    ):
+    if is_at_collective_of_one_rank(evidence, logs[fewer]):
         return
     has_left = has_left_pass(evidence, logs[fewer], last_pass)
-    if has_left is None and evidence.run.deadlock:
-        has_left = has_left_loop_of(
-            evidence,
-            fewer,
-            1 - fewer,
-        )
+    if has_left is None:
+        has_left = has_left_loop_of(evidence, fewer, 1 - fewer)
     if has_left or (has_left is None and logs[fewer].has_ended):
         steps = len(logs[fewer].select(OptimizerStep))
         yield evidence.finding(
@@ -89,13 +81,13 @@ def uneven_end(evidence: RunEvidence) -> Findings:
         )
 
 
-@run_rule("uneven-steps")
+@rank_rule("uneven-steps")
 def uneven_backward(evidence: RunEvidence) -> Findings:
     """Compare the number of backward passes, for loops without a loader."""
     run = evidence.run
-    if not evidence.has_several_ranks or run.select(JoinContext):
+    if run.select(JoinContext) or find_skipped(evidence):
         return
-    if any(log.training_passes for log in run.ranks) or find_skipped(evidence):
+    if any(log.training_passes for log in run.ranks):
         return
     is_at_end = (run.has_finished or stands_still(evidence)) and not run.was_cut_short
     backwards = [log.select(Backward) for log in run.ranks[:2]]
@@ -104,18 +96,9 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
         more = 0 if counts[0] > counts[1] else 1
         fewer = 1 - more
         last = backwards[fewer][-1]
-        has_left = has_left_loop_around(
-            evidence,
-            run.ranks[fewer],
-            last.n,
-            last.at,
-        )
-        if has_left is None and run.deadlock:
-            has_left = has_left_loop_of(
-                evidence,
-                fewer,
-                more,
-            )
+        has_left = has_left_loop_around(evidence, run.ranks[fewer], last.n, last.at)
+        if has_left is None:
+            has_left = has_left_loop_of(evidence, fewer, more)
         if has_left is False:
             return
         yield evidence.finding(
@@ -131,52 +114,41 @@ def stands_still(evidence: RunEvidence) -> bool:
     return evidence.run.has_stalled and not evidence.run.has_raised
 
 
-def is_at_collective_of_one_rank(evidence: RunEvidence, log: RankLog) -> bool:
+def is_at_collective_of_one_rank(
+    evidence: RunEvidence,
+    log: RankLog,
+) -> bool:
     """Return whether the last collective of a rank is one that only some ranks call."""
     collectives = log.select(ScriptCollective)
-    return bool(collectives) and bool(
-        test_of_rank(
-            evidence,
-            collectives[-1],
-        )
-    )
+    return any(test_of_rank(evidence, event) for event in collectives[-1:])
 
 
-def test_of_rank(evidence: RunEvidence, event: ScriptCollective) -> str:
+def test_of_rank(
+    evidence: RunEvidence,
+    event: ScriptCollective,
+) -> str:
     """Return the `if` of the source that lets only some ranks come to a collective, if any."""
     calls = {frame for frame in event.way.split(" < ") if frame}
-    for file in evidence.source.files:
-        for node in find_nodes(
-            file.tree,
-            ast.If,
-        ):
-            test = ast.unparse(node.test)
-            function = getattr(
-                file.enclosing_function(node),
-                "name",
-                "<module>",
-            )
-            lines = range(node.body[0].lineno, (node.body[-1].end_lineno or node.lineno) + 1)
-            is_around = any(f"{function}:{line}" in calls for line in lines)
-            if is_around and CHOOSES_ONE_RANK.search(test.lower()):
-                return test
+    for file, node in evidence.source.nodes(ast.If):
+        test = ast.unparse(node.test)
+        function = getattr(file.enclosing_function(node), "name", "<module>")
+        lines = range(node.body[0].lineno, lines_of(node.body[-1]).stop)
+        is_around = any(f"{function}:{line}" in calls for line in lines)
+        if is_around and CHOOSES_ONE_RANK.search(test.lower()):
+            return test
     return ""
 
 
-def has_left_pass(evidence: RunEvidence, log: RankLog, last_pass: LoaderPass) -> bool | None:
+def has_left_pass(
+    evidence: RunEvidence,
+    log: RankLog,
+    last_pass: LoaderPass,
+) -> bool | None:
     """Return whether a rank has left the loop over a pass, as far as its collectives tell."""
-    loop = find_loop(
-        evidence,
-        last_pass,
-    )
-    if last_pass.line is None or loop is None:
-        return None
-    return has_left_lines(
-        log,
-        last_pass.start.n,
-        last_pass.line.function,
-        loop,
-    )
+    line = last_pass.line
+    loop = innermost_loop(evidence, line)
+    is_of_pass = line is not None and loop is not None and loop.start == line.line
+    return has_left_loop_around(evidence, log, last_pass.start.n, line) if is_of_pass else None
 
 
 def has_left_loop_around(
@@ -186,18 +158,16 @@ def has_left_loop_around(
     line: CodeLine | None,
 ) -> bool | None:
     """Return whether a rank has left the loop around a line, as far as its collectives tell."""
-    loop = innermost_loop(evidence, line) if line else None
-    if line is None or loop is None:
-        return None
-    return has_left_lines(
-        log,
-        after,
-        line.function,
-        loop,
-    )
+    loop = innermost_loop(evidence, line)
+    return has_left_lines(log, after, line.function, loop) if line and loop else None
 
 
-def has_left_lines(log: RankLog, after: int, function: str, lines: range) -> bool | None:
+def has_left_lines(
+    log: RankLog,
+    after: int,
+    function: str,
+    lines: range,
+) -> bool | None:
     """Return whether a rank has left a loop, as far as its last collective tells.
 
     What it has recorded does not depend on the moment at which ranks are inspected.
@@ -224,16 +194,3 @@ def has_left_lines(log: RankLog, after: int, function: str, lines: range) -> boo
     if any(event.n > last.n for event in log.select(Returned)):
         return None
     return False
-
-
-def find_loop(evidence: RunEvidence, one_pass: LoaderPass) -> range | None:
-    """Return the lines of the loop over a pass, if the source has it."""
-    if not one_pass.line:
-        return None
-    file = evidence.source.file(evidence.location(one_pass.line).file)
-    if file is None:
-        return None
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.For) and node.lineno == one_pass.line.line:
-            return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    return None

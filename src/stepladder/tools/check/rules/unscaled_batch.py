@@ -74,13 +74,12 @@ def steps_by_hand(
 
     Each is the file, the line, and the factors by which the gradient is multiplied.
     """
-    for file in source.files:
-        for node in ast.walk(file.tree):
-            subtracted = subtracted_value(node)
-            factors = list(factors_of(subtracted)) if subtracted is not None else []
-            rate = [factor for factor in factors if not is_gradient(factor)]
-            if rate and len(rate) < len(factors):
-                yield file, getattr(node, "lineno", 1), rate
+    for file, node in source.nodes(ast.AST):
+        subtracted = subtracted_value(node)
+        factors = list(factors_of(subtracted)) if subtracted is not None else []
+        rate = [factor for factor in factors if not is_gradient(factor)]
+        if rate and len(rate) < len(factors):
+            yield file, getattr(node, "lineno", 1), rate
 
 
 def subtracted_value(node: ast.AST) -> ast.expr | None:
@@ -98,7 +97,7 @@ def factors_of(product: ast.expr) -> Iterator[ast.expr]:
 
     A gradient is divided by the number of ranks to be averaged, which scales nothing.
     """
-    if not isinstance(product, ast.BinOp) or not isinstance(product.op, (ast.Mult, ast.Div)):
+    if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult | ast.Div):
         yield product
         return
     yield from factors_of(product.left)
@@ -128,11 +127,9 @@ def schedule_values(source: ScriptSource) -> list[ast.expr]:
     for _, call in source.calls("LambdaLR", "LinearLR", "OneCycleLR"):
         values += call.args
         values += [argument.value for argument in call.keywords]
-    for file in source.files:
-        for statement in find_nodes(file.tree, ast.Assign):
-            target = ast.unparse(statement.targets[0])
-            if "'lr'" in target:
-                values.append(statement.value)
+    for _, statement in source.nodes(ast.Assign):
+        if "'lr'" in ast.unparse(statement.targets[0]):
+            values.append(statement.value)
     return values
 
 
@@ -163,12 +160,8 @@ def is_world_size(node: ast.AST, names: Names) -> bool:
 
 def world_size_names(source: ScriptSource) -> Names:
     """Return all names whose value comes from the number of processes; rather too many."""
-    nodes: list[ast.AST] = []
-    functions: dict[str, ast.FunctionDef] = {}
-    for file in source.files:
-        nodes += ast.walk(file.tree)
-        for function in find_nodes(file.tree, ast.FunctionDef):
-            functions[function.name] = function
+    nodes = [node for _, node in source.nodes(ast.AST)]
+    functions = {function.name: function for _, function in source.nodes(ast.FunctionDef)}
     names = {f"def {name}" for name in functions}
     for _ in range(MAX_ROUNDS):
         count = len(names)
@@ -189,21 +182,16 @@ def dependent_parameters(
     names: Names,
 ) -> Names:
     """Return the parameters of a function that a call gives dependent values."""
-    parameters = [parameter.arg for parameter in function.args.args]
-    if "self" in parameters:
-        parameters.remove("self")
-    dependents: Names = set()
-    for parameter, value in zip(parameters, call.args, strict=False):
-        if depends_on(value, names):
-            dependents.add(parameter)
-    return dependents
+    parameters = [p.arg for p in function.args.args if p.arg != "self"]
+    values = zip(parameters, call.args, strict=False)
+    return {parameter for parameter, value in values if depends_on(value, names)}
 
 
 def new_names(node: ast.AST, names: Names) -> Names:
     """Return the names that a node makes dependent: targets, functions, keyword arguments."""
-    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         return assigned_names(node, names)
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         if returns_dependent_value(node, names):
             return {node.name}
         return set()
@@ -212,7 +200,10 @@ def new_names(node: ast.AST, names: Names) -> Names:
     return set()
 
 
-def assigned_names(node: ast.Assign | ast.AnnAssign | ast.AugAssign, names: Names) -> Names:
+def assigned_names(
+    node: ast.Assign | ast.AnnAssign | ast.AugAssign,
+    names: Names,
+) -> Names:
     value = node.value
     if isinstance(value, ast.Call):
         is_dependent = is_dependent_call(value, names)
@@ -221,10 +212,7 @@ def assigned_names(node: ast.Assign | ast.AnnAssign | ast.AugAssign, names: Name
     if not is_dependent:
         return set()
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    assigned: Names = set()
-    for target in targets:
-        assigned |= names_in(target)
-    return assigned - {"self"}
+    return set().union(*map(names_in, targets)) - {"self"}
 
 
 def names_in(node: ast.AST) -> Names:
@@ -241,11 +229,8 @@ def is_dependent_call(call: ast.Call, names: Names) -> bool:
 
 
 def returns_dependent_value(function: ast.AST, names: Names) -> bool:
-    for statement in find_nodes(function, ast.Return):
-        value = statement.value
-        if value is not None and depends_on(value, names):
-            return True
-    return False
+    returned = [statement.value for statement in find_nodes(function, ast.Return)]
+    return any(depends_on(value, names) for value in returned if value is not None)
 
 
 def keyword_names(node: ast.keyword, names: Names) -> Names:

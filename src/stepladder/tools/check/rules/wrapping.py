@@ -9,7 +9,7 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rul
 @run_rule("moved-after-wrapping", "moved-after-wrapping.twice")
 def moved_after_wrapping(evidence: RunEvidence) -> Findings:
     """Find a trained model that changed its device or type after it was wrapped."""
-    log = evidence.run.ranks[0]
+    log = evidence.rank_0
     last_backward = max((event.n for event in log.select(Backward)), default=0)
     for event in log.select(ModelMoved):
         if event.n < last_backward:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +16,11 @@ class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over the ranks of a group, and of its gradient likewise."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        group: Any,
+    ) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         original_all_reduce(total, group=group)
@@ -35,22 +37,25 @@ def sum_over_ranks(tensor: Tensor, group: Any) -> Any:
     return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
-def synchronize_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `SyncBatchNorm.forward` that exchanges its statistics between CPU ranks."""
+def synchronize_on_cpu(
+    _original: Any,
+    layer: Any,
+    input: Tensor,
+) -> Any:
+    """Stand in for `SyncBatchNorm.forward`: exchange the statistics between CPU ranks."""
+    group = None
+    if layer.training and dist.is_initialized():
+        group = layer.process_group or dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return super(torch.nn.SyncBatchNorm, layer).forward(input)
+    return normalize(layer, input, group)
 
-    @functools.wraps(original)
-    def forward(self: Any, input: Tensor) -> Any:
-        group = None
-        if self.training and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
-        if group is None or dist.get_world_size(group) == 1:
-            return super(torch.nn.SyncBatchNorm, self).forward(input)
-        return normalize(self, input, group)
 
-    return forward
-
-
-def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
+def normalize(
+    layer: Any,
+    samples: Tensor,
+    group: Any,
+) -> Any:
     """Return samples that are normalized by the mean and variance over all ranks."""
     layer._check_input_dim(samples)
     has_few_digits = samples.dtype in (torch.float16, torch.bfloat16)

@@ -1,10 +1,12 @@
-"""Groups and collectives of NCCL on gloo, and wrappers of models that are given devices."""
+"""Groups and collectives of NCCL on gloo, and wrappers of models that are given devices.
+
+A function with a parameter `original` is called with the one that it replaces.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,9 @@ COMPARED_BY_SHAPE = (
     "reduce_scatter_single",
 )
 OPTIONS_OF_NCCL = ("device_id", "pg_options")
+# No collectives of the script: the probe does not record them.
+original_broadcast = c10d.broadcast
+original_exchange = c10d.all_to_all_single
 
 
 class CompletedWork(SimulatedObject):
@@ -59,18 +64,12 @@ def gloo_for_nccl(value: Any) -> Any:
     return value
 
 
-def with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a group of gloo in place of one of NCCL."""
-
-    @functools.wraps(original)
-    def make_group(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(gloo_for_nccl(arg) for arg in args)
-        for name in OPTIONS_OF_NCCL:
-            kwargs.pop(name, None)
-        kwargs = {name: gloo_for_nccl(value) for name, value in kwargs.items()}
-        return original(*args, **kwargs)
-
-    return make_group
+def with_gloo(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a group of gloo in place of one of NCCL."""
+    options = {
+        name: gloo_for_nccl(value) for name, value in kwargs.items() if name not in OPTIONS_OF_NCCL
+    }
+    return original(*map(gloo_for_nccl, args), **options)
 
 
 def split_group(
@@ -99,108 +98,85 @@ def flat_view(value: Any) -> Any:
     """Return a tensor, or each of a list, as one row of its elements."""
     if isinstance(value, Tensor):
         return value.view(-1) if value.is_contiguous() else value
-    is_list = isinstance(value, (list, tuple)) and bool(value)
+    is_list = isinstance(value, list | tuple) and bool(value)
     if is_list and all(isinstance(item, Tensor) for item in value):
         return [flat_view(item) for item in value]
     return value
 
 
-def compare_by_count(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective that takes tensors of other shapes, if they have as many elements."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(flat_view(arg) for arg in args)
-        kwargs = {name: flat_view(value) for name, value in kwargs.items()}
-        return original(*args, **kwargs)
-
-    return call
+def compare_by_count(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a collective with tensors of other shapes, if they have as many elements."""
+    named = {name: flat_view(value) for name, value in kwargs.items()}
+    return original(*map(flat_view, args), **named)
 
 
-def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `all_gather` that takes a tensor of another size from each rank, as NCCL does."""
-    original_broadcast = c10d.broadcast
-
-    @functools.wraps(original)
-    def all_gather(
-        tensor_list: Any,
-        tensor: Any,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if len({output.numel() for output in tensor_list}) == 1:
-            return original(flat_view(tensor_list), flat_view(tensor), group, async_op)
-        tensor_list[dist.get_rank(group)].copy_(tensor)
-        for rank, output in enumerate(tensor_list):
-            original_broadcast(output, global_rank(group, rank), group)
-        return CompletedWork() if async_op else None
-
-    return all_gather
+def gather_unequal(
+    original: Any,
+    tensor_list: Any,
+    tensor: Any,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Stand in for `all_gather`, with a tensor of another size from each rank, as NCCL does."""
+    if len({output.numel() for output in tensor_list}) == 1:
+        return original(flat_view(tensor_list), flat_view(tensor), group, async_op)
+    tensor_list[dist.get_rank(group)].copy_(tensor)
+    for rank, output in enumerate(tensor_list):
+        original_broadcast(output, global_rank(group, rank), group)
+    return CompletedWork() if async_op else None
 
 
-def exchange_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `all_to_all`, which gloo has not in each version, by one exchange of rows."""
-    original_exchange = c10d.all_to_all_single
-
-    @functools.wraps(original)
-    def all_to_all(
-        output_tensor_list: Any,
-        input_tensor_list: Any,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        sent = [tensor.reshape(-1) for tensor in input_tensor_list]
-        sizes = [output.numel() for output in output_tensor_list]
-        received = sent[0].new_empty(sum(sizes))
-        original_exchange(received, torch.cat(sent), sizes, [row.numel() for row in sent], group)
-        for output, row in zip(output_tensor_list, received.split(sizes), strict=True):
-            output.copy_(row.view_as(output))
-        return CompletedWork() if async_op else None
-
-    return all_to_all
+def exchange_lists(
+    _original: Any,
+    output_tensor_list: Any,
+    input_tensor_list: Any,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Stand in for `all_to_all`, which gloo has not in each version, by one exchange of rows."""
+    sent = [tensor.reshape(-1) for tensor in input_tensor_list]
+    sizes = [output.numel() for output in output_tensor_list]
+    received = sent[0].new_empty(sum(sizes))
+    original_exchange(received, torch.cat(sent), sizes, [row.numel() for row in sent], group)
+    for output, row in zip(output_tensor_list, received.split(sizes), strict=True):
+        output.copy_(row.view_as(output))
+    return CompletedWork() if async_op else None
 
 
-def reduce_to_mean(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `all_reduce` that has a mean: gloo has none in each version."""
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: Any,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if op != dist.ReduceOp.AVG:
-            return original(tensor, op, group, async_op)
-        original(tensor, dist.ReduceOp.SUM, group)
-        tensor.div_(dist.get_world_size(group))
-        return CompletedWork() if async_op else None
-
-    return all_reduce
+def reduce_to_mean(
+    original: Any,
+    tensor: Any,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Stand in for `all_reduce`, with a mean: gloo has none in each version."""
+    if op != dist.ReduceOp.AVG:
+        return original(tensor, op, group, async_op)
+    original(tensor, dist.ReduceOp.SUM, group)
+    tensor.div_(dist.get_world_size(group))
+    return CompletedWork() if async_op else None
 
 
-def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `barrier` that needs no devices."""
+def without_device_ids(
+    original: Any,
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+) -> Any:
+    """Stand in for `barrier`, without devices."""
+    return original(group, async_op)
 
-    @functools.wraps(original)
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return original(group, async_op)
 
-    return barrier
-
-
-def replace_arguments(original: Callable[..., Any], **replacements: Any) -> Callable[..., Any]:
-    """Return a function for which some arguments, if it has them, always have the same values."""
+def replace_arguments(
+    replacements: dict[str, Any], original: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function for which some arguments, if it has them, always have the same values."""
     signature = inspect.signature(original)
-    known = {name: value for name, value in replacements.items() if name in signature.parameters}
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return original(*args, **kwargs)  # it says what is wrong
-        bound.arguments.update(known)
-        return original(*bound.args, **bound.kwargs)
-
-    return call
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return original(*args, **kwargs)  # it says what is wrong
+    known = replacements.keys() & signature.parameters
+    bound.arguments.update((name, replacements[name]) for name in known)
+    return original(*bound.args, **bound.kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from stepladder.tools.check.simulated_gpu.devices import DEVICE_CLASS
 from stepladder.tools.check.simulated_gpu.refusal import (
+    Function,
     SimulatedObject,
     make_unsupported_class,
     make_unsupported_function,
@@ -168,7 +169,7 @@ def empty_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-def make_function(result: Any) -> Callable[..., Any]:
+def make_function(result: Any) -> Function:
     """Return a new function that ignores its arguments and returns a constant.
 
     Each name needs a function of its own: torch._dynamo refuses one function under two names for
@@ -181,7 +182,7 @@ def make_function(result: Any) -> Callable[..., Any]:
     return return_constant
 
 
-def forward_to(function: Callable[..., Any]) -> Callable[..., Any]:
+def forward_to(function: Function) -> Function:
     """Return a new function that calls another one, for a second name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +198,10 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return defaultdict(int, dict.fromkeys([*counted, *SINGLE_FIGURES], 0))
 
 
-def simulated_functions(gpus: int, is_available: bool) -> dict[str, Any]:
+def simulated_functions(
+    gpus: int,
+    is_available: bool,
+) -> dict[str, Any]:
     """Return the functions and classes that replace those of torch.cuda, by name."""
     functions: dict[str, Any] = {name: make_function(None) for name in WITHOUT_EFFECT}
     functions |= {name: make_function(0) for name in RETURN_ZERO}

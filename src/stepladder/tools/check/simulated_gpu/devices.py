@@ -1,13 +1,14 @@
-"""Devices, tensors and factories of simulated GPUs: what names a CUDA device gets the CPU."""
+"""Devices, tensors and factories of simulated GPUs: what names a CUDA device gets the CPU.
+
+A function with a parameter `original` is called with the one that it replaces.
+"""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -146,66 +147,38 @@ def record_stream(self: Tensor, stream: Any) -> None:
     """Stand in for `Tensor.record_stream`."""
 
 
-def move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `to` of tensors or modules, for which each CUDA device is the CPU."""
-
-    @functools.wraps(original)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (map_device(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = map_device(kwargs["device"])
-        return original(self, *args, **kwargs)
-
-    return to
+def move_to_cpu(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `to` of tensors or modules, for which each CUDA device is the CPU."""
+    if args:
+        args = (map_device(args[0]), *args[1:])
+    if "device" in kwargs:
+        kwargs["device"] = map_device(kwargs["device"])
+    return original(owner, *args, **kwargs)
 
 
-def make_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory of tensors that makes on the CPU what was to be on a CUDA device."""
-
-    @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = map_device(kwargs["device"])
-        if not kwargs.get("pin_memory"):
-            return original(*args, **kwargs)
-        del kwargs["pin_memory"]
-        return pinned_memory.add(original(*args, **kwargs))
-
-    return make
-
-
-def name_cpu_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for which the name of a CUDA tensor type is that of the CPU's type."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(
-            arg.replace(CUDA_TYPE_PREFIX, "torch.") if isinstance(arg, str) else arg for arg in args
-        )
+def make_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make tensors on the CPU that were to be on a CUDA device."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = map_device(kwargs["device"])
+    if not kwargs.get("pin_memory"):
         return original(*args, **kwargs)
-
-    return call
-
-
-def with_cpu_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for which the device type "cuda" is "cpu"."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(map_device_type(arg) for arg in args)
-        if "device_type" in kwargs:
-            kwargs["device_type"] = map_device_type(kwargs["device_type"])
-        return original(*args, **kwargs)
-
-    return call
+    del kwargs["pin_memory"]
+    return pinned_memory.add(original(*args, **kwargs))
 
 
-def load_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `torch.load` that reads all tensors to the CPU, whatever device they were on."""
+def name_cpu_type(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the name of a CUDA tensor type by that of the CPU's type."""
+    names = [a.replace(CUDA_TYPE_PREFIX, "torch.") if isinstance(a, str) else a for a in args]
+    return original(*names, **kwargs)
 
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(f, CPU_DEVICE, *args, **kwargs)
 
-    return load
+def with_cpu_type(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the device type "cuda" by "cpu"."""
+    if "device_type" in kwargs:
+        kwargs["device_type"] = map_device_type(kwargs["device_type"])
+    return original(*map(map_device_type, args), **kwargs)
+
+
+def load_to_cpu(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `torch.load`: read all tensors to the CPU, whatever device they were on."""
+    return original(f, CPU_DEVICE, *args, **kwargs)

@@ -1,9 +1,10 @@
-"""Mixed precision on simulated GPUs: the CPU's autocast with bfloat16, and losses not scaled."""
+"""Mixed precision on simulated GPUs: the CPU's autocast with bfloat16, and losses not scaled.
+
+Each function is called with the one that it replaces, and the arguments of a call.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,39 +12,25 @@ import torch
 from stepladder.tools.check.simulated_gpu.devices import map_device_type
 
 
-def autocast_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `autocast.__init__` for which CUDA is the CPU, and float16 is bfloat16."""
-
-    @functools.wraps(original)
-    def init(
-        self: Any,
-        device_type: str = "cuda",
-        dtype: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if dtype == torch.float16:
-            dtype = torch.bfloat16
-        original(self, map_device_type(device_type), dtype, *args, **kwargs)
-
-    return init
+def autocast_on_cpu(
+    original: Any,
+    autocast: Any,
+    device_type: str = "cuda",
+    dtype: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Make an `autocast` for which CUDA is the CPU, and float16 is bfloat16."""
+    if dtype == torch.float16:
+        dtype = torch.bfloat16
+    original(autocast, map_device_type(device_type), dtype, *args, **kwargs)
 
 
-def scale_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `GradScaler.__init__` of a scaler that does nothing: bfloat16 needs none."""
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, "cpu", enabled=False)
-
-    return init
+def scale_by_one(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a `GradScaler` that does nothing: bfloat16 needs none."""
+    original(scaler, "cpu", enabled=False)
 
 
-def ask_for_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a device type, CUDA if none is given, that is asked for the CPU."""
-
-    @functools.wraps(original)
-    def ask(device_type: str = "cuda") -> Any:
-        return original(map_device_type(device_type))
-
-    return ask
+def ask_for_cpu(original: Any, device_type: str = "cuda") -> Any:
+    """Ask for the CPU in place of CUDA, which is meant if no type is given."""
+    return original(map_device_type(device_type))

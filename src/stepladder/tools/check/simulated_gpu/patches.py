@@ -7,6 +7,7 @@ the number of GPUs of the machine.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -34,8 +35,8 @@ from stepladder.tools.check.simulated_gpu import (
     mixed_precision,
     refusal,
 )
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from stepladder.tools.check.simulated_gpu.collectives import replace_arguments
+from stepladder.tools.check.simulated_gpu.refusal import Function
 
 FACTORIES = (
     "arange",
@@ -136,7 +137,11 @@ def leave_uncompiled(eval_frame: ModuleType) -> None:
         eval_frame.skip_code(code)
 
 
-def replace(owner: Any, name: str, value: Any) -> None:
+def replace(
+    owner: Any,
+    name: str,
+    value: Any,
+) -> None:
     """Replace what an owner has under a name, if it has something there."""
     if not hasattr(owner, name):
         return
@@ -145,17 +150,38 @@ def replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace a function by what a wrapper makes of it, if the owner has it in this version."""
+def wrap(
+    owner: Any,
+    name: str,
+    around: Function,
+) -> None:
+    """Replace a function by a call of `around(original, *args, **kwargs)`, if the owner has it."""
     original = getattr(owner, name, None)
-    if original is not None:
-        replace(owner, name, wrapper(original))
+    if original is None:
+        return
+    if isinstance(around, FunctionType):
+        codes_of_patches.append(around.__code__)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    replace(owner, name, wrapper)
 
 
-def wrap_both(owner: Any, second_owner: Any, name: str, wrapper: Wrapper) -> None:
+def wrap_both(
+    owner: Any,
+    second_owner: Any,
+    name: str,
+    around: Function,
+) -> None:
     """Wrap a function that two modules know. It stays one function: the probe looks for it."""
-    wrap(owner, name, wrapper)
+    wrap(owner, name, around)
     replace(second_owner, name, getattr(owner, name, None))
+
+
+def wrap_collective(name: str, around: Function) -> None:
+    wrap_both(c10d, dist, name, around)
 
 
 def replace_all(owner: Any, functions: dict[str, Any]) -> None:
@@ -166,7 +192,7 @@ def replace_all(owner: Any, functions: dict[str, Any]) -> None:
 def patch_factories() -> None:
     _device_constructors()  # it remembers torch's own factories, which device contexts look for
     for name in FACTORIES:
-        wrap(torch, name, make_factory(name))
+        patch_factory(name)
     for name in FACTORIES_OF_FFT:
         wrap(torch.fft, name, devices.make_on_cpu)
     for name in FACTORIES_OF_NESTED:
@@ -175,20 +201,15 @@ def patch_factories() -> None:
         wrap(torch.Tensor, name, devices.make_on_cpu)
 
 
-def make_factory(name: str) -> Wrapper:
-    """Return a wrapper of a factory, which pickle and TorchScript know as torch's own."""
-
-    def wrap_factory(original: Callable[..., Any]) -> Callable[..., Any]:
-        factory: Any = devices.make_on_cpu(original)
-        vars(factory).update(__wrapped__=original)
-        setattr(factory, "__module__", "torch")  # noqa: B010
-        setattr(factory, "__qualname__", name)  # noqa: B010
-        operator = torch.jit._builtins._find_builtin(original)
+def patch_factory(name: str) -> None:
+    """Wrap a factory, which pickle and TorchScript still know as torch's own."""
+    wrap(torch, name, devices.make_on_cpu)
+    factory = getattr(torch, name, None)
+    if factory is not None:
+        as_torch(factory, name)
+        operator = torch.jit._builtins._find_builtin(factory.__wrapped__)
         if operator is not None:
             torch.jit._builtins._register_builtin(factory, operator)
-        return factory  # type: ignore[no-any-return]
-
-    return wrap_factory
 
 
 def patch_tensors() -> None:
@@ -214,8 +235,8 @@ def patch_devices() -> None:
     replace(torch._C, "_get_accelerator", lambda check=None: devices.CPU_DEVICE)
 
 
-def as_torch(stand_in: type, name: str) -> type:
-    """Return a class under the name by which pickle finds it."""
+def as_torch(stand_in: Any, name: str) -> Any:
+    """Return a class or a function under the name by which pickle finds it."""
     setattr(stand_in, "__module__", "torch")  # noqa: B010
     setattr(stand_in, "__qualname__", name)  # noqa: B010
     return stand_in
@@ -230,8 +251,9 @@ def patch_cuda(functions: dict[str, Any]) -> None:
     replace_all(torch.cuda.nccl, cuda.nccl_functions())
     replace_all(torch.cuda.profiler, cuda.profiler_functions())
     for name in FUNCTIONS_OF_ONE_DEVICE:
-        refuse = partial(refusal.make_unsupported_function, f"torch.cuda.comm.{name}")
-        wrap(torch.nn.parallel.comm, name, refuse)
+        original = getattr(torch.nn.parallel.comm, name)
+        refuse = refusal.make_unsupported_function(f"torch.cuda.comm.{name}", original)
+        replace(torch.nn.parallel.comm, name, refuse)
     for name in torch.cuda.__all__:
         if name.endswith("Tensor"):
             replace(torch.cuda, name, getattr(torch, name, None))
@@ -240,23 +262,15 @@ def patch_cuda(functions: dict[str, Any]) -> None:
     replace(torch.backends.cuda, "is_built", lambda: True)
     replace(torch.backends.cudnn, "is_available", lambda: True)
     replace(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
-    wrap(torch.autograd.profiler.profile, "__init__", profile_cpu)
+    # Such a profile has no figures of GPUs.
+    of_cpu = {"use_cpu": True, "use_cuda": False, "use_device": None}
+    wrap(torch.autograd.profiler.profile, "__init__", partial(replace_arguments, of_cpu))
     # DataParallel then has one device.
     replace(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", no_device)
 
 
 def no_device() -> None:
     """Stand in for a function that looks for devices, and find none."""
-
-
-def profile_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a constructor of a profile that has no figures of GPUs."""
-    return collectives.replace_arguments(
-        original,
-        use_cpu=True,
-        use_cuda=False,
-        use_device=None,
-    )
 
 
 def patch_accelerator(cuda_functions: dict[str, Any]) -> None:
@@ -266,24 +280,18 @@ def patch_accelerator(cuda_functions: dict[str, Any]) -> None:
     """
     for name, function in cuda.accelerator_functions(cuda_functions).items():
         if name in SAYS_WHAT_THERE_IS:
-            wrap(torch.accelerator, name, unless_called_by_torch(function))
+            wrap(torch.accelerator, name, partial(unless_called_by_torch, function))
         else:
             replace(torch.accelerator, name, cuda.forward_to(function))
 
 
-def unless_called_by_torch(function: Callable[..., Any]) -> Wrapper:
-    """Return a wrapper that calls the original for torch's own code, and the other for scripts."""
-
-    def wrap_by_caller(original: Callable[..., Any]) -> Callable[..., Any]:
-        def choose_by_caller(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith("torch.") and not caller.startswith(SEES_ACCELERATOR):
-                return original(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return choose_by_caller
-
-    return wrap_by_caller
+def unless_called_by_torch(
+    function: Function, original: Function, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the original for torch's own code, and the other function for scripts."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # around the wrapper
+    is_torch = caller.startswith("torch.") and not caller.startswith(SEES_ACCELERATOR)
+    return original(*args, **kwargs) if is_torch else function(*args, **kwargs)
 
 
 def patch_mixed_precision() -> None:
@@ -301,14 +309,15 @@ def patch_mixed_precision() -> None:
 
 def patch_distributed() -> None:
     for name in ("init_process_group", "new_group"):
-        wrap_both(c10d, dist, name, collectives.with_gloo)
+        wrap_collective(name, collectives.with_gloo)
     for name in collectives.COMPARED_BY_SHAPE:
-        wrap_both(c10d, dist, name, collectives.compare_by_count)
-    wrap_both(c10d, dist, "all_gather", collectives.gather_unequal)
-    wrap_both(c10d, dist, "all_to_all", collectives.exchange_lists)
-    wrap_both(c10d, dist, "all_reduce", collectives.reduce_to_mean)
-    wrap_both(c10d, dist, "barrier", collectives.without_device_ids)
-    wrap_both(c10d, dist, "split_group", lambda _: collectives.split_group)
+        wrap_collective(name, collectives.compare_by_count)
+    wrap_collective("all_gather", collectives.gather_unequal)
+    wrap_collective("all_to_all", collectives.exchange_lists)
+    wrap_collective("all_reduce", collectives.reduce_to_mean)
+    wrap_collective("barrier", collectives.without_device_ids)
+    for owner in (c10d, dist):
+        replace(owner, "split_group", collectives.split_group)
     replace(dist, "is_nccl_available", lambda: True)
     for owner in (dist, c10d):
         if not hasattr(owner, "ProcessGroupNCCL"):
@@ -317,20 +326,13 @@ def patch_distributed() -> None:
     wrap(dist.device_mesh.DeviceMesh, "__init__", devices.with_cpu_type)
     wrap(torch.nn.SyncBatchNorm, "forward", batch_norm.synchronize_on_cpu)
     replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
-    wrap(DistributedDataParallel, "__init__", without_devices("device_ids", "output_device"))
-
-
-def without_devices(*names: str) -> Wrapper:
-    """Return a wrapper of a constructor, whose arguments of these names are None."""
-    replacements = dict.fromkeys(names)
-    return lambda original: collectives.replace_arguments(original, **replacements)
+    without_devices = {"device_ids": None, "output_device": None}
+    wrap(DistributedDataParallel, "__init__", partial(replace_arguments, without_devices))
 
 
 def patch_fsdp(module: ModuleType) -> None:
-    def use_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-        return collectives.replace_arguments(original, device_id=devices.CPU_DEVICE)
-
-    wrap(module.FullyShardedDataParallel, "__init__", use_cpu)
+    on_cpu = {"device_id": devices.CPU_DEVICE}
+    wrap(module.FullyShardedDataParallel, "__init__", partial(replace_arguments, on_cpu))
 
 
 LOADED_LATER: dict[str, Callable[[Any], None]] = {

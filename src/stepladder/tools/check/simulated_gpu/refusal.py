@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+Function = Callable[..., Any]
+
 
 class NotSimulated(AttributeError, RuntimeError):
     """Raised where a script uses something that the simulation does not have."""
@@ -20,7 +22,10 @@ class SimulatedObject:
         raise NotSimulated(f"{type(self).__name__} has no {name}: it is not simulated")
 
 
-def make_unsupported_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def make_unsupported_function(
+    name: str,
+    original: Function,
+) -> Function:
     """Return a function in place of the one of this name, which says that it is not simulated."""
 
     @functools.wraps(original)  # torch 2.15 looks for what torch's own function wraps
