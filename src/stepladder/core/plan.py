@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.core.arguments import validate_types
 from stepladder.core.errors import InputError
 from stepladder.core.length_pools import LengthPools
 from stepladder.core.order import (
@@ -106,6 +107,7 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
+        validate_types(Plan, vars(self))
         if self.num_samples < 1:
             raise InputError("the training data holds no sample", "data with one sample or more")
         for name in ("global_batch", "microbatch"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.plan import Plan
 
 
@@ -27,6 +28,7 @@ class PlanSampler:
         [4, 4, 2]
     """
 
+    @validate_arguments
     def __init__(
         self,
         plan: Plan,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
+from stepladder.core.arguments import validate_types
 from stepladder.core.errors import InputError
 from stepladder.core.flag import FAULTS, MEMORY, OUTPUT, TRAINING, Flag
 from stepladder.core.numbers import MIN_WAIT_S
@@ -308,7 +309,9 @@ class Settings:
     ] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "run_dir", Path(self.run_dir))  # a string is accepted from Python
+        if isinstance(self.run_dir, str):  # which is accepted from Python
+            object.__setattr__(self, "run_dir", Path(self.run_dir))
+        validate_types(Settings, vars(self))
         validate_run_dir(self.run_dir)
         for name, setting in SETTING_FLAGS.items():
             setting.validate(name, getattr(self, name))

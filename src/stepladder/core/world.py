@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from stepladder.core.address import format_endpoint
+from stepladder.core.arguments import validate_types
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_PORT, read_env_number
 
@@ -154,6 +155,7 @@ class World:
     restart_count: int = 0
 
     def __post_init__(self) -> None:
+        validate_types(World, vars(self))
         validate_position("RANK", self.rank, "WORLD_SIZE", self.world_size, "ranks")
         validate_position(
             "LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.ranks_per_node, "local ranks"

@@ -21,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.core.process_count import parse_process_count, validate_process_count
 from stepladder.launcher.local.outcome import Failure, Raised
@@ -98,6 +99,7 @@ def write_failure(path: str, failure: Failure) -> None:
     Path(path).write_bytes(pickle.dumps(RankFailed(text, failure.rank)))
 
 
+@validate_arguments
 def launch(
     function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0
 ) -> list[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from stepladder.core import durable, typed_file
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.storage.run_dir_access import FREE_SPACE_HINT
 from stepladder.storage.run_files import MANIFEST_FILE, list_snapshots
@@ -35,10 +36,11 @@ class Snapshots:
             may not write to the folder any more.
     """
 
+    @validate_arguments
     def __init__(
-        self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None
+        self, folder: str | Path, keep: int = 3, guard: Callable[[], None] = lambda: None
     ) -> None:
-        self.folder = folder
+        self.folder = Path(folder)
         self.max_newest = max(1, keep)
         self.guard = guard
         self._buffers = HostBuffers()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stepladder.core.address import make_loopback_env, set_interface_env, wait_for_name
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
@@ -121,6 +122,7 @@ def set_collective_timeout(seconds: float) -> None:
     set_group_timeout(timedelta(seconds=seconds))
 
 
+@validate_arguments
 def pick_device(name: str, world: World) -> torch.device:
     """Return the device on which this rank computes.
 

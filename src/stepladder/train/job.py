@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from stepladder.core.arguments import validate_types
+from stepladder.core.errors import InputError
 from stepladder.core.masking import mask
 
 if TYPE_CHECKING:
@@ -87,7 +89,12 @@ def mean_loss(
 
     Args:
         criterion: `criterion(output, y)` returns the mean over the batch.
+
+    Raises:
+        InputError: The criterion is no function.
     """
+    if not callable(criterion):
+        raise InputError(f"mean_loss({criterion!r:.60})", "mean_loss(F.cross_entropy)")
 
     def loss(model: torch.nn.Module, batch: Batch) -> SumAndCount:
         x, y = batch
@@ -118,13 +125,15 @@ class Recipe:
     job_file: str | None = None
 
     def __post_init__(self) -> None:
+        validate_types(Recipe, vars(self))
         outside = self.outside or tuple(getattr(self.config, "outside_definition", ()))
         object.__setattr__(self, "outside", outside)
         if is_dataclass(self.config) and not isinstance(self.config, type):
             object.__setattr__(self, "config", asdict(self.config))
         elif not isinstance(self.config, Mapping):
-            raise TypeError(
-                f"config is a {type(self.config).__name__}, not a dataclass's value or a dict"
+            raise InputError(
+                f"config of the Recipe is a {type(self.config).__name__}",
+                "config= a dataclass's value, or a dict",
             )
 
     def with_sizes(self, **sizes: int) -> Recipe:

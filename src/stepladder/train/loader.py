@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.jsonl import is_count
 from stepladder.core.numbers import validate_count
@@ -64,6 +65,7 @@ class Loader:
         InputError: A rank would have no sample in some step, or `data` is of another kind.
     """
 
+    @validate_arguments
     def __init__(
         self,
         data: Any,

@@ -43,6 +43,12 @@ class Optimizers(torch.optim.Optimizer):
     _state: Any
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    f"Optimizers got a {type(optimizer).__name__}",
+                    "Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))",
+                )
         # Empty at first: torch's __init__ sets an empty `state`, which must not reach them.
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for part in optimizers for group in part.param_groups], {})

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import read_env_number
 from stepladder.core.world import World
@@ -27,6 +28,7 @@ JOINED_KEY = "stepladder/joined"  # in the store: how many ranks have joined the
 JOINED_POLL_INTERVAL_S = 0.01
 
 
+@validate_arguments
 @contextmanager
 def process_group(
     world: World | None = None, device: torch.device | None = None, timeout_seconds: float = 600

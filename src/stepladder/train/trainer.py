@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import derive_pass_seed, derive_seed
 from stepladder.core.plan import Span
@@ -74,6 +75,7 @@ class Trainer:
         loggers: Objects that get the metrics of every step on rank 0, besides TensorBoard.
     """
 
+    @validate_arguments
     def __init__(
         self,
         job: Job,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
 from stepladder.data.shards.index import read_index
@@ -32,10 +33,11 @@ class Shards:
     A batch is a dict of tensors by column. With `columns` it is a list of tensors in their order.
     """
 
+    @validate_arguments
     def __init__(
         self,
         path: str | Path,
-        columns: tuple[str, ...] | None = None,
+        columns: tuple[str, ...] | list[str] | None = None,
     ) -> None:
         """Check that the data set can be read; no file stays open.
 
@@ -49,6 +51,7 @@ class Shards:
         """
         self.path = Path(path)
         self.as_list = columns is not None
+        names = None if columns is None else tuple(columns)
         all_columns: dict[str, Column]
         self.shards: list[Shard]
         self.list_bytes = 0
@@ -60,8 +63,8 @@ class Shards:
                 "type that stepladder data shard again",
             )
         else:
-            all_columns, self.shards = inspect_files(self.path, columns)
-        selected = select_columns(columns or (), all_columns, self.path)
+            all_columns, self.shards = inspect_files(self.path, names)
+        selected = select_columns(names or (), all_columns, self.path)
         self.columns = {name: all_columns[name] for name in selected}
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from numbers import Integral
 from pathlib import Path
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.local_files import Feedback, output_folder
 from stepladder.data.shards.journal import (
@@ -43,6 +44,7 @@ MAX_GZIP_RATIO = 1032  # gzip stores at most so many bytes in one
 ESTIMATED_LIST_BYTES = 256
 
 
+@validate_arguments
 def write_shards(
     samples: Iterable[Sample],
     out: str | Path,
