@@ -21,6 +21,7 @@ from processes import refused, run
 from stepladder.cli import cli
 from stepladder.storage.snapshot import MODEL_FILE, read_snapshot
 from stepladder.storage.snapshot_store import Snapshots
+from stepladder.tools.diff.record_comparison import RecordComparison
 from stepladder.tools.diff.recorded_run import RecordedRun, pair_by_step
 from stepladder.tools.diff.step_events import Event, find_first_difference
 from stepladder.tools.diff.verdict import to_json_value
@@ -99,6 +100,9 @@ def test_what_is_planted_is_named(folder: Path, name: str) -> None:
     assert (verdict["kind"] or "") == plant.kind, verdict
     assert plant.step in (None, verdict["step"]), verdict
     assert re.search(plant.sentence, verdict["sentence"]), verdict["sentence"]
+    divergence = RecordComparison(*map(RecordedRun, both)).divergence
+    if divergence is not None and verdict["step"] != divergence.step:  # which `report` names
+        assert f"the records differ from step {divergence.step} on" in verdict["sentence"]
     if plant.kind == "wrong result":
         assert verdict["run"] == str(both[1])
 
@@ -146,11 +150,34 @@ def test_a_table_names_both_values_and_the_sentence_is_the_last_line(
     assert code == 1
     *table, sentence = out.splitlines()
     assert sentence.startswith(
-        "the runs diverge at step 4 (setting): seed is 0 in the first run and 7 in the second"
+        "the records differ from step 4 on (setting): seed is 0 in the first run and 7 in the second"
     )
     assert sentence.endswith("; also different: lr")
     assert any(line.split() == ["seed", "0", "7"] for line in table), out
     assert any(line.startswith("loss of step 4") for line in table), out
+
+
+def test_another_job_comes_before_its_settings_and_these_before_the_processes(
+    copied: tuple[Path, Path],
+) -> None:
+    """One name of the job is of another file: a copy that was renamed is no other job."""
+
+    def rename(config: dict[str, Any]) -> None:
+        config["definition"].update(recipe="renamed", sync="ddp")
+        config["derived"]["by_microbatch"] = False
+
+    rewrite_losses(copied[1], 4)
+    change(copied[1], rename)
+    sentence = compare(copied, copied[1].parent)["sentence"]
+    assert "(setting): sync is exact in the first run" in sentence and "recipe" not in sentence
+    change(copied[1], lambda config: config["environment"].update(job_sha256="0" * 64))
+    sentence = compare(copied, copied[1].parent)["sentence"]
+    assert "(setting): recipe is " in sentence and "; also different: sync" in sentence
+    both_equal = {"recipe": "renamed", "sync": "exact", "threads": 2}
+    change(copied[1], lambda config: config["definition"].update(both_equal))
+    verdict = compare(copied, copied[1].parent)
+    assert (verdict["kind"], verdict["step"]) == ("code", 4)
+    assert verdict["sentence"].endswith("different job files; also different: threads")
 
 
 def change(run_dir: Path, how: Any) -> None:
@@ -286,7 +313,7 @@ def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(
     rewrite_losses(copied[1], 6)
     code, out, err = call_diff(*copied, "--trust-job-file", cwd=copied[1].parent)
     assert code == 1
-    assert "step 6 (loss): loss of step 6 is " in out.splitlines()[-1]
+    assert "step 6 on (loss): loss of step 6 is " in out.splitlines()[-1]
     assert "and no record says why" in out.splitlines()[-1]
     assert f"the ledger of {copied[1]} does not prove step 6" in err
     assert "no rank's header can be read" in err

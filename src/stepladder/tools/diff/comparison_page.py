@@ -74,9 +74,11 @@ def name_runs(run_dirs: Sequence[Path]) -> list[str]:
 def describe_verdict(first: str, second: str, comparison: RecordComparison) -> tuple[str, bool]:
     """Return a sentence about two runs, and whether they are equal in all that both recorded."""
     verdict: DiffVerdict = explain_by_records(comparison)
+    hint = ""
     if not verdict.is_explained:
         verdict = explain_without_rerun(comparison, verdict)
-    return f"{first} and {second}: {verdict.sentence}", verdict.step is None
+        hint = "; stepladder diff trains both again, and names the step and the cause"
+    return f"{first} and {second}: {verdict.sentence}{hint}", verdict.step is None
 
 
 def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[str, object]:

@@ -29,7 +29,9 @@ KIND_OF_ENVIRONMENT = {
     "numpy": "versions",
     "cpu_capability": "processor",
 }
-NOT_A_SETTING = "recipe"  # the name of the job file, which changes no result
+NOT_A_SETTING = "recipe"  # the name of the job, which alone changes no result
+# Which processes compute a run: others round differently, and draw other random numbers.
+WHO_COMPUTES = {"processes", "threads"}
 # Without exact mode or a schedule these have no effect, so some runs did not record them.
 OPTIONAL_SETTINGS = ("threads", "machine", "epochs")
 
@@ -83,11 +85,13 @@ class RecordComparison:
         self.settings = [value for value in settings if value.is_setting]
         environment = find_differing_values(first.environment, second.environment)
         self.environment = [value for value in environment if value.is_in_both]
-        self.remaining = find_differing_values(
-            {NOT_A_SETTING: first.definition.get(NOT_A_SETTING)},
-            {NOT_A_SETTING: second.definition.get(NOT_A_SETTING)},
-        )
-        self.remaining += find_differing_values(first.config.config, second.config.config)
+        self.has_other_code = any(value.name == JOB_HASH for value in self.environment)
+        recipes = [value for value in settings if value.name == NOT_A_SETTING]
+        has_other_settings = any(value.name not in WHO_COMPUTES for value in self.settings)
+        if has_other_settings and self.has_other_code:
+            self.settings[:0] = recipes
+        configs = find_differing_values(first.config.config, second.config.config)
+        self.remaining = recipes + configs
         # How many steps both runs have recorded, up to the first one that differs, and the last.
         self.common_steps = 0
         self.last_common_step = 0
@@ -112,6 +116,7 @@ class RecordComparison:
             # A rank computes its share in one pass, so the number of processes changes batch
             # statistics and random numbers.
             self.settings[:0] = counts
+            self.settings.sort(key=lambda value: value.name in WHO_COMPUTES)
 
     @property
     def values(self) -> list[DifferingValue]:

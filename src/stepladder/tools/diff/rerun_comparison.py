@@ -164,7 +164,7 @@ class RerunComparison:
         unrepeated: list[RecordedRun],
     ) -> DiffVerdict:
         event = get_event(difference)
-        reason = describe_difference(difference)
+        reason = self._describe(difference)
         if unrepeated:
             run_dirs = " and ".join(str(run.run_dir) for run in unrepeated)
             reason += f" (trained again; {run_dirs} had other losses)"
@@ -180,10 +180,17 @@ class RerunComparison:
         cause = Cause(NOT_REPEATABLE, get_event(difference).name, run_dir)
         reason = (
             f"{run_dir} gives another result each time it is trained:"
-            f" {describe_difference(difference)}; a non-deterministic operation, or a random"
+            f" {self._describe(difference)}; a non-deterministic operation, or a random"
             " number without a seed"
         )
         return self._add_event(difference).with_cause(cause, reason)
+
+    def _describe(self, difference: EventPair) -> str:
+        """Describe an event, and say where the records differ if that is at another step."""
+        text = describe_difference(difference)
+        if get_event(difference).step != self.verdict.step:
+            text += f"; the records differ from step {self.verdict.step} on"
+        return text
 
     def _add_event(self, difference: EventPair) -> DiffVerdict:
         """Return the verdict with the step of an event and a table row for it."""

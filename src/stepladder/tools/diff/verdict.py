@@ -13,10 +13,10 @@ from rich.table import Table
 from stepladder.core.console import make_printable
 from stepladder.core.errors import to_one_line
 from stepladder.tools.diff.record_comparison import (
-    JOB_HASH,
     KIND_OF_ENVIRONMENT,
     KIND_OF_SETTING,
     MAX_TENSORS_SHOWN,
+    WHO_COMPUTES,
     DifferingValue,
     RecordComparison,
 )
@@ -33,6 +33,8 @@ class Cause:
 
 
 UNKNOWN_CAUSE = Cause(None, None)
+OTHER_CODE = Cause("code", "job file")
+OTHER_JOB_FILES = "the two runs had different job files"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,15 @@ class DiffVerdict:
         }
 
     def with_cause(self, cause: Cause, reason: str) -> DiffVerdict:
-        """Return this verdict with a cause, and a sentence that gives the reason."""
-        sentence = f"the runs diverge at step {self.step} ({cause.kind}): {reason}"
+        """Return this verdict with a cause, and a sentence that gives the reason.
+
+        Only runs that were trained again show the step that is the cause. Records may be equal
+        after it: a wrong update shows in the loss of the next step.
+        """
+        fact = f"the records differ from step {self.step} on"
+        if self.was_rerun:
+            fact = f"the runs diverge at step {self.step}"
+        sentence = f"{fact} ({cause.kind}): {reason}"
         return replace(
             self,
             cause=cause,
@@ -117,7 +126,11 @@ def explain_by_records(records: RecordComparison) -> DiffVerdict:
         return replace(verdict, sentence=describe_equality(records))
     verdict = replace(verdict, step=divergence.step)
     if records.settings:
-        cause = Cause(kind_of_settings(records), join_names(records.settings))
+        names = join_names(records.settings)
+        has_equal_settings = all(value.name in WHO_COMPUTES for value in records.settings)
+        if has_equal_settings and records.has_other_code:
+            return verdict.with_cause(OTHER_CODE, f"{OTHER_JOB_FILES}; also different: {names}")
+        cause = Cause(kind_of_settings(records), names)
         return verdict.with_cause(cause, describe_values(records.settings))
     if divergence.kind in ("sample order", "learning rate"):
         cause = Cause(divergence.kind, divergence.name)
@@ -140,8 +153,8 @@ def kind_of_settings(records: RecordComparison) -> str:
 
 def explain_without_rerun(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
     """Return the verdict with the likeliest cause that the records give."""
-    if any(value.name == JOB_HASH for value in records.environment):
-        return verdict.with_cause(Cause("code", "job file"), "the two runs had different job files")
+    if records.has_other_code:
+        return verdict.with_cause(OTHER_CODE, OTHER_JOB_FILES)
     values = [value for value in records.environment if value.name in KIND_OF_ENVIRONMENT]
     if values:
         cause = Cause(KIND_OF_ENVIRONMENT[values[0].name], join_names(values))
