@@ -163,10 +163,10 @@ def test_a_run_begins_with_what_was_imported(type_command: Any) -> None:
         "train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8, "--lr", 1
     )
     assert code == 2 and "no field lr" in err
-    assert (
-        type_command("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8)[0]
-        == 0
+    code, _, err = type_command(
+        "train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8
     )
+    assert code == 0 and "run directory new, new run with the imported weights" in err
     loss = json.loads(Path("new/metrics.jsonl").read_text().splitlines()[0])["loss"]
     first = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert loss != pytest.approx(first)

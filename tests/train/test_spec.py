@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from stepladder import Comm, InputError, Job, Recipe, Settings, World, mean_loss
-from stepladder.train.run_spec import RunSpec, Sizes, describe_missed_failures, resolve_sizes
+from stepladder.train.run_description import describe_missed_failures
+from stepladder.train.run_spec import RunSpec, Sizes, resolve_sizes
 
 
 @dataclass

@@ -23,7 +23,8 @@ from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job
 from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
-from stepladder.train.run_spec import RunSpec, describe_run
+from stepladder.train.run_description import describe_run
+from stepladder.train.run_spec import RunSpec
 
 SHARD_VALUES = list(dict.fromkeys(shard for shard, _ in LAYOUTS))
 USUAL_SIZES = (1, 2, 4, 8)

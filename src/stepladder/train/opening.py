@@ -48,12 +48,8 @@ from stepladder.train.phases import STARTING_UP
 from stepladder.train.precision import make_scaler
 from stepladder.train.rank_consistency import validate_equal_data, validate_equal_models
 from stepladder.train.recorder import Recorder
-from stepladder.train.run_spec import (
-    RunSpec,
-    describe_missed_failures,
-    describe_start,
-    validate_step,
-)
+from stepladder.train.run_description import describe_missed_failures, describe_start
+from stepladder.train.run_spec import RunSpec, validate_step
 from stepladder.train.session import Session
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
@@ -231,7 +227,8 @@ class Opening:
             spec.settings.is_round_robin,
         )
         recorder = self._make_recorder(attempt, state, header, loggers)
-        lines = describe_start(spec, comm.world, state.step)
+        has_snapshot = snapshot is not None
+        lines = describe_start(spec, comm.world, state.step, has_snapshot)
         if self.is_job_edited and state.step:
             lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
         attempt.report("\n".join(lines))
