@@ -403,6 +403,33 @@ def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path
         assert check(script, tmp_path, *flags)[1] == report
 
 
+RESUMES_WITH_A_FLAG = """import os
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+first = 0
+if "--resume" in sys.argv:
+    snapshot = torch.load("snapshot.pt", weights_only=True)
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    first = snapshot["step"]
+for step in range(first, 6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "step": step + 1}, "snapshot.pt.new")
+        os.replace("snapshot.pt.new", "snapshot.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
 RAISES = """
 import torch
 import torch.distributed as dist
@@ -427,6 +454,19 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.ranks
+def test_a_script_that_resumes_only_with_an_argument_is_told_how_to_give_it(tmp_path: Path) -> None:
+    script = tmp_path / "from" / "train.py"
+    script.parent.mkdir()
+    script.write_text(RESUMES_WITH_A_FLAG)
+    _, report = check(script, tmp_path, "--resume")
+    (note,) = [note for note in report["notes"] if note.startswith("--resume: ")]
+    assert "has loaded no snapshot" in note and "--resume-args '--resume snapshot.pt'" in note
+    _, report = check(script, tmp_path, "--resume", "--resume-args", "--resume")
+    assert not any("has loaded no snapshot" in note for note in report["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_rank_that_raises_is_not_said_to_have_left_the_loop(tmp_path: Path) -> None:
     script = tmp_path / "from" / "train.py"
     script.parent.mkdir()
@@ -434,4 +474,4 @@ def test_a_rank_that_raises_is_not_said_to_have_left_the_loop(tmp_path: Path) ->
     code, report = check(script, tmp_path)
     assert (code, report["findings"]) == (3, [])
     assert "ValueError: no such label" in report["failed"]
-    assert report["ran"].endswith("2 steps on each, then it failed")
+    assert report["ran"] == "2 ranks, 2 steps on each, then it failed in epoch 1"

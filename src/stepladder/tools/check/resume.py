@@ -38,7 +38,10 @@ NO_SNAPSHOT = "--resume: the script has written no snapshot, so there is nothing
 NO_TRAINING_AFTER_SNAPSHOT = (
     "--resume: nothing is trained after the first snapshot, so there is nothing to compare"
 )
-NO_LOAD = "--resume: the script has not looked at its snapshot when it was started again"
+NO_LOAD = (
+    "--resume: when it was started again, the script has loaded no snapshot, so nothing is "
+    "compared; if it resumes only with an argument: --resume-args '--resume snapshot.pt'"
+)
 NO_COMPARISON = (
     "--resume: two runs of the script differ from the first step on, so weights cannot be "
     "compared: seed it"

@@ -8,6 +8,7 @@ import sys
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
+from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.script_runs import ScriptRun
 from stepladder.tools.check.script_source import ScriptSource, imported_packages
 
@@ -19,10 +20,11 @@ def summarize_run(run: ScriptRun) -> str:
     # All ranks have made as many; one that was ended may have made more.
     steps = min((len(log.select(OptimizerStep)) for log in ranks), default=0)
     epochs = min((len(log.training_passes) for log in ranks), default=0)
-    if run.stood_still:
-        end = "then it stood still"
-    elif run.outcome.failed:
-        end = "then it failed"
+    if run.stood_still or run.outcome.failed:
+        end = "then it stood still" if run.stood_still else "then it failed"
+        epochs = min(map(count_complete_epochs, ranks), default=0)
+        if any(len(log.training_passes) > epochs for log in ranks):
+            end += f" in epoch {epochs + 1}"
     elif run.recording.select(EnoughPasses):
         end = "then the check ended it"
     else:
@@ -30,7 +32,18 @@ def summarize_run(run: ScriptRun) -> str:
     counted = format_count(len(ranks), "rank")
     if run.recording.is_single_process and not run.launch.is_alone:
         counted = f"the first of {run.launch.nproc} ranks"
-    return f"{counted}, {format_count(epochs, 'epoch')}, {steps} steps on each, {end}"
+    parts = [counted, f"{format_count(steps, 'step')} on each", end]
+    if epochs:  # there are none without a loader, or where the first was not finished
+        parts.insert(1, format_count(epochs, "epoch"))
+    return ", ".join(parts)
+
+
+def count_complete_epochs(log: RankLog) -> int:
+    """Return the number of training passes, without a last one that was cut short."""
+    passes = log.training_passes
+    if passes and not passes[-1].is_complete:
+        return len(passes) - 1
+    return len(passes)
 
 
 def no_training(run: ScriptRun) -> NotChecked:
