@@ -110,7 +110,9 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
     )
     assert run("report", "its", cwd=tmp_path).returncode == 0
     assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
-    assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
+    again = run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path)
+    assert again.returncode == 1
+    assert "its has earlier launches: this one is added to them" in again.stderr
     record = read_script_run(tmp_path / "its")
     assert (record.state, len(record.launches)) == ("ended with exit code 1", 2)
 

@@ -58,7 +58,7 @@ class RunFlags:
         max_restarts: How often to restart all ranks after a failure.  [default: 0; 3 where a range
             is given]
         run_dir: Folder for logs and for the times of optimizer steps, which `report` and `watch`
-            read.
+            read. A second launch is added to the first.
         log_dir: Folder for a copy of each rank's output.
         start_method: How ranks start. With spawn each is a new interpreter and imports torch
             itself.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
 from stepladder.core.jsonl import JsonlReader, Line, open_for_append
 from stepladder.core.masking import mask_command
@@ -67,12 +68,15 @@ def run_recorded(
 ) -> int:
     """Record the launch, and the times of steps on the ranks that `work()` starts.
 
+    Earlier launches in the folder are kept, as those of a script that resumes by itself.
+
     Returns the exit code of `work()`. Raises InputError if the folder cannot be written.
     """
     with as_input_error(
         f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
     ):
         (run_dir / STEPS_FOLDER).mkdir(parents=True, exist_ok=True)
+        announce_earlier_launches(run_dir)
         file = open_for_append(run_dir / LAUNCHES_FILE)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # shared: each node's launcher holds one
@@ -102,6 +106,15 @@ def run_recorded(
         write_line(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
         os.close(file)
     return code
+
+
+def announce_earlier_launches(run_dir: Path) -> None:
+    """Say that the folder has launches; those under way, on other nodes, belong to this one."""
+    if (run_dir / LAUNCHES_FILE).exists() and not is_running(run_dir):
+        print_message(
+            f"{run_dir} has earlier launches: this one is added to them, and `report` shows all."
+            " HINT: another --run-dir begins anew"
+        )
 
 
 def write_line(file: int, line: dict[str, Any]) -> None:
