@@ -41,7 +41,7 @@ WIDTHS = (1280, 390)
 SCRIPTS = Path(__file__).parent
 CONTRAST = SCRIPTS / "page_contrast.js"
 PROBE = CONTRAST.read_text() + (SCRIPTS / "page_probe.js").read_text()
-CONTROLS = 'a[href], button, input, [tabindex="0"]'
+CONTROLS = 'a[href], button, input, summary, [tabindex="0"]'
 MAX_STOPS = 400  # elements of a page that get the focus
 KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
 STILL = "*, *::before, *::after { transition: none !important }"
@@ -101,7 +101,8 @@ def check_readable(page: Path, scratch: Path) -> None:
             assert picture.stat().st_size > MIN_PICTURE_BYTES
     assert len(backgrounds) == 2, "the page has a dark mode"
     with open_tab(page.as_uri(), scratch) as tab:
-        num_controls = tab.evaluate(f"document.querySelectorAll('{CONTROLS}').length")
+        controls = f"[...document.querySelectorAll('{CONTROLS}')]"
+        num_controls = tab.evaluate(f"{controls}.filter(part => part.checkVisibility()).length")
         assert len(tab.walk_focus()) >= num_controls
 
 

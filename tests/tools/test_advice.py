@@ -56,7 +56,7 @@ def test_every_rule_has_its_case() -> None:
 def test_the_late_rank_and_its_part_are_named() -> None:
     (advice,) = advise(CASES["late_rank"][0])
     assert advice.text.startswith(
-        "Rank 1 comes last, the others wait for 40% of a step: backward takes 900 ms longer"
+        "Rank 1 comes last, and the wait for it takes 40% of a step: backward takes 900 ms longer"
     )
 
 

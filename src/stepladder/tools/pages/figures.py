@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,8 @@ class Mark:
 class Figure:
     """A picture of marks. The name is its alt text, and the title above it.
 
-    A figure without marks has a note in their place, or says that nothing was recorded.
+    A figure without marks has a note in their place, or says that nothing was recorded. The values
+    are a table below it, with its head as the first row: for keys and for those who see no picture.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Figure:
     height: float
     width: int = WIDTH
     note: str = ""
+    values: Sequence[Sequence[str]] = ()
 
 
 def make_text(
@@ -137,7 +139,11 @@ def draw_bars(
             x += width
         if unit:
             marks.append(make_text(x + 6, y + 14, f"{format_amount(sum(parts.values()))} {unit}"))
-    return add_legend(name, marks, colours, TOP + len(rows) * BAR_ROW_HEIGHT)
+    values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
+    for label, parts in rows.items():
+        values.append([label, *(format_amount(parts.get(kind, 0.0)) for kind in colours)])
+    figure = add_legend(name, marks, colours, TOP + len(rows) * BAR_ROW_HEIGHT)
+    return replace(figure, values=values)
 
 
 def format_amount(amount: float) -> str:
@@ -183,7 +189,11 @@ def draw_heat_map(
     below = TOP + row_height * len(labels) + 16
     marks += draw_axis_ends(below, "step", x_values[0], x_values[-1])
     marks += draw_colour_scale(below + 10, hi, unit)
-    return Figure(name, marks, int(below) + 34)
+    numbers = [["step", *labels]]
+    for column, x in enumerate(x_values):
+        texts = [f"{value:.3g}".replace("nan", "-") for value in values[:, column]]
+        numbers.append([f"{x:g}", *texts])
+    return Figure(name, marks, int(below) + 34, values=numbers)
 
 
 def draw_colour_scale(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -57,8 +57,8 @@ def draw_lines(
 ) -> Figure:
     """Draw curves over one pair of axes, with a legend if there are several.
 
-    The values at a position appear when the pointer is there. If no curve has two points, or all
-    values are the same, there is nothing to draw: the figure says the values in words.
+    The values at a position appear when the pointer is there, and in a table below. If no curve
+    has two points, or all values are the same, the figure says the values in words.
 
     Args:
         name: The figure's name.
@@ -82,13 +82,15 @@ def draw_lines(
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
         has_dots = label in dots or len(points) == 1
         marks += draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
-    marks += make_hover_bands(series, x_name, x_scale)
+    values = [[x_name, *series], *read_values(series)]
+    marks += make_hover_bands(values, x_scale)
     # Last, as the bands would hide their titles from the pointer.
     shown = [event for event in events if first <= event.x <= last]
     marks += draw_events(sorted(shown, key=lambda event: event.x), x_scale)
-    if len(series) == 1:
-        return Figure(name, marks, HEIGHT)
-    return add_legend(name, marks, colours, HEIGHT, DASHES)
+    figure = Figure(name, marks, HEIGHT)
+    if len(series) > 1:
+        figure = add_legend(name, marks, colours, HEIGHT, DASHES)
+    return replace(figure, values=values)
 
 
 def draw_curve(
@@ -187,33 +189,40 @@ def draw_event(
     return Mark("g", title=event.text, children=[line, label])
 
 
-def make_hover_bands(
-    series: Mapping[str, Points],
-    x_name: str,
-    x_scale: Scale,
-) -> list[Mark]:
-    """Return bands from top to bottom, each with the values that the page shows under the pointer.
+def read_values(series: Mapping[str, Points]) -> Iterator[list[str]]:
+    """Yield positions, evenly chosen if there are many, each with the value of every curve.
 
-    A curve with fewer points than the others shows its last value before the position.
+    A curve with fewer points than the others has its last value before the position, or "-".
     """
     positions = sorted({x for points in series.values() for x, _ in points})
     step = -(-len(positions) // MAX_HOVER_BANDS)
-    positions = positions[step // 2 :: step]
-    pixels = [x_scale(position) for position in positions]
+    for position in positions[step // 2 :: step]:
+        row = [f"{position:g}"]
+        for points in series.values():
+            past = bisect_right(points, position, key=lambda point: point[0])
+            row.append(format_amount(points[past - 1][1]) if past else "-")
+        yield row
+
+
+def make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[Mark]:
+    """Return bands from top to bottom, each with the values that the page shows under the pointer.
+
+    Args:
+        values: The names of the x axis and the curves, then a row of values for each band.
+        x_scale: The scale of the x axis.
+    """
+    names, *rows = values
+    pixels = [x_scale(float(row[0])) for row in rows]
     middles = [(left + right) / 2 for left, right in pairwise(pixels)]
     edges = [float(LEFT), *middles, float(PLOT_RIGHT)]
     bands = []
-    for index, position in enumerate(positions):
-        rows = [f"{x_name} {position:g}"]
-        for label, points in series.items():
-            past = bisect_right(points, position, key=lambda point: point[0])
-            if past:
-                rows.append(f"{label} {format_amount(points[past - 1][1])}")
+    for index, row in enumerate(rows):
         left, right = edges[index], edges[index + 1]
         area = Mark(
             "rect", x=left, y=TOP, width=right - left, height=PLOT_BOTTOM - TOP, fill="transparent"
         )
-        note = Mark("g", class_="note", children=make_note(pixels[index], rows))
+        texts = [f"{name} {value}" for name, value in zip(names, row, strict=True) if value != "-"]
+        note = Mark("g", class_="note", children=make_note(pixels[index], texts))
         bands.append(Mark("g", class_="band", children=[area, note]))
     return bands
 

@@ -142,7 +142,7 @@ def describe_late_rank(
     }
     part = max(LOCAL_PARTS, key=lambda name: excess_s[name])
     mean_step_s = mean(rank.undisturbed_seconds for rank in [late_rank, *waiting_ranks])
-    text = f"Rank {late_rank.rank} comes last, the others wait for {waited:.0%} of a step"
+    text = f"Rank {late_rank.rank} comes last, and the wait for it takes {waited:.0%} of a step"
     if excess_s[part] < 0.25 * waited * mean_step_s:
         return f"{text}; no part of it is longer, so it is held up by {COMPETING_PROGRAMS}."
     return (

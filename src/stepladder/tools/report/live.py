@@ -26,7 +26,7 @@ from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.report.record import RunReader, RunRecord
 from stepladder.tools.report.script_record import ScriptRecord, ScriptRunReader, is_script_run
-from stepladder.tools.report.series import Curve, RankTimes
+from stepladder.tools.report.series import Curve
 
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKLINE_LENGTH = 40
@@ -154,7 +154,7 @@ def describe(record: RunRecord) -> list[str]:
     if record.times.speeds.newest is not None:
         samples_per_s = record.times.speeds.newest[1] * record.plan.global_batch
         lines.append(f"{samples_per_s:.0f} samples per second")
-    return lines + describe_stragglers(record.times) + record.warnings
+    return lines + record.times.describe_stragglers() + record.warnings
 
 
 def describe_epoch(record: RunRecord) -> str:
@@ -171,7 +171,7 @@ def describe_script(record: ScriptRecord) -> list[str]:
     speeds = record.times.speeds
     if speeds.newest is not None:
         lines.append(f"{speeds.newest[1]:.3g} steps per second  {draw_sparkline(speeds)}")
-    return lines + describe_stragglers(record.times) + record.warnings
+    return lines + record.times.describe_stragglers() + record.warnings
 
 
 def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
@@ -181,13 +181,6 @@ def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
         f"{record.name}: {record.progress}, {state},"
         f" {format_count(world_size, 'process')}, {format_count(len(starts), 'start')}"
     )
-
-
-def describe_stragglers(times: RankTimes) -> list[str]:
-    return [
-        f"rank {rank} takes {factor:.1f} times as long as the others"
-        for rank, factor in times.find_stragglers()
-    ]
 
 
 def draw_sparkline(curve: Curve) -> str:

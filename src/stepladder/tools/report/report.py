@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from stepladder.core.console import print_message
 from stepladder.core.masking import mask, mask_command
@@ -81,8 +81,19 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
             [epoch.epoch + 1, epoch.lost, epoch.repeated, epoch.never_seen]
             for epoch in faulty_epochs
         ],
-        config=mask(asdict(record.config)),
+        environment=mask(record.config.environment),
+        settings=mask(describe_settings(record)),
     )
+
+
+def describe_settings(record: RunRecord) -> dict[str, Any]:
+    """Return the settings of a run, with the microbatch that it has without the flag."""
+    settings = dict(record.config.definition)
+    if settings.get("microbatch") is None:
+        settings["microbatch"] = "one pass per process"
+        if settings.get("sync") == "exact":
+            settings["microbatch"] = record.plan.microbatch
+    return settings
 
 
 def describe_outcome(record: RunRecord, audited: Audit) -> str:
@@ -244,7 +255,7 @@ def make_launch_row(launch: LaunchRecord) -> list[object]:
 def compare_ranks(times: RankTimes) -> dict[str, object] | None:
     """Return what `times.html` shows of the ranks; None if no time was recorded.
 
-    The rows have milliseconds per step. A straggler is (rank, times as long as the others).
+    The rows have milliseconds per step.
     """
     if not times.last_steps:
         return None
@@ -260,7 +271,7 @@ def compare_ranks(times: RankTimes) -> dict[str, object] | None:
     if len(times.last_steps) > 1:
         heat_map = draw_heat_map(heat_map.name, labels, times.last_steps, busy_ms, "ms")
     return {
-        "stragglers": times.find_stragglers(),
+        "stragglers": times.describe_stragglers(),
         "heat_map": heat_map,
         "head": ["ms per step", *times.keys],
         "rows": rows,

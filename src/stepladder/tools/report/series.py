@@ -219,6 +219,14 @@ class RankTimes:
                 stragglers.append((rank, float(busy_s / reference_s)))
         return stragglers
 
+    def describe_stragglers(self) -> list[str]:
+        """Return a sentence about each rank of `find_stragglers`."""
+        peers = "the other" if self.world_size == 2 else "the others"
+        return [
+            f"rank {rank} takes {factor:.1f} times as long as {peers} for its share"
+            for rank, factor in self.find_stragglers()
+        ]
+
 
 def compute_busy_time(cells: np.ndarray) -> np.ndarray:
     """Return the seconds per step before a rank waits for others, shape (labels, columns).
