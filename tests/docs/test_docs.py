@@ -132,9 +132,14 @@ def test_a_search_finds_a_page_of_the_menu(search: str) -> None:
     assert any(term in text for text in texts)
 
 
-def test_the_citation_names_this_version() -> None:
+def test_the_citation_names_the_newest_release_and_the_package_itself_or_the_next_one() -> None:
     citation = (REPOSITORY / "CITATION.cff").read_text()
-    assert f"\nversion: {stepladder.__version__}\n" in citation
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = [heading for heading in headings if heading[0].isdigit()]
+    assert f"\nversion: {releases[0]}\n" in citation
+    is_released = headings[0] == releases[0]
+    assert (stepladder.__version__ == releases[0]) == is_released
+    assert stepladder.__version__.endswith(".dev0") != is_released
     assert (REPOSITORY / "LICENSE").read_text().startswith("MIT") and "\nlicense: MIT\n" in citation
 
 
