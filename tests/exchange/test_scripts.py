@@ -168,12 +168,16 @@ def test_ranks_that_call_different_collectives_name_both_calls(
     ]
     assert any(
         re.search(
-            f"rank {rank} failed: RuntimeError: .*rank {1 - rank} calls a different collective here"
+            f"rank {rank} failed: RuntimeError: rank {1 - rank} calls a different collective here"
             f" than rank {rank}: {calls[1 - rank]}, where rank {rank} calls {calls[rank]}\n",
             ended.stderr,
         )
         for rank in range(2)
     ), ended.stderr
+    assert ended.stderr.count("calls a different collective here") == 1, ended.stderr
+    assert "stepladder: cause: ranks that take different branches" in ended.stderr
+    frames = re.findall(r"File \"(.*?)\", line", ended.stderr)
+    assert frames and {Path(frame).name for frame in frames} == {"hangs_script.py"}
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_only_what_a_config_says_lies_outside_may_change() -> None:
 
 def test_a_recipe_takes_a_dataclass_or_a_mapping() -> None:
     assert Recipe("mine", Config()).config == Recipe("mine", vars(Config())).config
-    with pytest.raises(TypeError, match="config is a int"):
+    with pytest.raises(InputError, match="config of the Recipe is a int"):
         Recipe("mine", 3)
 
 

@@ -119,7 +119,8 @@ def join_frames(frames: list[TracebackType]) -> TracebackType | None:
 
 def is_command(file: str) -> bool:
     """Tell whether a file is the small script that pip writes for the command `stepladder`."""
-    return file in (sys.argv[0], "<string>")
+    is_stepladder = file == sys.argv[0] and Path(file).stem == "stepladder"
+    return is_stepladder or file == "<string>"
 
 
 def find_package_folder(module: str) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def main() -> None:
     ) -> None:
         failure = RankError.from_error(world.rank, error)
         if monitor is None or not monitor.reports_early_exit(failure):
-            print(failure.trace, end="", file=sys.stderr)
+            print(failure.full_trace, end="", file=sys.stderr)
 
     sys.excepthook = print_error
     Script(name, tuple(args), kind).run_here()

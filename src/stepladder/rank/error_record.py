@@ -24,7 +24,7 @@ from stepladder.core.errors import (
     get_text,
 )
 from stepladder.core.machine_limits import NO_MEMORY_TEXT, is_limit_error
-from stepladder.core.tracebacks import skip_launcher_frames
+from stepladder.core.tracebacks import fold_traceback, skip_launcher_frames
 from stepladder.rank.progress import append_line
 
 
@@ -38,6 +38,7 @@ class ErrorKind(StrEnum):
     CORRUPT = "corrupt"  # this rank's results are wrong
     RANKS_DIFFER = "ranks differ"  # nobody can tell which rank is wrong
     STORAGE = "storage"  # a file could not be used, for a transient reason
+    DIFFERENT_CALLS = "different calls"  # ranks have called different collectives
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
@@ -48,6 +49,10 @@ class ErrorKind(StrEnum):
 
 
 # Texts of torch, gloo, NCCL, the kernel and our exchange, for errors without a class of their own.
+# What torch makes of an error in the callback of a future, as of DistributedDataParallel.
+IN_CALLBACK = re.compile(
+    r"Got the following error when running the callback: \w+: (.*?)\n\nAt:\n.*", re.S
+)
 TIMED_OUT = re.compile(r"timed out", re.I)
 PEER_CLOSED = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv"
@@ -55,6 +60,7 @@ PEER_CLOSED = re.compile(
     re.I,
 )
 KIND_TEXTS = {
+    ErrorKind.DIFFERENT_CALLS: re.compile(r"calls a different collective here than rank"),
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_CONNECTED: re.compile(
@@ -113,7 +119,8 @@ class RankError:
         rank: The rank.
         name: The name of the exception's class.
         text: The exception's message.
-        trace: Its traceback, without the launcher's frames.
+        trace: Its traceback, without the launcher's frames; of different calls, the user's frames
+            alone, without the text.
         step: The step that it was raised in, from 1, or None before the run was opened.
         time: When it was raised, in seconds of this machine's monotonic clock.
         hint: What to type instead, of bad input.
@@ -135,6 +142,13 @@ class RankError:
         return self.kind not in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER, ErrorKind.STORAGE)
 
     @property
+    def full_trace(self) -> str:
+        """The traceback with the error's text, where nothing else shows that."""
+        if self.kind is ErrorKind.DIFFERENT_CALLS:
+            return f"{self.trace}{self.name}: {self.text}\n"
+        return self.trace
+
+    @property
     def affects_all_ranks(self) -> bool:
         """Whether the other ranks have the error too, or are its cause: they need this rank."""
         return self.is_consequence or self.kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
@@ -148,7 +162,12 @@ class RankError:
     def from_error(rank: int, error: BaseException) -> RankError:
         """Return the record of an exception."""
         user_error = error.with_traceback(skip_launcher_frames(error.__traceback__))
-        text = get_text(error)
+        text = IN_CALLBACK.sub(r"\1", get_text(error))
+        kind = classify_error(error)
+        trace = "".join(traceback.format_exception(user_error))
+        if kind is ErrorKind.DIFFERENT_CALLS:  # the text names the lines; these are their callers
+            fold_traceback(user_error, with_note=False)
+            trace = "".join(traceback.format_tb(user_error.__traceback__))
         hint = ""
         if isinstance(error, InputError):
             text = error.problem
@@ -158,12 +177,12 @@ class RankError:
             rank=rank,
             name=type(error).__name__,
             text=text,
-            trace="".join(traceback.format_exception(user_error)),
+            trace=trace,
             # A class of the job may have an attribute `step` of another type.
             step=step if isinstance(step, int) else None,
             time=time.monotonic(),
             hint=hint,
-            kind=classify_error(error),
+            kind=kind,
         )
 
     @staticmethod

@@ -84,6 +84,8 @@ STATE_CAUSES = {
 }
 # The likely cause of an error, with a HINT: what users ask most often.
 ERROR_CAUSES = {
+    ErrorKind.DIFFERENT_CALLS: f"{DIFFERENT_ORDER}. HINT: call each collective on every rank, or"
+    " on none",
     ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch;"
     " train JOB --dry-run estimates the memory that it needs",
     ErrorKind.LIMIT: f"a limit of this machine. HINT: {LIMITS_HINT}",
