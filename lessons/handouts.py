@@ -21,7 +21,7 @@ STYLE = """
 }
 html { scroll-snap-type: y proximity }
 body { margin: 0; background: var(--page); color: var(--ink);
-  font: clamp(1.25rem, 1.8vw, 2.2rem)/1.5 system-ui }
+  font: clamp(1.15rem, min(1.8vw, 2.6vh), 2.2rem)/1.5 system-ui }
 section { min-height: 100vh; box-sizing: border-box; padding: 5vh 7vw; scroll-snap-align: start }
 h1, h2 { line-height: 1.2; color: var(--accent) }
 figure { margin: 0; overflow-x: auto }

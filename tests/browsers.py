@@ -139,11 +139,11 @@ class BrowserTab:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def set_width(self, width: int) -> None:
+    def set_size(self, width: int, height: int = 900) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
-            height=900,
+            height=height,
             deviceScaleFactor=1,
             mobile=False,
         )

@@ -314,7 +314,7 @@ def test_the_menu_the_search_and_the_links_are_used_with_the_keyboard(
         serving(site, queue.Queue()) as address,
         open_tab(f"{address}/docs/install/", tmp_path) as tab,
     ):
-        tab.set_width(WIDTHS[0])
+        tab.set_size(WIDTHS[0])
         stops = tab.walk_focus()  # each of them is seen
         menu = ["Start", "Convert", "Install, and a first run", "A first run"]
         assert {"Skip to content", "Search", *menu, "the quickstart"} <= set(stops)
@@ -325,7 +325,7 @@ def test_the_menu_the_search_and_the_links_are_used_with_the_keyboard(
         serving(site, queue.Queue()) as address,
         open_tab(f"{address}/docs/install/", tmp_path) as tab,
     ):
-        tab.set_width(WIDTHS[1])
+        tab.set_size(WIDTHS[1])
         stops = tab.walk_focus()
         assert {"Menu", "Search", "the quickstart"} <= set(stops) and "Convert" not in stops
         for _ in range(stops.index("Menu") + 1):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from browsers import check_readable, needs_browser
+from browsers import check_readable, needs_browser, open_tab
 from notebooks import connect_by_files
 from pages import LESSONS
 
@@ -42,6 +42,14 @@ def test_each_lesson_has_slides_with_its_claim(slides: Path) -> None:
 @needs_browser
 def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:
     check_readable(slides, tmp_path)
+    with open_tab(slides.as_uri(), tmp_path) as tab:
+        for size in ((1280, 720), (1920, 1080)):  # of projectors
+            tab.set_size(*size)
+            sections = "[...document.querySelectorAll('section')]"
+            tall = tab.evaluate(
+                f"{sections}.filter(part => part.offsetHeight > innerHeight).map(part => part.innerText)"
+            )
+            assert tall == [], size
 
 
 @pytest.mark.slow

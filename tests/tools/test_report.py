@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from browsers import check_readable, needs_browser
+from browsers import check_readable, needs_browser, open_tab
 from processes import refused, run, train
 from ranks import run_ranks
 from stepladder.core.errors import InputError
@@ -340,6 +340,10 @@ def test_labels_of_one_step_lie_one_below_the_other() -> None:
     assert labels["1 lost"] == labels["2 lost"] != labels["1 joined"]
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.ranks
 def test_a_page_compares_runs(run_dir: Path, tmp_path: Path) -> None:
     flags = "--samples", 256, "--global-batch", 32, "--epochs", 2
@@ -404,6 +408,28 @@ def test_durations_are_in_two_units() -> None:
         "1 min 1 s",
         "2 h 5 min",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@needs_browser
+def test_the_values_of_a_chart_are_read_without_a_pointer(run_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
+    last_loss = next(
+        line["loss"] for line in reversed(read_lines(run_dir / "metrics.jsonl")) if "lr" in line
+    )
+    with open_tab(page.as_uri(), tmp_path) as tab:
+        while tab.evaluate("document.activeElement.innerText") != "The values of loss":
+            tab.press("Tab")
+            assert tab.evaluate("document.activeElement !== document.body"), "the page has ended"
+        rows = "document.querySelector('details table').innerText"
+        is_seen = "document.querySelector('details table').checkVisibility()"
+        assert not tab.evaluate(is_seen)
+        tab.press("Enter", "\r")
+        assert tab.evaluate(is_seen)
+        *_, last_row = tab.evaluate(rows).strip().splitlines()
+        assert last_row.split()[1] == f"{last_loss:.3g}"
 
 
 @pytest.mark.slow
