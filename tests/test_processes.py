@@ -97,7 +97,7 @@ SHELL = {  # what a shell may ask of a command, and what it says then
     "a module": ("stepladder --version | cut -d, -f1", "stepladder\n"),
     "end by a signal": ("python ends.py; echo $?", f"{128 + signal.SIGTERM}\n"),
     "a signal": (
-        "python waits.py > pid & until [ -s pid ]; do :; done; kill $!; wait $!; echo $?",
+        "python waits.py > pid & until [ -s pid ] || ! kill -0 $!; do sleep 0.01; done; kill $!; wait $!; echo $?",
         "7\n",
     ),
 }
@@ -127,7 +127,8 @@ def test_a_shell_s_command_is_as_any(
 
 def test_a_shell_s_command_that_is_killed_is_gone(in_a_shell: dict[str, Any]) -> None:
     done = run(
-        "python waits.py > pid & until [ -s pid ]; do :; done; kill -9 $!; cat pid", **in_a_shell
+        "python waits.py > pid & until [ -s pid ] || ! kill -0 $!; do sleep 0.01; done; kill -9 $!; cat pid",
+        **in_a_shell,
     )
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)))
 
