@@ -129,6 +129,13 @@ had seen neither the code of the rules nor their pages (2026-11-26, on two cores
 Nothing was changed after it. A twentieth script, of LambdaColdStorage/pytorch_ddp, is not counted: after the run the reader saw that it is the one of justinpinkney/pytorch_ddp, which
 the second trial has. Of its four mistakes that were known before, three were named; random crops of the test set were not."""
 
+LATER_TRIALS = {
+    2: ("The second trial, after the repairs", SECOND_TRIAL),
+    3: ("The third trial, after the repairs", THIRD_TRIAL),
+    4: ("The fourth trial, after the repairs", FOURTH_TRIAL),
+    5: ("The fifth trial, after the repairs", FIFTH_TRIAL),
+}
+
 BLIND_TRIAL = """\
 What the first run of the first trial said, before anything was fixed (2026-11-26, on a machine with ten other jobs a core):
 
@@ -351,22 +358,15 @@ def main() -> int:
     rows = [row for script in scripts for row in list_rows(script)]
     results = table(["script and arguments", "commit", "line", "found", "by reading"], rows)
     unread = [script for script in scripts if script.entry.get("blind")]
-    figures = count_results(scripts, "All")
-    figures_unread = count_results(unread, "Unread and not run before the end, in the first trial")
-    second = [script for script in scripts if script.entry.get("trial") == 2]
-    figures_second = count_results(second, "The second trial, after the repairs")
-    third = [script for script in scripts if script.entry.get("trial") == 3]
-    figures_third = count_results(third, "The third trial, after the repairs")
-    fourth = [script for script in scripts if script.entry.get("trial") == 4]
-    figures_fourth = count_results(fourth, "The fourth trial, after the repairs")
-    fifth = [script for script in scripts if script.entry.get("trial") == 5]
-    figures_fifth = count_results(fifth, "The fifth trial, its first run")
     texts = [
         results,
-        *(figures, figures_unread, BLIND_TRIAL),
-        *(figures_second, SECOND_TRIAL, figures_third, THIRD_TRIAL),
-        *(figures_fourth, FOURTH_TRIAL, figures_fifth, FIFTH_TRIAL),
+        count_results(scripts, "All"),
+        count_results(unread, "Unread and not run before the end, in the first trial"),
+        BLIND_TRIAL,
     ]
+    for number, (name, text) in LATER_TRIALS.items():
+        of_trial = [script for script in scripts if script.entry.get("trial") == number]
+        texts += [count_results(of_trial, name), text]
     report.finish(texts, args.write)
     if args.write:
         faulty = [
