@@ -170,12 +170,15 @@ def saves_in_place(log: RankLog) -> dict[str, list[Save]]:
 
 
 def is_older_than_all_saves(logs: list[RankLog], path: str) -> bool:
-    """Return whether a file was there before any process saved it.
+    """Return whether a process of each rank that saves a file has found it there.
 
-    Of processes that save it at once, all but the first may find it, or none.
+    Of ranks that save it at once, all but the first may find it, or none. The processes of one
+    rank take turns.
     """
-    saves_by_process = [[e for e in log.select(Save) if e.path == path] for log in logs]
-    return all(saves[0].existed for saves in saves_by_process if saves)
+    found_by_rank: dict[int, list[bool]] = defaultdict(list)
+    for log in logs:
+        found_by_rank[log.rank] += [e.existed for e in log.select(Save) if e.path == path][:1]
+    return all(any(found) for found in found_by_rank.values() if found)
 
 
 def describe_overwriting(
