@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import io
 import json
 import multiprocessing.process
 import os
@@ -43,7 +44,9 @@ PRELOADED = (
     "stepladder.cli.verify",
     "stepladder.train.trainer",
 )
-GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us
+UNBUFFERED = "PYTHONUNBUFFERED"
+# Set by `stepladder`, and by us; what they change is changed in a fork as well.
+GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", UNBUFFERED)
 BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
 FORK_SERVER = "from multiprocessing.forkserver import main; "
@@ -143,8 +146,7 @@ def become(arguments: list[str], cwd: str, env: dict[str, str], new_session: boo
     main = sys.modules["__main__"] = ModuleType("__main__")
     if arguments[0] == "-u":
         arguments = arguments[1:]
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        unbuffer()
     if arguments[0] == "-m":
         sys.argv, sys.path[0] = ["-m", *arguments[2:]], cwd
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
@@ -152,6 +154,14 @@ def become(arguments: list[str], cwd: str, env: dict[str, str], new_session: boo
         sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
         main.__file__ = str(Path(arguments[0]).absolute())
         exec(compile(Path(arguments[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
+
+
+def unbuffer() -> None:
+    """Write what is printed at once, as an interpreter does that is started with -u."""
+    for name in ("stdout", "stderr"):
+        old: Any = getattr(sys, name)
+        raw: Any = io.FileIO(old.fileno(), "wb", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True))
 
 
 def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
@@ -207,6 +217,8 @@ def begin_anew(passed: Sequence[int]) -> None:
     ):  # their locks are held
         tracker.__init__()  # type: ignore[misc]
     sys.modules["__main__"] = ModuleType("__main__")
+    if os.environ.get(UNBUFFERED):
+        unbuffer()
     sys.modules["torch"].seed()
     random.seed()
     if thread_settings := threads(os.environ):
