@@ -203,7 +203,7 @@ BAD = {
 
 
 BAD |= {
-    "no samples at all": (5, "the samples of write_shards: 'int' object is not iterable"),
+    "no samples at all": (5, "samples=5. HINT: samples= Iterable"),
     "a number for a name": ([{1: 2}], "column 1 is not a valid name"),
     "lists of lists of several lengths": ([{"x": [[1], [1, 2]]}], "sample 0: x: "),
     "a second sample of another kind": ([{"x": 1}, 5], "sample 1: x: "),
@@ -218,10 +218,13 @@ def test_bad_samples(tmp_path: Path, samples: list[Any], message: str) -> None:
     assert not (tmp_path / "index.json").exists()
 
 
-@pytest.mark.parametrize("value", [0, 1.5, "8"])
+@pytest.mark.parametrize(
+    "value, message",
+    [(0, "must be at least 1"), (1.5, "= int or None"), ("8", "= int or None")],
+)
 @pytest.mark.parametrize("setting", ["chunk_rows", "rows_per_shard"])
-def test_bad_sizes(tmp_path: Path, setting: str, value: Any) -> None:
-    with pytest.raises(InputError, match="must be at least 1"):
+def test_bad_sizes(tmp_path: Path, setting: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         write_shards(rows(), tmp_path / "s", **{setting: value})
     assert not (tmp_path / "s").exists()
 
