@@ -35,7 +35,6 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.trainer import TrainingLoop
 
 ESTIMATED_STEPS = 2  # the optimizer makes its state in the first one
-MAX_RANKS_SHARING_MEMORY = 8  # on one machine
 
 
 @dataclass(frozen=True)
