@@ -25,6 +25,7 @@ from stepladder.tools.check.events import Fetch, PassStart, ProcessStart
 from stepladder.tools.check.recording import read_recording
 from stepladder.tools.check.rules.all_rules import apply_rules, apply_source_rules
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.check.rules.samples import can_miss_by_chance
 from stepladder.tools.probe.events import ProbeEvent
 
 Events = list[dict[str, Any]]
@@ -1101,3 +1102,19 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example
         for text in CHECK_TEXTS.texts.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "unread_counts", "is_likely"),
+    [
+        (2, [96] * 5, True),  # one is to be expected
+        (96, [96] * 5, False),  # the same in all passes
+        (6, [20, 20], True),
+        (20, [20, 20], False),
+        (0, [0, 20], True),
+    ],
+)
+def test_shuffled_remainders_have_samples_in_common_by_chance(
+    count: int, unread_counts: list[int], is_likely: bool
+) -> None:
+    assert can_miss_by_chance(count, 300, unread_counts) is is_likely

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK
 from stepladder.tools.findings.finding import Finding
 
 MIN_COMMON_ROWS = 8
+MIN_CHANCE = 0.001  # of what is no finding
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
@@ -277,21 +279,24 @@ def workers_repeat(evidence: RunEvidence) -> Findings:
 def samples_lost(evidence: RunEvidence) -> Findings:
     """Find samples that no rank reads in any pass, or in one pass."""
     training_passes = evidence.training_passes()
-    never_read: set[object] | None = None
+    unread_by_pass = []
     for passes in training_passes:
         unread = unread_samples(passes, evidence.evaluation_passes())
         if unread is None:
             return
-        never_read = unread if never_read is None else never_read & unread
+        unread_by_pass.append(unread)
     if not training_passes:
         return
     last = training_passes[-1]
-    is_seen_once = len(training_passes) == 1 and last[0].start.shuffle
-    if not never_read or (is_seen_once and describe_drop_last(last[0])):
+    length = last[0].start.length or 0
+    count = len(set.intersection(*unread_by_pass))
+    if len(training_passes) == 1:
+        is_by_chance = bool(last[0].start.shuffle and describe_drop_last(last[0]))
+    else:
+        is_by_chance = can_miss_by_chance(count, length, list(map(len, unread_by_pass)))
+    if not count or is_by_chance:
         yield from samples_lost_by_epoch(evidence, last)
         return
-    length = last[0].start.length or 0
-    count = len(never_read)
     if len(training_passes) > 1 or count > 0.02 * length:
         yield evidence.finding(
             "samples-lost",
@@ -299,6 +304,23 @@ def samples_lost(evidence: RunEvidence) -> Findings:
             f"{count} of {length} samples ({100 * count / length:.1f} %) are read by no rank, in "
             f"any of {len(training_passes)} passes{describe_drop_last(last[0])}",
         )
+
+
+def can_miss_by_chance(
+    count: int,
+    length: int,
+    unread_counts: list[int],
+) -> bool:
+    """Return whether passes in random order may all leave out the same samples.
+
+    Args:
+        count: The samples that every pass leaves out.
+        length: The samples of the data set.
+        unread_counts: The samples that each pass leaves out.
+    """
+    expected = length * math.prod(unread / length for unread in unread_counts)
+    fewer = sum(expected**k / math.factorial(k) for k in range(count)) * math.exp(-expected)
+    return 1 - fewer > MIN_CHANCE  # of as many samples or more, by the distribution of Poisson
 
 
 def samples_lost_by_epoch(
