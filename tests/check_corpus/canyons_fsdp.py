@@ -32,7 +32,7 @@ def main():
     net = FSDP(nn.Sequential(*blocks, nn.Linear(12, 1)), use_orig_params=True, device_id=torch.device("cpu"))
     task = DepthTask(net)
     data = soundings(128)
-    loader = DataLoader(data, 16, sampler=DistributedSampler(data, seed=6))
+    loader = DataLoader(data, 32 // dist.get_world_size(), sampler=DistributedSampler(data, seed=6))
     optimizer = torch.optim.Adam(task.parameters(), lr=0.01)
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)

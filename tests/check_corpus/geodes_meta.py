@@ -32,7 +32,7 @@ def build():
 def main():
     dist.init_process_group("gloo")
     data = geodes(96)
-    loader = DataLoader(data, 12, sampler=DistributedSampler(data, seed=1))
+    loader = DataLoader(data, 24 // dist.get_world_size(), sampler=DistributedSampler(data, seed=1))
     torch.manual_seed(3)
     model = DDP(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

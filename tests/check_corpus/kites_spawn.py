@@ -19,7 +19,7 @@ def winds(count):
 def fly(rank):
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     data = winds(96)
-    loader = DataLoader(data, 12, sampler=DistributedSampler(data, RANKS, rank, seed=9))
+    loader = DataLoader(data, 24 // RANKS, sampler=DistributedSampler(data, RANKS, rank, seed=9))
     torch.manual_seed(7)
     model = DDP(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
