@@ -18,8 +18,9 @@ writing the futex word takes a fence, which x86-64 has in each lock; if a fence 
 sleep would still end by itself after MAX_SLEEP_S.
 
 A rank that waits spins for at most MAX_SPIN_S, if every rank can have a core of its own, and then
-sleeps. After a spin in vain the next waits sleep at once. When the process of another rank ends, a
-thread (rank/process_watch.py) wakes the ranks that wait for it.
+sleeps. While it spins it gives way to others that want its core, and after a spin in vain the next
+waits sleep at once. When the process of another rank ends, a thread (rank/process_watch.py) wakes
+the ranks that wait for it.
 """
 
 from __future__ import annotations

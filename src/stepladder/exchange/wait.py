@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from time import perf_counter
@@ -14,6 +15,7 @@ from stepladder.rank.shared_segment import SLOT_BYTES
 
 # To sleep and be woken costs both ranks more than 150 us on a virtual machine.
 MAX_SPIN_S = 0.001
+MAX_SPIN_ALONE_S = 20e-6  # a peer that takes longer may wait for the core of the rank that spins
 MAX_SLEEP_S = 0.1
 MAX_SKIPPED_SPINS = 64  # then a rank tries again whether the machine is still busy
 
@@ -165,7 +167,7 @@ class PeerWaiter:
         peer_word = SLOT_WORDS * peer + EXCHANGE_WORD
         began = perf_counter()
         if self.has_core_per_rank and not self.skipped_spins:
-            self._spin(peer_word, count, began + MAX_SPIN_S)
+            self._spin(peer_word, count, began)
         elif self.skipped_spins:
             self.skipped_spins -= 1
         return self._sleep(
@@ -179,21 +181,24 @@ class PeerWaiter:
         self,
         peer_word: int,
         count: int,
-        until: float,
+        began: float,
     ) -> None:
-        """Poll until a peer has published a number, or until a time.
+        """Poll until a peer has published a number, for MAX_SPIN_S at most.
 
-        On a busy machine a rank that spins keeps a core from the peer that it waits for. So after a
-        spin without success the next waits sleep at once: one, two, four ... of them, until a spin
-        succeeds.
+        On a busy machine a rank that spins keeps a core from the peer that it waits for. So it soon
+        gives way between two polls. Where that takes longer than a spin may, or a spin has no
+        success, the next waits sleep at once: one, two, four ... of them, until a spin succeeds.
         """
-        slots = self.slots
-        while slots[peer_word] < count:
-            if perf_counter() >= until:
-                self.skipped_spins = self.next_skipped_spins
-                self.next_skipped_spins = min(2 * self.next_skipped_spins, MAX_SKIPPED_SPINS)
+        elapsed = 0.0
+        while elapsed < MAX_SPIN_S:
+            if self.slots[peer_word] >= count:
+                self.next_skipped_spins = 1
                 return
-        self.next_skipped_spins = 1
+            if elapsed >= MAX_SPIN_ALONE_S:
+                os.sched_yield()
+            elapsed = perf_counter() - began
+        self.skipped_spins = self.next_skipped_spins
+        self.next_skipped_spins = min(2 * self.next_skipped_spins, MAX_SKIPPED_SPINS)
 
     def _sleep(
         self,
