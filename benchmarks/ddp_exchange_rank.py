@@ -34,6 +34,8 @@ COLLECTIVES = (
 )
 CALLS = {8: 100, 1_000: 100, 64_000: 60, 1_000_000: 30, 10_000_000: 10, 100_000_000: 5}
 IDLE_S = 1.0
+MEASURED_S = 1.0
+WARM_UP_STEPS = 20
 
 
 class CharacterGPT(nn.Module):
@@ -125,27 +127,38 @@ def gpt_step(is_sharded: bool) -> Step:
 
 
 def measure_steps(is_short: bool) -> dict[str, float]:
-    """Return microseconds a step for each model, after a warm-up of a fifth of the steps."""
+    """Return microseconds a step for each model, over a second on gloo and in shared memory.
+
+    A pause of the machine counts the same in both then. As many steps on gloo as in shared memory
+    would take four times as long.
+    """
     cases = {
-        "MLP 20-64-1": (mlp_step, 800),
-        "small conv net": (conv_step, 100),
-        "character GPT": (lambda: gpt_step(False), 40),
-        "character GPT, FSDP2": (lambda: gpt_step(True), 30),
+        "MLP 20-64-1": mlp_step,
+        "small conv net": conv_step,
+        "character GPT": lambda: gpt_step(False),
+        "character GPT, FSDP2": lambda: gpt_step(True),
     }
     found = {}
-    for name, (make_step, count) in cases.items():
+    for name, make_step in cases.items():
         torch.manual_seed(0)
         step = make_step()
-        steps = max(5, count // (dist.get_world_size() - 1) // (10 if is_short else 1))
-        for _ in range(steps // 5):
+        for _ in range(WARM_UP_STEPS):
             step()
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        found[name] = 1e6 * (time.perf_counter() - began) / steps
-        dist.barrier()  # else one has the machine for itself at the end
+        estimate = torch.tensor(seconds_a_step(step, WARM_UP_STEPS))
+        dist.broadcast(estimate, 0)
+        steps = max(5, int(MEASURED_S / (10 if is_short else 1) / estimate.item()))
+        found[name] = 1e6 * seconds_a_step(step, steps)
     return found
+
+
+def seconds_a_step(step: Step, steps: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = time.perf_counter() - began
+    dist.barrier()  # else one has the machine for itself at the end
+    return seconds / steps
 
 
 def collective(name: str, size: int) -> Step:
