@@ -77,7 +77,7 @@ STEP_BARS = {
 
 TRIED = """\
 A slow start is one beside another program: each rank has half a core then. What was tried against it is in [the log](../../docs/log.md), under *The slowest of ten starts*.
-On another machine of two cores the same commands gave 4.65x for the MLP (worst start 2.78x), 6.00x for `--sync ddp` (4.72x) and 5.75x for `--sync exact` (4.27x)."""
+On another machine of two cores, over 800 steps, it was 4.65x for the MLP (worst start 2.78x), 6.00x for `--sync ddp` (4.72x) and 5.75x for `--sync exact` (4.27x)."""
 
 # What was measured in each start, by the way.
 Starts = dict[str, list[float]]
