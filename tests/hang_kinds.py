@@ -47,11 +47,11 @@ SAID_IN_MEMORY = SAID_BY_GLOO | {
 }
 # kind: the rule, the function at whose line the finding is, and what was seen, by `check`
 SAID_BY_CHECK = {
-    "metric": ("collective-order", "sum_metric", "rank 0 waits in all_reduce (its collective 1)"),
+    "metric": ("collective-order", "sum_metric", "`if has_correct_answer`"),
     "early": ("uneven-steps", "main", "rank 0 makes 5 backward passes and rank 1 4"),
-    "barrier": ("collective-order", "wait_as_first", "under `if RANK == 0`"),
+    "barrier": ("collective-order", "wait_as_first", "DDP's: `if RANK == 0`"),
     "uneven": ("uneven-steps", "main", "rank 0 makes 7 backward passes and rank 1 6"),
-    "save": ("collective-order", "save_on_first", "under `if RANK == 0`"),
+    "save": ("collective-order", "save_on_first", "DDP's: `if RANK == 0`"),
     "worker": ("hang", "read_queue", "rank 1: it is in read_queue()"),
     "lock": ("hang", "wait_for_lock", "rank 1: it is in wait_for_lock()"),
     "group": ("collective-order", "use_wrong_group", "of another group"),

@@ -73,6 +73,8 @@ def _list_classes(annotated: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
         if get_origin(hint) in (Union, UnionType):
             kinds = list(get_args(hint))
         classes = tuple(get_origin(kind) or kind for kind in kinds)
+        if tuple in classes:
+            classes += (list,)  # what a tuple becomes in JSON
         if all(map(_is_class, classes)):
             classes_by_name[name] = classes
     return classes_by_name
