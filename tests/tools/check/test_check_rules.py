@@ -327,6 +327,11 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [e for n in (1, 2) for e in [backward(n, twice="softmax"), *step(n)]],
         [],
     ),
+    "a ReLU of scores": (
+        "activation-twice",
+        [e for n in (1, 2) for e in [backward(n, twice="relu"), *step(n)]],
+        [],
+    ),
     "a graph for nothing": (
         "eval-keeps-graph",
         [
@@ -589,6 +594,35 @@ def test_ranks_whose_targets_contradict_each_other_are_named() -> None:
     assert not named(with_fit(1.0), with_fit(1.01)), "two shares of one task"
     assert not named(with_fit(1.0), with_fit(-2.0, shift=9.0)), "a task for other inputs"
     assert not named(with_fit(0.0), with_fit(-2.0)), "nothing that can be learned"
+
+
+def drawn(rank: int, sums: list[float], *names: str) -> Events:
+    """Two epochs of 48 samples: each rank reads a half of its samples again, and of the other's.
+
+    The hashes of rows begin with a name for each epoch.
+    """
+    shares = [*range(24 * rank, 24 * rank + 24)], [*range(12), *range(24, 36)]
+    events: Events = []
+    for number, (name, share) in enumerate(zip(names, shares, strict=True), 1):
+        rows = [f"{name}{index}" for index in share]
+        read = {"rows": rows, "sums": [sums[index] for index in share]}
+        one_pass = train_pass(number, [share], replicas=2)
+        events += [event | read if event["k"] == "batch" else event for event in one_pass]
+    return events
+
+
+def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> None:
+    def named(*ranks: Events) -> bool:
+        return "own-task" in rules_of(*ranks)
+
+    values = [float(number % 7) for number in range(48)]
+    others = [float(number % 5) for number in range(48)]
+    noisy = [value + 0.1 * other for value, other in zip(values, others, strict=True)]
+    zero = drawn(0, values, "a", "a")
+    assert named(zero, drawn(1, others, "b", "b"))
+    assert not named(zero, drawn(1, noisy, "b", "b")), "noise of each rank"
+    assert not named(zero, drawn(1, others, "a", "a")), "equal rows"
+    assert not named(zero, drawn(1, others, "b", "c")), "samples that are drawn as they are read"
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ class Batch(ProbeEvent, kind="batch"):
     indices: list[int] | None  # the indices of its samples below all Subsets; None for a stream
     rows: list[str]  # the hashes of its rows
     size: int  # the number of its rows
+    sums: Sequence[float] = ()  # of each row: the sum of some numbers of its first tensor
 
 
 class PassEnd(ProbeEvent, kind="endpass"):
@@ -298,7 +299,7 @@ class Backward(ProbeEvent, kind="backward"):
     loss: float | None = None  # the loss; None where it is no scalar
     # The factor between a mean over samples and the loss; None where it is not known.
     scale: float | None = None
-    # The activation before the loss that the loss includes, or NO_LOGARITHM before nll_loss.
+    # The activation before the loss that must not be there, or NO_LOGARITHM before nll_loss.
     twice: str = ""
     weights: str = ""  # a hash of all models, in the first passes, until an optimizer makes a step
 

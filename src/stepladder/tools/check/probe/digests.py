@@ -17,6 +17,7 @@ from stepladder.tools.check.probe.patching import default_on_error
 
 DIGEST_CHARACTERS = 12
 MAX_HASHED_ROWS = 256
+MAX_SUMMED_COLUMNS = 64
 MAX_HASHED_ELEMENTS = 65536  # of each tensor of a data set
 MAX_ATTRIBUTES = 50
 MAX_ITEMS = 20  # of a list
@@ -117,6 +118,15 @@ def row_digests(batch: Any) -> list[str]:
             state.update(array[row].tobytes())
         hashes.append(state.hexdigest()[:DIGEST_CHARACTERS])
     return hashes
+
+
+@default_on_error(list)
+def row_sums(batch: Any) -> list[float]:
+    """Return for each row of a batch the sum of some numbers of its first tensor."""
+    first = next(tensors_with_rows(batch))[:MAX_HASHED_ROWS].detach().cpu()
+    columns = first.reshape(len(first), -1)
+    stride = columns.shape[1] // MAX_SUMMED_COLUMNS + 1
+    return [float(total) for total in columns[:, ::stride].double().sum(1)]
 
 
 @default_on_error(int)

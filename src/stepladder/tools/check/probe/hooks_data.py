@@ -293,6 +293,7 @@ def record_batch(original: Any, iterator: Any) -> Any:
             indices=indices,
             rows=hashes,
             size=digests.row_count(batch) if indices is None else len(indices),
+            sums=digests.row_sums(batch),
         )
     )
     if state.number <= PASSES_WITH_FIT:

@@ -70,6 +70,7 @@ called_models = CalledModels()
 def attach() -> None:
     wrap_module_calls("__call__")
     wrap(DistributedDataParallel, "__init__", record_wrapper)
+    wrap(nn.Module, "to_empty", fill_empty)
     record_calls(nn.Module, "load_state_dict", load_event)
     record_user_calls(nn.Module, "eval", lambda _: EvalMode())
     record_user_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1))
@@ -190,6 +191,20 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
         )
     )
     return result
+
+
+def fill_empty(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write nan where `to_empty` leaves what was in memory, so that no run hides it by chance."""
+    result = original(module, *args, **kwargs)
+    fill_with_nan(module, kwargs.get("recurse", True))
+    return result
+
+
+@default_on_error(lambda: None)
+def fill_with_nan(module: Any, recurse: bool) -> None:
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
 
 
 def load_event(

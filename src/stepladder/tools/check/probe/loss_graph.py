@@ -13,13 +13,15 @@ from stepladder.tools.check.probe.patching import default_on_error
 MAX_SCALE_NODES = 8
 MAX_ACTIVATION_NODES = 16
 KEEPS_SCALE = ("AddBackward0", "SubBackward0", "ToCopyBackward0", "SqueezeBackward0")
-# Losses, with the activation that each includes.
-INCLUDED_ACTIVATIONS = {
-    "NllLoss": "Softmax",
-    "BinaryCrossEntropyWithLogits": "Sigmoid",
+# What takes scores, with the activations that must not stand before it: its own, and ReLU.
+MISPLACED_ACTIVATIONS = {
+    "LogSoftmax": ("Softmax", "Relu"),
+    "BinaryCrossEntropyWithLogits": ("Sigmoid", "Relu"),
 }
+SUMS_LOSSES = ("Mean", "Sum", "Add", "Div", "Mul", "ToCopy", "Squeeze", "View")
+MAX_EXAMINED_ROWS = 16
+MAX_SUM_OF_PROBABILITIES = 1.5  # of a row; it is 1, but for rounding
 KEEPS_VALUES = (
-    "LogSoftmax",
     "View",
     "UnsafeView",
     "Squeeze",
@@ -29,6 +31,7 @@ KEEPS_VALUES = (
     "Permute",
     "T",
     "Clone",
+    "_DDPSink",  # of DDP that looks for unused parameters
 )
 
 
@@ -66,34 +69,34 @@ def scale_of(loss: Any) -> float | None:
 
 @default_on_error(str)
 def activation_of(loss: Any) -> str:
-    """Return the activation right before a loss that includes the same one; else an empty text.
+    """Return the activation right before a loss that must not have it; else an empty text.
 
-    It is NO_LOGARITHM where `nll_loss` is given probabilities, or scores: of logarithms of
-    probabilities no loss is negative.
+    It is NO_LOGARITHM where `nll_loss` is given probabilities, or scores.
     """
-    activation = ""
-    has_logarithm = False
+    activations: tuple[str, ...] = ()
+    is_sum = True  # of the losses of samples
     for node in graph_nodes(loss, MAX_ACTIVATION_NODES):
         name = type(node).__name__.partition("Backward")[0]
-        has_logarithm |= name == "LogSoftmax"
-        if not activation:
-            activation = included_activation(name)
-            is_whole_loss = node is loss.grad_fn and name.startswith("NllLoss")
-            if is_whole_loss and float(loss.detach()) < 0:
-                return NO_LOGARITHM
-        elif name == activation:
-            is_nll_loss = activation == "Softmax" and not has_logarithm
-            return NO_LOGARITHM if is_nll_loss else activation.lower()
-        elif name not in KEEPS_VALUES:
+        if name in activations:
+            return name.lower()
+        if activations and name not in KEEPS_VALUES:
             return ""
+        if is_sum and name.startswith("NllLoss") and exceeds_probabilities(node._saved_self):
+            return NO_LOGARITHM
+        is_sum &= name in SUMS_LOSSES
+        activations = activations or MISPLACED_ACTIVATIONS.get(name, ())
     return ""
 
 
-def included_activation(loss_name: str) -> str:
-    for prefix, activation in INCLUDED_ACTIVATIONS.items():
-        if loss_name.startswith(prefix):
-            return activation
-    return ""
+def exceeds_probabilities(logarithms: torch.Tensor) -> bool:
+    """Return whether the exponentials of a row of values have a sum far above 1."""
+    values = logarithms.detach()
+    if values.dim() > 1:
+        values = values[:MAX_EXAMINED_ROWS]
+    if values.dim() > 2:  # (images, classes, height, width)
+        values = values[..., :MAX_EXAMINED_ROWS]
+    sums = values.float().logsumexp(min(values.dim() - 1, 1)).exp()
+    return float(sums.median()) > MAX_SUM_OF_PROBABILITIES
 
 
 def constant_operand(node: Any) -> float | None:

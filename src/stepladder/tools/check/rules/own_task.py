@@ -1,13 +1,13 @@
-"""The rule for ranks whose samples have targets that contradict each other."""
+"""Rules for ranks that hold other samples, or whose targets contradict each other."""
 
 from __future__ import annotations
 
 from operator import mul, sub
-from statistics import fmean, pstdev, pvariance
+from statistics import correlation, fmean, pstdev, pvariance
 
 from stepladder.tools.check.events import Draw, LinearFit
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients
 from stepladder.tools.probe.events import CodeLine
 
@@ -17,6 +17,8 @@ MIN_EXPLAINED = 0.3  # of the variance: a fit of a rank's own rows that counts
 MAX_EXCHANGED = 0.25  # of what a fit of the rank's own rows explains
 MAX_SHIFT = 0.5  # of the mean of an input, in standard deviations
 MAX_SPREAD = 2.0  # a standard deviation divided by that on the other rank
+MIN_READ_AGAIN = 10  # samples that are read twice by one rank, and that are read by both
+MAX_CORRELATION = 0.5  # of samples that have no more in common than their index
 
 
 @run_rule("own-task")
@@ -47,6 +49,47 @@ def own_task(evidence: RunEvidence) -> Findings:
                 f"its other targets, and at most {max(exchanged, 0.0):.0%} of that on the other "
                 f"rank",
             )
+
+
+@rank_rule("own-task.samples")
+def own_samples(evidence: RunEvidence) -> Findings:
+    """Find a data set of which two ranks hold unrelated samples under the same indices.
+
+    A sample that is drawn anew each time it is read says nothing of the data set.
+    """
+    if any(own_task(evidence)):
+        return
+    first, second = map(constant_samples, evidence.first_ranks)
+    common = first.keys() & second.keys()
+    pairs = [(first[index], second[index]) for index in common]
+    sums = [[rows[rank][1] for rows in pairs] for rank in (0, 1)]
+    has_equal_row = any(row == other for (row, _), (other, _) in pairs)
+    if len(pairs) < MIN_READ_AGAIN or has_equal_row or not all(map(pstdev, sums)):
+        return
+    if abs(correlation(*sums)) < MAX_CORRELATION:
+        log = evidence.rank_0
+        yield evidence.finding(
+            "own-task.samples",
+            line_of_draws(log, log.training_passes[0]),
+            f"rank 0 and rank 1 have read {len(pairs)} samples by the same index in training, and "
+            f"each time other ones",
+        )
+
+
+def constant_samples(log: RankLog) -> dict[int, tuple[str, float]]:
+    """Return the hash and the sum of each sample in the passes that a sampler divides.
+
+    There are none if a sample has changed, or if too few were read twice.
+    """
+    samples: dict[int, tuple[str, float]] = {}
+    read_again = 0
+    for one_pass in log.training_passes:
+        for batch in one_pass.batches if (one_pass.start.replicas or 1) > 1 else ():
+            for index, row, total in zip(batch.indices or (), batch.rows, batch.sums, strict=False):
+                read_again += index in samples
+                if samples.setdefault(index, (row, total))[0] != row:
+                    return {}
+    return samples if read_again >= MIN_READ_AGAIN else {}
 
 
 def fit_of(log: RankLog, one_pass: LoaderPass) -> LinearFit | None:

@@ -276,28 +276,29 @@ def is_trained(log: RankLog, call: Forward) -> bool:
     return isinstance(next(following, None), Backward)
 
 
-@run_rule("activation-twice", "activation-twice.logarithm")
+@run_rule("activation-twice", "activation-twice.logarithm", "activation-twice.relu")
 def activation_twice(evidence: RunEvidence) -> Findings:
-    """Find an activation before a loss that applies the same activation."""
+    """Find an activation before a loss that applies the same one, or that takes scores."""
     backwards = evidence.rank_0.select(Backward)
     twice = [event for event in backwards if event.twice]
     if len(twice) < 2:
         return
-    passes = f"in {len(twice)} of {len(backwards)} backward passes"
-    if twice[0].twice == NO_LOGARITHM:
-        yield evidence.finding(
-            "activation-twice.logarithm",
-            twice[0].at,
-            f"{passes} nll_loss is given values that are no logarithms of probabilities; the "
-            f"first loss is {twice[0].loss:.4g}",
-        )
+    first = twice[0]
+    rule = "activation-twice"
+    text = f"the loss's input is the output of a {first.twice}"
+    if first.twice == NO_LOGARITHM:
+        rule += ".logarithm"
+        text = "nll_loss is given values that are no logarithms of probabilities; the first loss "
+        text += f"is {first.loss:.4g}"
+    elif first.twice == "relu":
+        rule += ".relu"
     else:
-        yield evidence.finding(
-            "activation-twice",
-            twice[0].at,
-            f"{passes} the loss's input is the output of a {twice[0].twice}, and the loss "
-            f"includes one",
-        )
+        text += ", and the loss includes one"
+    yield evidence.finding(
+        rule,
+        first.at,
+        f"in {len(twice)} of {len(backwards)} backward passes {text}",
+    )
 
 
 @run_rule("graph-kept")
