@@ -625,6 +625,16 @@ def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> Non
     assert not named(zero, drawn(1, others, "b", "c")), "samples that are drawn as they are read"
 
 
+def test_shards_of_other_weights_are_named_unless_weights_are_loaded_later() -> None:
+    def cut(digest: str) -> Events:
+        return [{"k": "sharding", "weights": {"head": digest}}]
+
+    load = [{"k": "loadsd", "strict": True, "own": 2, "more": 0, "fewer": 0}]
+    assert rules_of(cut("a"), cut("b")) == ["replicas-differ"]
+    assert rules_of(cut("a"), cut("a")) == []
+    assert rules_of(cut("a") + load, cut("b") + load) == []
+
+
 @pytest.mark.parametrize(
     ("rate", "found"),
     [

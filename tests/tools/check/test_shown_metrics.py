@@ -69,6 +69,11 @@ def test_a_mean_that_is_shown_is_known_by_its_value(value: str, rules: list[str]
     assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == rules
 
 
+def test_a_zero_is_shown_for_any_small_number() -> None:
+    events = evaluation([2e-8, 1e-8, 3e-8], UNEVEN, *[show("0.0000")] * 6)
+    assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == []
+
+
 def test_a_share_of_hits_in_percent_is_a_mean_of_its_batches_too() -> None:
     hits = evaluation([2, 2, 0], UNEVEN, show("66.667"), is_mean=False)
     assert rules_of(hits, train_pass(1, [[4, 5], [6, 7]])) == ["mean-of-means"]

@@ -260,14 +260,17 @@ class WrapperBuilt(ProbeEvent, kind="ddp"):
     nested: str = ""  # the class of a wrapper that the model is or holds already
 
 
+class Sharding(ProbeEvent, kind="sharding"):
+    """A model is about to be cut into shards, one for each rank, without a broadcast before."""
+
+    weights: Digests  # the hashes of its weights
+
+
 class ModelMoved(ProbeEvent, kind="placed"):
     """A wrapped model has changed its device or its type."""
 
     before: str
     after: str
-
-
-WEIGHT_HAS_IT = "has it before this pass"
 
 
 class NotFinite(ProbeEvent, kind="notfinite"):
@@ -287,6 +290,7 @@ class StateDictLoad(ProbeEvent, kind="loadsd"):
     fewer: int  # keys that would fit with a prefix before the file's keys
 
 
+WEIGHT_HAS_IT = "has it before this pass"
 NO_LOGARITHM = "no logarithm"
 Digests = dict[str, str]  # short hashes, by name
 
@@ -297,10 +301,8 @@ class Backward(ProbeEvent, kind="backward"):
     way: str = ""  # the functions and lines that lead to it
     alive: int = 0  # the graphs of earlier losses that are in memory
     loss: float | None = None  # the loss; None where it is no scalar
-    # The factor between a mean over samples and the loss; None where it is not known.
-    scale: float | None = None
-    # The activation before the loss that must not be there, or NO_LOGARITHM before nll_loss.
-    twice: str = ""
+    scale: float | None = None  # the factor between a mean over samples and the loss, if known
+    twice: str = ""  # the activation that must not precede the loss; NO_LOGARITHM for nll_loss
     weights: str = ""  # a hash of all models, in the first passes, until an optimizer makes a step
 
 

@@ -10,20 +10,32 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepladder.tools.check.events import EvalMode, Forward, StateDictLoad, WrapperBuilt, ZeroGrad
+from stepladder.core.after_import import call_after_import
+from stepladder.tools.check.events import (
+    Digests,
+    EvalMode,
+    Forward,
+    Sharding,
+    StateDictLoad,
+    WrapperBuilt,
+    ZeroGrad,
+)
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_wrapper import wrapped_models
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
+    Arguments,
     Fields,
     NestingDepth,
     default_on_error,
+    get_argument,
     record_calls,
     record_user_calls,
     wrap,
 )
 from stepladder.tools.check.probe.probe_log import record
 
+FSDP = "torch.distributed.fsdp"
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 SHARDING_CLASSES = ("FSDPModule",)
 CALLS_RECORDED_FULLY = 40  # of models with a gradient; later ones only now and then
@@ -65,11 +77,14 @@ class CalledModels(NestingDepth):
 
 
 called_models = CalledModels()
+running_sharding = NestingDepth()
 
 
 def attach() -> None:
     wrap_module_calls("__call__")
     wrap(DistributedDataParallel, "__init__", record_wrapper)
+    call_after_import(f"{FSDP}.fully_sharded_data_parallel", watch_wrapper)
+    call_after_import(f"{FSDP}._fully_shard._fully_shard", watch_fully_shard)
     wrap(nn.Module, "to_empty", fill_empty)
     record_calls(nn.Module, "load_state_dict", load_event)
     record_user_calls(nn.Module, "eval", lambda _: EvalMode())
@@ -191,6 +206,43 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
         )
     )
     return result
+
+
+def watch_wrapper(fsdp: Any) -> None:
+    wrap(fsdp.FullyShardedDataParallel, "__init__", functools.partial(record_sharding, 1))
+
+
+def watch_fully_shard(fsdp: Any) -> None:
+    wrap(fsdp, "fully_shard", functools.partial(record_sharding, 0))
+
+
+def record_sharding(index: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record the weights of a model before it is cut into shards, which cuts its parts as well.
+
+    Args:
+        index: The position of the model among the arguments.
+        original: The function that cuts it.
+    """
+    weights = None if running_sharding.depth else unsharded_weights(index, args, kwargs)
+    if weights:
+        record(Sharding(weights=weights))
+    with running_sharding:
+        return original(*args, **kwargs)
+
+
+@default_on_error(dict)
+def unsharded_weights(index: int, args: Arguments, kwargs: Fields) -> Digests:
+    """Return the hashes of weights of which each rank keeps its own, and no broadcast follows."""
+    module = get_argument(args, kwargs, index, "module")
+    group = get_argument(args, kwargs, index + 1, "process_group")
+    group = group or kwargs.get("mesh") or kwargs.get("device_mesh")
+    is_of_all = group is None or group.size() == torch.distributed.get_world_size()
+    if kwargs.get("sync_module_states") or not is_of_all:
+        return {}
+    parts = [part for part in module.modules() if kind_of_wrapper(part)]
+    sharded = {id(parameter) for part in parts for parameter in part.parameters()}
+    named = module.named_parameters()
+    return {name: digests.digest(p) for name, p in named if id(p) not in sharded}
 
 
 def fill_empty(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

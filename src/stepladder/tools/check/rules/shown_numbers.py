@@ -83,6 +83,8 @@ def shown_numbers(events: Iterable[ProbeEvent]) -> Iterator[ShownNumber]:
 def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
     for text in NUMBER.findall(shown.text):
         value = float(text)
+        if value == 0:  # any small number is shown so
+            continue
         _, digits, exponent = Decimal(text).as_tuple()
         half_of_last_digit = 0.51 * 10.0 ** int(exponent)
         tolerance = max(half_of_last_digit, ROUNDING_OF_SUMS * abs(value))

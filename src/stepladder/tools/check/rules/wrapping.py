@@ -1,9 +1,16 @@
-"""Rules for models that are changed as a whole after they were wrapped, or wrapped twice."""
+"""Rules for models that are wrapped twice, changed after that, or cut into unlike shards."""
 
 from __future__ import annotations
 
-from stepladder.tools.check.events import Backward, ModelMoved, WrapperBuilt
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.events import (
+    Backward,
+    ModelMoved,
+    Sharding,
+    StateDictLoad,
+    WrapperBuilt,
+)
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
+from stepladder.tools.check.rules.model import first_difference
 
 
 @run_rule("moved-after-wrapping", "moved-after-wrapping.twice")
@@ -27,3 +34,18 @@ def moved_after_wrapping(evidence: RunEvidence) -> Findings:
                 f"the model that is wrapped is or holds a {wrapper.nested} already",
             )
             break
+
+
+@rank_rule("replicas-differ.shards")
+def shards_differ(evidence: RunEvidence) -> Findings:
+    """Find shards that are cut from another model on each rank, and keep its weights."""
+    loads = evidence.rank_0.select(StateDictLoad)
+    for first, second in align(log.select(Sharding) for log in evidence.first_ranks):
+        name = first_difference(first.weights, second.weights)
+        if name and not any(load.n > first.n for load in loads):
+            yield evidence.finding(
+                "replicas-differ.shards",
+                first.at,
+                f"{name} differs between rank 0 and rank 1 when the model is cut into shards",
+            )
+            return
