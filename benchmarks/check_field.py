@@ -149,7 +149,8 @@ were sealed before any was run (2026-11-26, on two cores with other jobs, two sc
   passes by chance, though set_epoch is called; twice a small batch for batch norm that only the trial's command makes; once a file of local rank 0, in a script for one node.
 - 6 scripts without a mistake that can show: no finding in 3 of them, one of which is the script that was not compared.
 
-After it only this was changed: samples that shuffled passes leave out in common by chance are no finding any more."""
+After it samples that shuffled passes leave out in common by chance are no finding any more. A ReLU before a loss, nll_loss of scores, a data set that each rank draws for itself, FSDP from
+other weights on each rank and a best value that is stored before it is compared are named."""
 
 LATER_TRIALS = {
     2: ("The second trial, after the repairs", SECOND_TRIAL),

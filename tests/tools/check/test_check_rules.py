@@ -621,7 +621,7 @@ def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> Non
     zero = drawn(0, values, "a", "a")
     assert named(zero, drawn(1, others, "b", "b"))
     assert not named(zero, drawn(1, noisy, "b", "b")), "noise of each rank"
-    assert not named(zero, drawn(1, others, "a", "a")), "equal rows"
+    assert not named(zero, drawn(1, values, "a", "a")), "the same data set"
     assert not named(zero, drawn(1, others, "b", "c")), "samples that are drawn as they are read"
 
 
@@ -633,6 +633,31 @@ def test_shards_of_other_weights_are_named_unless_weights_are_loaded_later() -> 
     assert rules_of(cut("a"), cut("b")) == ["replicas-differ"]
     assert rules_of(cut("a"), cut("a")) == []
     assert rules_of(cut("a") + load, cut("b") + load) == []
+
+
+STORES = 'state = {"best": best}'
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ([STORES, "if new > best:", "    best = new"], True),
+        ([STORES, "best = max(best, new)"], True),
+        (["if new > best:", f"    {STORES}", "    best = new"], True),
+        (["best = max(best, new)", STORES], False),
+        (["if new > best:", "    best = new", STORES, "best = max(best, 0)"], False),
+        (["if best > new:", f"    {STORES}", "else:", "    best = new"], False),
+        ([STORES, "best = new"], False),
+        (["for batch in loader:", f"    {STORES}", "best = max(best, new)"], False),
+    ],
+)
+def test_a_best_value_that_is_compared_after_it_is_stored_is_named(
+    body: list[str], found: bool
+) -> None:
+    saved = [SAVED | {"path": "/w/s.tmp", "keys": ["best"]}, MOVED]
+    text = "\n    ".join(["for epoch in range(9):", *body])
+    named = apply_rules(evidence_of([*steps(step(1)), *saved], [], text=text))
+    assert ["the best value" in finding.what for finding in named] == [True] * found
 
 
 @pytest.mark.parametrize(

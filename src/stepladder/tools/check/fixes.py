@@ -110,13 +110,12 @@ def call_set_epoch(file: SourceFile, loop: ast.stmt) -> Edits:
 
 def find_epoch_name(file: SourceFile, node: ast.AST) -> str:
     """Return the variable of the loop over epochs around a node; empty where there is none."""
-    while node in file.parents:
-        node = file.parents[node]
-        if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
-            if "epoch" in node.target.id:
-                return node.target.id
-        elif isinstance(node, ast.FunctionDef):
-            names = (argument.arg for argument in node.args.args)
+    for parent in file.parents_of(node):
+        if isinstance(parent, ast.For) and isinstance(parent.target, ast.Name):
+            if "epoch" in parent.target.id:
+                return parent.target.id
+        elif isinstance(parent, ast.FunctionDef):
+            names = (argument.arg for argument in parent.args.args)
             return next((name for name in names if "epoch" in name and "epochs" not in name), "")
     return ""
 
@@ -170,11 +169,9 @@ def load_weights_only(_file: SourceFile, call: ast.Call) -> Edits:
 
 def write_on_rank_0(file: SourceFile, call: ast.Call) -> Edits:
     """Ask for the rank in place of the local rank, around the line that writes."""
-    node: ast.AST = call
-    while node in file.parents and not isinstance(node, ast.FunctionDef):
-        node = file.parents[node]
-        comparisons = find_nodes(node.test, ast.Compare) if isinstance(node, ast.If) else ()
-        for comparison in comparisons:
+    conditions = (node for node in file.parents_of(call) if isinstance(node, ast.If))
+    for condition in conditions:
+        for comparison in find_nodes(condition.test, ast.Compare):
             if "local_rank" in ast.unparse(comparison.left).lower():
                 module = find_distributed_name(file)
                 return [replace_node(comparison.left, f"{module}.get_rank()")]

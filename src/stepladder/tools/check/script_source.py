@@ -83,13 +83,16 @@ class SourceFile:
                 parents[child] = node
         return parents
 
-    def enclosing_function(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function around a node, or the module."""
+    def parents_of(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, the innermost first."""
         while node in self.parents:
             node = self.parents[node]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                return node
-        return self.tree
+            yield node
+
+    def enclosing_function(self, node: ast.AST) -> ast.AST:
+        """Return the innermost function around a node, or the module."""
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return next((p for p in self.parents_of(node) if isinstance(p, functions)), self.tree)
 
 
 @dataclass(frozen=True)

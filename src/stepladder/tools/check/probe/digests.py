@@ -123,10 +123,10 @@ def row_digests(batch: Any) -> list[str]:
 @default_on_error(list)
 def row_sums(batch: Any) -> list[float]:
     """Return for each row of a batch the sum of some numbers of its first tensor."""
-    first = next(tensors_with_rows(batch))[:MAX_HASHED_ROWS].detach().cpu()
+    first = next(tensors_with_rows(batch))[:MAX_HASHED_ROWS]
     columns = first.reshape(len(first), -1)
     stride = columns.shape[1] // MAX_SUMMED_COLUMNS + 1
-    return [float(total) for total in columns[:, ::stride].double().sum(1)]
+    return list(map(float, columns[:, ::stride].double().sum(1)))
 
 
 @default_on_error(int)

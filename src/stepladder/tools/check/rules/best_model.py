@@ -1,4 +1,4 @@
-"""The file of a best model: who chooses it, and whether the script goes on from it."""
+"""The best model: who chooses it, whether the script goes on from it, and an old best value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from stepladder.tools.check.events import Backward, Load, PathSearch, Save
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.metrics import (
     describe_share,
     evaluations_of_shares,
@@ -15,8 +15,16 @@ from stepladder.tools.check.rules.metrics import (
     has_collective_after,
     one_rank_metric,
 )
-from stepladder.tools.check.rules.source_patterns import has_load, resumes
-from stepladder.tools.check.script_source import lines_of
+from stepladder.tools.check.rules.source_patterns import (
+    assignments,
+    has_load,
+    resumes,
+)
+from stepladder.tools.check.script_source import (
+    SourceFile,
+    constant_value,
+    lines_of,
+)
 from stepladder.tools.probe.events import CodeLine
 
 LEAVES_A_FUNCTION = (
@@ -45,6 +53,49 @@ def best_of_one_rank(evidence: RunEvidence) -> Findings:
                 0,
             )
             return
+
+
+@run_rule("incomplete-snapshot.best")
+def best_of_earlier_epochs(evidence: RunEvidence) -> Findings:
+    """Find a best value that is stored, and is compared with the new one only then."""
+    saved = {key for _, save in evidence.run.select(Save) for key in save.keys}
+    for file, state in evidence.source.nodes(ast.Dict):
+        for key, value in zip(state.keys, state.values, strict=True):
+            update = later_comparison(file, state, ast.unparse(value))
+            if update and constant_value(key) in saved:
+                yield evidence.finding(
+                    "incomplete-snapshot.best",
+                    CodeLine(file.name, value.lineno),
+                    f"{ast.unparse(value)} is stored, and is set to a better value in line "
+                    f"{update.lineno}, after that",
+                )
+                return
+
+
+def later_comparison(file: SourceFile, state: ast.Dict, name: str) -> ast.Assign | None:
+    """Return the statement that sets a stored value to a better one later in the same iteration.
+
+    None if another statement of the loop sets the value.
+    """
+    loops = (node for node in file.parents_of(state) if isinstance(node, ast.For | ast.While))
+    loop = next(loops, None)
+    updates = list(assignments(loop, name)) if loop else []
+    for update in updates:
+        if update.lineno < state.lineno or not sets_to_better(update, file.parents[update]):
+            return None
+    return updates[0] if updates else None
+
+
+def sets_to_better(update: ast.Assign, parent: ast.AST) -> bool:
+    """Return whether a statement is `best = max(best, new)`, or `best = new` if `new > best`."""
+    name = ast.unparse(update.targets[0])
+    value = ast.unparse(update.value)
+    if value.startswith(("max(", "min(")):
+        return name in value
+    if not isinstance(parent, ast.If) or update not in parent.body:
+        return False
+    test = ast.unparse(parent.test)
+    return name in test and value in test
 
 
 def is_loaded_to_go_on(

@@ -61,17 +61,15 @@ def own_samples(evidence: RunEvidence) -> Findings:
         return
     first, second = map(constant_samples, evidence.first_ranks)
     common = first.keys() & second.keys()
-    pairs = [(first[index], second[index]) for index in common]
-    sums = [[rows[rank][1] for rows in pairs] for rank in (0, 1)]
-    has_equal_row = any(row == other for (row, _), (other, _) in pairs)
-    if len(pairs) < MIN_READ_AGAIN or has_equal_row or not all(map(pstdev, sums)):
+    sums = [[samples[index][1] for index in common] for samples in (first, second)]
+    if len(common) < MIN_READ_AGAIN or not all(map(pstdev, sums)):
         return
-    if abs(correlation(*sums)) < MAX_CORRELATION:
+    if correlation(*sums) < MAX_CORRELATION:
         log = evidence.rank_0
         yield evidence.finding(
             "own-task.samples",
             line_of_draws(log, log.training_passes[0]),
-            f"rank 0 and rank 1 have read {len(pairs)} samples by the same index in training, and "
+            f"rank 0 and rank 1 have read {len(common)} samples by the same index in training, and "
             f"each time other ones",
         )
 
