@@ -91,8 +91,10 @@ class SourceFile:
 
     def enclosing_function(self, node: ast.AST) -> ast.AST:
         """Return the innermost function around a node, or the module."""
-        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-        return next((p for p in self.parents_of(node) if isinstance(p, functions)), self.tree)
+        for parent in self.parents_of(node):
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                return parent
+        return self.tree
 
 
 @dataclass(frozen=True)

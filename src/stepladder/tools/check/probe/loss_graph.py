@@ -18,8 +18,8 @@ MISPLACED_ACTIVATIONS = {
     "LogSoftmax": ("Softmax", "Relu"),
     "BinaryCrossEntropyWithLogits": ("Sigmoid", "Relu"),
 }
-SUMS_LOSSES = ("Mean", "Sum", "Add", "Div", "Mul", "ToCopy", "Squeeze", "View")
-MAX_EXAMINED_ROWS = 16
+SUMS_LOSSES = {"Mean", "Sum", "Add", "Div", "Mul", "ToCopy", "Squeeze", "View"}
+MAX_EXAMINED_ROWS = 4  # of a batch, which may hold images
 MAX_SUM_OF_PROBABILITIES = 1.5  # of a row; it is 1, but for rounding
 KEEPS_VALUES = (
     "View",
@@ -74,28 +74,27 @@ def activation_of(loss: Any) -> str:
     It is NO_LOGARITHM where `nll_loss` is given probabilities, or scores.
     """
     activations: tuple[str, ...] = ()
-    is_sum = True  # of the losses of samples
+    passed: set[str] = set()
     for node in graph_nodes(loss, MAX_ACTIVATION_NODES):
-        name = type(node).__name__.partition("Backward")[0]
+        name = type(node).__name__.partition("Backward")[0].removesuffix("2D")
         if name in activations:
             return name.lower()
         if activations and name not in KEEPS_VALUES:
             return ""
-        if is_sum and name.startswith("NllLoss") and exceeds_probabilities(node._saved_self):
+        is_sum = passed <= SUMS_LOSSES  # of the losses of samples
+        if name == "NllLoss" and is_sum and exceeds_probabilities(node._saved_self):
             return NO_LOGARITHM
-        is_sum &= name in SUMS_LOSSES
-        activations = activations or MISPLACED_ACTIVATIONS.get(name, ())
+        passed.add(name)
+        # Without NllLoss it may be of features, which a smaller net is to have as well.
+        if name != "LogSoftmax" or "NllLoss" in passed:
+            activations = activations or MISPLACED_ACTIVATIONS.get(name, ())
     return ""
 
 
 def exceeds_probabilities(logarithms: torch.Tensor) -> bool:
     """Return whether the exponentials of a row of values have a sum far above 1."""
-    values = logarithms.detach()
-    if values.dim() > 1:
-        values = values[:MAX_EXAMINED_ROWS]
-    if values.dim() > 2:  # (images, classes, height, width)
-        values = values[..., :MAX_EXAMINED_ROWS]
-    sums = values.float().logsumexp(min(values.dim() - 1, 1)).exp()
+    values = logarithms.detach()[:MAX_EXAMINED_ROWS].float()
+    sums = values.logsumexp(min(values.dim() - 1, 1)).exp()
     return float(sums.median()) > MAX_SUM_OF_PROBABILITIES
 
 
