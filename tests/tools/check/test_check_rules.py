@@ -626,13 +626,15 @@ def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> Non
 
 
 def test_shards_of_other_weights_are_named_unless_weights_are_loaded_later() -> None:
-    def cut(digest: str) -> Events:
-        return [{"k": "sharding", "weights": {"head": digest}}]
+    def cut(digest: str, *after: dict[str, Any]) -> Events:
+        return [{"k": "sharding", "weights": {"head": digest}}, *after]
 
-    load = [{"k": "loadsd", "strict": True, "own": 2, "more": 0, "fewer": 0}]
-    assert rules_of(cut("a"), cut("b")) == ["replicas-differ"]
-    assert rules_of(cut("a"), cut("a")) == []
-    assert rules_of(cut("a") + load, cut("b") + load) == []
+    trained = steps(step(1))
+    load = {"k": "loadsd", "strict": True, "own": 2, "more": 0, "fewer": 0}
+    assert rules_of(cut("a", *trained), cut("b", *trained)) == ["replicas-differ"]
+    assert rules_of(cut("a", *trained), cut("a", *trained)) == []
+    assert rules_of(cut("a", load, *trained), cut("b", load, *trained)) == []
+    assert rules_of(cut("a"), cut("b")) == [], "nothing is trained"
 
 
 STORES = 'state = {"best": best}'

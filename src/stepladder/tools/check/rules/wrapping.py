@@ -5,6 +5,7 @@ from __future__ import annotations
 from stepladder.tools.check.events import (
     Backward,
     ModelMoved,
+    OptimizerStep,
     Sharding,
     StateDictLoad,
     WrapperBuilt,
@@ -38,8 +39,13 @@ def moved_after_wrapping(evidence: RunEvidence) -> Findings:
 
 @rank_rule("replicas-differ.shards")
 def shards_differ(evidence: RunEvidence) -> Findings:
-    """Find shards that are cut from another model on each rank, and keep its weights."""
+    """Find shards that are cut from another model on each rank, and are trained.
+
+    This is a note, for a mixture of independent draws is a draw as well.
+    """
     loads = evidence.rank_0.select(StateDictLoad)
+    if not evidence.rank_0.select(OptimizerStep):
+        return
     for first, second in align(log.select(Sharding) for log in evidence.first_ranks):
         name = first_difference(first.weights, second.weights)
         if name and not any(load.n > first.n for load in loads):
