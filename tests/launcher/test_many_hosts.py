@@ -123,7 +123,8 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Path("/run/sshd").mkdir(exist_ok=True)
     server = Server(folder, address)
     with (folder / "config").open("a") as config:
-        config.write("ForceCommand sleep 1000\n")
+        # Like `sleep`, but it ends with the session: sshd leaves a command alone once the client is gone.
+        config.write("ForceCommand tail --pid=$PPID -f /dev/null\n")
     with server.running():
         yield server
 
@@ -168,7 +169,7 @@ def test_a_launcher_that_ends_while_it_asks_leaves_no_ssh(
 ) -> None:
     flags = "--hosts", ",".join(hanging.hosts), "--ssh", hanging.ssh
     with started("run", *flags, JOBS / "script.py", cwd=tmp_path) as running:
-        wait_until(lambda: commands(hanging).count("sleep") == 3)
+        wait_until(lambda: commands(hanging).count("tail") == 3)
         running.process.send_signal(number)
         assert running.popen.wait(SECONDS) == code
         wait_until(lambda: not clients(hanging))
