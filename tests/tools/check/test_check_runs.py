@@ -382,8 +382,6 @@ def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
 @pytest.mark.parametrize(
     "name",
     [
-        "pearls_local",
-        "trees_validate",
         "patches_trainer",
         "stop_early",
         "flowers_keep",
@@ -391,7 +389,7 @@ def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
     ],
 )
 def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path: Path) -> None:
-    """Two that hang, two ranks that write one file, and one that is ended and resumed, are among
+    """One that hangs, two ranks that write one file, and one that is ended and resumed, are among
     them.
     """
     script = CORPUS / f"{name}.py"
@@ -399,8 +397,7 @@ def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path
     flags = ("--notes", "--epochs", "5", *(["--resume"] if name.endswith("resume") else []))
     _, report = check(script, tmp_path, *flags)
     assert report["findings"]
-    for _ in range(2):
-        assert check(script, tmp_path, *flags)[1] == report
+    assert check(script, tmp_path, *flags)[1] == report
 
 
 RESUMES_WITH_A_FLAG = """import os

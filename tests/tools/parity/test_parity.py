@@ -87,7 +87,9 @@ def test_the_first_difference_is_named_and_nothing_is_left(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("spawns")]))
+@pytest.mark.parametrize(
+    "pair", by_name([pair for pair in PAIRS if pair.get("spawns") and "edits" not in pair])
+)
 def test_a_script_that_spawns_its_processes_is_compared(
     pair: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_script_that_spawns_its_processes_is_compared(
 
 
 OTHERS = [pair for pair in PAIRS if not pair.get("by_command") and not pair.get("spawns")]
+EDITED = [pair for pair in PAIRS if pair.get("spawns") and "edits" in pair]
 
 
 @pytest.mark.corpus
@@ -103,6 +106,14 @@ OTHERS = [pair for pair in PAIRS if not pair.get("by_command") and not pair.get(
 @pytest.mark.parametrize("pair", by_name(OTHERS))
 def test_every_pair_of_the_corpus_is_judged_rightly(pair: dict[str, Any], tmp_path: Path) -> None:
     expect(pair, *compare_forked(pair, tmp_path))
+
+
+@pytest.mark.corpus
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("pair", by_name(EDITED))
+def test_every_pair_that_spawns_is_judged_rightly(pair: dict[str, Any], tmp_path: Path) -> None:
+    expect(pair, *compare(pair, tmp_path))
 
 
 def test_the_corpus_has_twenty_of_each_in_four_shapes() -> None:
