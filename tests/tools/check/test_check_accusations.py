@@ -261,6 +261,52 @@ def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path
     assert report["ran"].startswith("the first of 2 ranks, ")
 
 
+NAMES_PIPELINES = """
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import parallelize_module
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_data_parallel_script_may_import_what_divides_models_for_others(tmp_path: Path) -> None:
+    (tmp_path / "others.py").write_text(NAMES_PIPELINES)
+    _, report = checked(tmp_path, f"import others\n{BY_A_MESH}")
+    assert [finding["rule"] for finding in report["findings"]] == ["not-wrapped"]
+    assert report["notes"] == []
+
+
+PIPELINE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = torch.nn.Linear(4, 4)
+stage = PipelineStage(model, rank, world, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    if rank == 0:
+        schedule.step(torch.randn(8, 4))
+    else:
+        schedule.step(target=torch.randn(8, 4))
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_that_are_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, PIPELINE)
+    assert (code, report["findings"]) == (0, [])
+    assert report["notes"] == [
+        "the script is not data parallel: rules that compare ranks do not apply"
+    ]
+
+
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:
     settings = ProbeSettings(str(tmp_path), ("/me/train",), "/me/train/copy", "/me/train")
     log = ProbeLog(settings)

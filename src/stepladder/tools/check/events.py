@@ -266,6 +266,10 @@ class Sharding(ProbeEvent, kind="sharding"):
     weights: Digests  # the hashes of its weights
 
 
+class ModelDivided(ProbeEvent, kind="divided"):
+    """A model was divided among the ranks, by its tensors or by its layers."""
+
+
 class ModelMoved(ProbeEvent, kind="placed"):
     """A wrapped model has changed its device or its type."""
 

@@ -16,6 +16,7 @@ from stepladder.tools.check.events import (
     GpuQuery,
     GroupInit,
     GroupJoined,
+    ModelDivided,
     OptimizerStep,
     PassStart,
     Refusal,
@@ -63,11 +64,6 @@ MAKES_A_GROUP = (
     "transformers",
 )
 COMMUNICATES_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
-IS_MODEL_PARALLEL = (
-    "parallelize_module",
-    "torch.distributed.pipelining",
-    "PipelineStage(",
-)
 TRAINING_EVENTS = (OptimizerStep, Backward, AutogradCall)
 WORKING_EVENTS = (Forward, Backward, OptimizerStep, ScriptCollective)
 EARLY_READ_INTERVAL_S = 1.5
@@ -194,8 +190,6 @@ class ScriptRuns:
 
     def run(self, launch: RankLaunch) -> ScriptRun:
         """Run the script, and return the run that counts. All others leave no trace."""
-        if self.source.contains(*IS_MODEL_PARALLEL):
-            self.notes.append(NO_DATA_PARALLELISM)
         if launch.gpus_available or not launch.simulates_gpus:
             run = self.run_on_nodes(launch, "run", is_last=True)
             if run.lacks_gpus:
@@ -306,6 +300,9 @@ class ScriptRuns:
         The run with ranks counts if the script fails alone, or if it failed and could have made a
         group later.
         """
+        if run.recording.select(ModelDivided):
+            self.notes.append(NO_DATA_PARALLELISM)
+            return run
         could_make_group = run.outcome.failed and self.source.contains(*MAKES_A_GROUP)
         is_certain = run.launch.is_alone or run.outcome.late or could_make_group
         if is_certain or not self.are_separate(run.recording):
@@ -354,7 +351,7 @@ class ScriptRuns:
             launch.settings.copy,
         )
         recording = replace(recording, is_single_process=launch.is_alone)
-        if self.are_separate(recording) or self.source.contains(*IS_MODEL_PARALLEL):
+        if self.are_separate(recording) or recording.select(ModelDivided):
             return recording.as_single_process()
         return recording
 

@@ -15,6 +15,7 @@ from stepladder.tools.check.events import (
     Digests,
     EvalMode,
     Forward,
+    ModelDivided,
     Sharding,
     StateDictLoad,
     WrapperBuilt,
@@ -87,8 +88,22 @@ def attach() -> None:
     call_after_import(f"{FSDP}._fully_shard._fully_shard", watch_fully_shard)
     wrap(nn.Module, "to_empty", fill_empty)
     record_calls(nn.Module, "load_state_dict", load_event)
+    call_after_import("torch.distributed.tensor.parallel", watch_tensor_parallel)
+    call_after_import("torch.distributed.pipelining", watch_pipelining)
     record_user_calls(nn.Module, "eval", lambda _: EvalMode())
     record_user_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1))
+
+
+def division_event(*_: Any, **__: Any) -> ModelDivided:
+    return ModelDivided()
+
+
+def watch_tensor_parallel(module: Any) -> None:
+    record_calls([module.api, module], "parallelize_module", division_event)
+
+
+def watch_pipelining(module: Any) -> None:
+    record_calls(module.PipelineStage, "__init__", division_event)
 
 
 def wrap_module_calls(name: str) -> None:

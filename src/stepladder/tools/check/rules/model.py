@@ -26,7 +26,6 @@ OTHER_PARALLELISMS = (
     "deepspeed",
     "fully_shard",
     "pipeline",
-    "PipelineStage",
     "DTensor",
     "torchft",
 )
