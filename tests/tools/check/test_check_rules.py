@@ -1138,6 +1138,42 @@ def test_a_file_of_another_kind_that_several_ranks_write_is_a_note() -> None:
     assert rules_of([written], [written | {"path": "/w/curve-1.png"}]) == []
 
 
+def test_ranks_that_put_the_second_into_a_name_write_one_file_if_they_start_together() -> None:
+    ranks = [[{"k": "wrote", "path": f"/w/events.179572077{second}.vm"}] for second in (8, 9)]
+    (finding,) = apply_rules(evidence_of(*ranks))
+    assert finding.evidence == "ranks 0 and 1 write events.*.vm"
+    processes = [[{"k": "wrote", "path": f"/w/events.1795720778.vm.{pid}"}] for pid in (81, 82)]
+    assert rules_of(*processes) == []
+
+
+BY_LOCAL_RANK_0 = """
+gpu = int(os.environ["LOCAL_RANK"])
+def keep(model):
+    ...
+    torch.save(model, path)
+if gpu == 0:
+    keep(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        (BY_LOCAL_RANK_0, "note"),
+        (BY_LOCAL_RANK_0.replace("if gpu == 0", "if ready"), "error"),
+        (BY_LOCAL_RANK_0 + "print(dist.get_rank())", "error"),
+    ],
+)
+def test_a_file_of_local_rank_0_is_a_note_where_the_script_is_for_one_node(
+    text: str, severity: str
+) -> None:
+    saved = [SAVED | {"existed": False}]
+    findings = apply_rules(evidence_of(saved, saved, text=text))
+    assert [(f.rule, f.severity) for f in findings if f.rule == "many-writers"] == [
+        ("many-writers", severity)
+    ]
+
+
 def test_a_worker_belongs_to_the_process_that_made_it_also_where_it_has_no_rank(
     tmp_path: Path,
 ) -> None:
@@ -1168,6 +1204,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-differs",
         "own-task",
         "inflated-throughput",
+        "one-rank-loss",
     } == {rule.id for rule in CHECK_TEXTS.rules}
     assert all(
         text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from itertools import groupby
 from pathlib import PurePath
@@ -21,9 +22,11 @@ from stepladder.tools.check.events import (
     ScheduleStep,
     StateDictLoad,
 )
+from stepladder.tools.check.launch_style import KNOWS_ALL_NODES
 from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.best_model import is_loaded_to_go_on
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.local_rank_0 import lines_of_local_rank_0
 from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK, loads_to_resume
 from stepladder.tools.check.script_source import dotted_name, lines_of
@@ -34,6 +37,7 @@ PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
 TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MAX_KEYS_SHOWN = 8
+SECOND = re.compile(r"(?<!\d)1\d{9}(?!\d)")  # ranks that start together name it alike
 STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
 Writers = dict[str, dict[int, ProbeEvent]]  # of each path, by rank
 ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
@@ -58,7 +62,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
         for event in log.select(Save):
             snapshots[str(renamed.get(event.path, event.path))][log.rank] = event
         for written in log.select(FileWrite):
-            others[written.path].setdefault(log.rank, written)
+            others[SECOND.sub("*", written.path)].setdefault(log.rank, written)
     found = list(files_of_several(evidence, snapshots, "error"))
     yield from found or files_of_several(evidence, others, "note")
 
@@ -76,6 +80,9 @@ def files_of_several(
             is_on_several_nodes = not evidence.run.is_single_process
             if is_on_several_nodes and evidence.source.contains(*READS_LOCAL_RANK):
                 text += "; each of them plays local rank 0 of a node of its own"
+                if is_of_one_node_script(evidence, events[ranks[0]]):
+                    text += ", and the script is for one node, where one of them would write"
+                    severity = "note"
             yield evidence.finding(
                 "many-writers",
                 events[ranks[0]].at,
@@ -83,6 +90,16 @@ def files_of_several(
                 severity=severity,
             )
             return
+
+
+def is_of_one_node_script(evidence: RunEvidence, written: ProbeEvent) -> bool:
+    """Return whether local rank 0 alone writes, and the script never asks for another rank.
+
+    Such a script is meant for one node. Started on several it is wrong as well.
+    """
+    location = evidence.location(written.at)
+    is_of_local_rank_0 = (location.file, location.line) in lines_of_local_rank_0(evidence.source)
+    return is_of_local_rank_0 and not evidence.source.contains(*KNOWS_ALL_NODES)
 
 
 @run_rule("resume-epoch")
