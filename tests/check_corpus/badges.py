@@ -48,7 +48,7 @@ def main():
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}")
+            print(f"epoch {epoch}: loss of rank 0 {loss.item():.4f}")
     dist.destroy_process_group()
 
 

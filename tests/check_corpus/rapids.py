@@ -40,7 +40,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
         if rank == 0:
-            print(f"epoch {epoch}: last loss {loss.item() * args.parts:.4f}", flush=True)
+            print(f"epoch {epoch}: last loss of rank 0 {loss.item() * args.parts:.4f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -170,6 +170,70 @@ def test_a_sum_of_all_by_the_count_of_one_is_named_by_its_value() -> None:
         assert rules_of([*ranks[0][:-1], to_all, ranks[0][-1]], [*ranks[1], to_all]) == rules
 
 
+OWN_LOSSES = [[2.5, 1.25, 0.375], [3.125, 2.25, 1.25]]  # of two batches of 2, and one of 1
+OF_RANK_0 = {"mean": "1.5750", "mean over batches": "1.3750", "sum": "4.1250", "last": "0.3750"}
+
+
+def trained(rank: int, *after: dict[str, Any], during: Sequence[dict[str, Any]] = ()) -> Events:
+    """Two passes with a loss for each batch, and what is shown after each."""
+    events: Events = []
+    for number in (1, 2):
+        made = train_pass(number, (UNEVEN, OTHERS)[rank], 3 * number, length=10)
+        losses = iter(OWN_LOSSES[rank])
+        for event in made[:-1]:
+            events.append(event)
+            if event["k"] == "forward":
+                events += [statistic(next(losses)), *during]
+        events += [made[-1], *after]
+    return events
+
+
+def notes_of(*ranks: Events) -> list[tuple[str, str]]:
+    findings = apply_rules(evidence_of(*ranks, text="sampler.set_epoch(epoch)"))
+    return [(f.severity, f.evidence) for f in findings if f.rule == "one-rank-loss"]
+
+
+@pytest.mark.parametrize("name", OF_RANK_0)
+def test_a_training_loss_of_one_rank_is_a_note_that_says_what_it_is(name: str) -> None:
+    ((severity, text),) = notes_of(trained(0, show(OF_RANK_0[name])), trained(1))
+    assert severity == "note"
+    assert text.endswith("5 of 10 samples (batches: 3); the mean over all samples is 1.9875")
+    assert name.split()[0] in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 0: loss 1.5750",
+        "[GPU0] loss 1.5750",
+        "[0] loss 1.5750",
+        "loss 1.9875",
+        "loss of rank 0 1.5750, of all 1.9875",
+        "loss 1.5750, of all 1.9875",
+        "loss 1.58",
+        "epoch 1, step 5",
+    ],
+)
+def test_a_loss_that_is_of_all_or_names_its_rank_is_none(text: str) -> None:
+    assert notes_of(trained(0, SHOW | {"text": text}), trained(1)) == []
+
+
+def test_a_line_of_progress_or_one_that_is_of_one_rank_by_chance_is_none() -> None:
+    assert notes_of(trained(0, during=[show("2.5000")]), trained(1)) == []
+    assert notes_of(trained(0, show("1.5750")), trained(0)) == []
+    other = [event for event in trained(0, show("1.5750")) if event["k"] != "print"]
+    assert notes_of([*other, show("1.5750")], trained(1)) != []
+    twice = trained(0, show("1.5750"), show("1.5800"))
+    assert notes_of(twice, trained(1)) == []
+
+
+def test_what_each_rank_shows_is_none_where_the_rank_is_named() -> None:
+    own = ["1.5750", "2.4000"]
+    named = [trained(rank, show(f"{own[rank]} on worker {rank}")) for rank in (0, 1)]
+    assert notes_of(*named) == []
+    assert len(notes_of(*(trained(rank, show(own[rank])) for rank in (0, 1)))) == 1
+
+
 LOCAL = [[1.0, -2.0], [3.0, 4.0]]
 EXCHANGED = {
     "the average": ([2.0, 1.0], []),

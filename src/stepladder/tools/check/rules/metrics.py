@@ -209,11 +209,13 @@ def line_that_shows_share(
 ) -> tuple[CodeLine | None, str]:
     """Return the line that shows the metric of a share as that of all, and how it is shown."""
     prints = list(map(first_print_after, evidence.ranks, passes))
-    if prints[0] is not None and not any(prints[1:]):
-        return line_that_shows(evidence, prints[0]), "no collective follows, and it prints"
     line = line_divided_by_all(evidence, passes[0])
+    divided = "and its sum is divided by the length of the whole data set"
+    if prints[0] is not None and not any(prints[1:]):
+        shown = f"no collective follows, and it prints{f'; {divided}' if line else ''}"
+        return line_that_shows(evidence, prints[0]), shown
     if line is not None and prints[0] is not None:
-        return line, "and its sum is divided by the length of the whole data set"
+        return line, divided
     share = shares_shown(evidence.ranks, passes)
     shown = "and each rank prints the value of its share, not saying whose it is"
     return line_that_shows(evidence, share), shown
