@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any
 
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
@@ -347,8 +347,6 @@ class BeforeStep(ProbeEvent, kind="prestep"):
     frozen_names: list[str]  # the parameters with requires_grad=False
     sums: Sequence[float] = ()  # as in LocalGradients
 
-    has_weights: ClassVar[bool] = True
-
 
 class OptimizerStep(ProbeEvent, kind="step"):
     """An optimizer step was made."""
@@ -365,11 +363,6 @@ class OptimizerStep(ProbeEvent, kind="step"):
     unheld: Sequence[str] = ()  # parameters of models with a gradient that no optimizer has
     strangers: int = 0  # the number of parameters without a gradient that no model has
     held: int = 0  # the number of the optimizer's parameters
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether all was recorded."""
-        return bool(self.after)
 
 
 class ScheduleStep(ProbeEvent, kind="sched"):

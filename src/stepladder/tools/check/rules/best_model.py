@@ -11,10 +11,10 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_ru
 from stepladder.tools.check.rules.metrics import (
     describe_share,
     evaluations_of_shares,
-    events_until_training,
     has_collective_after,
     one_rank_metric,
 )
+from stepladder.tools.check.rules.shown_metrics import events_until_training
 from stepladder.tools.check.rules.source_patterns import (
     assignments,
     has_load,

@@ -29,6 +29,7 @@ from stepladder.tools.check.rules.evidence import (
 )
 from stepladder.tools.check.rules.samples import shares_of
 from stepladder.tools.check.rules.shown_metrics import (
+    events_until_training,
     first_certain,
     line_that_shows,
     shares_shown,
@@ -40,7 +41,7 @@ from stepladder.tools.check.rules.shown_metrics import (
 from stepladder.tools.check.rules.shown_numbers import printed_numbers
 from stepladder.tools.check.rules.source_patterns import local_quotients, reduced_quotients
 from stepladder.tools.findings.finding import Location
-from stepladder.tools.probe.events import CodeLine, ProbeEvent
+from stepladder.tools.probe.events import CodeLine
 
 WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
 SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
@@ -244,17 +245,6 @@ def are_shares(passes: Passes) -> bool:
         return False
     first = set(shares[0])
     return len(first.intersection(shares[1])) < 0.5 * len(first)
-
-
-def events_until_training(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> Iterator[ProbeEvent]:
-    """Yield the events after a pass, until the next backward pass."""
-    for event in log.events[one_pass.index_after :]:
-        if isinstance(event, Backward):
-            return
-        yield event
 
 
 def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:

@@ -50,7 +50,7 @@ def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
         if isinstance(event, BeforeStep | OptimizerStep) and event.n > group_made:
             if event.optimizer not in optimizers:
                 optimizers.append(event.optimizer)
-            if isinstance(event, kind) and event.has_weights:
+            if isinstance(event, kind) and (isinstance(event, BeforeStep) or event.after):
                 steps[optimizers.index(event.optimizer), event.step] = event
     return steps
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepladder.tools.check.events import Print
+from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
-    Passes,
     RunEvidence,
     align,
     are_complete,
     rank_rule,
 )
-from stepladder.tools.check.rules.shown_metrics import line_that_shows, names_rank
+from stepladder.tools.check.rules.shown_metrics import line_that_shows, unnamed_prints
 from stepladder.tools.check.rules.shown_numbers import (
     ENOUGH_DIGITS,
     BatchSeries,
     ShownNumber,
     batch_series,
-    shown_numbers,
+    printed_numbers,
 )
 from stepladder.tools.probe.events import CodeLine
 
@@ -61,6 +60,11 @@ class ShownValue:
         return self.number.is_any_of((average, self.mean_of_all))
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether it certainly is a value of all ranks."""
+        return self.is_of_all and not self.is_of_rank_0 and self.number.digits >= ENOUGH_DIGITS
+
+    @property
     def count_of_all(self) -> int:
         return sum(series.count for series in self.series)
 
@@ -80,25 +84,16 @@ class ShownValue:
 @rank_rule("one-rank-loss")
 def one_rank_loss(evidence: RunEvidence) -> Findings:
     """Find values of rank 0's batches that are shown after each training pass, not saying so."""
-    for values_of_series in shown_values(evidence):
-        if any(map(are_of_all, values_of_series)):
-            continue
-        for values in values_of_series:
-            of_one = [value for value in values if not value.is_of_all]
-            if all(value.is_of_rank_0 for value in values) and are_certain(of_one):
-                yield evidence.finding(
-                    "one-rank-loss",
-                    line_that_shows(evidence, of_one[0].number.event),
-                    of_one[0].describe(),
-                    0,
-                )
-                return
-
-
-def are_of_all(values: list[ShownValue]) -> bool:
-    """Return whether the value of all ranks is shown after each pass."""
-    of_all = [value for value in values if value.is_of_all and not value.is_of_rank_0]
-    return len(of_all) == len(values) and are_certain(of_all)
+    for values in shown_values(evidence):
+        of_one = [value for value in values if not value.is_of_all]
+        if are_certain(of_one) and all(value.is_of_rank_0 for value in values):
+            yield evidence.finding(
+                "one-rank-loss",
+                line_that_shows(evidence, of_one[0].number.event),
+                of_one[0].describe(),
+                0,
+            )
+            return
 
 
 def are_certain(values: list[ShownValue]) -> bool:
@@ -107,36 +102,27 @@ def are_certain(values: list[ShownValue]) -> bool:
     return sum(digits) > ENOUGH_DIGITS and max(digits) >= ENOUGH_DIGITS
 
 
-def shown_values(evidence: RunEvidence) -> Iterator[list[list[ShownValue]]]:
-    """Yield what is shown after the passes, for each line that computes a number of each batch.
-
-    Each list has one value at one position, after each of the passes that show it.
-    """
-    values: dict[int, dict[tuple[Position, str], list[ShownValue]]] = {}
+def shown_values(evidence: RunEvidence) -> list[list[ShownValue]]:
+    """Return what the numbers at each position may be, one number after each of the passes."""
+    values: dict[tuple[int, Position, str], list[ShownValue]] = defaultdict(list)
     for passes in filter(are_complete, evidence.training_passes()):
-        shown = numbers_by_position(evidence, passes)
+        shown = numbers_by_position(evidence.rank_0, passes[0])
         for index, series in enumerate(align(map(batch_series, passes))):
-            if not all(other.is_like(series[0]) for other in series):
-                continue
-            of_series = values.setdefault(index, defaultdict(list))
-            for position, number in shown.items():
-                for name in VALUES if series[0].are_means else VALUES_OF_SUMS:
-                    of_series[position, name].append(ShownValue(number, name, series))
-    for of_series in values.values():
-        yield list(of_series.values())
+            of_pass = {
+                (index, position, name): ShownValue(number, name, series)
+                for position, number in shown.items()
+                for name in (VALUES if series[0].are_means else VALUES_OF_SUMS)
+            }
+            if not any(value.is_reduced for value in of_pass.values()):
+                for key, value in of_pass.items():
+                    values[key].append(value)
+    return list(values.values())
 
 
-def numbers_by_position(evidence: RunEvidence, passes: Passes) -> dict[Position, ShownNumber]:
-    """Return the numbers that rank 0 shows once after a pass, not saying of which rank."""
-    numbers: dict[CodeLine | None, list[ShownNumber]] = defaultdict(list)
-    log = evidence.rank_0
-    for number in shown_numbers(log.events[passes[0].index_after :]):
-        event = number.event
-        if isinstance(event, Print) and not names_rank(event, log.rank):
-            numbers[event.at].append(number)
+def numbers_by_position(log: RankLog, one_pass: LoaderPass) -> dict[Position, ShownNumber]:
+    """Return the numbers that a rank shows last after a pass, not saying of which rank."""
     return {
-        (line, index): number
-        for line, of_line in numbers.items()
-        for index, number in enumerate(of_line)
-        if of_line[0].event is of_line[-1].event
+        (event.at, index): number
+        for event in unnamed_prints(log, one_pass)
+        for index, number in enumerate(printed_numbers(event))
     }

@@ -21,7 +21,7 @@ from stepladder.tools.check.rules.shown_numbers import (
     shown_numbers,
 )
 from stepladder.tools.check.rules.source_patterns import prints_its_arguments
-from stepladder.tools.probe.events import CodeLine
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 Recognized = tuple[ShownNumber, str]  # a number, and what it is
 SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
@@ -197,14 +197,31 @@ def shares_shown(logs: list[RankLog], passes: Passes) -> Print | None:
 def print_of_share(log: RankLog, one_pass: LoaderPass) -> Print | None:
     """Return the first print after a pass that shows one of its means, and not the rank."""
     means = [series.mean_of_samples for series in batch_series(one_pass)]
+    for event in unnamed_prints(log, one_pass):
+        numbers = printed_numbers(event)
+        if not event.logged and any(
+            n.is_any_of(means) for n in numbers if n.digits >= DIGITS_OF_SHARE
+        ):
+            return event
+    return None
+
+
+def unnamed_prints(log: RankLog, one_pass: LoaderPass) -> Iterator[Print]:
+    """Yield what is shown after a pass, until training goes on, that does not name the rank."""
+    for event in events_until_training(log, one_pass):
+        if isinstance(event, Print) and not names_rank(event, log.rank):
+            yield event
+
+
+def events_until_training(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> Iterator[ProbeEvent]:
+    """Yield the events after a pass, until the next backward pass."""
     for event in log.events[one_pass.index_after :]:
         if isinstance(event, Backward):
-            return None
-        if isinstance(event, Print) and not event.logged and not names_rank(event, log.rank):
-            numbers = printed_numbers(event)
-            if any(n.is_any_of(means) for n in numbers if n.digits >= DIGITS_OF_SHARE):
-                return event
-    return None
+            return
+        yield event
 
 
 def names_rank(

@@ -344,7 +344,7 @@ def names_of_missing(log: RankLog, has: dict[str, bool]) -> list[str]:
 def describe_optimizer(log: RankLog) -> str:
     """Return what is lost with the optimizer."""
     steps = log.select(OptimizerStep)
-    states = [event.state for event in steps if event.has_weights]
+    states = [event.state for event in steps if event.after]
     if any(any(state.values()) for state in states):
         return "the optimizer (it has state: momentum or moments)"
     has_one_rate = len({str(event.lr) for event in steps}) == 1

@@ -100,7 +100,7 @@ def small_batch_norm(evidence: RunEvidence) -> Findings:
 @run_rule("optimizer-params")
 def optimizer_params(evidence: RunEvidence) -> Findings:
     """Find optimizers that hold other parameters than the models that are called."""
-    steps = [event for event in evidence.rank_0.select(OptimizerStep) if event.has_weights]
+    steps = [event for event in evidence.rank_0.select(OptimizerStep) if event.after]
     by_optimizer = group_events(steps, "optimizer")
     for events in by_optimizer.values():
         unheld = sorted(set.intersection(*(set(event.unheld) for event in events)))
@@ -146,7 +146,7 @@ def learns_nothing(evidence: RunEvidence) -> Findings:
     log = evidence.rank_0
     before_steps = log.select(BeforeStep)
     with_loss = [event for event in log.select(Backward) if event.loss is not None]
-    after_steps = [event for event in log.select(OptimizerStep) if event.has_weights]
+    after_steps = [event for event in log.select(OptimizerStep) if event.after]
     has_constant_loss = len({event.loss for event in with_loss}) == 1
     has_one_optimizer = len({event.optimizer for event in after_steps}) == 1
     if len(before_steps) >= 3 and all(event.norm == 0 for event in before_steps):
