@@ -29,8 +29,7 @@ def needs_one_node(evidence: RunEvidence, launch: RankLaunch) -> bool:
     for _, event in evidence.run.select(ScriptCollective, Forward):
         if isinstance(event, Forward) and not event.wrapped:
             continue
-        location = evidence.location(event.at)
-        if (location.file, location.line) in lines:
+        if evidence.location(event.at) in lines:
             return True
     return False
 

@@ -182,6 +182,13 @@ class RankLog:
             return False
         return one_pass.is_complete and not self.is_followed_by_backward(one_pass)
 
+    def events_until_training(self, one_pass: LoaderPass) -> Iterator[ProbeEvent]:
+        """Yield the events after a pass, until the next backward pass."""
+        for event in self.events[one_pass.index_after :]:
+            if isinstance(event, Backward):
+                return
+            yield event
+
     def is_followed_by_backward(self, one_pass: LoaderPass) -> bool:
         """Return whether a backward pass comes before the next pass over a loader."""
         following = self.events[one_pass.index_after :]

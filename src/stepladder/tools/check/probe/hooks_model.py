@@ -99,11 +99,19 @@ def division_event(*_: Any, **__: Any) -> ModelDivided:
 
 
 def watch_tensor_parallel(module: Any) -> None:
-    record_calls([module.api, module], "parallelize_module", division_event)
+    record_calls(
+        module,
+        "parallelize_module",
+        division_event,
+    )
 
 
 def watch_pipelining(module: Any) -> None:
-    record_calls(module.PipelineStage, "__init__", division_event)
+    record_calls(
+        module.PipelineStage,
+        "__init__",
+        division_event,
+    )
 
 
 def wrap_module_calls(name: str) -> None:

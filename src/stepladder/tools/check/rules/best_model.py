@@ -14,7 +14,6 @@ from stepladder.tools.check.rules.metrics import (
     has_collective_after,
     one_rank_metric,
 )
-from stepladder.tools.check.rules.shown_metrics import events_until_training
 from stepladder.tools.check.rules.source_patterns import (
     assignments,
     has_load,
@@ -41,7 +40,7 @@ def best_of_one_rank(evidence: RunEvidence) -> Findings:
     for passes in evaluations_of_shares(evidence):
         if any(map(has_collective_after, evidence.ranks, passes)):
             continue
-        following = events_until_training(evidence.rank_0, passes[0])
+        following = evidence.rank_0.events_until_training(passes[0])
         saves = [event for event in following if isinstance(event, Save)]
         best = [save for save in saves if "best" in PurePath(save.path).name.lower()]
         if best:

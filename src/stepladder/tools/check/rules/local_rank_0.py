@@ -13,6 +13,7 @@ from stepladder.tools.check.script_source import (
     last_name,
     lines_of,
 )
+from stepladder.tools.findings.finding import Location
 
 CHOOSES_LOCAL_RANK_0 = re.compile(
     r"local_?rank\W*(?:== 0|in [\[(]-1, 0)|not (?:\w+\.)*local_?rank|is_local_(?:main|master)"
@@ -21,12 +22,10 @@ IS_LOCAL_RANK = re.compile(
     r"(?:int\()?(?:[\w.]+\.|(?:os\.)?(?:environ(?:\.get)?|getenv)[\[(]['\"])?local_?rank\b[^=]*"
 )
 
-Lines = set[tuple[str, int]]  # names of files, and lines
 
-
-def lines_of_local_rank_0(source: ScriptSource) -> Lines:
+def lines_of_local_rank_0(source: ScriptSource) -> set[Location]:
     """Return the lines that only local rank 0 comes to: under an `if`, and in functions called."""
-    lines: Lines = set()
+    lines: set[Location] = set()
     names = names_of_local_rank(source)
     for file, node in source.nodes(ast.If):
         if chooses_local_rank_0(node.test, names):
@@ -50,7 +49,10 @@ def names_of_local_rank(source: ScriptSource) -> dict[str, str]:
     return names
 
 
-def meaning_of(value: ast.expr, names: dict[str, str]) -> str:
+def meaning_of(
+    value: ast.expr,
+    names: dict[str, str],
+) -> str:
     """Return "local_rank" or "local_rank == 0" if a value is that, else nothing."""
     text = ast.unparse(value).lower()
     if IS_LOCAL_RANK.fullmatch(text):
@@ -71,14 +73,17 @@ def chooses_local_rank_0(
     return CHOOSES_LOCAL_RANK_0.search(text) is not None
 
 
-def locations_of(file: SourceFile, node: ast.stmt) -> Lines:
-    return {(file.name, line) for line in lines_of(node)}
+def locations_of(
+    file: SourceFile,
+    node: ast.stmt,
+) -> set[Location]:
+    return {Location(file.name, line) for line in lines_of(node)}
 
 
 def called_functions(
     source: ScriptSource,
     statement: ast.stmt,
-) -> Iterator[Lines]:
+) -> Iterator[set[Location]]:
     """Yield the lines of the script's functions that a statement calls, also through others."""
     known: set[str] = set()
     nodes: list[ast.AST] = [statement]

@@ -29,7 +29,6 @@ from stepladder.tools.check.rules.evidence import (
 )
 from stepladder.tools.check.rules.samples import shares_of
 from stepladder.tools.check.rules.shown_metrics import (
-    events_until_training,
     first_certain,
     line_that_shows,
     shares_shown,
@@ -249,7 +248,7 @@ def are_shares(passes: Passes) -> bool:
 
 def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
     """Return whether all ranks get a result in the pass, or after it."""
-    events = [*one_pass.events, *events_until_training(log, one_pass)]
+    events = [*one_pass.events, *log.events_until_training(one_pass)]
     collectives = [event for event in events if isinstance(event, ScriptCollective)]
     without_result = WITHOUT_RESULT if log.rank else ("barrier",)
     return any(event.op not in without_result for event in collectives)
@@ -260,7 +259,7 @@ def first_print_after(
     one_pass: LoaderPass,
 ) -> Print | None:
     """Return what is printed first after a pass, or logged with a number in it."""
-    prints = (e for e in events_until_training(log, one_pass) if isinstance(e, Print))
+    prints = (e for e in log.events_until_training(one_pass) if isinstance(e, Print))
     return next((e for e in prints if not e.logged or any(printed_numbers(e))), None)
 
 

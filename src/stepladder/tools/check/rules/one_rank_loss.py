@@ -51,18 +51,21 @@ class ShownValue:
 
     @property
     def is_of_rank_0(self) -> bool:
-        return self.number.factor_of(VALUES[self.name](self.series[0])) > 0
+        value = VALUES[self.name](self.series[0])
+        return self.number.factor_of(value) > 0
 
     @property
     def is_of_all(self) -> bool:
         """Whether it may be a value of all ranks, by the digits that are shown."""
-        average = sum(map(VALUES[self.name], self.series)) / len(self.series)
+        values = map(VALUES[self.name], self.series)
+        average = sum(values) / len(self.series)
         return self.number.is_any_of((average, self.mean_of_all))
 
     @property
     def is_reduced(self) -> bool:
         """Whether it certainly is a value of all ranks."""
-        return self.is_of_all and not self.is_of_rank_0 and self.number.digits >= ENOUGH_DIGITS
+        is_of_others = self.is_of_all and not self.is_of_rank_0
+        return is_of_others and self.number.digits >= ENOUGH_DIGITS
 
     @property
     def count_of_all(self) -> int:
@@ -70,7 +73,8 @@ class ShownValue:
 
     @property
     def mean_of_all(self) -> float:
-        return sum(series.sum_of_samples for series in self.series) / self.count_of_all
+        total = sum(series.sum_of_samples for series in self.series)
+        return total / self.count_of_all
 
     def describe(self) -> str:
         first = self.series[0]
@@ -119,7 +123,10 @@ def shown_values(evidence: RunEvidence) -> list[list[ShownValue]]:
     return list(values.values())
 
 
-def numbers_by_position(log: RankLog, one_pass: LoaderPass) -> dict[Position, ShownNumber]:
+def numbers_by_position(
+    log: RankLog,
+    one_pass: LoaderPass,
+) -> dict[Position, ShownNumber]:
     """Return the numbers that a rank shows last after a pass, not saying of which rank."""
     return {
         (event.at, index): number

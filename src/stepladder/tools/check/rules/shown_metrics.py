@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from stepladder.tools.check.events import Backward, Print, ScriptCollective
+from stepladder.tools.check.events import Print, ScriptCollective
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, Passes, RunEvidence, align
 from stepladder.tools.check.rules.shown_numbers import (
@@ -21,7 +21,7 @@ from stepladder.tools.check.rules.shown_numbers import (
     shown_numbers,
 )
 from stepladder.tools.check.rules.source_patterns import prints_its_arguments
-from stepladder.tools.probe.events import CodeLine, ProbeEvent
+from stepladder.tools.probe.events import CodeLine
 
 Recognized = tuple[ShownNumber, str]  # a number, and what it is
 SumOfMeans = tuple[ShownNumber, tuple[float, ...]]  # a number, and the means of the ranks
@@ -206,22 +206,14 @@ def print_of_share(log: RankLog, one_pass: LoaderPass) -> Print | None:
     return None
 
 
-def unnamed_prints(log: RankLog, one_pass: LoaderPass) -> Iterator[Print]:
-    """Yield what is shown after a pass, until training goes on, that does not name the rank."""
-    for event in events_until_training(log, one_pass):
-        if isinstance(event, Print) and not names_rank(event, log.rank):
-            yield event
-
-
-def events_until_training(
+def unnamed_prints(
     log: RankLog,
     one_pass: LoaderPass,
-) -> Iterator[ProbeEvent]:
-    """Yield the events after a pass, until the next backward pass."""
-    for event in log.events[one_pass.index_after :]:
-        if isinstance(event, Backward):
-            return
-        yield event
+) -> Iterator[Print]:
+    """Yield what is shown after a pass, until training goes on, that does not name the rank."""
+    for event in log.events_until_training(one_pass):
+        if isinstance(event, Print) and not names_rank(event, log.rank):
+            yield event
 
 
 def names_rank(

@@ -92,14 +92,18 @@ def files_of_several(
             return
 
 
-def is_of_one_node_script(evidence: RunEvidence, written: ProbeEvent) -> bool:
+def is_of_one_node_script(
+    evidence: RunEvidence,
+    written: ProbeEvent,
+) -> bool:
     """Return whether local rank 0 alone writes, and the script never asks for another rank.
 
     Such a script is meant for one node. Started on several it is wrong as well.
     """
     location = evidence.location(written.at)
-    is_of_local_rank_0 = (location.file, location.line) in lines_of_local_rank_0(evidence.source)
-    return is_of_local_rank_0 and not evidence.source.contains(*KNOWS_ALL_NODES)
+    if location not in lines_of_local_rank_0(evidence.source):
+        return False
+    return not evidence.source.contains(*KNOWS_ALL_NODES)
 
 
 @run_rule("resume-epoch")
