@@ -186,9 +186,7 @@ def main():
         share = max(0, median(1 - apart / together for _, apart, together in rounds))
         best = nproc * (1 - share)
         seconds = median(together for _, _, together in rounds)
-        print(
-            f"{nproc:9}  {steps:5}  {seconds:17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}"
-        )
+        print(f"{nproc:9}  {steps:5}  {seconds:17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}")
         assert steps == ceil(all_steps / nproc), f"{steps} steps for {all_steps} on one process"
     print(f"{share:.0%} of the time is communication; {os.cpu_count()} cores are there to share")
     print(

@@ -27,6 +27,7 @@ MAX_RECORDED_POINTERS = 8
 
 
 def short_hash(data: str | bytes) -> str:
+    data = data.encode() if isinstance(data, str) else data  # xxhash hashes no text since 4.0
     return str(xxhash.xxh3_64_hexdigest(data))[:DIGEST_CHARACTERS]
 
 
@@ -210,13 +211,13 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
 
     It is over the class, the length, and the attributes.
     """
-    state = xxhash.xxh3_64(type(dataset).__name__)
+    state = xxhash.xxh3_64(type(dataset).__name__.encode())
     with suppress(TypeError):
-        state.update(str(len(dataset)))
+        state.update(str(len(dataset)).encode())
     if isinstance(dataset, list | tuple):
-        state.update(repr([value_key(item, 3) for item in dataset[:MAX_ITEMS]]))
+        state.update(repr([value_key(item, 3) for item in dataset[:MAX_ITEMS]]).encode())
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        state.update(f"{name}={value_key(value, depth)}")
+        state.update(f"{name}={value_key(value, depth)}".encode())
     return state.hexdigest()[:DIGEST_CHARACTERS]
 
 

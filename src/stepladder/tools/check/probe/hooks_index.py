@@ -62,6 +62,6 @@ def record_numbering(values: Any) -> None:
     first_values = list(values)[:MAX_VALUES]
     shown = [repr(value)[:60] for value in first_values if isinstance(value, str | int)]
     if len(shown) == len(first_values):
-        digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
+        digest = xxhash.xxh3_64_hexdigest(repr(list(values)).encode())
         numbering = Numbering(values=shown, count=len(values), digest=digest)
         record(numbering)
