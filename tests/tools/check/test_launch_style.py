@@ -130,7 +130,7 @@ FABRIC = "from lightning.fabric import Fabric\nfabric = Fabric({})\n"
 def test_the_local_rank_is_known_by_the_name_that_the_script_gives_it(
     text: str, lines: set[int]
 ) -> None:
-    assert {line for _, line in lines_of_local_rank_0(source(text))} == lines
+    assert {place.line for place in lines_of_local_rank_0(source(text))} == lines
 
 
 def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read() -> None:
