@@ -171,9 +171,10 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     assert "torch.save" in lines_by_rule["resume-epoch"]
     assert "backward" in lines_by_rule["learns-nothing"]
     assert "nccl" in lines_by_rule["cuda-only"]
+    assert "torch.rand" in lines_by_rule["own-task"]
     assert set(lines_by_rule) == {
         "many-writers", "in-place-snapshot", "incomplete-snapshot", "resume-epoch", "learns-nothing", "cuda-only",
-        "unscaled-batch",
+        "unscaled-batch", "own-task",
     }  # fmt: skip
 
 
