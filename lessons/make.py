@@ -6,8 +6,7 @@ outputs   runs each lesson and writes what it printed into its README; with numb
           those lessons
 pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
           pip install 'stepladder[lessons]'
-slides    writes one HTML file of all lessons: text, pictures and output; needs markdown:
-          pip install markdown
+slides    writes one HTML file of all lessons: text, pictures and output
 notebooks writes a notebook for each of the first six lessons
 --check   writes nothing, and fails if `diffs` would change a file
 """
@@ -285,19 +284,30 @@ def draw():
 
 
 def write_notebooks(folder):
-    folder.mkdir(parents=True, exist_ok=True)
     for lesson in list(ladder().values())[: handouts.NOTEBOOK_LESSONS]:
-        (folder / f"{lesson['folder']}.ipynb").write_text(handouts.make_notebook(lesson))
+        write_handout(folder / f"{lesson['folder']}.ipynb", handouts.make_notebook(lesson))
+
+
+def write_handout(path, text):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        refuse(f"{path} cannot be written: {error.strerror}", "name a path in a folder of yours")
+
+
+def refuse(problem, hint):
+    print(f"error: {problem}. HINT: {hint}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main():
     needed = NEEDED.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if needed and find_spec(needed) is None:
-        sys.exit(f"error: {sys.argv[1]} needs {needed}. HINT: pip install {needed}")
+        refuse(f"{sys.argv[1]} needs {needed}", f"pip install {needed}")
     actions = {"diffs": write, "pictures": draw, "--check": check}
     if sys.argv[1:2] == ["slides"] and len(sys.argv) == 3:
-        slides = handouts.make_slides(list(ladder().values()))
-        Path(sys.argv[2]).write_text(slides, encoding="utf-8")
+        write_handout(Path(sys.argv[2]), handouts.make_slides(list(ladder().values())))
     elif sys.argv[1:2] == ["notebooks"] and len(sys.argv) == 3:
         write_notebooks(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["outputs"]:

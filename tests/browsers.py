@@ -106,6 +106,18 @@ def check_readable(page: Path, scratch: Path) -> None:
         assert len(tab.walk_focus()) >= num_controls
 
 
+def check_tables_fit(page: Path, scratch: Path) -> None:
+    """Fail if a table of the page must be scrolled sideways in a window of 1000 pixels."""
+    with open_tab(page.as_uri(), scratch) as tab:
+        tab.set_size(1000)
+        wide = "[...document.querySelectorAll('div.wide:has(> table)')]"
+        names = ".map(part => part.getAttribute('aria-label'))"
+        assert tab.evaluate(f"{wide}.length") > 0
+        assert (
+            tab.evaluate(f"{wide}.filter(part => part.scrollWidth > part.clientWidth){names}") == []
+        )
+
+
 def read_findings(dom: str) -> dict[str, Any]:
     match = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
     assert match is not None, dom[:500]

@@ -73,7 +73,9 @@ def write_course(root: Path) -> Path:
         "02-second/lesson.py": "raise SystemExit(3)\n",
     }
     for name, text in {"add": EXERCISE, "stop": EXERCISE}.items():
-        files[f"exercises/{name}/README.md"] = f"# {name}\n"
+        files[f"exercises/{name}/README.md"] = (
+            f"# {name}\n\nThe file is [exercise.py](exercise.py).\n"
+        )
         files[f"exercises/{name}/exercise.py"] = text
         files[f"solutions/{name}.py"] = text.replace("return a\n", "return a + b\n")
     for name, text in files.items():

@@ -103,8 +103,10 @@ def test_one_hint_more_each_time(learn: Learn) -> None:
 
 def test_check_says_why_not_and_remembers_what_passed(learn: Learn, tmp_path: Path) -> None:
     failed = learn("check", "add", code=1).stdout
+    file = tmp_path / "checkout" / "lessons" / "exercises" / "add" / "exercise.py"
     assert failed.endswith(
-        "\nadd: NOT YET: one and one is 2, not 1\na hint: stepladder learn hint add\n"
+        "\nadd: NOT YET: one and one is 2, not 1\n"
+        f"edit:   {file}\na hint: stepladder learn hint add\n"
     )
     solve(tmp_path)
     assert (
@@ -153,6 +155,19 @@ def test_check_all_shows_what_a_broken_one_said(learn: Learn, tmp_path: Path) ->
         in output
     )
     assert "    ZeroDivisionError: division by zero\nadd " in output
+
+
+def test_check_all_is_one_line_where_the_reason_is_followed_by_much(
+    learn: Learn, tmp_path: Path
+) -> None:
+    """Torchrun prints its table of failures after a rank's reason."""
+    file = tmp_path / "checkout/lessons/exercises/add/exercise.py"
+    file.write_text(
+        "import atexit\natexit.register(lambda: print('table\\n' * 30))\n" + file.read_text()
+    )
+    assert "table" in learn("run", "add", code=1).stdout
+    output = learn("check", "--all", code=1).stdout
+    assert "add                      NOT YET: one and one is 2, not 1\nlesson 2" in output
 
 
 def test_a_lesson_that_lacks_something_says_what(learn: Learn, tmp_path: Path) -> None:

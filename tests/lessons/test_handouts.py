@@ -12,11 +12,21 @@ import pytest
 from browsers import check_readable, needs_browser, open_tab
 from notebooks import connect_by_files
 from pages import LESSONS
+from processes import refused
 
 
 def make(*args: object) -> None:
     command = [sys.executable, LESSONS / "make.py", *args]
     subprocess.run(list(map(str, command)), check=True)
+
+
+@pytest.mark.parametrize(("action", "path"), [("slides", "/proc/x.html"), ("notebooks", "/proc/x")])
+def test_a_path_that_cannot_be_written_is_one_line(action: str, path: str) -> None:
+    if action == "slides":
+        pytest.importorskip("markdown")
+    command = [sys.executable, str(LESSONS / "make.py"), action, path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    refused(done, f"error: {path}", "cannot be written: No such file or directory", "HINT: ")
 
 
 @pytest.fixture(scope="module")

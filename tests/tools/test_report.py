@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from browsers import check_readable, needs_browser, open_tab
+from browsers import check_readable, check_tables_fit, needs_browser, open_tab
 from processes import refused, run, train
 from ranks import run_ranks
 from stepladder.core.errors import InputError
@@ -28,6 +28,8 @@ from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.run_dir import RunDir
 from stepladder.storage.start_records import describe_command, read_start_records
 from stepladder.tools.pages.figures import (
+    PLOT_BOTTOM,
+    TOP,
     Figure,
     choose_ticks,
     draw_heat_map,
@@ -332,12 +334,23 @@ def test_labels_of_one_step_lie_one_below_the_other() -> None:
     events.append(ChartEvent(90, "2 lost", "2 lost"))
     plot = draw_lines("loss", curves, "step", "loss", (), events)
     drawn = str(make_environment().get_template("parts.html").module.draw(plot))  # type: ignore[attr-defined]
+    elements = list(ElementTree.fromstring(drawn.strip()).iter())
     labels = {
-        element.text: element.get("y")
-        for element in ElementTree.fromstring(drawn.strip()).iter()
+        element.text: float(element.attrib["y"])
+        for element in elements
         if element.get("class") == "event"
     }
     assert labels["1 lost"] == labels["2 lost"] != labels["1 joined"]
+    [curve] = [element.attrib["points"] for element in elements if element.tag == "polyline"]
+    highest = min(float(point.split(",")[1]) for point in curve.split())
+    assert max(labels.values()) < highest, "a label covers the curve"
+
+
+def test_many_labels_leave_half_of_the_plot_to_the_curve() -> None:
+    events = [ChartEvent(5, f"start {number}", "") for number in range(40)]
+    plot = draw_lines("loss", {"loss": [(0, 0), (9, 1)]}, "step", "loss", (), events)
+    [curve] = [mark.attributes["points"] for mark in plot.marks if mark.tag == "polyline"]
+    assert curve.endswith(f",{(TOP + PLOT_BOTTOM) / 2:.1f}")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -441,6 +454,7 @@ def test_the_pages_are_readable_in_a_browser(run_dir: Path, tmp_path: Path) -> N
         page = tmp_path / "page.html"
         assert run("report", *runs, "-o", page, cwd=tmp_path).returncode == 0
         check_readable(page, tmp_path)
+        check_tables_fit(page, tmp_path)
     flags = "--nproc", "1,2", "--rounds", 1, "--steps", 8, "--samples", 512
     assert run("scale", "mlp", *flags, "--html", "scale.html", cwd=tmp_path).returncode == 0
     check_readable(tmp_path / "scale.html", tmp_path)

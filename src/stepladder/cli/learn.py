@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
 from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated
@@ -177,6 +176,7 @@ def check(
     if not verdict.passed:
         echo(f"\n{item.key}: NOT YET: {verdict.text}")
         if isinstance(item, Exercise):
+            echo(f"edit:   {progress.exercise_file(course, item)}")
             echo(f"a hint: stepladder learn hint {item.name}")
         return 1
     echo(f"\n{item.key}: passed")
@@ -201,13 +201,13 @@ def check_course(course: Course, report: Path | None) -> int:
             echo(f"{label} skipped: needs {missing}")
             results.append(make_item_result(item, None, f"needs {missing}"))
             continue
-        output: deque[str] = deque(maxlen=SHOWN_LINES)
+        output: list[str] = []
         verdict = check_item(course, item, output.append)
         failed += not verdict.passed
         results.append(make_item_result(item, verdict.passed, verdict.text))
         echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
-            echo("".join(f"    {line}\n" for line in output), end="")
+            echo("".join(f"    {line}\n" for line in output[-SHOWN_LINES:]), end="")
     if report is not None:
         write_report(report, results, len(items))
     return int(failed > 0)

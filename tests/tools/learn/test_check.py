@@ -21,7 +21,7 @@ from stepladder.tools.learn.check import (
     find_missing_requirement,
 )
 from stepladder.tools.learn.command import run_command
-from stepladder.tools.learn.course import Course, load_course
+from stepladder.tools.learn.course import Course, load_course, load_progress
 from stepladder.tools.learn.hang import StallMeter, explain_output
 
 FAMILY = """
@@ -77,9 +77,20 @@ def test_an_exercise_that_ends_before_its_check_is_not_passed(course: Course) ->
 
 
 def test_the_check_itself_may_not_be_changed(course: Course) -> None:
-    passed, text = check_text(course, EXERCISE.replace("!= 2", "!= 1"))
+    changed = EXERCISE.replace("!= 2", "!= 1")
+    passed, text = check_text(course, changed)
     assert not passed
     assert "was changed" in text
+    exercise = course.find_exercise("add")
+    copies = course.root / "mine"
+    load_progress().copy_exercises(course, copies)
+    for file, restore in (
+        (copies / "add" / "exercise.py", f"stepladder learn start {copies}"),
+        (course.get_item_folder(exercise) / "exercise.py", "git checkout {file}"),
+    ):
+        file.write_text(changed)
+        hint = f"HINT: mv {file} {file}.old && {restore.format(file=file)}"
+        assert check_exercise(course, exercise, file, quiet).text.endswith(hint)
 
 
 def test_a_lesson_passes_with_its_claim(course: Course) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from browsers import check_readable, needs_browser
+from browsers import check_readable, check_tables_fit, needs_browser
 from stepladder.tools.learn.class_report import (
     ItemResult,
     LearnerResults,
@@ -29,11 +29,13 @@ def test_the_pages_of_a_class_are_readable_in_a_browser(tmp_path: Path) -> None:
     learner = tmp_path / "learner.html"
     learner.write_text(render_learner_page(RESULTS))
     check_readable(learner, tmp_path)
+    check_tables_fit(learner, tmp_path)
     pages = {
         Path("/shared/class/first-of-that-name.html"): RESULTS,
         Path("/shared/class/second-of-that-name.html"): RESULTS,
         Path("third.html"): replace(RESULTS, host="pc2"),
-        Path("fourth.html"): replace(RESULTS, learner="ada"),
+        Path("fourth.html"): replace(RESULTS, learner="ada", num_unchecked=3),
     }
     (tmp_path / "class.html").write_text(render_class_page(pages))
     check_readable(tmp_path / "class.html", tmp_path)
+    check_tables_fit(tmp_path / "class.html", tmp_path)

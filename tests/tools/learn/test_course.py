@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -153,9 +155,30 @@ def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"file cannot be written: .*file is in the way"):
+    with pytest.raises(InputError, match=r"file cannot be written: Not a directory"):
         load_progress().copy_exercises(course, tmp_path / "file")
     assert not load_progress().file.exists(), "nothing is made where the input is refused"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_write_permission(course: Course, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with pytest.raises(InputError, match=r"closed/x cannot be written: Permission denied"):
+        load_progress().copy_exercises(course, closed / "x")
+    assert not load_progress().file.exists()
+
+
+def test_the_page_of_an_exercise_links_the_file_that_is_checked(
+    course: Course, tmp_path: Path
+) -> None:
+    progress = load_progress()
+    progress.lay_out(course, tmp_path / "mine")
+    progress.copy_exercises(course, tmp_path / "mine")
+    for exercise in course.exercises:
+        page = tmp_path / "mine" / "lessons" / "exercises" / exercise.name / "README.md"
+        [link] = re.findall(r"\[exercise.py\]\(([^)]+)\)", page.read_text())
+        assert (page.parent / link).resolve() == progress.exercise_file(course, exercise)
 
 
 def test_the_checkout_that_runs_is_trusted_as_its_code_is(monkeypatch: pytest.MonkeyPatch) -> None:

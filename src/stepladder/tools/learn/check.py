@@ -92,8 +92,11 @@ def check_exercise(
     """Run the learner's file, whose check must be the shipped one."""
     solution = course.get_solution_file(exercise).read_text(encoding="utf-8")
     if extract_check(file.read_text(encoding="utf-8")) != extract_check(solution):
-        text = f"the part below `# -- the check` in {file} was changed: restore the original"
-        return Verdict(False, text)
+        restore = f"stepladder learn start {file.parents[1]}"
+        if file.is_relative_to(course.root / "lessons"):
+            restore = f"git checkout {file}"
+        problem = f"the part below `# -- the check` in {file} was changed"
+        return Verdict(False, f"{problem}. HINT: mv {file} {file}.old && {restore}")
     result = run_exercise(
         exercise,
         file,

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.core.folders import find_file_above, find_obstacle, get_state_folder
+from stepladder.core.folders import find_file_above, get_state_folder
 
 Kind = TypeVar("Kind")
 
@@ -218,16 +218,12 @@ class CourseProgress:
             exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
         }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
-        for target in missing.values():
-            obstacle = find_obstacle(target.parent)
-            if obstacle is not None:
-                raise InputError(
-                    f"{folder} cannot be written: {obstacle} is in the way", "name another folder"
-                )
+        with as_input_error(f"{folder} cannot be written", "name another folder"):
+            for target in missing.values():
+                target.parent.mkdir(parents=True, exist_ok=True)
         self.save()  # first: if the progress cannot be saved, nothing is copied
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
-                target.parent.mkdir(parents=True, exist_ok=True)
                 durable.write(
                     target, (course.get_item_folder(exercise) / "exercise.py").read_bytes()
                 )
@@ -238,6 +234,7 @@ class CourseProgress:
     def lay_out(self, course: Course, folder: Path) -> int:
         """Copy the package's course, its pages and pictures into the folder; use it from now on.
 
+        The page of an exercise then links the copy that `copy_exercises` makes in the folder.
         Existing files are kept. Returns how many were copied.
         """
         lessons = (course.root / "lessons").rglob("*")
@@ -247,9 +244,10 @@ class CourseProgress:
             target = folder / file.relative_to(course.root)
             if not file.is_file() or file.parent.name == "__pycache__" or target.exists():
                 continue
+            link = f"(../../../{file.parent.name}/exercise.py)"
             with as_input_error(f"{target} cannot be written", "name another folder"):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                durable.write(target, file.read_bytes())
+                durable.write(target, file.read_bytes().replace(b"(exercise.py)", link.encode()))
             copied += 1
         self.course = folder.resolve()
         self.save()

@@ -76,7 +76,10 @@ def draw_lines(
     last, highest = all_points.max(0)
     if lowest == highest:
         return Figure(name, [], 0, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
-    marks, x_scale, y_scale = draw_axes(all_points, x_name, y_name)
+    x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
+    shown = [event for event in events if first <= event.x <= last]
+    event_marks, top = draw_events(sorted(shown, key=lambda event: event.x), x_scale)
+    marks, y_scale = draw_axes(all_points, x_scale, top, x_name, y_name)
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
@@ -84,9 +87,7 @@ def draw_lines(
         marks += draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
     values = [[x_name, *series], *read_values(series)]
     marks += make_hover_bands(values, x_scale)
-    # Last, as the bands would hide their titles from the pointer.
-    shown = [event for event in events if first <= event.x <= last]
-    marks += draw_events(sorted(shown, key=lambda event: event.x), x_scale)
+    marks += event_marks  # last, as the bands would hide their titles from the pointer
     figure = Figure(name, marks, HEIGHT)
     if len(series) > 1:
         figure = add_legend(name, marks, colours, HEIGHT, DASHES)
@@ -123,10 +124,12 @@ def describe_points(series: Mapping[str, Points], x_name: str) -> str:
 
 def draw_axes(
     points: np.ndarray,
+    x_scale: Scale,
+    top: float,
     x_name: str,
     y_name: str,
-) -> tuple[list[Mark], Scale, Scale]:
-    """Return linear axes for all points, and the scales of x and y.
+) -> tuple[list[Mark], Scale]:
+    """Return linear axes for all points, and the scale of y, whose highest value is at `top`.
 
     The y axis is widened to round numbers.
     """
@@ -136,8 +139,7 @@ def draw_axes(
     y_ticks = choose_ticks(y_min, y_max)
     y_min = min(y_min, y_ticks[0])
     y_max = max(y_max, y_ticks[-1])
-    x_scale = make_scale(x_min, x_max, LEFT, PLOT_RIGHT)
-    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, TOP)
+    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, top)
     marks = []
     for tick in y_ticks:
         y = y_scale(tick)
@@ -149,11 +151,16 @@ def draw_axes(
         marks.append(label)
     marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
     marks.append(make_text(4, HEIGHT - 6, y_name))
-    return marks, x_scale, y_scale
+    return marks, y_scale
 
 
-def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> Iterator[Mark]:
-    """Yield each event's mark; a label that would lie on another one lies below it."""
+def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark], float]:
+    """Return each event's mark, and the height below their labels, where curves may begin.
+
+    A label that would lie on another one lies below it. Labels take at most half of the plot from
+    curves.
+    """
+    marks = []
     ends: list[float] = []  # of the last label in each row
     for event in events:
         x = x_scale(event.x)
@@ -162,7 +169,8 @@ def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> Iterator[Mark]:
         begin = x - width if is_near_end else x
         row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
         ends[row : row + 1] = [begin + width]
-        yield draw_event(event, x, is_near_end, TOP + 8 + LABEL_ROW_HEIGHT * row)
+        marks.append(draw_event(event, x, is_near_end, TOP + 8 + LABEL_ROW_HEIGHT * row))
+    return marks, min(TOP + LABEL_ROW_HEIGHT * len(ends), (TOP + PLOT_BOTTOM) / 2)
 
 
 def draw_event(
