@@ -65,6 +65,7 @@ TRAININGS_HEADER = [
     "last losses",
 ]
 CALLS_HEADER = ["collective", "bytes", "us on gloo", "us", "GB/s on gloo", "GB/s", "times faster"]
+STARTS_NOTE = "Three and more processes are started a fifth as often as `--starts` says."
 # Median and least of how much faster the steps of two processes have to be than on gloo.
 STEP_BARS = {
     (MLP, ALONE): (3.5, 3.0),
@@ -276,7 +277,8 @@ def measure(starts: int, sizes: list[int], is_short: bool) -> list[str]:
         sections.append(
             f"## Collectives of {nproc} processes\n\n{table(CALLS_HEADER, call_rows(calls))}"
         )
-    return [f"## Steps\n\n{table(STEPS_HEADER, rows)}", *sections, "\n".join(bars)]
+    steps = f"## Steps\n\n{STARTS_NOTE}\n\n{table(STEPS_HEADER, rows)}"
+    return [steps, *sections, "\n".join(bars)]
 
 
 def main() -> None:

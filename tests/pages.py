@@ -163,7 +163,7 @@ def normalize(text: str) -> str:
     for number, digest in enumerate(hashes):
         text = text.replace(digest, f"HASH{number}")
     text = re.sub(r"\bpid \d+", "pid N", text)
-    text = re.sub(r"\b\d+ steps superseded", "N steps superseded", text)
+    text = re.sub(r"\b\d+ steps? superseded", "N steps superseded", text)
     text = re.sub(r"\bresumed after step \d+", "resumed after step N", text)
     return re.sub(r"\b\d+\.\d+\b", "N.N", text)
 

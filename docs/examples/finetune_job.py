@@ -5,12 +5,13 @@ trained on another task with a warm-up and a cosine schedule.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from plain import load_data, make_model
 from safetensors.torch import load_file
-from stepladder import Job, mean_loss
+from stepladder import InputError, Job, mean_loss
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 WARM_UP_STEPS = 20
@@ -33,6 +34,8 @@ def is_even(data):
 
 
 def build(config):
+    if not Path(config.weights).is_file():
+        raise InputError(f"--weights {config.weights} is no file", "a file of stepladder export")
     model = make_model(config)
     model.load_state_dict(load_file(config.weights))
     model[-1] = torch.nn.Linear(model[-1].in_features, 2)

@@ -272,3 +272,41 @@ def test_groups_of_some_ranks_get_what_gloo_gives(
         assert ("DETAIL compares" in ended.stderr) == (exchange == "memory" and bool(env))
         printed.append(sorted(ended.stdout.splitlines()))
     assert printed[0] == printed[1] and len(printed[0]) == nproc
+
+
+BUSY_AT_THE_END = """\
+import os, sys, threading
+import stepladder.exchange
+import torch, torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+store = dist.FileStore("late")
+begun = threading.Event()
+large = torch.ones(10_000_000)
+
+def add(_):
+    begun.set()
+    for _ in range(50):
+        large.add_(1)
+
+dist.init_process_group("stepladder")
+if rank == 1:
+    store.wait(["the other rank has a thread"])
+work = dist.all_reduce(torch.ones(1), async_op=True)
+if rank == 0:
+    work.get_future().then(add)
+    store.set("the other rank has a thread", "")
+    begun.wait()
+else:
+    work.wait()
+if sys.argv[1] == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["destroy", pytest.param("leave", marks=pytest.mark.slow)])
+def test_the_interpreter_ends_after_the_thread_of_a_collective(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY_AT_THE_END)
+    ended = run("--nproc-per-node", 2, script, end, cwd=tmp_path, command=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr

@@ -315,6 +315,11 @@ def test_a_script_that_hangs_is_ended_where_that_was_asked_for(tmp_path: Path) -
     assert re.search(r"^stepladder: rank 1 .*: it is in validate\(\)", done.stderr, re.MULTILINE), (
         done.stderr
     )
+    assert re.search(
+        r"^stepladder: ended after [89] s without progress \(--end-after 8\)$",
+        done.stderr,
+        re.MULTILINE,
+    ), done.stderr
     reason = "--end-after 8 with --explain-after 9: nothing would be explained"
     refused(
         run(*flags[:3], "--explain-after", 9, *flags[3:], cwd=tmp_path), reason, "--explain-after 4"

@@ -330,5 +330,5 @@ def test_a_full_disk_leaves_nothing(type_command: Any, tmp_path: Path, to: str) 
     trained(type_command)
     (message,) = run_ranks(export_on_a_full_disk, 1, tmp_path / "run", to)
     reason = f"cannot write {tmp_path / 'out'}: File too large"
-    assert message == f"{reason}. HINT: free space there, or choose another DIR"
+    assert message == f"{reason}. HINT: another DIR, or free space and the right to write there"
     assert not list(tmp_path.glob("out*"))

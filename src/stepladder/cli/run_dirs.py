@@ -46,7 +46,7 @@ def audit(run_dir: Path, *, as_json: AsJson = False) -> int:
     counts = [format_count(result.attempts, "attempt")]
     if result.changes:
         counts.append(f"{format_count(result.changes, 'change')} of processes")
-    counts.append(f"{result.superseded} steps superseded")
+    counts.append(f"{format_count(result.superseded, 'step')} superseded")
     verdict = "ok" if result.ok else "NOT ok"
     echo(f"{verdict}: lost {result.lost}, repeated {result.repeated} ({', '.join(counts)})")
     return int(not result.ok)

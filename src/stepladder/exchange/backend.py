@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from stepladder.exchange.process_group import SharedMemoryGroup
+from stepladder.exchange.queue_thread import end_threads_at_exit
 from stepladder.rank.torch_fixes_store import keep_stores_of_groups, make_store_of_one_group
 
 BACKEND_NAME = "stepladder"
@@ -42,5 +43,6 @@ def make_group(
 def register_backend() -> None:
     """Make `init_process_group(backend="stepladder")` known to torch."""
     keep_stores_of_groups()
+    end_threads_at_exit()
     if not hasattr(dist.Backend, BACKEND_NAME.upper()):
         dist.Backend.register_backend(BACKEND_NAME, make_group, devices=["cpu"])

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
+from stepladder.exchange.queue_thread import QueueThread
 from stepladder.exchange.runner import ExchangeRunner
 from stepladder.rank.stacks import Frame, find_caller
 
@@ -302,7 +303,7 @@ class CollectiveQueue:
 
     def _wake_thread(self) -> None:
         if self._thread in (None, threading.current_thread()):
-            self._thread = threading.Thread(target=self._run_waiting, name="exchange", daemon=True)
+            self._thread = QueueThread(self._run_waiting, self._leave, "exchange")
             self._thread.start()
         self._arrival.notify()
 
@@ -340,6 +341,10 @@ class CollectiveQueue:
         """Leave the group: a collective that waits for other ranks fails."""
         if self._process.is_here:
             self._runner.leave_group()
+
+    def _leave(self) -> None:
+        self.abort()  # first: a thread that waits for other ranks may hold the lock
+        self.close()
 
     def close(self) -> None:
         """Leave the group after the collective under way, and end the thread."""

@@ -33,6 +33,7 @@ from stepladder.exchange.messages import (
     ReceivedMessage,
     SentMessage,
 )
+from stepladder.exchange.queue_thread import QueueThread
 from stepladder.exchange.runner import ExchangeRunner
 from stepladder.exchange.wait import format_ranks, make_loss_error
 
@@ -225,7 +226,7 @@ class MessageQueue:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
+                self._thread = QueueThread(self._run, self.close, "messages")
                 self._thread.start()
             self._new_work.notify()
 

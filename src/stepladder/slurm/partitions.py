@@ -176,8 +176,8 @@ def validate_node_count(
             gpus = ", ".join(re.findall(r"gpu[^,(]*", group.gpus)) or "no GPU"
             kinds.add(f"{group.count} with {group.cpus} processors and {gpus}")
         raise InputError(
-            f"{requested} on {num_nodes} nodes, but partition {partition.name} has {count}"
-            f" such nodes ({', '.join(sorted(kinds))})",
+            f"{requested} on {format_count(num_nodes, 'node')}, but partition {partition.name} has"
+            f" {format_count(count, 'such node')} ({', '.join(sorted(kinds))})",
             SINFO_HINT,
         )
 

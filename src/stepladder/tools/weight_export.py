@@ -90,7 +90,9 @@ def export(run_dir: Path, to: str, target: Path) -> str:
     )
     snapshot = read_newest_snapshot(run_dir, with_model=False)
     weights = StoredWeights(snapshot)
-    with durable.name_write_errors(target, "free space there, or choose another DIR"):
+    with durable.name_write_errors(
+        target, "another DIR, or free space and the right to write there"
+    ):
         durable.make_folder(target.absolute().parent)
         with durable.replace_folder(target) as temporary:
             if to == "safetensors":

@@ -66,7 +66,9 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
                 weights.read(stored_names[name], target)
     except (*READ_ERRORS, RuntimeError) as error:
         raise InputError(f"{folder} is damaged: {to_one_line(error)}", "copy it anew") from error
-    with durable.name_write_errors(run_dir, "free space there, or choose another --run-dir"):
+    with durable.name_write_errors(
+        run_dir, "another --run-dir, or free space and the right to write there"
+    ):
         durable.make_folder(run_dir.absolute().parent)
         with durable.replace_folder(run_dir) as temporary:
             write_first_snapshot(temporary, model)

@@ -300,6 +300,8 @@ class GroupAttempt:
         explanation = None
         if has_failed or self.monitor.overdue:
             explanation = self._explain_end()  # before `kill`: ranks that run show their stacks
+        if self.monitor.end_message:
+            print_message(self.monitor.end_message)
         self.kill()
         was_explained_first = self.monitor.explanation is not None or self._observed.has_dumps
         evidence = Evidence(

@@ -266,13 +266,21 @@ class Monitor:
         return any(phase > progress.STARTING for phase in self._read_phases())
 
     @property
+    def end_message(self) -> str:
+        """Why --end-after ends the ranks of a script now, or ""."""
+        limit_s = self._limits.end_after
+        if limit_s is None or self._hang is None or not self._is_stalled_for(limit_s):
+            return ""
+        stalled_s = self._count_stalled_polls() * MONITOR_INTERVAL_S
+        return f"ended after {stalled_s:.0f} s without progress (--end-after {limit_s:g})"
+
+    @property
     def overdue(self) -> bool:
         """Whether a rank was stopped, or no rank has made progress, for too long."""
         polls_stopped = max((observed.polls_stopped for observed in self._ranks), default=0)
         if polls_stopped * MONITOR_INTERVAL_S >= self._limits.timeout:
             return True
-        end_after_s = self._limits.end_after
-        if end_after_s is not None and self._hang is not None and self._is_stalled_for(end_after_s):
+        if self.end_message:
             return True
         # Downloads and compilations have no limit. Where other ranks wait for them, those have one.
         is_starting = all(phase <= progress.STARTING for phase in self._read_phases())
