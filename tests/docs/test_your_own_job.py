@@ -15,7 +15,7 @@ import pytest
 
 from gloo import gloo_comes_last
 from pages import EXAMPLES, REPOSITORY, blocks, run_blocks
-from processes import run
+from processes import refused, run
 
 PAGE = REPOSITORY / "docs" / "your-own-job.md"
 MOST_CHANGED_LINES = 15
@@ -160,3 +160,9 @@ def test_the_own_loop_evaluates_exactly(folder: Path) -> None:
     """Its accuracy is that of its last weights on the whole test set in one pass."""
     done = run(EVALUATE, cwd=folder, command=(sys.executable, "-c"))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_job_may_refuse_its_input_in_one_line(tmp_path: Path) -> None:
+    job = EXAMPLES / "finetune_job.py"
+    done = run("train", job, "--weights", "nosuch.safetensors", cwd=tmp_path)
+    refused(done, "--weights nosuch.safetensors is no file", "a file of stepladder export")
