@@ -74,6 +74,11 @@ def test_a_zero_is_shown_for_any_small_number() -> None:
     assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == []
 
 
+def test_a_number_that_is_shown_again_proves_nothing_more() -> None:
+    events = evaluation(LOSSES, UNEVEN, *[show("0.75")] * 6)
+    assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == []
+
+
 def test_a_share_of_hits_in_percent_is_a_mean_of_its_batches_too() -> None:
     hits = evaluation([2, 2, 0], UNEVEN, show("66.667"), is_mean=False)
     assert rules_of(hits, train_pass(1, [[4, 5], [6, 7]])) == ["mean-of-means"]

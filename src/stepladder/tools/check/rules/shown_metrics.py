@@ -244,6 +244,8 @@ def shown_parts_of_all(evidence: RunEvidence) -> Iterator[Recognized]:
 
 def shown_sums_by_own_count(evidence: RunEvidence) -> Iterator[Recognized]:
     """Yield the sums over all ranks that are divided by the number of samples of one."""
+    if not evidence.rank_0.select(ScriptCollective):
+        return
     for passes in align(log.passes for log in evidence.ranks):
         series_of_ranks = [series for one_pass in passes for series in batch_series(one_pass)]
         for series, number in passes_with_numbers(evidence.rank_0, passes[:1]):

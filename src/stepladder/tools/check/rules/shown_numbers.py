@@ -97,8 +97,11 @@ def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
 
 
 def are_no_coincidence(numbers: list[ShownNumber]) -> bool:
-    """Return whether numbers that were recognized have enough digits."""
-    digits = [number.digits for number in numbers]
+    """Return whether numbers that were recognized have enough digits.
+
+    A number that is shown again proves nothing more.
+    """
+    digits = {number.value: number.digits for number in numbers}.values()
     return max(digits, default=0) >= ENOUGH_DIGITS or sum(digits) >= ENOUGH_DIGITS_OF_SEVERAL
 
 
