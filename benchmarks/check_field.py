@@ -166,7 +166,7 @@ and this list were sealed before any was run (2026-11-27, on two cores with othe
 - 8 errors and warnings: 7 true, one false: a rank that also trains a model alone, on purpose, to compare with it, was said to make more steps.
 - 4 scripts without a mistake: no finding in 3 of them.
 
-Nothing was changed after it: the table shows this run."""
+After it only this was changed: a model that one rank trains for itself makes no uneven steps."""
 
 LATER_TRIALS = {
     2: ("The second trial, after the repairs", SECOND_TRIAL),

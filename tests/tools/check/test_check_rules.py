@@ -493,6 +493,16 @@ ON_ONE_RANK = """def train():
 """
 
 
+@pytest.mark.parametrize(("line", "rules"), [(8, []), (7, ["uneven-steps"])])
+def test_a_model_that_one_rank_trains_for_itself_is_no_uneven_loop(
+    line: int, rules: list[str]
+) -> None:
+    """With a loss of its own, at another line than that of the model of all ranks."""
+    steps = [event for n in (1, 2) for event in (forward(), backward(at=["train.py", 7, "main"]))]
+    own = [forward(), backward(at=["train.py", line, "main"])]
+    assert rules_of([*steps, *own], steps) == rules
+
+
 def test_a_collective_of_one_rank_is_no_uneven_loop() -> None:
     """The rank that waits there has left the loop, and the batches are as many on all ranks."""
     at = {"at": ["train.py", 2, "train"]}

@@ -83,7 +83,10 @@ def uneven_end(evidence: RunEvidence) -> Findings:
 
 @rank_rule("uneven-steps")
 def uneven_backward(evidence: RunEvidence) -> Findings:
-    """Compare the number of backward passes, for loops without a loader."""
+    """Compare the number of backward passes, for loops without a loader.
+
+    Those at lines of one rank alone are of a model that it trains for itself.
+    """
     run = evidence.run
     if run.select(JoinContext) or find_skipped(evidence):
         return
@@ -91,6 +94,8 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
         return
     is_at_end = (run.has_finished or stands_still(evidence)) and not run.was_cut_short
     backwards = [log.select(Backward) for log in run.ranks[:2]]
+    lines = set.intersection(*({event.at for event in events} for events in backwards))
+    backwards = [[event for event in events if event.at in lines] for events in backwards]
     counts = [len(events) for events in backwards]
     if is_at_end and counts[0] != counts[1] and min(counts) > 1:
         more = 0 if counts[0] > counts[1] else 1
