@@ -277,7 +277,7 @@ def test_what_the_cluster_does_not_have_is_one_line(
     expected = {
         "--partition=gpux": ("partition gpux is unknown; there are",),
         "--nodes=5": ("--nodes 5, but partition", "at most 4", "--nodes 4"),
-        "--gpus-per-node=3": ("--gpus-per-node 3 on 1 nodes", "gpu:2"),
+        "--gpus-per-node=3": ("--gpus-per-node 3 on 1 node,", "gpu:2"),
         "--cpus-per-task=64": ("--cpus-per-task 64",),
         "--sbatch-arg=--nodelist=n[3-5]": ("there is no node n5",),
         "--sbatch-arg=--nodelist=n[3-": ("'n[3-' is not a node list",),
