@@ -157,10 +157,10 @@ class NodeNetwork:
             lost: The name of the lost rank; None if this rank knows of none.
 
         Returns:
-            The name of a lost rank of any machine; None if none is known.
+            The name of the rank of any machine that was lost first; None if none is known.
         """
         with suppress(RuntimeError):  # the lost rank may be the one that served the store
-            if lost is None and self._store.check([LOST_KEY]):
+            if self._store.check([LOST_KEY]):  # the first loss: others leave because of it
                 return int(self._store.get(LOST_KEY))
             if lost is not None and not self._has_shared_loss:
                 self._has_shared_loss = True

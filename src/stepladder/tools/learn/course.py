@@ -218,10 +218,10 @@ class CourseProgress:
             exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
         }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+        self.save()  # first: if the progress cannot be saved, nothing is copied
         with as_input_error(f"{folder} cannot be written", "name another folder"):
             for target in missing.values():
                 target.parent.mkdir(parents=True, exist_ok=True)
-        self.save()  # first: if the progress cannot be saved, nothing is copied
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
                 durable.write(
