@@ -8,7 +8,9 @@ it: `learn start` lays it out in a folder of the learner's.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,7 @@ from typing import Literal, TypeVar
 
 from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.core.folders import find_file_above, get_state_folder
+from stepladder.core.folders import find_file_above, find_obstacle, get_state_folder
 
 Kind = TypeVar("Kind")
 
@@ -218,12 +220,15 @@ class CourseProgress:
             exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
         }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+        for target in missing.values():
+            obstacle = find_obstacle(target.parent)
+            if obstacle is not None:
+                reason = os.strerror(errno.EACCES if obstacle.is_dir() else errno.ENOTDIR)
+                raise InputError(f"{folder} cannot be written: {reason}", "name another folder")
         self.save()  # first: if the progress cannot be saved, nothing is copied
-        with as_input_error(f"{folder} cannot be written", "name another folder"):
-            for target in missing.values():
-                target.parent.mkdir(parents=True, exist_ok=True)
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
+                target.parent.mkdir(parents=True, exist_ok=True)
                 durable.write(
                     target, (course.get_item_folder(exercise) / "exercise.py").read_bytes()
                 )
