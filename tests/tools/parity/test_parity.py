@@ -75,6 +75,15 @@ def by_name(pairs: list[dict[str, Any]]) -> list[Any]:
     return [pytest.param(pair, id=pair["name"]) for pair in pairs]
 
 
+def spawned() -> list[Any]:
+    """Those that spawn their processes; the edited ones are for the corpus alone."""
+    return [
+        pytest.param(pair, id=pair["name"], marks=[pytest.mark.corpus] if "edits" in pair else [])
+        for pair in PAIRS
+        if pair.get("spawns")
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("pair", by_name([pair for pair in PAIRS if pair.get("by_command")]))
@@ -87,9 +96,7 @@ def test_the_first_difference_is_named_and_nothing_is_left(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "pair", by_name([pair for pair in PAIRS if pair.get("spawns") and "edits" not in pair])
-)
+@pytest.mark.parametrize("pair", spawned())
 def test_a_script_that_spawns_its_processes_is_compared(
     pair: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -97,7 +104,6 @@ def test_a_script_that_spawns_its_processes_is_compared(
 
 
 OTHERS = [pair for pair in PAIRS if not pair.get("by_command") and not pair.get("spawns")]
-EDITED = [pair for pair in PAIRS if pair.get("spawns") and "edits" in pair]
 
 
 @pytest.mark.corpus
@@ -106,14 +112,6 @@ EDITED = [pair for pair in PAIRS if pair.get("spawns") and "edits" in pair]
 @pytest.mark.parametrize("pair", by_name(OTHERS))
 def test_every_pair_of_the_corpus_is_judged_rightly(pair: dict[str, Any], tmp_path: Path) -> None:
     expect(pair, *compare_forked(pair, tmp_path))
-
-
-@pytest.mark.corpus
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.parametrize("pair", by_name(EDITED))
-def test_every_pair_that_spawns_is_judged_rightly(pair: dict[str, Any], tmp_path: Path) -> None:
-    expect(pair, *compare(pair, tmp_path))
 
 
 def test_the_corpus_has_twenty_of_each_in_four_shapes() -> None:
