@@ -210,6 +210,11 @@ class CarryingGroup(GroupBase):
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """Wait until all ranks have come here; the first rank names those that do not come."""
+        # gloo may never end a send that starts while its connection is being closed, as another
+        # rank does after it has found a loss.
+        lost_rank = self._find_loss_of_others()
+        if lost_rank is not None:
+            raise make_loss_error(lost_rank)
         with explaining_errors(partial(self._explain_loss, is_collective=True)):
             super().monitored_barrier(*args, **options)
 
