@@ -17,12 +17,16 @@ RENDEZVOUS_MODULE = "torch.distributed.rendezvous"
 _served_stores: list[Any] = []  # those of the first rank, whose server is in this process
 
 
-def bind_store_to_loopback() -> None:
+def bind_store_to_loopback(own_address: str = "") -> None:
     """Make torch's store listen on the loopback device if MASTER_ADDR is a loopback address.
 
     torch's own store listens on every address of the machine, and has no setting for it, but it
     accepts a socket that listens already. Applies to this process from now on. Seen with torch 2.11
     to 2.15. Can go when torch's store has an option for the address that it binds.
+
+    Args:
+        own_address: The loopback address at which the ranks meet in place of MASTER_ADDR, so that
+            they meet nobody else who has chosen their port.
     """
     rendezvous: Any = sys.modules.get(RENDEZVOUS_MODULE)
     store_class = getattr(rendezvous, "TCPStore", None)
@@ -32,10 +36,12 @@ def bind_store_to_loopback() -> None:
     def open_store(
         host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any
     ) -> Any:
-        if is_master and is_loopback(host_name):
+        if is_loopback(host_name):
+            host_name = own_address or host_name
             # The port may be in use by this process's own store, which torch then shares.
             with suppress(OSError):  # torch reports other errors itself
-                options["master_listen_fd"] = _listen_on(host_name, port)
+                if is_master:
+                    options["master_listen_fd"] = _listen_on(host_name, port)
         return store_class(host_name, port, *args, is_master=is_master, **options)
 
     rendezvous.TCPStore = open_store

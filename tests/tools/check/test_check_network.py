@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +16,44 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 held = [one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
-if not held or any(address not in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in held):
+if not held or not all(address.removeprefix("::ffff:").startswith(("127.", "::1")) for address in held):
     raise SystemExit(f"it listens on {held}")
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
+MEETS_AT_ITS_PORT = """import os
+import torch
+import torch.distributed as dist
+
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = "{}"
+dist.init_process_group("gloo")
+sum_of_ranks = torch.ones(1)
+dist.all_reduce(sum_of_ranks)
+print("ranks that met:", int(sum_of_ranks))
+raise SystemExit(9)
+"""
+
+
+def check(script: str, folder: Path) -> str:
+    """Return all that a check says of a script."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "stepladder", "check", "train.py"]
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
+    return ran.stdout + ran.stderr
+
+
 @pytest.mark.ranks
 def test_ranks_under_check_listen_on_loopback_alone(tmp_path: Path) -> None:
-    (tmp_path / "listens.py").write_text(LISTENS)
-    command = [sys.executable, "-m", "stepladder", "check", "listens.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert "it listens on" not in done.stdout + done.stderr, done.stdout
+    assert "it listens on" not in check(LISTENS, tmp_path)
+
+
+@pytest.mark.ranks
+def test_ranks_meet_at_their_port_though_another_program_listens_there(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        said = check(MEETS_AT_ITS_PORT.format(other.getsockname()[1]), tmp_path)
+    assert "ranks that met: 2" in said

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import zlib
 from contextlib import suppress
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from stepladder.rank.stacks import answer_stack_signal
@@ -27,9 +30,12 @@ from stepladder.tools.check.probe import (
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 
+FIRST_OWN_ADDRESS = IPv4Address("127.1.0.0")
+NUM_OWN_ADDRESSES = 2**23
+
 
 def attach() -> None:
-    bind_store_to_loopback()
+    bind_store_to_loopback(choose_own_address())
     keep_stores_of_groups()
     name_groups_in_stacks()
     hooks_comm.attach()
@@ -45,6 +51,17 @@ def attach() -> None:
     atexit.register(record_exit)
     answer_stack_requests()
     os.register_at_fork(after_in_child=answer_stack_requests)
+
+
+def choose_own_address() -> str:
+    """Return a loopback address of this start alone, or "" where the system has just one.
+
+    A port that is written into the script is free there, whatever else meets at this port.
+    """
+    if sys.platform != "linux":
+        return ""
+    number = zlib.crc32(current_log().settings.folder.encode()) % NUM_OWN_ADDRESSES
+    return str(FIRST_OWN_ADDRESS + number)
 
 
 def answer_stack_requests() -> None:
