@@ -354,6 +354,23 @@ def test_the_silent_bugs_of_the_exercises_are_found(
 
 @pytest.mark.slow
 @pytest.mark.ranks
+def test_a_number_that_is_stored_for_graphs_is_shown_like_one_that_is_printed(
+    tmp_path: Path,
+) -> None:
+    stored = "SummaryWriter('graphs').add_scalar('loss', total / count, epoch)"
+    lines = (CORPUS / "tidepools.py").read_text().splitlines()
+    text = [
+        line[: line.index("print(")] + stored if "print(" in line else line for line in lines
+    ]
+    script = tmp_path / "from" / "stores.py"
+    script.parent.mkdir()
+    script.write_text("\n".join(["from torch.utils.tensorboard import SummaryWriter", *text]))
+    _, report = check(script, tmp_path)
+    assert rules(report) == {"one-rank-loss"}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_script_for_gpus_alone_runs_on_simulated_ones(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "cuda_only.py", tmp_path)
     command = [sys.executable, "-m", "stepladder", "run", "--simulate-gpus", "2", "cuda_only.py"]

@@ -1,4 +1,4 @@
-"""Hooks that record which files the script reads, looks for and renames, and what it prints."""
+"""Hooks that record which files the script reads, looks for and renames, and what it shows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import FileMove, FileRead, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
 from stepladder.tools.check.probe.probe_log import current_log
@@ -18,6 +21,12 @@ from stepladder.tools.check.probe.probe_log import current_log
 MAX_LISTED_FILES = 5000
 MAX_PRINTED_TEXT = 400
 PRINTED_TYPES = (str, int, float)
+# By the module that defines them: functions, or methods of a class, that store a number for graphs.
+METRIC_LOGGERS = {
+    "torch.utils.tensorboard.writer": ("SummaryWriter", "add_scalar"),
+    "tensorboardX.writer": ("SummaryWriter", "add_scalar"),
+    "mlflow.tracking.fluent": ("", "log_metric"),
+}
 NOT_DATA_SUFFIXES = (
     ".py",
     ".pyc",
@@ -68,6 +77,12 @@ def attach() -> None:
     record_user_calls(Path, "is_file", search_event)
     record_user_calls(builtins, "print", print_event)
     record_calls(logging.Logger, "handle", message_event)
+    for module, names in METRIC_LOGGERS.items():
+        call_after_import(module, partial(record_metrics, *names))
+
+
+def record_metrics(class_name: str, function: str, module: Any) -> None:
+    record_user_calls(getattr(module, class_name, module), function, metric_event)
 
 
 def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
@@ -87,8 +102,15 @@ def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:
     return Print(caller=current_log().user_caller(), text=printed_text(values))
 
 
+@default_on_error(lambda: None)
+def metric_event(*args: Any, **kwargs: Any) -> Print:
+    values = [*args, *kwargs.values()]
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]
+    return Print(text=printed_text(numbers), logged=True)
+
+
 @default_on_error(str)
-def printed_text(values: tuple[Any, ...]) -> str:
+def printed_text(values: Iterable[Any]) -> str:
     """Return what is printed, without objects other than text and numbers."""
     shown = [str(value) for value in values if isinstance(value, PRINTED_TYPES)]
     return " ".join(shown)[:MAX_PRINTED_TEXT]
