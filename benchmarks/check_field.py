@@ -280,6 +280,12 @@ class CheckedScript:
         """The rules whose mistake the script has, as a person says."""
         return set(self.entry.get("known", []))
 
+    @property
+    def named_mistakes(self) -> set[str]:
+        """Those of them that a finding names: by its rule, or by what it says that was seen."""
+        also = (name for finding in self.findings for name in finding.get("also", []))
+        return self.mistakes & {finding["rule"] for finding in self.findings}.union(also)
+
 
 def check_script(entry: dict[str, Any], copies: Path) -> CheckedScript:
     """Check one script in a copy of its repository."""
@@ -360,13 +366,10 @@ def count_results(scripts: list[CheckedScript], title: str) -> str:
     runs = [script for script in scripts if script.has_run]
     faulty = [script for script in runs if script.mistakes]
     clean = [script for script in runs if not script.mistakes]
-    rules = [(script, rule) for script in faulty for rule in script.mistakes]
-    named = [
-        rule for script, rule in rules if rule in {finding["rule"] for finding in script.findings}
-    ]
     return (
         f"{title}: {len(scripts)} scripts, of which {len(runs)} ran to where they train. Mistakes that a"
-        f" person found or confirmed: {len(rules)}, named {len(named)}. Findings: {len(findings)}, true"
+        f" person found or confirmed: {sum(len(script.mistakes) for script in faulty)}, named"
+        f" {sum(len(script.named_mistakes) for script in faulty)}. Findings: {len(findings)}, true"
         f" {sum(finding['true'] is True for finding in findings)}, false"
         f" {sum(finding['true'] is False for finding in findings)}, not judged"
         f" {sum(finding['true'] is None for finding in findings)}. Scripts without a mistake:"

@@ -5,6 +5,7 @@ The script is ended after its first snapshot and started again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from stepladder.tools.check.events import (
@@ -90,7 +91,11 @@ def compare_resumed_run(
     halted = run_ranks(replace(launch, settings=halting_settings), "halted")
     if not halted.halted:
         return [], NO_TRAINING_AFTER_SNAPSHOT
-    resumed = run_ranks(replace(launch, args=(*launch.args, *resume_args)), "resumed")
+    settings = launch.settings
+    if not evidence.run.was_cut_short:  # else epochs are counted on a fast machine alone
+        settings = replace(settings, enough_after_s=math.inf)
+    args = (*launch.args, *resume_args)
+    resumed = run_ranks(replace(launch, args=args, settings=settings), "resumed")
     original = evidence.run.original
     resumed_recording = read_recording(
         resumed.folder,
