@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from check_recordings import evidence_of, forward, rules_of, step
-from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe import digests, hooks_data
 from stepladder.tools.check.probe.probe_log import ProbeLog
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rules.all_rules import apply_rules
@@ -500,3 +501,11 @@ def test_a_step_of_an_optimizer_within_another_one_counts_once(tmp_path: Path) -
     code, report = checked(tmp_path, INNER)
     assert (code, report["findings"]) == (0, [])
     assert "7 steps on each" in report["ran"]
+
+
+def test_a_loader_with_batches_of_its_own_has_their_sampler() -> None:
+    data = list(range(10))
+    batches = BatchSampler(DistributedSampler(data, 2, 0), batch_size=2, drop_last=True)
+    described = hooks_data.describe_loader(DataLoader(data, batch_sampler=batches))
+    names = ("settable", "distributed", "shuffle", "drop_last")
+    assert [described[name] for name in names] == [True] * 4

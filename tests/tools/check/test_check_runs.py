@@ -359,9 +359,7 @@ def test_a_number_that_is_stored_for_graphs_is_shown_like_one_that_is_printed(
 ) -> None:
     stored = "SummaryWriter('graphs').add_scalar('loss', total / count, epoch)"
     lines = (CORPUS / "tidepools.py").read_text().splitlines()
-    text = [
-        line[: line.index("print(")] + stored if "print(" in line else line for line in lines
-    ]
+    text = [line[: line.index("print(")] + stored if "print(" in line else line for line in lines]
     script = tmp_path / "from" / "stores.py"
     script.parent.mkdir()
     script.write_text("\n".join(["from torch.utils.tensorboard import SummaryWriter", *text]))

@@ -206,8 +206,9 @@ def describe_loader(loader: Any) -> Fields:
     sampler = loader.sampler
     dataset = loader.dataset
     batch_sampler = loader.batch_sampler
-    has_own_batch_sampler = type(batch_sampler) is not torch.utils.data.BatchSampler
-    if has_own_batch_sampler and hasattr(batch_sampler, "set_epoch"):
+    if type(batch_sampler) is torch.utils.data.BatchSampler:
+        sampler = batch_sampler.sampler  # the loader's own may be a stand-in, never used
+    elif hasattr(batch_sampler, "set_epoch"):
         sampler = batch_sampler
     is_iterable = isinstance(dataset, IterableDataset)
     base_dataset = base_of(dataset)
@@ -225,7 +226,7 @@ def describe_loader(loader: Any) -> Fields:
         "replicas": getattr(sampler, "num_replicas", None),
         "sampler_rank": getattr(sampler, "rank", None),
         "iterable": is_iterable,
-        "drop_last": bool(loader.drop_last),
+        "drop_last": bool(getattr(batch_sampler, "drop_last", loader.drop_last)),
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),
         "workers": loader.num_workers,
         "fingerprint": digests.dataset_fingerprint(base_dataset),
