@@ -91,11 +91,9 @@ def compare_resumed_run(
     halted = run_ranks(replace(launch, settings=halting_settings), "halted")
     if not halted.halted:
         return [], NO_TRAINING_AFTER_SNAPSHOT
-    settings = launch.settings
     if not evidence.run.was_cut_short:  # else epochs are counted on a fast machine alone
-        settings = replace(settings, enough_after_s=math.inf)
-    args = (*launch.args, *resume_args)
-    resumed = run_ranks(replace(launch, args=args, settings=settings), "resumed")
+        launch = replace(launch, settings=replace(launch.settings, enough_after_s=math.inf))
+    resumed = run_ranks(replace(launch, args=(*launch.args, *resume_args)), "resumed")
     original = evidence.run.original
     resumed_recording = read_recording(
         resumed.folder,
