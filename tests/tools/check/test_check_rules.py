@@ -1215,6 +1215,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "own-task",
         "inflated-throughput",
         "one-rank-loss",
+        "uneven-targets",
     } == {rule.id for rule in CHECK_TEXTS.rules}
     assert all(
         text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example

@@ -306,7 +306,9 @@ class Backward(ProbeEvent, kind="backward"):
     alive: int = 0  # the graphs of earlier losses that are in memory
     loss: float | None = None  # the loss; None where it is no scalar
     scale: float | None = None  # the factor between a mean over samples and the loss, if known
+    target_weight: float | None = None  # the one between the loss of a target and the loss
     twice: str = ""  # the activation that must not precede the loss; NO_LOGARITHM for nll_loss
+    gathered: CodeLine | None = None  # what has gathered features that are constants of the loss
     weights: str = ""  # a hash of all models, in the first passes, until an optimizer makes a step
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 KIND_KEY = "k"
-LINE_FIELDS = {"at", "built", "sampler_built", "caller"}
+LINE_FIELDS = {"at", "built", "sampler_built", "caller", "gathered"}
 
 
 class CodeLine(NamedTuple):

@@ -22,6 +22,7 @@ from stepladder.tools.check.events import (
     ScriptCollective,
     SpawnsRanks,
 )
+from stepladder.tools.check.probe.gathered_features import gathered_features
 from stepladder.tools.check.probe.patching import (
     Arguments,
     Fields,
@@ -52,6 +53,8 @@ COLLECTIVES = (
     "barrier",
     "monitored_barrier",
 )
+# Those that leave the graph of what they gather out, and the name of that argument.
+GATHERS_TENSORS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor"}
 MAX_RECORDED_VALUES = 64
 MAX_GATHERED_ITEMS = 10_000
 
@@ -123,6 +126,8 @@ def record_collective(name: str, original: Any, *args: Any, **kwargs: Any) -> An
             **fields,
         )
     )
+    if name in GATHERS_TENSORS:
+        gathered_features.add(get_argument(args, kwargs, 1, GATHERS_TENSORS[name]), log.user_line())
     with running_collective:
         result = original(*args, **kwargs)
     log.write(Returned())

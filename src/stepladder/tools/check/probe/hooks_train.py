@@ -31,6 +31,7 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.gathered_features import gathered_features
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
 from stepladder.tools.check.probe.layer_outputs import (
@@ -38,7 +39,11 @@ from stepladder.tools.check.probe.layer_outputs import (
     layer_outputs,
     name_of_value,
 )
-from stepladder.tools.check.probe.loss_graph import activation_of, scale_of
+from stepladder.tools.check.probe.loss_graph import (
+    activation_of,
+    scale_of,
+    target_weight_of,
+)
 from stepladder.tools.check.probe.patching import (
     Fields,
     NestingDepth,
@@ -187,6 +192,8 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
         "way": current_log().user_stack(),
         "alive": training_tracker.add_graph(loss),
         "scale": scale_of(loss),
+        "target_weight": target_weight_of(loss),
+        "gathered": gathered_features.find_constant(loss),
     }
     if isinstance(loss, Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0

@@ -1,4 +1,4 @@
-"""Facts about a loss that are read from its graph: its scale, and an activation before it."""
+"""Facts about a loss that are read from its graph, such as its scale."""
 
 from __future__ import annotations
 
@@ -52,19 +52,41 @@ def scale_of(loss: Any) -> float | None:
 
     It is None where the graph has another form.
     """
+    scale, node = split_off_scale(loss)
+    is_mean = type(node).__name__ == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1
+    return scale if is_mean else None
+
+
+@default_on_error(lambda: None)
+def target_weight_of(loss: Any) -> float | None:
+    """Return the factor between the loss of one target and the loss.
+
+    It is None where the graph has another form, and where targets have weights of their own.
+    """
+    scale, node = split_off_scale(loss)
+    name = type(node).__name__
+    if name.startswith("NllLoss") and node._saved_reduction == 1 and node._saved_weight is None:
+        scale /= float(node._saved_total_weight)  # the number of targets that are not left out
+    elif name == "MeanBackward0":
+        scale /= node._saved_self_sym_numel
+    elif name != "SumBackward0":
+        return None
+    return scale
+
+
+def split_off_scale(loss: Any) -> tuple[float, Any]:
+    """Return the numbers by which a loss is multiplied, and the node before that; or None."""
     scale = 1.0
     for node in graph_nodes(loss, MAX_SCALE_NODES):
         name = type(node).__name__
         if name in ("DivBackward0", "MulBackward0"):
             number = constant_operand(node)
             if not number:
-                return None
+                return scale, None
             scale = scale / number if name == "DivBackward0" else scale * number
-        elif name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == 1:
-            return scale
         elif name not in KEEPS_SCALE:
-            return None
-    return None
+            return scale, node
+    return scale, None
 
 
 @default_on_error(str)

@@ -29,6 +29,20 @@ HAS_A_CPU_PATH = (
 )
 
 
+@rank_rule("no-gradient.gathered")
+def gathered_constants(evidence: RunEvidence) -> Findings:
+    """Find features that are gathered, and of which a loss has even its own rank's as constants."""
+    backwards = evidence.rank_0.select(Backward)
+    lines = [event.gathered for event in backwards if event.gathered]
+    if lines:
+        yield evidence.finding(
+            "no-gradient.gathered",
+            lines[0],
+            f"in {len(lines)} of {len(backwards)} backward passes the loss has this rank's own "
+            "features among the gathered ones, as constants",
+        )
+
+
 @rank_rule("collective-order.skipped")
 def skipped_collective(evidence: RunEvidence) -> Findings:
     """Find a collective in a training loop that one rank skips while it goes on with DDP."""
