@@ -280,6 +280,10 @@ class CheckedScript:
         return set(self.entry.get("known", []))
 
     @property
+    def has_notes_alone(self) -> bool:
+        return all(finding["severity"] == "note" for finding in self.findings)
+
+    @property
     def named_mistakes(self) -> set[str]:
         """Those of them that a finding names: by its rule, or by what it says that was seen."""
         also = (name for finding in self.findings for name in finding.get("also", []))
@@ -372,7 +376,8 @@ def count_results(scripts: list[CheckedScript], title: str) -> str:
         f" {sum(finding['true'] is True for finding in findings)}, false"
         f" {sum(finding['true'] is False for finding in findings)}, not judged"
         f" {sum(finding['true'] is None for finding in findings)}. Scripts without a mistake:"
-        f" {len(clean)}, without a finding {sum(not script.findings for script in clean)}."
+        f" {len(clean)}, without an error or a warning {sum(script.has_notes_alone for script in clean)},"
+        f" without a finding {sum(not script.findings for script in clean)}."
     )
 
 
