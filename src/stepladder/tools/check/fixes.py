@@ -67,7 +67,10 @@ def make_patch(findings: Iterable[Finding], folder: Path) -> Patch:
     return Patch("".join(texts), tuple(fixed))
 
 
-def find_fix(file: SourceFile, finding: Finding) -> Edits:
+def find_fix(
+    file: SourceFile,
+    finding: Finding,
+) -> Edits:
     """Return the edits that fix a finding; none if its line is not of a known form."""
     return next(filter(None, list_fixes(file, finding.rule, finding.location.line)), [])
 
@@ -88,7 +91,10 @@ def list_fixes(
                 yield STATEMENT_FIXES[rule](file, statement)
 
 
-def set_epoch_number(file: SourceFile, call: ast.Call) -> Edits:
+def set_epoch_number(
+    file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Give set_epoch the number of the epoch."""
     epoch = find_epoch_name(file, call)
     if last_name(call.func) == "set_epoch" and len(call.args) == 1 and epoch:
@@ -96,7 +102,10 @@ def set_epoch_number(file: SourceFile, call: ast.Call) -> Edits:
     return []
 
 
-def call_set_epoch(file: SourceFile, loop: ast.stmt) -> Edits:
+def call_set_epoch(
+    file: SourceFile,
+    loop: ast.stmt,
+) -> Edits:
     """Call set_epoch before the loop over the loader."""
     epoch = find_epoch_name(file, loop)
     if not isinstance(loop, ast.For) or not epoch:
@@ -120,7 +129,10 @@ def find_epoch_name(file: SourceFile, node: ast.AST) -> str:
     return ""
 
 
-def clear_gradients(file: SourceFile, call: ast.Call) -> Edits:
+def clear_gradients(
+    file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Call zero_grad after the optimizer's step."""
     statement = file.parents.get(call)
     if (
@@ -133,7 +145,10 @@ def clear_gradients(file: SourceFile, call: ast.Call) -> Edits:
     return [insert_after(file, statement, f"{ast.unparse(optimizer)}.zero_grad()")]
 
 
-def replace_after_save(file: SourceFile, call: ast.Call) -> Edits:
+def replace_after_save(
+    file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Write a snapshot under another name, and then rename it."""
     statement = file.parents.get(call)
     is_save = ast.unparse(call.func) == "torch.save" and len(call.args) == 2
@@ -159,7 +174,10 @@ def import_os(file: SourceFile) -> Edits:
     return [insert_before(file, min(lines, default=1), "import os")]
 
 
-def load_weights_only(_file: SourceFile, call: ast.Call) -> Edits:
+def load_weights_only(
+    _file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Load tensors, and no other objects, whose code would run."""
     value = keyword_value(call, "weights_only")
     if last_name(call.func) == "load" and value and constant_value(value) is False:
@@ -167,7 +185,10 @@ def load_weights_only(_file: SourceFile, call: ast.Call) -> Edits:
     return []
 
 
-def write_on_rank_0(file: SourceFile, call: ast.Call) -> Edits:
+def write_on_rank_0(
+    file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Ask for the rank in place of the local rank, around the line that writes."""
     conditions = (node for node in file.parents_of(call) if isinstance(node, ast.If))
     for condition in conditions:
@@ -187,7 +208,10 @@ def find_distributed_name(file: SourceFile) -> str:
     return "torch.distributed"
 
 
-def disable_gradients(file: SourceFile, call: ast.Call) -> Edits:
+def disable_gradients(
+    file: SourceFile,
+    call: ast.Call,
+) -> Edits:
     """Put `@torch.no_grad()` on the function that evaluates, if it trains nothing."""
     function = file.enclosing_function(call)
     if not isinstance(function, ast.FunctionDef) or ".backward(" in ast.unparse(function):
