@@ -60,7 +60,8 @@ def choose_own_address() -> str:
     """
     if sys.platform != "linux":
         return ""
-    number = zlib.crc32(current_log().settings.folder.encode()) % NUM_OWN_ADDRESSES
+    folder = current_log().settings.folder
+    number = zlib.crc32(folder.encode()) % NUM_OWN_ADDRESSES
     return str(FIRST_OWN_ADDRESS + number)
 
 

@@ -57,10 +57,14 @@ def nearest_nodes(loss: Any) -> Iterator[Any]:
         if index == len(nodes):
             return
         yield nodes[index]
-        nodes += [node for node, _ in nodes[index].next_functions if node not in (None, *nodes)]
+        inputs = [node for node, _ in nodes[index].next_functions]
+        nodes += [node for node in inputs if node not in (None, *nodes)]
 
 
-def holds_row(operand: torch.Tensor, row: torch.Tensor) -> bool:
+def holds_row(
+    operand: torch.Tensor,
+    row: torch.Tensor,
+) -> bool:
     """Return whether a matrix has this row, or this column."""
     if operand.dim() != 2:
         return False

@@ -81,8 +81,13 @@ def attach() -> None:
         call_after_import(module, partial(record_metrics, *names))
 
 
-def record_metrics(class_name: str, function: str, module: Any) -> None:
-    record_user_calls(getattr(module, class_name, module), function, metric_event)
+def record_metrics(
+    class_name: str,
+    function: str,
+    module: Any,
+) -> None:
+    owner = getattr(module, class_name, module)
+    record_user_calls(owner, function, metric_event)
 
 
 def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
@@ -104,9 +109,13 @@ def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:
 
 @default_on_error(lambda: None)
 def metric_event(*args: Any, **kwargs: Any) -> Print:
-    values = [*args, *kwargs.values()]
-    numbers = [value.item() if hasattr(value, "item") else value for value in values]
-    return Print(text=printed_text(numbers), logged=True)
+    values = map(number_or_text, [*args, *kwargs.values()])
+    return Print(text=printed_text(values), logged=True)
+
+
+def number_or_text(value: Any) -> Any:
+    """Return the number in a tensor or an array of one, or the value itself."""
+    return value.item() if hasattr(value, "item") else value
 
 
 @default_on_error(str)
