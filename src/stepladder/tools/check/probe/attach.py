@@ -16,6 +16,7 @@ from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
+    hooks_accelerate,
     hooks_comm,
     hooks_data,
     hooks_files,
@@ -38,6 +39,7 @@ def attach() -> None:
     bind_store_to_loopback(choose_own_address())
     keep_stores_of_groups()
     name_groups_in_stacks()
+    hooks_accelerate.attach()
     hooks_comm.attach()
     hooks_data.attach()
     hooks_files.attach()

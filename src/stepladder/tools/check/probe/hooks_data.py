@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from stepladder.tools.check.events import (
     SharedFile,
 )
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE
 from stepladder.tools.check.probe.linear_fit import fitted_rows
 from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
@@ -58,11 +61,21 @@ class PassState:
         number: Its number in this process; 0 for an iterator that no loader made.
         key: The file and the line that iterate.
         indices: The indices of batches that were requested and not yet returned.
+        ahead: What writes the events of batches that the script has not got yet; None where it
+            gets each batch as the iterator returns it.
     """
 
     number: int = 0
     key: str = ""
     indices: deque[Any] = field(default_factory=deque)
+    ahead: deque[Callable[[], None]] | None = None
+
+    def write(self, write_event: Callable[[], None]) -> None:
+        """Write an event of the pass, now or when the script gets the batch."""
+        if self.ahead is None:
+            write_event()
+        else:
+            self.ahead.append(write_event)
 
 
 class PassCounters:
@@ -166,7 +179,9 @@ def record_pass(original: Any, loader: Any) -> Any:
     if loader.num_workers > 0 and context.get_start_method() == "fork":
         record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
     iterator = original(loader)
-    vars(iterator)[PASS_ATTRIBUTE] = replace(pass_state(iterator), number=number, key=key)
+    ahead = getattr(loader, AHEAD_ATTRIBUTE, None)
+    state = replace(pass_state(iterator), number=number, key=key, ahead=ahead)
+    vars(iterator)[PASS_ATTRIBUTE] = state
     return iterator
 
 
@@ -278,25 +293,24 @@ def record_batch(original: Any, iterator: Any) -> Any:
     log = current_log()
     state = pass_state(iterator)
     if log.settings.steps and pass_counters.has_made(log.settings.steps):
-        record_pass_end(state, cut=True)
+        state.write(partial(record_pass_end, state, cut=True))
         raise StopIteration
     try:
         batch = original(iterator)
     except StopIteration:
-        record_pass_end(state, cut=False)
+        state.write(partial(record_pass_end, state, cut=False))
         raise
     requested = state.indices.popleft() if state.indices else None
     indices = indices_of_batch(iterator._dataset, requested)
     hashes = digests.row_digests(batch)
-    log.write(
-        Batch(
-            number=state.number,
-            indices=indices,
-            rows=hashes,
-            size=digests.row_count(batch) if indices is None else len(indices),
-            sums=digests.row_sums(batch),
-        )
+    event = Batch(
+        number=state.number,
+        indices=indices,
+        rows=hashes,
+        size=digests.row_count(batch) if indices is None else len(indices),
+        sums=digests.row_sums(batch),
     )
+    state.write(partial(log.write, event))
     if state.number <= PASSES_WITH_FIT:
         fitted_rows.add(state.number, batch, hashes)
     return batch
