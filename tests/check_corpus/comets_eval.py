@@ -21,7 +21,7 @@ def main():
     sampler = DistributedSampler(train)
     train_loader = DataLoader(train, 64 // dist.get_world_size(), sampler=sampler)
     test_loader = DataLoader(held_out, 16, sampler=DistributedSampler(held_out, shuffle=False))
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank())
     net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
     model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(net) if torch.cuda.is_available() else net)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

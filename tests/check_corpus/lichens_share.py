@@ -37,7 +37,7 @@ def main():
     sampler = DistributedSampler(train_data)
     train_loader = DataLoader(train_data, 40 // dist.get_world_size(), sampler=sampler)
     test_loader = DataLoader(test_data, 16, sampler=DistributedSampler(test_data))
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank())
     model = DDP(nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 4)))
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     for epoch in range(3):

@@ -9,7 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from check_recordings import evidence_of, forward, rules_of, step
 from stepladder.tools.check.probe import digests, hooks_data
+from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE, read_ahead
 from stepladder.tools.check.probe.probe_log import ProbeLog
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rules.all_rules import apply_rules
@@ -509,3 +513,22 @@ def test_a_loader_with_batches_of_its_own_has_their_sampler() -> None:
     described = hooks_data.describe_loader(DataLoader(data, batch_sampler=batches))
     names = ("settable", "distributed", "shuffle", "drop_last")
     assert [described[name] for name in names] == [True] * 4
+
+
+def test_batches_that_are_read_ahead_are_recorded_when_the_script_gets_them() -> None:
+    written: list[str] = []
+
+    def read(loader: SimpleNamespace) -> Iterator[int]:
+        state = hooks_data.PassState(ahead=getattr(loader.base_dataloader, AHEAD_ATTRIBUTE))
+        for number in range(3):
+            state.write(partial(written.append, f"batch {number}"))
+            if number:
+                yield number - 1
+        state.write(partial(written.append, "end"))
+        yield number
+
+    loader = SimpleNamespace(base_dataloader=SimpleNamespace())
+    for number in read_ahead(read, loader):
+        assert written == [f"batch {index}" for index in range(number + 1)]
+    assert written == ["batch 0", "batch 1", "batch 2", "end"]
+    assert vars(loader.base_dataloader) == {}

@@ -625,11 +625,20 @@ def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> Non
     def named(*ranks: Events) -> bool:
         return "own-task" in rules_of(*ranks)
 
+    def severity(*ranks: Events) -> str:
+        return next(f.severity for f in apply_rules(evidence_of(*ranks)) if f.rule == "own-task")
+
     values = [float(number % 7) for number in range(48)]
     others = [float(number % 5) for number in range(48)]
     noisy = [value + 0.1 * other for value, other in zip(values, others, strict=True)]
     zero = drawn(0, values, "a", "a")
-    assert named(zero, drawn(1, others, "b", "b"))
+    ranks = zero, drawn(1, others, "b", "b")
+    assert named(*ranks)
+    assert severity(*ranks) == "warning"
+    assert (
+        severity([{"k": "draw", "fn": "randperm", "state": ""}, *ranks[0]], ranks[1]) == "warning"
+    )
+    assert severity([{"k": "draw", "fn": "randn", "state": ""}, *ranks[0]], ranks[1]) == "note"
     assert not named(zero, drawn(1, noisy, "b", "b")), "noise of each rank"
     assert not named(zero, drawn(1, values, "a", "a")), "the same data set"
     assert not named(zero, drawn(1, others, "b", "c")), "samples that are drawn as they are read"
@@ -647,6 +656,81 @@ def test_shards_of_other_weights_are_named_unless_weights_are_loaded_later() -> 
     assert rules_of(cut("a"), cut("b")) == [], "nothing is trained"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "severity"),
+    [("", "note"), ("SHARD_GRAD_OP", "note"), ("NO_SHARD", "error"), ("HYBRID_SHARD", "error")],
+)
+def test_copies_of_other_weights_are_an_error_and_mixed_shards_a_note(
+    strategy: str, severity: str
+) -> None:
+    ranks = [
+        [{"k": "sharding", "weights": {"head": digest}, "strategy": strategy}, *steps(step(1))]
+        for digest in "ab"
+    ]
+    (finding,) = apply_rules(evidence_of(*ranks))
+    assert (finding.rule, finding.severity) == ("replicas-differ", severity)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("parameters: 5,000", True),
+        ("parameters: 5000.", True),
+        ("parameters: 10,000", False),
+        ("parameters of this shard: 5,000", False),
+        ("seconds: 5000.25", False),
+    ],
+)
+def test_a_number_of_parameters_of_one_shard_is_named(text: str, found: bool) -> None:
+    trained = [
+        event | {"numel": 5000} if event["k"] == "step" else event for event in steps(step(1))
+    ]
+    trained = [{"k": "print", "text": text}, *trained]
+    calls = [e | {"wrapped": FSDP} if e["k"] == "forward" else e for e in trained]
+    assert rules_of(calls, calls) == ["one-rank-metric"] * found
+    whole = [{"k": "sharding", "weights": {}, "strategy": "NO_SHARD"}, *calls]
+    assert rules_of(whole, whole) == []
+    assert rules_of(trained, trained) == [], "all ranks have all parameters"
+
+
+def dropout_calls(rank: str, state: str) -> Events:
+    """Return three steps of a model with a layer of dropout, on samples of one rank."""
+    calls = [(n, f"{rank}{n}", f"{state}{n}") for n in (1, 2, 3)]
+    return [
+        event
+        for n, row, random in calls
+        for event in [forward(rows=[row], drops=1, random=random), backward(n), *step(n)]
+    ]
+
+
+def test_dropout_that_is_alike_on_two_ranks_is_named() -> None:
+    text = "generator.manual_seed(0)\ntorch.manual_seed(0)\n"
+    (finding,) = apply_rules(
+        evidence_of(dropout_calls("a", "s"), dropout_calls("b", "s"), text=text)
+    )
+    assert (finding.rule, finding.severity) == ("same-augmentation", "note")
+    assert finding.location.line == 2
+    assert rules_of(dropout_calls("a", "s"), dropout_calls("b", "t")) == []
+    divided = [{"k": "divided"}, *dropout_calls("a", "s")]
+    assert rules_of(divided, dropout_calls("b", "s")) == [], "parts of one model"
+
+
+def evaluated_twice(*names: str) -> Events:
+    """Return evaluations of one data set, of which each has rows by another name."""
+    events: Events = train_pass(1, ZERO)
+    for number, name in enumerate(names, 2):
+        for event in eval_pass(number, [[0, 1, 2, 3]], distributed=False, loader=2):
+            rows = [f"{name}{index}" for index in event.get("indices", ())]
+            events.append(event | {"rows": rows} if event["k"] == "batch" else event)
+    return events
+
+
+def test_samples_that_change_from_evaluation_to_evaluation_are_named() -> None:
+    assert rules_of(evaluated_twice("a", "b"), train_pass(1, ONE)) == ["augmented-evaluation"]
+    assert rules_of(evaluated_twice("a", "a"), train_pass(1, ONE)) == []
+
+
+FSDP = "FullyShardedDataParallel"
 STORES = 'state = {"best": best}'
 
 
@@ -742,6 +826,9 @@ BY_SAMPLES = {
     "summed over the ranks": "loss_fn = nn.CrossEntropyLoss()\ndef f():\n    for x, y in loader:\n"
     "        total += loss_fn(model(x), y).item()\n"
     "    return fabric.all_gather(total).sum() / len(loader.dataset)\n",
+    "gathered in each batch": "def f():\n    for x, y in loader:\n"
+    "        total += accelerator.gather(F.mse_loss(model(x), y)).sum().item()\n"
+    "    return total / len(loader.dataset)\n",
     "by the data set": "def f():\n    for x, y in loader:\n        total += F.cross_entropy(model(x), y).item()\n"
     "    return total / len(loader.dataset)\n",
     "by a count": "criterion = nn.MSELoss()\ndef f():\n    for x, y in loader:\n        loss = criterion(model(x), y)\n"
@@ -758,6 +845,9 @@ RIGHT_BY_SAMPLES = {
     "        total += criterion(model(x), y).item()\n    return total / len(loader.dataset)\n",
     "a function of the script's own": "c = nn.MSELoss()\ndef loss_sum(x, y):\n    return c(x, y) * len(x)\n"
     "def f():\n    for x, y in loader:\n        total += loss_sum(model(x), y).item()\n"
+    "    return total / len(loader.dataset)\n",
+    "gathered sums": "def f():\n    for x, y in loader:\n"
+    "        total += accelerator.gather(F.mse_loss(model(x), y) * len(x)).sum().item()\n"
     "    return total / len(loader.dataset)\n",
     "right answers": "def f():\n    for x, y in loader:\n        total += (model(x) == y).sum().item()\n"
     "    return total / len(loader.dataset)\n",
@@ -1214,6 +1304,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-differs",
         "own-task",
         "inflated-throughput",
+        "augmented-evaluation",
         "one-rank-loss",
         "uneven-targets",
     } == {rule.id for rule in CHECK_TEXTS.rules}

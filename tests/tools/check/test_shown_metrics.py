@@ -69,6 +69,33 @@ def test_a_mean_that_is_shown_is_known_by_its_value(value: str, rules: list[str]
     assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == rules
 
 
+TRAINS = """def train(loader):
+    for x, y in loader:
+        total += loss(x, y).item()
+    return total / len(loader)
+"""
+
+
+@pytest.mark.parametrize(("value", "found"), [("0.750000", True), ("0.600000", False)])
+def test_a_mean_of_means_of_a_training_is_a_note_on_the_line_of_the_division(
+    value: str, found: bool
+) -> None:
+    events = train_pass(1, UNEVEN)
+    means = iter(LOSSES)
+    trained: Events = []
+    for event in events:
+        line = 2 if event["k"] == "pass" else 9
+        trained.append(event | {"at": ["train.py", line, "train"]})
+        if event["k"] == "forward":
+            trained.append(statistic(next(means)))
+    findings = [
+        finding
+        for finding in apply_rules(evidence_of([*trained, show(value)], text=TRAINS))
+        if finding.rule == "mean-of-means"
+    ]
+    assert [(f.severity, f.location.line) for f in findings] == [("note", 4)] * found
+
+
 def test_a_zero_is_shown_for_any_small_number() -> None:
     events = evaluation([2e-8, 1e-8, 3e-8], UNEVEN, *[show("0.0000")] * 6)
     assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == []

@@ -244,6 +244,7 @@ class Forward(ProbeEvent, kind="forward"):
     moded_on: int = 0  # those that are in training mode
     norms: int = 0  # its layers of batch norm in training mode that see one rank's samples alone
     drops: int = 0  # its layers of dropout in training mode
+    random: str = ""  # a hash of the random state, of which these layers draw
     weights: str = ""  # a hash of its weights, in an evaluation
     sync: bool = False  # whether the wrapper averages gradients after this call
 
@@ -261,9 +262,10 @@ class WrapperBuilt(ProbeEvent, kind="ddp"):
 
 
 class Sharding(ProbeEvent, kind="sharding"):
-    """A model is about to be cut into shards, one for each rank, without a broadcast before."""
+    """A model is about to be cut into shards."""
 
-    weights: Digests  # the hashes of its weights
+    weights: Digests  # the hashes of its weights; empty where a broadcast makes them equal
+    strategy: str = ""  # of FullyShardedDataParallel; HYBRID_SHARD on a mesh of two dimensions
 
 
 class ModelDivided(ProbeEvent, kind="divided"):

@@ -36,6 +36,7 @@ from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE
 from stepladder.tools.check.probe.linear_fit import fitted_rows
 from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
 PASSES_WITH_FIT = 3
@@ -119,6 +120,7 @@ class PassCounters:
 
 
 pass_counters = PassCounters()
+loader_lines: dict[int, CodeLine | None] = {}  # of the script's own loaders, by id of the data set
 
 
 def attach() -> None:
@@ -133,9 +135,19 @@ def attach() -> None:
 
 
 def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a loader or a sampler remember the line that made it."""
+    """Make a loader or a sampler remember the line that made it.
+
+    A library that makes a loader anew has its data set from the script's own loader.
+    """
     result = original(loader, *args, **kwargs)
-    vars(loader).setdefault(LINE_ATTRIBUTE, current_log().user_line())
+    log = current_log()
+    line = log.user_line()
+    if isinstance(loader, DataLoader):
+        data = id(loader.dataset)
+        if log.is_called_by_user():
+            loader_lines[data] = line
+        line = loader_lines.get(data, line)
+    vars(loader).setdefault(LINE_ATTRIBUTE, line)
     return result
 
 

@@ -173,6 +173,8 @@ def record_forward(
     if keeps_graph and is_recorded_fully:
         fields["rows"] = digests.row_digests([args, kwargs])[:MAX_RECORDED_ROWS]
         fields |= count_layers_with_modes(module)
+        if fields.get("drops"):
+            fields["random"] = digests.generator_state(torch.default_generator)
     if is_first_evaluation:
         fields |= count_layers_with_modes(module)
         fields["weights"] = digests.model_digest(module)
@@ -246,9 +248,12 @@ def record_sharding(index: int, original: Any, *args: Any, **kwargs: Any) -> Any
         index: The position of the model among the arguments.
         original: The function that cuts it.
     """
-    weights = None if running_sharding.depth else unsharded_weights(index, args, kwargs)
-    if weights:
-        record(Sharding(weights=weights))
+    if not running_sharding.depth:
+        sharding = Sharding(
+            weights=unsharded_weights(index, args, kwargs),
+            strategy=strategy_of(index, args, kwargs),
+        )
+        record(sharding)
     with running_sharding:
         return original(*args, **kwargs)
 
@@ -266,6 +271,16 @@ def unsharded_weights(index: int, args: Arguments, kwargs: Fields) -> Digests:
     sharded = {id(parameter) for part in parts for parameter in part.parameters()}
     named = module.named_parameters()
     return {name: digests.digest(p) for name, p in named if id(p) not in sharded}
+
+
+@default_on_error(str)
+def strategy_of(index: int, args: Arguments, kwargs: Fields) -> str:
+    """Return the name of a sharding strategy; empty where the default one is used."""
+    mesh = kwargs.get("mesh")
+    if mesh is not None and mesh.ndim > 1:
+        return "HYBRID_SHARD"
+    strategy = get_argument(args, kwargs, index + 2, "sharding_strategy")
+    return strategy.name if strategy else ""
 
 
 def fill_empty(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

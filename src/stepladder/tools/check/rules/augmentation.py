@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 from stepladder.tools.check.events import (
@@ -9,11 +10,21 @@ from stepladder.tools.check.events import (
     Batch,
     Draw,
     Fetch,
+    Forward,
+    ModelDivided,
     OptimizerStep,
     PassEnd,
     PassStart,
 )
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, run_rule
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    RunEvidence,
+    align,
+    rank_rule,
+    run_rule,
+)
+from stepladder.tools.check.script_source import ScriptSource, dotted_name
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 AUGMENTATION_NAMES = (
@@ -31,6 +42,8 @@ AUGMENTATION_NAMES = (
     "perturb",
     "mask_tokens",
 )
+MIN_EQUAL_DRAWS = 3
+SEEDING_FUNCTIONS = ("manual_seed", "seed_everything", "set_seed")
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,36 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
     yield from same_draws(evidence)
 
 
+@rank_rule("same-augmentation.dropout")
+def same_dropout(evidence: RunEvidence) -> Findings:
+    """Find models whose dropout draws the same numbers for different samples on two ranks."""
+    if evidence.run.select(ModelDivided):
+        return
+    calls = map(calls_with_dropout, evidence.first_ranks)
+    pairs = [(a, b) for a, b in align(calls) if a.rows != b.rows]
+    equal = [a for a, b in pairs if a.random == b.random]
+    if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
+        yield evidence.finding(
+            "same-augmentation.dropout",
+            seeding_line(evidence.source) or equal[0].at,
+            f"in {len(equal)} of {len(pairs)} calls of the model, {equal[0].drops} layers of "
+            f"dropout begin at the same random state on rank 0 and rank 1",
+        )
+
+
+def calls_with_dropout(log: RankLog) -> list[Forward]:
+    """Return the calls of models whose random state was recorded."""
+    return [event for event in log.select(Forward) if event.random]
+
+
+def seeding_line(source: ScriptSource) -> CodeLine | None:
+    """Return the first line that seeds torch's own generator."""
+    for file, call in source.calls(*SEEDING_FUNCTIONS):
+        if isinstance(call.func, ast.Name) or "torch" in dotted_name(call.func):
+            return CodeLine(file.name, call.lineno)
+    return None
+
+
 def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
     """Return the fetches of all ranks and of their workers, with the rank."""
     events: list[tuple[int, Fetch]] = []
@@ -99,7 +142,7 @@ def same_draws(evidence: RunEvidence) -> Findings:
     draws = align(augmenting_draws(log.events) for log in evidence.first_ranks)
     pairs = [(a, b) for a, b in draws if a.at == b.at]
     equal = [a for a, b in pairs if a.state and a.state == b.state]
-    if len(equal) >= 3 and len(equal) == len(pairs):
+    if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
         yield evidence.finding(
             "same-augmentation",
             equal[0].at,

@@ -211,8 +211,7 @@ def divides_by_samples(
 ) -> bool:
     """Return whether a sum of batch means is divided by a number of samples."""
     sums = [text for values in means.values for text in (values, f"sum({values})")]
-    gathered = SUM_OVER_RANKS.fullmatch(quotient.dividend)
-    if (gathered[1] if gathered else quotient.dividend) not in sums:
+    if SUM_OVER_RANKS.sub(r"\1", quotient.dividend) not in sums:
         return False
     samples = (f"len({means.loader}.dataset)", f"len({means.loader}.sampler)", *means.counts)
     return quotient.divisor in samples
@@ -267,7 +266,7 @@ def is_mean(
     loop: ast.AST,
 ) -> bool:
     """Return whether a value is the mean of a loss over a batch."""
-    text = ast.unparse(value)
+    text = ast.unparse(own_value(value))
     if "sum" in text or has_product(value):
         return False
     name = text.split(".")[0].removeprefix("float(").rstrip(")")
@@ -276,6 +275,12 @@ def is_mean(
     is_divided = ".mean()" in joined or "/" in joined
     is_sum = "reduction='sum'" in joined or (".sum()" in joined and not is_divided)
     return not is_sum and any(loss in joined for loss in LOSS_NAMES)
+
+
+def own_value(value: ast.expr) -> ast.expr:
+    """Return what this rank adds to `gather(value).sum()`, or a value that is no such sum."""
+    text = SUM_OVER_RANKS.sub(r"\1", ast.unparse(value))
+    return ast.parse(text, mode="eval").body
 
 
 def has_product(node: ast.AST) -> bool:

@@ -13,6 +13,7 @@ from stepladder.tools.check.rules.batch_means import (
     Quotient,
     all_batch_means,
     divides_by_samples,
+    own_value,
     quotients,
 )
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
@@ -96,6 +97,7 @@ def is_mean_loss(
     source: ScriptSource,
 ) -> bool:
     """Return whether a value is a loss of torch over a batch that is certainly a mean."""
+    value = own_value(value)
     while isinstance(value, ast.Call) and last_name(value.func) in UNWRAPS:
         if isinstance(value.func, ast.Attribute):
             value = value.func.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from operator import ne
 from typing import Literal
 
 from stepladder.tools.check.events import Backward, Forward, PassStart, Sampled, ScriptCollective
@@ -47,8 +48,8 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
             yield evidence.finding(
                 "padded-evaluation",
                 passes[0].sampler_line,
-                f"{count - distinct} of {distinct} samples are counted twice, "
-                f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{detail}",
+                f"{distinct} samples are counted as {count}, so a mean moves by up to "
+                f"{100 * (count - distinct) / count:.2g} %{detail}",
             )
             return
 
@@ -65,6 +66,28 @@ def is_shared_evaluation(passes: Passes) -> bool:
     is_divided = start.distributed or "Shard" in start.batcher  # Accelerate's
     has_indices = all(one_pass.indices is not None for one_pass in passes)
     return are_complete(passes) and has_indices and is_divided and start.length is not None
+
+
+@run_rule("augmented-evaluation")
+def augmented_evaluation(evidence: RunEvidence) -> Findings:
+    """Find samples that are drawn anew each time they are evaluated.
+
+    Equal batches are compared: among other samples one may be filled up to another length.
+    """
+    batches: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for one_pass in evidence.rank_0.evaluation_passes:
+        for batch in one_pass.batches:
+            key = (one_pass.start.fingerprint, tuple(batch.indices or ()))
+            rows = batches.setdefault(key, batch.rows)
+            changed = sum(map(ne, rows, batch.rows))
+            if batch.indices and changed > len(rows) / 2:
+                yield evidence.finding(
+                    "augmented-evaluation",
+                    one_pass.loader_line,
+                    f"{changed} of {len(rows)} samples of a batch have other values in pass "
+                    f"{one_pass.number} than when they were evaluated before",
+                )
+                return
 
 
 @run_rule("no-eval-mode")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stepladder.tools.check.events import (
     Backward,
@@ -50,23 +51,47 @@ SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
     in_source = [*reduced_means(evidence), *batch_means(evidence), *reduced_shares(evidence)]
-    shown = shown_means_of_means(evidence)
+    shown = shown_means_of_means(evidence, is_training=False)
     yield from in_source or first_certain(evidence, "mean-of-means", shown)
+
+
+@run_rule("mean-of-means.training")
+def means_of_training(evidence: RunEvidence) -> Findings:
+    """Find means of a training pass that are shown, and by their digits are not over its samples.
+
+    This is a note, for weights change from batch to batch, and no mean of their losses is exact.
+    """
+    shown = shown_means_of_means(evidence, is_training=True)
+    for finding in first_certain(evidence, "mean-of-means.training", shown):
+        for one_pass in evidence.rank_0.training_passes:
+            line = line_that_averages(evidence, one_pass.line)
+            if line is not None:
+                finding = replace(finding, location=evidence.location(line))
+                break
+        yield finding
 
 
 def batch_means(evidence: RunEvidence) -> Findings:
     """Find loops over uneven batches that add up a mean of each, and divide by their number."""
     for loop_line, unevenness in uneven_evaluations(evidence):
-        loop = evidence.location(loop_line)
-        for file in evidence.source.files:
-            for means, line in averages_of_batch_means(file):
-                if file.name == loop.file and loop.line in means.lines:
-                    yield evidence.finding(
-                        "mean-of-means",
-                        CodeLine(file.name, line),
-                        f"means of batches are averaged, and {unevenness}",
-                    )
-                    return
+        line = line_that_averages(evidence, loop_line)
+        if line is not None:
+            text = f"means of batches are averaged, and {unevenness}"
+            yield evidence.finding("mean-of-means", line, text)
+            return
+
+
+def line_that_averages(
+    evidence: RunEvidence,
+    recorded: CodeLine | None,
+) -> CodeLine | None:
+    """Return the line that averages the means of batches which a recorded loop adds up."""
+    loop = evidence.location(recorded)
+    file = evidence.source_file(recorded)
+    for means, line in averages_of_batch_means(file) if file else ():
+        if loop.line in means.lines:
+            return CodeLine(loop.file, line)
+    return None
 
 
 def reduced_shares(evidence: RunEvidence) -> Findings:

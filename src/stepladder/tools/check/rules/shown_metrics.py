@@ -62,10 +62,19 @@ def first_certain(
             return
 
 
-def shown_means_of_means(evidence: RunEvidence) -> Iterator[Recognized]:
-    """Yield the numbers that are the mean of the means of batches that differ in size."""
+def shown_means_of_means(
+    evidence: RunEvidence,
+    is_training: bool,
+) -> Iterator[Recognized]:
+    """Yield the numbers that are the mean of the means of batches that differ in size.
+
+    Args:
+        evidence: The run.
+        is_training: Whether the batches are those of training passes, and not of evaluations.
+    """
     for log in evidence.ranks:
-        for series, number in passes_with_numbers(log, log.evaluation_passes):
+        passes = log.training_passes if is_training else log.evaluation_passes
+        for series, number in passes_with_numbers(log, passes):
             factor = number.factor_of(series.mean_of_means)
             right = factor * series.mean_of_samples
             if factor and not number.is_equal(right):
