@@ -43,7 +43,13 @@ AUGMENTATION_NAMES = (
     "mask_tokens",
 )
 MIN_EQUAL_DRAWS = 3
-SEEDING_FUNCTIONS = ("manual_seed", "seed_everything", "set_seed")
+SEEDING_FUNCTIONS = (
+    "torch.manual_seed",
+    "set_seed",
+    "seed_everything",
+    "L.seed_everything",
+    "pl.seed_everything",
+)
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ def calls_with_dropout(log: RankLog) -> list[Forward]:
 
 def seeding_line(source: ScriptSource) -> CodeLine | None:
     """Return the first line that seeds torch's own generator."""
-    for file, call in source.calls(*SEEDING_FUNCTIONS):
-        if isinstance(call.func, ast.Name) or "torch" in dotted_name(call.func):
+    for file, call in source.nodes(ast.Call):
+        if dotted_name(call.func) in SEEDING_FUNCTIONS:
             return CodeLine(file.name, call.lineno)
     return None
 
