@@ -359,8 +359,7 @@ class OptimizerStep(ProbeEvent, kind="step"):
     step: int  # the number of the step
     lr: list[float]  # the learning rates
     numel: int  # the number of weights
-    # The hashes of weights; empty, as all that follow, where only the step was recorded.
-    after: Digests = field(default_factory=dict)
+    after: Digests = field(default_factory=dict)  # of weights; empty, as all below, without hashes
     state: Digests = field(default_factory=dict)  # the hashes of the optimizer's states
     buffers: Digests = field(default_factory=dict)  # the hashes of the models' buffers
     shapes: Sequence[list[int]] = ()  # the shapes of the parameters
