@@ -1322,6 +1322,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         (6, [20, 20], True),
         (20, [20, 20], False),
         (0, [0, 20], True),
+        (200, [200, 200], False),  # a factorial of 200 is no float
     ],
 )
 def test_shuffled_remainders_have_samples_in_common_by_chance(

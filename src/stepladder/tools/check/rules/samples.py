@@ -318,8 +318,13 @@ def can_miss_by_chance(
         length: The samples of the data set.
         unread_counts: The samples that each pass leaves out.
     """
+    if not count:
+        return True
     expected = length * math.prod(unread / length for unread in unread_counts)
-    fewer = sum(expected**k / math.factorial(k) for k in range(count)) * math.exp(-expected)
+    logarithm = math.log(expected)
+    fewer = 0.0
+    for number in range(count):  # in logarithms: powers and factorials are too large for a float
+        fewer += math.exp(number * logarithm - expected - math.lgamma(number + 1))
     return 1 - fewer > MIN_CHANCE  # of as many samples or more, by the distribution of Poisson
 
 
