@@ -39,14 +39,14 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
 
     from stepladder import Settings, process_group
     from stepladder.rank.preemption import StopSignals
-    from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
+    from stepladder.rank.torch_fixes import defer_dynamo
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
     from stepladder.train.opening import open_session
     from stepladder.train.run_spec import RunSpec
     from stepladder.train.trainer import TrainingLoop
 
-    build_optimizers_without_dynamo()
+    defer_dynamo()
     torch.set_num_threads(1)
     recipe, fields, data, steps = RECIPES[name]
     module = import_module(f"stepladder.recipes.{recipe}")

@@ -29,13 +29,14 @@ OPTIMIZERS = (
     "SGD",
 )
 
+TRACER = "torch._dynamo.eval_frame"
+
 STEPS = """
 import sys
-from contextlib import nullcontext
 import torch
-from stepladder.rank.torch_fixes import build_optimizers_without_dynamo, step_without_dynamo
+from stepladder.rank.torch_fixes import defer_dynamo
 
-def weights(untraced, names):
+def weights(names):
     for name in names:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
@@ -47,8 +48,7 @@ def weights(untraced, names):
                 loss.backward()
                 return loss
             closure()
-            with step_without_dynamo() if untraced else nullcontext():
-                optimizer.step(*[closure] * (name == "LBFGS"))
+            optimizer.step(*[closure] * (name == "LBFGS"))
         optimizer.load_state_dict(optimizer.state_dict())
         yield model.weight.detach()
 """
@@ -66,7 +66,7 @@ class Config:
 def build(config):
     model = torch.nn.Linear(2, 1)
     def loaded(model, batch):
-        return {"loaded": (float("torch._dynamo" in sys.modules), 1)}
+        return {"loaded": (float("torch._dynamo.eval_frame" in sys.modules), 1)}
     data = torch.ones(16, 2), torch.ones(16, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     return Job(model, optimizer, lambda m, b: (m(b[0]).square().sum(), 8), data, eval_data=data,
@@ -83,26 +83,35 @@ def python(*lines: str) -> None:
 
 def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
     python(
-        "build_optimizers_without_dynamo()",
+        "defer_dynamo()",
         f"names = {OPTIMIZERS}",
-        "without = list(weights(True, names))",
-        "assert 'torch._dynamo' not in sys.modules",
-        "assert all(map(torch.equal, without, weights(False, names)))",
+        "without = list(weights(names))",
+        f"assert {TRACER!r} not in sys.modules",
+        f"import {TRACER}",
+        "assert all(map(torch.equal, without, weights(names)))",
         "assert torch.compile(lambda value: value * 2, backend='eager')(torch.ones(1)).item() == 2",
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wants", ["__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"]
+    "wants",
+    [
+        "__import__('torch._dynamo.config')",
+        "torch.compile(lambda: 0)",
+        "torch.compiler.disable(lambda: 0)",
+    ],
 )
 def test_who_wants_the_tracer_gets_it(wants: str) -> None:
     python(
-        "build_optimizers_without_dynamo()",
-        "list(weights(True, ['SGD']))",
+        "defer_dynamo()",
+        "list(weights(['SGD']))",
+        "zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__",
+        "assert hasattr(zero_grad, '__dynamo_disable')",
         wants,
+        "assert not hasattr(zero_grad, '__dynamo_disable')",
         "assert hasattr(sys.modules['torch._dynamo'], 'optimize')",
-        "list(weights(True, ['Adam']))",
+        "list(weights(['Adam']))",
         "assert sys.modules['torch._dynamo'] is torch._dynamo and hasattr(torch._dynamo, 'optimize')",
         "double = torch.compile(lambda value: value * 2, backend='eager')",
         "assert double(torch.ones(1)).item() == 2",
@@ -113,9 +122,25 @@ def test_who_wants_the_tracer_gets_it(wants: str) -> None:
 def test_within_a_step_too() -> None:
     """As an optimizer whose own step is compiled does."""
     python(
-        "with step_without_dynamo():",
-        "    import torch._dynamo",
-        "    torch._dynamo.optimize('eager')",
+        "defer_dynamo()",
+        "class Compiled(torch.optim.SGD):",
+        "    def step(self):",
+        "        torch._dynamo.optimize('eager')",
+        "        super().step()",
+        "Compiled([torch.ones(1, requires_grad=True)]).step()",
+    )
+
+
+def test_a_data_parallel_step_does_not_load_it() -> None:
+    python(
+        "defer_dynamo()",
+        "import torch.distributed as dist",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))",
+        "model(torch.ones(1, 2)).sum().backward()",
+        "torch.optim.Adam(model.parameters()).step()",
+        "dist.destroy_process_group()",
+        f"assert {TRACER!r} not in sys.modules",
     )
 
 

@@ -12,10 +12,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import unwrap
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -67,64 +68,62 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(PRIVATE_NAMES[name]), name)
 
 
-# Optimizers without torch._dynamo.
+# Training without torch._dynamo.
 #
-# torch imports torch._dynamo, the tracer of torch.compile, when an optimizer is built and when it
-# steps, to tell the tracer what not to trace. The import takes 70 MB and as long as importing torch
-# itself, in a process that compiles nothing. Seen in the source of torch 2.11 to 2.15. These
-# functions can go when torch.optim no longer imports torch._dynamo.
+# torch imports torch._dynamo, the tracer of torch.compile, when an optimizer is built or steps, and
+# in DistributedDataParallel, to tell the tracer what not to trace. The import takes 70 MB and as
+# long as importing torch itself, in a process that compiles nothing. Seen in the source of torch
+# 2.11 to 2.15. This can go when torch no longer does so.
 
 
-class DynamoStandIn(ModuleType):
-    """A module that replaces torch._dynamo during a step, with the one function a step calls."""
+class ModuleStandIn(ModuleType):
+    """A module of which a program needs a few names; any other name imports the real ones."""
+
+    def __getattr__(self, name: str) -> object:
+        _remove_stand_in()
+        return getattr(import_module(self.__name__), name)
+
+
+class DynamoStandIn(ModuleStandIn):
+    """The part of torch._dynamo that a training calls while nothing is traced."""
+
+    def __init__(self) -> None:
+        super().__init__(DYNAMO)
+        self.__spec__ = find_spec(DYNAMO)
+        # Python's inspect asks every module for it.
+        self.__file__ = None
+        # The functions that torch takes for untraced ones, and does not ask for again.
+        self.untraced: list[Callable[..., object]] = []
+        self.utils = ModuleStandIn(f"{DYNAMO}.utils")
+        vars(self.utils)["get_optimize_ddp_mode"] = lambda: "ddp_optimizer"
+        self.trace_rules = ModuleStandIn(f"{DYNAMO}.trace_rules")
+        vars(self.trace_rules)["clear_lru_cache"] = lambda: None
 
     @staticmethod
     def graph_break() -> None:
         """Do nothing: no graph is being traced."""
 
-    def __getattr__(self, name: str) -> object:
-        """Import the real torch._dynamo for any other name, for an optimizer that compiles."""
-        _remove_stand_in()
-        import_module(DYNAMO)
-        return getattr(sys.modules[DYNAMO], name)
+    def disable(self, *args: Any, **options: Any) -> object:
+        """Return a function of torch's own as it is. A script that asks gets the real answer."""
+        if options != {"wrapping": False}:
+            return self.__getattr__("disable")(*args, **options)  # type: ignore[operator]
+        self.untraced.append(args[0])
+        return args[0]
 
 
-DYNAMO_STAND_IN = DynamoStandIn(DYNAMO)
-
-
-def build_optimizers_without_dynamo() -> None:
-    """Keep torch.optim from importing torch._dynamo when an optimizer is built.
-
-    torch wraps methods of Optimizer in a function that imports torch._dynamo at its first call, and
-    stores what it made there in the attribute `__dynamo_disable`. The attribute is set here to the
-    method itself.
-    """
-    import torch
-
-    for method in vars(torch.optim.Optimizer).values():
-        wrapped_method = getattr(method, "__wrapped__", None)
-        if wrapped_method is not None:
-            vars(wrapped_method).setdefault("__dynamo_disable", wrapped_method)
-
-
-@contextmanager
-def step_without_dynamo() -> Iterator[None]:
-    """Keep an optimizer's step in the block from importing torch._dynamo; costs a microsecond."""
-    if DYNAMO in sys.modules:
-        yield
-        return
-    sys.modules[DYNAMO] = DYNAMO_STAND_IN
-    sys.modules["torch"]._dynamo = DYNAMO_STAND_IN  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        _remove_stand_in()
+def defer_dynamo() -> None:
+    """Keep torch from importing torch._dynamo until something needs its tracer."""
+    if DYNAMO not in sys.modules:
+        sys.modules[DYNAMO] = sys.modules["torch"]._dynamo = DynamoStandIn()  # type: ignore[attr-defined]
 
 
 def _remove_stand_in() -> None:
-    if sys.modules.get(DYNAMO) is DYNAMO_STAND_IN:
+    stand_in = sys.modules.get(DYNAMO)
+    if isinstance(stand_in, DynamoStandIn):
         del sys.modules[DYNAMO]
         del sys.modules["torch"]._dynamo
+        for function in stand_in.untraced:
+            vars(function).pop("__dynamo_disable", None)
 
 
 # Backward and the optimizer's step without torch's wrappers.

@@ -24,7 +24,7 @@ from stepladder.core.world import World
 from stepladder.rank.exit_record import make_end_file_absolute
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS_VARIABLE
-from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
+from stepladder.rank.torch_fixes import defer_dynamo
 from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots
 from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.build_errors import explain_build_errors
@@ -160,7 +160,7 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     seed_all(resolve_sizes(settings, recipe).seed)
 
     def build() -> Job:
-        build_optimizers_without_dynamo()
+        defer_dynamo()
         with raise_on_exit(path), name_machine_errors(), explain_build_errors(path):
             job = module.build(config)
         if not isinstance(job, Job):

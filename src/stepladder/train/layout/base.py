@@ -16,7 +16,6 @@ from torch import Tensor
 
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
-from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot_slices import SliceReader, TensorSlice
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
@@ -90,7 +89,7 @@ class StateLayout:
             False if the scaler skipped the step because the gradient is too large for fp16. All
             ranks have the same gradient, so all of them skip it.
         """
-        with step_without_dynamo(), self.stepping() as step:
+        with self.stepping() as step:
             if not scaler.is_enabled():
                 step()
                 return True

@@ -17,7 +17,6 @@ from torch import Tensor
 from stepladder.core.errors import StateLost
 from stepladder.core.settings import Settings
 from stepladder.rank.membership import get_joining_rank
-from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
@@ -149,7 +148,7 @@ class Replicated(Zero1):
             newest = self.slices_by_group[max(self.slices_by_group)]
             rates = [group["lr"] for group in self.optimizer.param_groups]
             self._set_rates_and_gradients(record.rates, record.gradients)
-            with step_without_dynamo(), newest.stepping() as step_slices:
+            with newest.stepping() as step_slices:
                 step_slices()
             self._set_rates_and_gradients(rates, [None] * len(newest.params))
         self.model.load_state_dict(weights, strict=False)

@@ -11,7 +11,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from stepladder.rank.stacks import answer_stack_signal
-from stepladder.rank.torch_fixes import wait_for_gloo
+from stepladder.rank.torch_fixes import defer_dynamo, wait_for_gloo
 from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
@@ -36,6 +36,7 @@ NUM_OWN_ADDRESSES = 2**23
 
 
 def attach() -> None:
+    defer_dynamo()
     bind_store_to_loopback(choose_own_address())
     keep_stores_of_groups()
     name_groups_in_stacks()
