@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from browsers import check_readable, needs_browser, open_tab
 from notebooks import connect_by_files
 from pages import LESSONS
 from processes import refused
+from warm import SERVER
 
 
 def make(*args: object) -> None:
@@ -69,6 +71,12 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     make("notebooks", tmp_path)
+    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    # What a cell starts is forked from a process that has imported torch.
+    warm = f"import sys\nsys.executable = {str(SERVER.commands() / 'python')!r}\n"
+    (startup / "warm.py").write_text(warm)
+    env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     paths = sorted(tmp_path.glob("*.ipynb"))
     assert [path.stem[:2] for path in paths] == ["01", "02", "03", "04", "05", "06"]
     for path in paths:
@@ -78,7 +86,7 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
         client = nbclient.NotebookClient(
             notebook, config=connect_by_files(short_folder), timeout=300, resources=resources
         )
-        client.execute()
+        client.execute(env=env)
         printed = "".join(
             output.get("text", "")
             for cell in notebook.cells
