@@ -298,7 +298,7 @@ def check_script(entry: dict[str, Any], copies: Path) -> CheckedScript:
     """Check one script in a copy of its repository."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / entry["repository"].rpartition("/")[2]
-        shutil.copytree(copies / entry["repository"].replace("/", "+"), repository)
+        shutil.copytree(copies / entry["repository"].replace("/", "+"), repository, symlinks=True)
         (repository / ".git").mkdir(exist_ok=True)  # its root is found by it, as in a clone
         folder = repository / entry["folder"]
         for kind, places in entry.get("data", {}).items():
