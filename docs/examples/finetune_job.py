@@ -35,7 +35,10 @@ def is_even(data):
 
 def build(config):
     if not Path(config.weights).is_file():
-        raise InputError(f"--weights {config.weights} is no file", "a file of stepladder export")
+        raise InputError(
+            f"--weights {config.weights} is no file",
+            "stepladder export RUN_DIR --to safetensors out/base, or --weights FILE",
+        )
     model = make_model(config)
     model.load_state_dict(load_file(config.weights))
     model[-1] = torch.nn.Linear(model[-1].in_features, 2)

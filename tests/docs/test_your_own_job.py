@@ -165,4 +165,4 @@ def test_the_own_loop_evaluates_exactly(folder: Path) -> None:
 def test_a_job_may_refuse_its_input_in_one_line(tmp_path: Path) -> None:
     job = EXAMPLES / "finetune_job.py"
     done = run("train", job, "--weights", "nosuch.safetensors", cwd=tmp_path)
-    refused(done, "--weights nosuch.safetensors is no file", "a file of stepladder export")
+    refused(done, "--weights nosuch.safetensors is no file", "stepladder export RUN_DIR")

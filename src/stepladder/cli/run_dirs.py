@@ -62,10 +62,11 @@ def diff(
 ) -> int:
     """Find the first step at which two runs differ, and why.
 
-    It compares settings, versions, losses, learning rates, samples and snapshots. If these do not
-    explain the difference, it retrains both runs up to that step on one process, and prints what
-    differs first: data, an operation, a gradient or the optimizer. Runs with --sync exact are
-    compared bit by bit, losses of others to 1e-5. Exit code 1 if something differs.
+    It compares settings, versions, losses, learning rates, samples and snapshots, in all steps that
+    both have. If these do not explain the difference, it retrains both runs up to that step on one
+    process, and prints what differs first: data, an operation, a gradient or the optimizer. Runs
+    with --sync exact are compared bit by bit, losses of others to 1e-5. Exit code 1 if something
+    differs.
 
     Args:
         first (RUN_DIR): A run directory.

@@ -89,6 +89,9 @@ def format_click_error(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"{context.command_path if context else 'stepladder'} --help"
     text = error.format_message()
+    if isinstance(error, click.MissingParameter) and context:
+        required = [param for param in context.command.params if param.required]
+        hint = " ".join([context.command_path, *(format_param(p, context) for p in required)])
     if isinstance(error, click.NoSuchOption):
         text = error.message
         suggestion = suggest(error.option_name, visible_flags(context))
@@ -98,8 +101,14 @@ def format_click_error(error: click.ClickException) -> str:
     return f"{line}. HINT: {hint}"
 
 
+def format_param(param: click.Parameter, context: click.Context) -> str:
+    """Return what to type for a parameter, such as "--out FILE"."""
+    value = param.make_metavar(context)
+    return f"{param.opts[0]} {value}" if isinstance(param, click.Option) else value
+
+
 def visible_flags(context: click.Context | None) -> set[str]:
     """Return the names of a command's flags that its --help shows."""
     params = context.command.get_params(context) if context else []
     options = [param for param in params if isinstance(param, click.Option) and not param.hidden]
-    return {name for option in options for name in option.opts}
+    return {name for option in options for name in option.opts} - {"--help"}

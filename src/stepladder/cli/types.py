@@ -75,10 +75,13 @@ class RealNumber(_PlainNumber, click.types.FloatParamType):
 class Seconds(_PlainNumber, click.FloatRange):
     """A time to wait."""
 
-    name = "seconds"
+    name = "number of seconds"
 
     def __init__(self, smallest: float = MIN_WAIT_S) -> None:
         super().__init__(smallest, MAX_WAIT_S)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "SECONDS"
 
 
 class MemorySize(click.ParamType[Any]):

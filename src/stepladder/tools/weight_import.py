@@ -93,6 +93,8 @@ def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
 
 def open_weights(folder: Path) -> WeightFolder:
     """Open a folder of any known format. Raises InputError if it has none, or is damaged."""
+    if folder.is_file():
+        raise InputError(f"{folder} is a file", f"its folder: stepladder import {folder.parent}")
     try:
         if (folder / SAFETENSORS_INDEX).exists():
             return open_safetensors_folder(folder, read_safetensors_index(folder))

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
@@ -56,10 +57,11 @@ def find_job(name: str) -> Path:
         return RECIPES_FOLDER / f"{name}.py"
     path = Path(name)
     if path.suffix != ".py":
-        raise InputError(
-            f"recipe {name!r} is unknown; there are {', '.join(recipes)}",
-            f"stepladder train {recipes[0]}, or a path that ends in .py",
-        )
+        hint = f"stepladder train {recipes[0]}, or a path that ends in .py"
+        similar = get_close_matches(name, recipes)
+        if similar:
+            hint = f"did you mean {similar[0]}?"
+        raise InputError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}", hint)
     if not path.is_file():
         raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
     validate_module_name(path.resolve())
