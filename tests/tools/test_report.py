@@ -129,7 +129,7 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
     for expected in (
-        "finished: 16 of 16 steps, 2 starts on 2 &gt; 1 process; samples lost 0",
+        "finished: 16 of 16 steps, 2 starts on 2, then 1 process; samples lost 0",
         "<title>start 1 stopped after step 8; start 2 continues after step 8, 1 process</title>",
         "Every sample of each step was trained exactly once (2 attempts, 0 steps rolled back",
         "prefers-color-scheme: dark",

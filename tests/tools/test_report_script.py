@@ -63,7 +63,7 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
     for expected in (
         "slow_rank.py in ",
         "finished: ",
-        "2 starts on 2 &gt; 2 processes",
+        "2 starts on 2 processes",
         "rank 1 takes ",
         "--run-dir its",
     ):

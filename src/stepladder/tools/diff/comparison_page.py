@@ -23,7 +23,7 @@ from stepladder.tools.pages.figures import COLOURS, Figure
 from stepladder.tools.pages.line_chart import Points, draw_lines
 from stepladder.tools.pages.page import render_page
 from stepladder.tools.report.record import RunRecord, read_run
-from stepladder.tools.report.report import EPOCH_LOSS, format_time
+from stepladder.tools.report.report import EPOCH_LOSS, describe_sizes, format_time
 from stepladder.tools.report.script_record import is_script_run
 
 MAX_RUNS = len(COLOURS)
@@ -89,8 +89,7 @@ def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[
     rows = []
     for name, record in zip(names, records, strict=True):
         starts = [value for _, value in sorted(record.start_records.items())]
-        sizes = " > ".join(str(start.world_size) for start in record.starts)
-        row = [name, record.progress, sizes]
+        row = [name, record.progress, describe_sizes(record)]
         if has_best:
             best = record.result.best if record.result else None
             row.append(f"{best.metric} {best.value:.6g}" if best else "-")

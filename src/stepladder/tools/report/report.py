@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,18 @@ def describe_outcome(record: RunRecord, audited: Audit) -> str:
 
 
 def describe_starts(record: RunRecord | ScriptRecord) -> str:
-    """Return the number of starts, and of processes in each, such as "2 starts on 4 > 3"."""
-    sizes = [str(start.world_size) for start in record.starts]
-    starts = format_count(len(sizes), "start")
-    if not sizes:
+    """Return the number of starts, and of processes in each, such as "2 starts on 4, then 3"."""
+    starts = format_count(len(record.starts), "start")
+    if not record.starts:
         return starts
-    noun = "process" if sizes[-1] == "1" else "processes"
-    return f"{starts} on {' > '.join(sizes)} {noun}"
+    noun = "process" if record.starts[-1].world_size == 1 else "processes"
+    return f"{starts} on {describe_sizes(record)} {noun}"
+
+
+def describe_sizes(record: RunRecord | ScriptRecord) -> str:
+    """Return the numbers of processes in the order of the starts, such as "4, then 3"."""
+    sizes = groupby(str(start.world_size) for start in record.starts)
+    return ", then ".join(size for size, _ in sizes)
 
 
 def describe_ledger(audited: Audit) -> str:
