@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from check_recordings import evidence_of, forward, rules_of, step
+from pages import EXAMPLES
 from stepladder.tools.check.probe import digests, hooks_data
 from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE, read_ahead
 from stepladder.tools.check.probe.probe_log import ProbeLog
@@ -456,6 +457,13 @@ def test_a_script_that_stands_still_without_an_explanation_has_not_passed(tmp_pa
     code, report = checked(tmp_path, STANDS_STILL, "--patience", "3")
     assert (code, report["findings"], report["not_checked"]["cause"]) == (3, [], "script")
     assert "it stood still for 3 s" in report["failed"]
+
+
+@pytest.mark.slow
+def test_a_hang_before_training_is_said_first(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, (EXAMPLES / "lock_and_barrier.py").read_text())
+    assert (code, "hang" in rules(report)) == (1, True)
+    assert report["not_checked"]["line"].startswith("the script hung before it trained")
 
 
 BY_VALUE = """

@@ -1204,6 +1204,13 @@ def test_an_optimizer_without_state_is_hardly_missed(fields: Any, severity: str)
     assert (finding.rule, finding.severity) == ("incomplete-snapshot", severity)
 
 
+def test_a_snapshot_that_lacks_random_state_alone_is_told_to_add_it_alone() -> None:
+    saved = SAVED | {"random": False, "existed": False}
+    (finding,) = apply_rules(evidence_of([forward(drops=1), *steps(step(1), step(2)), saved]))
+    assert (finding.rule, finding.severity) == ("incomplete-snapshot", "note")
+    assert "torch.get_rng_state()" in finding.fix and "optimizer" not in finding.fix
+
+
 RESUMES = """if args.resume:
     model.load_state_dict(torch.load(path))
 torch.save(model.state_dict(), path)
@@ -1227,7 +1234,7 @@ def test_ranks_that_save_one_file_at_once_are_counted_alike_whoever_is_first() -
         return findings["in-place-snapshot"].evidence
 
     assert overwritten(False, True) == overwritten(True, False) == overwritten(False, False)
-    assert "written 2 times, 1 times over the only copy" in overwritten(False, True)
+    assert "written 2 times, 1 time over the only copy" in overwritten(False, True)
     assert "written 2 times, 2 times over the only copy" in overwritten(True, True)
 
 

@@ -47,12 +47,12 @@ def count_complete_epochs(log: RankLog) -> int:
 
 
 def no_training(run: ScriptRun) -> NotChecked:
-    was_ended = run.outcome.late or run.outcome.has_stalled
-    end = "was ended" if was_ended else "ended"
-    line = (
-        f"no training was seen: the script {end} without an optimizer step and without a backward "
-        f"pass"
-    )
+    end = "no training was seen: the script ended"
+    if run.outcome.has_stalled:
+        end = "the script hung before it trained: it was ended"
+    elif run.outcome.late:
+        end = "no training was seen: the script was ended"
+    line = f"{end} without an optimizer step and without a backward pass"
     return NotChecked("no training", line, run.last_output)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import groupby
 from pathlib import PurePath
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
@@ -40,7 +41,6 @@ MAX_KEYS_SHOWN = 8
 SECOND = re.compile(r"(?<!\d)1\d{9}(?!\d)")  # ranks that start together name it alike
 STATELESS_OPTIMIZER = "the optimizer (it has no state as it is: momentum would be lost)"
 Writers = dict[str, dict[int, ProbeEvent]]  # of each path, by rank
-ONLY_NOTED = (["random state"], [STATELESS_OPTIMIZER])
 
 
 def renamed_paths(log: RankLog) -> dict[str, str]:
@@ -220,16 +220,13 @@ def describe_overwriting(
         overwriting.append(first)
     if overwriting:
         return (
-            f"{file_name(first)} is written {len(saves)} times, {len(overwriting)} times over the "
-            f"only copy"
+            f"{file_name(first)} is written {format_count(len(saves), 'time')}, "
+            f"{format_count(len(overwriting), 'time')} over the only copy"
         )
     is_snapshot = first.model and not first.bare
     is_resumed_from = first.path in paths_searched_before(log, first)
     if is_snapshot and is_resumed_from and is_trained_after(log, first):
-        return (
-            f"{file_name(first)}, which the script goes on from when it is there, is written in "
-            f"place"
-        )
+        return f"{file_name(first)}, from which the script goes on, is written in place"
     return ""
 
 
@@ -259,7 +256,7 @@ def is_trained_after(log: RankLog, event: Save) -> bool:
     return any(e.n > event.n for e in log.select(Backward, EnoughPasses))
 
 
-@run_rule("incomplete-snapshot")
+@run_rule("incomplete-snapshot", "incomplete-snapshot.random")
 def incomplete(evidence: RunEvidence) -> Findings:
     """Find snapshots without a part of the training's state."""
     for log in evidence.ranks:
@@ -296,12 +293,13 @@ def missing_parts(
         is_snapshot = is_loaded_to_go_on(evidence, log, {path, final_path})
     if not is_snapshot or not missing:
         return None
+    rule = "incomplete-snapshot.random" if missing == ["random state"] else "incomplete-snapshot"
     return evidence.finding(
-        "incomplete-snapshot",
+        rule,
         model.at,
         f"{file_name(model)} holds {describe_content(model, has)}; missing: {', '.join(missing)}",
         log.rank,
-        "note" if missing in ONLY_NOTED else None,
+        "note" if missing == [STATELESS_OPTIMIZER] else None,
     )
 
 
