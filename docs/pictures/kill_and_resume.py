@@ -18,9 +18,13 @@ from drawing import HERE, Drawing
 
 README = HERE.parents[1] / "README.md"
 BLOCK = re.compile(r"```bash\n([^`]*kill -9 [^`]*)```")
-# How long a step takes depends on the machine, so `sleep` waits for a step here.
+# `sleep` waits for a later step here, so that the steps that were lost can be seen in the picture.
 SLEEP = """sleep() {
-  until grep -qs '"step": 69,' runs/killed/metrics.jsonl || ! kill -0 $!; do command sleep 0.1; done
+  until grep -qs '"step": 69,' runs/killed/metrics.jsonl; do
+    kill -0 $! || exit 1
+    command sleep 0.1
+  done
+  command sleep 0.1
 }
 """
 TITLE = (
