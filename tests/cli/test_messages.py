@@ -84,7 +84,7 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a flag like no other": (("diff", "--steps", "a", "b"), ("No such option '--steps'. HINT: stepladder diff --help",)),
     "an argument that is missing": (("import", "out"), ("Missing argument 'JOB'. HINT: stepladder import DIR JOB --run-dir PATH",)),
     "a flag that is missing": (("import", "out", "mlp"), ("HINT: stepladder import DIR JOB --run-dir PATH",)),
-    "a file for its folder": (("import", "pyproject.toml", "mlp", "--run-dir", "r"), ("is a file. HINT: its folder",)),
+    "a file for its folder": (("import", __file__, "mlp", "--run-dir", "r"), ("is a file. HINT: its folder",)),
     "a recipe": (("train", "diggits"), ("recipe 'diggits' is unknown", "HINT: did you mean digits?")),
     "a wait": (("train", "mlp", "--timeout", "soon"), ("'soon' is not a valid number of seconds",)),
     "a flag without its value": (("learn", "check", "--report"), ("HINT: stepladder learn check --help",)),

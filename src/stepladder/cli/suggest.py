@@ -90,8 +90,8 @@ def format_click_error(error: click.ClickException) -> str:
     hint = f"{context.command_path if context else 'stepladder'} --help"
     text = error.format_message()
     if isinstance(error, click.MissingParameter) and context:
-        required = [param for param in context.command.params if param.required]
-        hint = " ".join([context.command_path, *(format_param(p, context) for p in required)])
+        required = [format_param(p, context) for p in context.command.params if p.required]
+        hint = " ".join([context.command_path, *required])
     if isinstance(error, click.NoSuchOption):
         text = error.message
         suggestion = suggest(error.option_name, visible_flags(context))
@@ -104,7 +104,9 @@ def format_click_error(error: click.ClickException) -> str:
 def format_param(param: click.Parameter, context: click.Context) -> str:
     """Return what to type for a parameter, such as "--out FILE"."""
     value = param.make_metavar(context)
-    return f"{param.opts[0]} {value}" if isinstance(param, click.Option) else value
+    if isinstance(param, click.Option):
+        return f"{param.opts[0]} {value}"
+    return value
 
 
 def visible_flags(context: click.Context | None) -> set[str]:

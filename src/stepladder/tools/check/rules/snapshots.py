@@ -293,7 +293,9 @@ def missing_parts(
         is_snapshot = is_loaded_to_go_on(evidence, log, {path, final_path})
     if not is_snapshot or not missing:
         return None
-    rule = "incomplete-snapshot.random" if missing == ["random state"] else "incomplete-snapshot"
+    rule = "incomplete-snapshot"
+    if missing == ["random state"]:
+        rule = "incomplete-snapshot.random"
     return evidence.finding(
         rule,
         model.at,
