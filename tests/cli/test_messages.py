@@ -107,6 +107,15 @@ def test_a_mistyped_command_is_answered_with_what_was_meant(case: str, typed: Ty
     assert "\\n" not in line
 
 
+def test_a_file_of_weights_is_answered_with_the_folder_to_make(
+    typed: Typed, tmp_path: Path
+) -> None:
+    (tmp_path / "waves.safetensors").touch()
+    error = typed("import", "waves.safetensors", "mlp", "--run-dir", "new")
+    assert "HINT: mkdir weights; cp waves.safetensors weights/model.safetensors;" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["waves.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["recommend", "sample"])
 def test_an_old_spelling_works_and_names_its_successor(name: str, tmp_path: Path) -> None:
     old = run(name, "--help", cwd=tmp_path)

@@ -23,7 +23,7 @@ class Samples(Dataset):
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if KIND == "data" and HANGS and index >= 8 * int(STEP):
+        if KIND == "data" and HANGS and index == 8 * int(STEP):
             time.sleep(1000)
         return torch.randn(4)
 
@@ -60,7 +60,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     for step, batch in enumerate(
-        DataLoader(Samples(), 8, num_workers=int(KIND == "data")), start=1
+        DataLoader(Samples(), 8, num_workers=4 * (KIND == "data")), start=1
     ):
         loss = model(batch).sum()
         if step == int(STEP):

@@ -39,7 +39,8 @@ class CheckFlags:
             or the Git repository if the script needs more]
         static: Read the source only, and run nothing.
         timeout: Seconds for one run of SCRIPT.
-        patience: Seconds without progress that count as a hang.
+        patience: Seconds without progress that count as a hang. A rank that sleeps or computes is
+            waited for, up to --timeout.
         notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
         fix (FILE): Write the fixes that are mechanical to FILE, as a patch. SCRIPT stays as it is.
         sarif (FILE): Write the findings to FILE too, for code hosts.

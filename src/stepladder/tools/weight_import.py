@@ -94,7 +94,10 @@ def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
 def open_weights(folder: Path) -> WeightFolder:
     """Open a folder of any known format. Raises InputError if it has none, or is damaged."""
     if folder.is_file():
-        raise InputError(f"{folder} is a file", f"its folder: stepladder import {folder.parent}")
+        hint = f"its folder: stepladder import {folder.parent}"
+        if folder.name != MODEL_FILE and folder.suffix == Path(MODEL_FILE).suffix:
+            hint = f"mkdir weights; cp {folder} weights/{MODEL_FILE}; stepladder import weights"
+        raise InputError(f"{folder} is a file", hint)
     try:
         if (folder / SAFETENSORS_INDEX).exists():
             return open_safetensors_folder(folder, read_safetensors_index(folder))

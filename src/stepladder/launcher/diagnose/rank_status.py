@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import takewhile
 
 from stepladder.rank.progress import PHASES, READING, UNKNOWN, RankProgress
 from stepladder.rank.stacks import Frame, Stack, find_user_frame
@@ -22,6 +23,7 @@ STORE_FILE = "stepladder/rank/torch_fixes_store.py"
 STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0
 BACKWARD_FILE = "torch/autograd/graph.py"
 DATA_LOADER_FILES = ("torch/utils/data/",)
+WORKER_FUNCTION = "_worker_loop"  # in which a worker of a data loader is all the time
 MAX_DATA_LOADER_DEPTH = 6  # of the innermost calls, in which a wait for a data loader shows
 MAX_SOURCE_CHARACTERS = 60
 
@@ -148,12 +150,14 @@ class RankStatus:
     def find_slow_worker(self) -> tuple[int, Frame] | None:
         """Return the worker that the rank's data loader waits for, and the call that it is in.
 
-        It is the first worker that is in the user's code.
+        It is the first worker that is in the user's code. The stack of a forked worker goes on with
+        the calls of the rank that made it, where each idle worker seems to be.
         """
         if not self.is_loading_data:
             return None
         for pid, stack in sorted(self.workers.items()):
-            frame = find_user_frame(stack)
+            calls = list(takewhile(lambda call: call.function != WORKER_FUNCTION, stack))
+            frame = find_user_frame(calls)
             if frame is not None and frame.is_users:
                 return pid, frame
         return None

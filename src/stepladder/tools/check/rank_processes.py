@@ -354,7 +354,8 @@ class RunningRanks:
         if has_stalled or (can_go_on and find_rank_to_blame(statuses)):
             position = describe_positions(statuses)
             if not has_stalled and not self.outcome.position:
-                print_message(f"ranks wait: {position}")
+                limit = f"--timeout {self.launch.timeout_s:g}"
+                print_message(f"ranks wait, up to {limit}; Ctrl-C ends the check: {position}")
         self.outcome = replace(self.outcome, position=position, has_stalled=has_stalled)
         self.judged_at = time.monotonic()
 
