@@ -96,6 +96,15 @@ def test_a_mean_of_means_of_a_training_is_a_note_on_the_line_of_the_division(
     assert [(f.severity, f.location.line) for f in findings] == [("note", 4)] * found
 
 
+def test_the_exact_mean_of_another_pass_is_no_mean_of_means_by_chance() -> None:
+    events = evaluation(LOSSES, UNEVEN, show(MEAN_OF_MEANS))
+    first = next(number for number, event in enumerate(events) if event["k"] == "forward")
+    trained = [*events[: first + 1], statistic(float(MEAN_OF_MEANS)), *events[first + 1 :]]
+    second = [number for number, event in enumerate(trained) if event["k"] == "forward"][1]
+    trained.insert(second + 1, statistic(float(MEAN_OF_MEANS)))
+    assert rules_of(trained, train_pass(1, [[4, 5], [6, 7]])) == []
+
+
 def test_a_zero_is_shown_for_any_small_number() -> None:
     events = evaluation([2e-8, 1e-8, 3e-8], UNEVEN, *[show("0.0000")] * 6)
     assert rules_of(events, train_pass(1, [[4, 5], [6, 7]])) == []
