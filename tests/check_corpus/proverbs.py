@@ -14,7 +14,7 @@ PAD = -100
 class Proverbs(Dataset):
     def __init__(self, n=192, letters=20):
         g = torch.Generator().manual_seed(17)
-        lengths = torch.randint(3, 40, (n,), generator=g).tolist()
+        lengths = (torch.randint(2, 12, (n,), generator=g) ** 2).tolist()
         self.lines = [torch.randint(letters, (length,), generator=g) for length in lengths]
 
     def __len__(self):

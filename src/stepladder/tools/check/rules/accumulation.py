@@ -14,11 +14,10 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.model import (
     StepKey,
     diverged_steps,
-    exchanges_gradients,
     is_averaged_later,
     is_sharded,
     is_wrapped,
@@ -238,32 +237,21 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
 @rank_rule("uneven-targets")
 def uneven_targets(evidence: RunEvidence) -> Findings:
     """Find steps whose means are over different numbers of targets, of which some are left out."""
+    windows = pair(map(stepped_windows, evidence.first_ranks)).values()
     weights_of_steps = [
-        [event.target_weight or 0.0 for backwards in step for event in backwards]
-        for step in align(map(backwards_of_steps, evidence.ranks))
+        [event.target_weight or 0.0 for window in step for event in window.backwards]
+        for step in windows
     ]
     ratios = [max(weights) / min(weights) for weights in weights_of_steps if all(weights)]
     uneven = [ratio for ratio in ratios if ratio > MAX_EVEN_RATIO]
-    if len(uneven) < MIN_UNEVEN_STEPS or 2 * len(uneven) < len(ratios):
+    if len(uneven) < max(MIN_UNEVEN_STEPS, len(ratios) / 2):
         return
-    if exchanges_gradients(evidence.rank_0):
-        yield evidence.finding(
-            "uneven-targets",
-            evidence.rank_0.select(Backward)[0].at,
-            f"in {len(uneven)} of {len(ratios)} steps a target of one mean counts more than one "
-            f"of another, up to {max(uneven):.3g} times as much",
-        )
-
-
-def backwards_of_steps(log: RankLog) -> list[list[Backward]]:
-    """Return the backward passes before each optimizer step."""
-    steps: list[list[Backward]] = [[]]
-    for event in log.select(Backward, OptimizerStep):
-        if isinstance(event, Backward):
-            steps[-1].append(event)
-        elif steps[-1]:
-            steps.append([])
-    return steps[:-1]
+    yield evidence.finding(
+        "uneven-targets",
+        evidence.rank_0.select(Backward)[0].at,
+        f"in {len(uneven)} of {len(ratios)} steps a target of one mean counts more than one of "
+        f"another, up to {max(uneven):.3g} times as much",
+    )
 
 
 @run_rule("accumulation-mean.leftover")
