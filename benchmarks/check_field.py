@@ -288,6 +288,11 @@ class CheckedScript:
         return all(finding["severity"] == "note" for finding in self.findings)
 
     @property
+    def true_faults(self) -> list[dict[str, Any]]:
+        """The errors and warnings that are true."""
+        return [each for each in self.findings if each["true"] and each["severity"] != "note"]
+
+    @property
     def named_mistakes(self) -> set[str]:
         """Those of them that a finding names: by its rule, or by what it says that was seen."""
         also = (name for finding in self.findings for name in finding.get("also", []))
@@ -386,12 +391,11 @@ def count_results(scripts: list[CheckedScript], title: str) -> str:
 
 
 def write_issue(script: CheckedScript) -> str:
-    """Return the text of an issue to the authors, with the findings that are true."""
+    """Return the text of an issue to the authors, with the true errors and warnings."""
     lines = [
         f"> - {finding['rule']}, {finding['line']}. Seen: {finding['evidence']}. What I read: {finding['why']}.\n>"
         f"   Perhaps: `{finding['fix']}`\n"
-        for finding in script.findings
-        if finding["true"]
+        for finding in script.true_faults
     ]
     return ISSUE.format_map({**script.entry, "findings": "".join(lines) + ">"})
 
@@ -428,10 +432,7 @@ def main() -> int:
         texts += [count_results(of_trial, name), text]
     report.finish(texts, args.write)
     if args.write:
-        faulty = [
-            script for script in scripts if any(finding["true"] for finding in script.findings)
-        ]
-        issues = "\n".join(map(write_issue, faulty))
+        issues = "\n".join(write_issue(script) for script in scripts if script.true_faults)
         head = HEAD.format(date=datetime.date.today().isoformat())
         PAGE.write_text(
             f"{head}\n{START}\n{results}\n\n## Texts for an issue\n\n{issues}{END}\n",
