@@ -31,7 +31,7 @@ MAX_SAFETENSORS_INDEX_BYTES = 2**30
 CHECKPOINT_MODEL_PREFIX = "model."  # before the model's names if a checkpoint holds more than it
 FORMATS_HINT = (
     "a folder that stepladder export, Hugging Face's save_pretrained or"
-    " torch.distributed.checkpoint has written"
+    f" torch.distributed.checkpoint has written; a file of safetensors is called {MODEL_FILE}"
 )
 
 
@@ -96,7 +96,7 @@ def open_weights(folder: Path) -> WeightFolder:
     if folder.is_file():
         hint = f"its folder: stepladder import {folder.parent}"
         if folder.name != MODEL_FILE and folder.suffix == Path(MODEL_FILE).suffix:
-            hint = f"mkdir weights; cp {folder} weights/{MODEL_FILE}; stepladder import weights"
+            hint = f"mkdir weights; cp {folder} weights/{MODEL_FILE}; stepladder import weights ..."
         raise InputError(f"{folder} is a file", hint)
     try:
         if (folder / SAFETENSORS_INDEX).exists():

@@ -46,6 +46,20 @@ def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Pa
     assert re.search(rf"rank 0: it is in {kind}\(\)", note)
 
 
+@pytest.mark.slow
+def test_ranks_that_still_wait_at_the_time_limit_are_no_clean_result(tmp_path: Path) -> None:
+    flags = "check", "--json", "--patience", 1, "--timeout", 60
+    with (
+        serve_gate() as (port, _),
+        started(*flags, SCRIPT, "evaluate", port, cwd=tmp_path) as running,
+    ):
+        assert running.end() == 3
+        report = json.loads(running.out.read_text().splitlines()[-1])
+    line = report["not_checked"]["line"]
+    assert re.match(r"the script was ended after 60 s: rank 0: it is in evaluate\(\)", line)
+    assert "to its end" not in report["ran"]
+
+
 BESIDE = """
 import pathlib, torch
 rows = torch.tensor([float(line) for line in pathlib.Path("../data/rows").read_text().split()])

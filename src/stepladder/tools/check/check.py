@@ -350,8 +350,10 @@ class Check:
         has_error = any(finding.severity == "error" for finding in findings)
         where = f": {outcome.position}" if outcome.position else ""
         if outcome.late:
-            seconds = f"{self.request.timeout:g} s"
-            self.notes.append(f"the script was ended after {seconds}{where}; --timeout, --steps 20")
+            line = f"the script was ended after {self.request.timeout:g} s{where}"
+            if where and not has_error:
+                return NotChecked("script", f"{line}; to see it sooner: --timeout 60")
+            self.notes.append(f"{line}; to see more of it: --timeout 3600, or --steps 20")
         elif where and not outcome.has_stalled:
             self.notes.append(f"ranks have waited long{where}")
         elif outcome.has_stalled and not is_explained and not has_error:

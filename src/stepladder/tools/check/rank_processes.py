@@ -376,8 +376,8 @@ class RunningRanks:
     def conclude(self) -> LaunchOutcome:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
         outcome = self.outcome
-        if outcome.late and not outcome.position:
-            outcome = replace(outcome, position=describe_positions(self.observed.inspect()))
+        if outcome.late and self.rest_s <= self.launch.patience_s:  # no rank waited any more
+            outcome = replace(outcome, position="")
         if outcome.failed:
             outputs = map(outcome.output, outcome.failed_ranks)
             has_crashed = -signal.SIGSEGV in outcome.codes

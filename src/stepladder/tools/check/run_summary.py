@@ -27,6 +27,8 @@ def summarize_run(run: ScriptRun) -> str:
             end += f" in epoch {epochs + 1}"
     elif run.recording.select(EnoughPasses):
         end = "then the check ended it"
+    elif run.outcome.late:
+        end = "until its time was over"
     else:
         end = "to its end"
     counted = format_count(len(ranks), "rank")
