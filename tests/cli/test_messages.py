@@ -112,7 +112,7 @@ def test_a_file_of_weights_is_answered_with_the_folder_to_make(
 ) -> None:
     (tmp_path / "waves.safetensors").touch()
     error = typed("import", "waves.safetensors", "mlp", "--run-dir", "new")
-    assert "HINT: mkdir weights; cp waves.safetensors weights/model.safetensors;" in error
+    assert "HINT: mkdir weights && cp waves.safetensors weights/model.safetensors && " in error
     assert [path.name for path in tmp_path.iterdir()] == ["waves.safetensors"]
 
 

@@ -96,7 +96,8 @@ def open_weights(folder: Path) -> WeightFolder:
     if folder.is_file():
         hint = f"its folder: stepladder import {folder.parent}"
         if folder.name != MODEL_FILE and folder.suffix == Path(MODEL_FILE).suffix:
-            hint = f"mkdir weights; cp {folder} weights/{MODEL_FILE}; stepladder import weights ..."
+            copy = f"mkdir weights && cp {folder} weights/{MODEL_FILE}"
+            hint = f"{copy} && stepladder import weights JOB --run-dir PATH"
         raise InputError(f"{folder} is a file", hint)
     try:
         if (folder / SAFETENSORS_INDEX).exists():
