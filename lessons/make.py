@@ -280,7 +280,7 @@ def draw():
             command = [sys.executable, script, "--folder", runs, *pictures.FLAGS[folder]]
             subprocess.run(command, check=True)
             draw_picture(Path(runs), HERE / folder / name)
-        print(f"wrote {HERE / folder / name}")
+        print(f"written: {HERE / folder / name}")
 
 
 def write_notebooks(folder):
@@ -292,6 +292,7 @@ def write_handout(path, text):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")
     except OSError as error:
         refuse(f"{path} cannot be written: {error.strerror}", "name a path in a folder of yours")
 

@@ -137,10 +137,11 @@ def test_check_without_a_name_takes_the_next(learn: Learn, tmp_path: Path) -> No
 def test_check_all_skips_what_this_machine_cannot_run(learn: Learn, tmp_path: Path) -> None:
     solve(tmp_path)
     assert learn("check", "--all", code=1).stdout.splitlines() == [
-        "lesson 1                 passed: claim holds: it begins",
-        "add                      passed: it adds",
-        "lesson 2                 skipped: needs Slurm: stepladder lab up --nodes 2",
-        "stop                     NOT YET: one and one is 2, not 1",
+        " 1 of 4  lesson 1                 passed: claim holds: it begins",
+        " 2 of 4  add                      passed: it adds",
+        " 3 of 4  lesson 2                 skipped: needs Slurm: stepladder lab up --nodes 2",
+        " 4 of 4  stop                     NOT YET: one and one is 2, not 1",
+        "2 of 4 passed, 1 not yet, 1 skipped",
     ]
     solve(tmp_path, "stop")
     learn("check", "--all")
@@ -154,7 +155,7 @@ def test_check_all_shows_what_a_broken_one_said(learn: Learn, tmp_path: Path) ->
         "lesson 1                 NOT YET: it ended with exit code 1, see its output\n    so far, so good\n"
         in output
     )
-    assert "    ZeroDivisionError: division by zero\nadd " in output
+    assert "    ZeroDivisionError: division by zero\n 2 of 4  add " in output
 
 
 def test_check_all_is_one_line_where_the_reason_is_followed_by_much(
@@ -167,7 +168,7 @@ def test_check_all_is_one_line_where_the_reason_is_followed_by_much(
     )
     assert "table" in learn("run", "add", code=1).stdout
     output = learn("check", "--all", code=1).stdout
-    assert "add                      NOT YET: one and one is 2, not 1\nlesson 2" in output
+    assert "add                      NOT YET: one and one is 2, not 1\n 3 of 4  lesson 2" in output
 
 
 def test_a_lesson_that_lacks_something_says_what(learn: Learn, tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ from processes import refused
 from warm import SERVER
 
 
-def make(*args: object) -> None:
+def make(*args: object) -> str:
+    """Return what it has printed."""
     command = [sys.executable, LESSONS / "make.py", *args]
-    subprocess.run(list(map(str, command)), check=True)
+    return subprocess.run(
+        list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 @pytest.mark.parametrize(("action", "path"), [("slides", "/proc/x.html"), ("notebooks", "/proc/x")])
@@ -35,7 +38,7 @@ def test_a_path_that_cannot_be_written_is_one_line(action: str, path: str) -> No
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("markdown")
     path = tmp_path_factory.mktemp("slides") / "slides.html"
-    make("slides", path)
+    assert make("slides", path) == f"written: {path}\n"
     return path
 
 
@@ -70,7 +73,7 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    make("notebooks", tmp_path)
+    written = make("notebooks", tmp_path)
     startup = tmp_path / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
     # What a cell starts is forked from a process that has imported torch.
@@ -79,6 +82,7 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
     env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     paths = sorted(tmp_path.glob("*.ipynb"))
     assert [path.stem[:2] for path in paths] == ["01", "02", "03", "04", "05", "06"]
+    assert written == "".join(f"written: {path}\n" for path in paths)
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)

@@ -191,25 +191,28 @@ def check_course(course: Course, report: Path | None) -> int:
     failed = 0
     results: list[ItemResult] = []
     items = list(course)
-    for item in items:
+    for number, item in enumerate(items, 1):
         if report is not None:  # also now, as the check may be stopped half-way
             write_report(report, results, len(items))
         name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
-        label = f"{name:24}"
+        echo(f"{number:2} of {len(items)}  {name:24} ", end="")
         missing = find_missing_requirement(item)
         if missing is not None:
-            echo(f"{label} skipped: needs {missing}")
+            echo(f"skipped: needs {missing}")
             results.append(make_item_result(item, None, f"needs {missing}"))
             continue
         output: list[str] = []
         verdict = check_item(course, item, output.append)
         failed += not verdict.passed
         results.append(make_item_result(item, verdict.passed, verdict.text))
-        echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
+        echo(f"{'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
             echo("".join(f"    {line}\n" for line in output[-SHOWN_LINES:]), end="")
     if report is not None:
         write_report(report, results, len(items))
+    passed = sum(result.passed is True for result in results)
+    skipped = len(items) - passed - failed
+    echo(f"{passed} of {len(items)} passed, {failed} not yet, {skipped} skipped")
     return int(failed > 0)
 
 
