@@ -30,7 +30,7 @@ PLANTED = {
     "data": r"rank 1 .*: it is waiting for its data loader, whose worker \(pid \d+\) is in "
     r"__getitem__\(\), "
     r"hangs.py:\d+ `time.sleep\(1000\)`; the others wait\n  usual cause: a data loader that "
-    r"does not deliver",
+    r"does not deliver(.|\n)*worker \d+: idle, waits for the next index",
     "lock": r"rank 1 .* of step 3: it is in deadlock\(\), hangs.py:\d+ `with second:`; the "
     r"others wait\n"
     r"  usual cause: a deadlock(.|\n)*another thread: lock_in_other_order\(\), hangs.py:\d+ `with first:`",
@@ -268,7 +268,8 @@ IN_A_SCRIPT = {
     "shapes": r"rank \d .* was aborted in all_reduce, called by hang\(\), "
     r"hangs_script.py:\d+, where rank \d .*"
     r" was too. Usual cause: tensors of different shapes",
-    "data": r"rank 1 .*: it is waiting for its data loader, whose worker .* is in __getitem__\(\)",
+    "data": r"rank 1 .*: it is waiting for its data loader, whose worker .* is in __getitem__\(\)"
+    r"(.|\n)*worker \d+: idle, waits for the next index",
     "lock": r"rank 1 .*: it is in deadlock\(\), hangs_script.py:\d+ `lock.acquire\(\)`; the "
     r"others wait",
     "sleep": r"rank 1 .*: it is in validate\(\), hangs_script.py:\d+ .*; the others wait in "

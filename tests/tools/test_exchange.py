@@ -178,6 +178,17 @@ def test_a_run_begins_with_what_was_imported(type_command: Any) -> None:
     assert type_command("audit", "new")[0] == 0
 
 
+@pytest.mark.parametrize("prefix", ["module.", "backbone.body."])
+def test_a_prefix_of_all_names_is_left_out(type_command: Any, prefix: str) -> None:
+    weights = trained(type_command)
+    type_command("export", "run", "--to", "safetensors", "out")
+    renamed = {f"{prefix}{n}": t for n, t in load_file("out/model.safetensors").items()}
+    save_file(renamed, "out/model.safetensors")
+    assert import_folder(type_command, "out")[0::2] == (0, "")
+    del weights["head.weight"]
+    assert same(read_newest_snapshot(Path("new")).tensors(), weights)
+
+
 def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
     full = torch.arange(21.0).view(7, 3).bfloat16()
     count = torch.tensor(3)
@@ -242,14 +253,14 @@ def make_foreign_folder(kind: str) -> None:
     folder = Path("bad")
     folder.mkdir()
     weights = load_file("out/model.safetensors")
-    if kind == "missing":
-        save_file(
-            {n: t for n, t in weights.items() if n != "norm.bias"}, folder / "model.safetensors"
-        )
-    elif kind == "more":
-        save_file({**weights, "extra": torch.ones(1)}, folder / "model.safetensors")
-    elif kind == "shape":
-        save_file({**weights, "norm.bias": torch.ones(3)}, folder / "model.safetensors")
+    changed = {
+        "missing": {n: t for n, t in weights.items() if n != "norm.bias"},
+        "other names": {n.replace("norm.", "ln."): t for n, t in weights.items()},
+        "more": {**weights, "extra": torch.ones(1)},
+        "shape": {**weights, "norm.bias": torch.ones(3)},
+    }
+    if kind in changed:
+        save_file(changed[kind], folder / "model.safetensors")
     elif kind == "damaged":
         (folder / "model.safetensors").write_bytes(Path("out/model.safetensors").read_bytes()[:-9])
     elif kind == "leads out":
@@ -270,6 +281,10 @@ def make_foreign_folder(kind: str) -> None:
             "bad holds neither model.safetensors nor model.safetensors.index.json nor .metadata",
         ),
         ("missing", "bad has no norm.bias, which the model has"),
+        (
+            "other names",
+            "bad has no norm.weight, which the model has, but ln.bias, ln.num_batches_tracked, ",
+        ),
         ("more", "bad has extra, which the model has not"),
         ("shape", "norm.bias has shape [3] in bad, [8] in the model"),
         ("damaged", "bad cannot be read: "),

@@ -7,6 +7,7 @@ torch.distributed.checkpoint without Python's unpickler.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from stepladder.train.job_runner import load_job
 
 READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError)
 MAX_SAFETENSORS_INDEX_BYTES = 2**30
+MAX_NAMES_SHOWN = 4
 CHECKPOINT_MODEL_PREFIX = "model."  # before the model's names if a checkpoint holds more than it
 FORMATS_HINT = (
     "a folder that stepladder export, Hugging Face's save_pretrained or"
@@ -150,7 +152,7 @@ def match_names(
     Raises InputError for the first tensor that only one side has, or whose shapes differ.
     """
     hint = "the job, with the flags, whose model these weights are of"
-    stored_names = strip_model_prefix(targets, shapes)
+    stored_names = strip_prefix(targets, shapes)
     stored_tensors = {
         targets[name].data_ptr()
         for name in stored_names.keys() & targets.keys()
@@ -158,7 +160,12 @@ def match_names(
     }
     for name, target in targets.items():
         if name not in stored_names and target.data_ptr() not in stored_tensors:
-            raise InputError(f"{folder} has no {name}, which the model has", hint)
+            others = [stored for key, stored in stored_names.items() if key not in targets]
+            problem = f"{folder} has no {name}, which the model has"
+            if others:
+                problem += f", but {', '.join(others[:MAX_NAMES_SHOWN])}, which it has not"
+                hint += "; or model.load_state_dict() in build, with the names changed"
+            raise InputError(problem, hint)
     for name, stored_name in stored_names.items():
         if name not in targets:
             raise InputError(f"{folder} has {stored_name}, which the model has not", hint)
@@ -171,19 +178,20 @@ def match_names(
     return stored_names
 
 
-def strip_model_prefix(targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
+def strip_prefix(targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
     """Return the folder's names by the model's names.
 
-    If no name is one of the model's, and some are with the prefix "model.", only the names with the
-    prefix count: the checkpoint also holds an optimizer, say.
+    If no name is one of the model's, a prefix of all names is left out, such as "module.", which
+    DistributedDataParallel adds. After the prefix "model." only the names with it count: the
+    checkpoint also holds an optimizer, say.
     """
-    without_prefix = {
-        name.removeprefix(CHECKPOINT_MODEL_PREFIX): name
-        for name in shapes
-        if name.startswith(CHECKPOINT_MODEL_PREFIX)
-    }
-    has_plain_names = bool(targets.keys() & shapes.keys())
-    has_prefixed_names = bool(targets.keys() & without_prefix.keys())
-    if has_prefixed_names and not has_plain_names:
-        return without_prefix
+    if targets.keys() & shapes.keys():
+        return {name: name for name in shapes}
+    first = next(iter(shapes), "")
+    prefixes = accumulate(f"{part}." for part in first.split(".")[:-1])
+    for prefix in (CHECKPOINT_MODEL_PREFIX, *prefixes):
+        names = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+        is_complete = prefix == CHECKPOINT_MODEL_PREFIX or len(names) == len(shapes)
+        if is_complete and targets.keys() & names.keys():
+            return names
     return {name: name for name in shapes}

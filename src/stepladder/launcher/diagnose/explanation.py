@@ -10,6 +10,8 @@ from stepladder.launcher.diagnose.rank_status import (
     ProcessState,
     RankStatus,
     describe_frame,
+    is_idle_worker,
+    list_worker_calls,
 )
 from stepladder.rank.progress import PHASES
 from stepladder.rank.stacks import Stack, find_user_frame
@@ -79,8 +81,10 @@ def format_rank(status: RankStatus) -> list[str]:
         if frame is not None and frame.is_users:
             lines.append(f"    another thread: {describe_frame(frame)}")
     for pid, stack in sorted(status.workers.items()):
-        frame = find_user_frame(stack)
-        if frame is not None:
+        frame = find_user_frame(list_worker_calls(stack))
+        if is_idle_worker(stack):
+            lines.append(f"    worker {pid}: idle, waits for the next index")
+        elif frame is not None:
             lines.append(f"    worker {pid}: {describe_frame(frame)}")
     return lines
 

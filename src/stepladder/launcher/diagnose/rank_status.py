@@ -24,6 +24,7 @@ STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0
 BACKWARD_FILE = "torch/autograd/graph.py"
 DATA_LOADER_FILES = ("torch/utils/data/",)
 WORKER_FUNCTION = "_worker_loop"  # in which a worker of a data loader is all the time
+QUEUE_FILES = ("multiprocessing/queues.py",)  # in whose `get` it waits
 MAX_DATA_LOADER_DEPTH = 6  # of the innermost calls, in which a wait for a data loader shows
 MAX_SOURCE_CHARACTERS = 60
 
@@ -150,17 +151,32 @@ class RankStatus:
     def find_slow_worker(self) -> tuple[int, Frame] | None:
         """Return the worker that the rank's data loader waits for, and the call that it is in.
 
-        It is the first worker that is in the user's code. The stack of a forked worker goes on with
-        the calls of the rank that made it, where each idle worker seems to be.
+        It is the first worker that is in the user's code.
         """
         if not self.is_loading_data:
             return None
         for pid, stack in sorted(self.workers.items()):
-            calls = list(takewhile(lambda call: call.function != WORKER_FUNCTION, stack))
-            frame = find_user_frame(calls)
+            frame = find_user_frame(list_worker_calls(stack))
             if frame is not None and frame.is_users:
                 return pid, frame
         return None
+
+
+def list_worker_calls(stack: Stack) -> Stack:
+    """Return the calls that a data loader's worker has made itself.
+
+    The stack of a forked worker continues with the calls of the rank that made it, where each idle
+    worker seems to be.
+    """
+    return list(takewhile(lambda call: call.function != WORKER_FUNCTION, stack))
+
+
+def is_idle_worker(stack: Stack) -> bool:
+    """Return whether a data loader's worker waits for the indices of its next batch."""
+    calls = list_worker_calls(stack)
+    return len(calls) < len(stack) and any(
+        call.function == "get" and _is_in_files(call, QUEUE_FILES) for call in calls
+    )
 
 
 def _is_in_files(frame: Frame, files: Sequence[str]) -> bool:
