@@ -527,12 +527,12 @@ SKIPS = """def train():
 """
 
 
-def in_loop(*lines: int) -> Events:
-    """Return what a rank does in SKIPS: a backward pass in line 3, a collective in others."""
+def in_loop(*lines: int, backward_line: int = 3) -> Events:
+    """Return what a rank does in SKIPS: a backward pass in one line, a collective in others."""
     events: Events = []
     for line in lines:
         place = {"at": ["train.py", line, "train"], "way": f"train:{line}"}
-        done = [forward(), backward(1 / (1 + len(events)))] if line == 3 else [COLL]
+        done = [forward(), backward(1 / (1 + len(events)))] if line == backward_line else [COLL]
         events += [event | place for event in done]
     return events
 
@@ -552,6 +552,39 @@ def test_a_collective_that_one_rank_skips_is_named_with_the_if_that_decides_it()
 def test_a_rank_that_leaves_the_loop_early_skips_no_collective() -> None:
     evidence = evidence_of(in_loop(3, 6, 3, 6), in_loop(3, 6, 7), text=SKIPS, has_stalled=True)
     assert all("skip" not in finding.what for finding in apply_rules(evidence))
+
+
+IN_ROUNDS = """def train():
+    for number in range(9):
+        for chunk in chunks:
+            loss.backward()
+        if CONDITION:
+            continue
+        dist.all_reduce(loss)
+"""
+COMES = (4, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("condition", "ranks", "rule"),
+    [
+        ("loss > lowest", ([*COMES, *COMES], [*COMES, 4, 4, 4]), "collective-order"),
+        ("rank != 0", ([4, 4, 7], [4, 4, 4]), "collective-order"),
+        ("loss > lowest", ([*COMES, 4, 7], [*COMES, 4, 4]), "uneven-steps"),
+        ("loss > lowest", ([4, 4, 7], [4, 4, 4]), "uneven-steps"),
+    ],
+    ids=["as many as before", "by rank", "fewer than before", "first round"],
+)
+def test_a_rank_skips_a_collective_after_a_loop_or_stays_in_the_loop(
+    condition: str, ranks: tuple[list[int], list[int]], rule: str
+) -> None:
+    text = IN_ROUNDS.replace("CONDITION", condition)
+    events = [in_loop(*lines, backward_line=4) for lines in ranks]
+    (finding,) = apply_rules(evidence_of(*events, text=text, has_stalled=True))
+    assert finding.rule == rule
+    if rule == "collective-order":
+        assert finding.location.line == 7
+        assert f"`if {condition}`, train.py:5" in finding.evidence
 
 
 def test_a_training_without_a_step_is_named_and_one_by_hand_is_not() -> None:

@@ -62,12 +62,16 @@ def innermost_loop(
     line: CodeLine | None,
 ) -> range | None:
     """Return the lines of the innermost loop around a line; None where the script has none."""
+    return next(iter(loops_around(evidence, line)), None)
+
+
+def loops_around(evidence: RunEvidence, line: CodeLine | None) -> list[range]:
+    """Return the lines of the loops around a line, the innermost first."""
     file = evidence.source_file(line)
     if line is None or file is None:
-        return None
+        return []
     nodes = [node for node in ast.walk(file.tree) if isinstance(node, ast.For | ast.While)]
-    around = [lines for lines in map(lines_of, nodes) if line.line in lines]
-    return min(around, key=len, default=None)
+    return sorted((lines for lines in map(lines_of, nodes) if line.line in lines), key=len)
 
 
 def is_in_lines(

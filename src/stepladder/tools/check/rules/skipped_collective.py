@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stepladder.tools.check.events import Backward, Forward, JoinContext, ScriptCollective
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.rules.hangs import innermost_loop
+from stepladder.tools.check.rules.hangs import loops_around
 from stepladder.tools.check.script_source import SourceFile, find_nodes
 from stepladder.tools.probe.events import CodeLine
 
 DDP = "DistributedDataParallel"
+CHOOSES_ONE_RANK = re.compile(
+    r"rank(\(\))? (==|!=|>) \d|not \w*rank\b|is_main|is_master", re.IGNORECASE
+)
 LEAVES_A_LOOP = (ast.Continue, ast.Break, ast.Return)
 
 
@@ -43,14 +47,13 @@ def find_skipped(evidence: RunEvidence) -> SkippedCollective | None:
     logs = evidence.run.ranks[:2]
     if len(logs) < 2 or evidence.run.select(JoinContext) or not all(map(always_averages, logs)):
         return None
-    backward_lines: set[CodeLine | None] = set()
+    earlier: list[Backward | ScriptCollective] = []
     for first, second in zip(*map(exchanges_of, logs), strict=False):
         if type(first) is not type(second):
-            return skipped_of(evidence, first, second, backward_lines)
+            return skipped_of(evidence, first, second, earlier)
         if first.at != second.at:
             return None
-        if isinstance(first, Backward):
-            backward_lines.add(first.at)
+        earlier.append(first)
     return None
 
 
@@ -72,9 +75,19 @@ def skipped_of(
     evidence: RunEvidence,
     first: Backward | ScriptCollective,
     second: Backward | ScriptCollective,
-    backward_lines: set[CodeLine | None],
+    earlier: list[Backward | ScriptCollective],
 ) -> SkippedCollective | None:
-    """Return the collective of two different events, if it is in the loop of the backward pass."""
+    """Return the collective of two different events, if it is in a loop of the backward pass.
+
+    A rank with fewer batches comes to a collective after the loop over batches, too: an `if` on the
+    rank, or as many batches as before, tells that the other rank has left that loop as well.
+
+    Args:
+        evidence: The evidence, with the source.
+        first: The first event of rank 0 that is of another kind on rank 1.
+        second: That of rank 1.
+        earlier: The events before, which are the same on both ranks.
+    """
     rank = 0
     collective, backward = first, second
     if isinstance(first, Backward):
@@ -82,40 +95,63 @@ def skipped_of(
         collective, backward = second, first
     assert isinstance(collective, ScriptCollective)
     assert isinstance(backward, Backward)
-    if backward.at not in backward_lines:
+    if all(event.at != backward.at for event in earlier):
         return None
     loop = common_loop(evidence, backward, collective)
     if loop is None:
         return None
     condition = describe_condition(evidence, collective, loop)
+    is_certain = loop.is_innermost or CHOOSES_ONE_RANK.search(condition)
+    if not is_certain and not ends_as_before(earlier, collective):
+        return None
     return SkippedCollective(collective, rank, backward, condition)
+
+
+def ends_as_before(
+    earlier: list[Backward | ScriptCollective], collective: ScriptCollective
+) -> bool:
+    """Return whether a collective comes after as many backward passes as an earlier time."""
+    counts = [0]
+    for event in earlier:
+        if isinstance(event, Backward):
+            counts[-1] += 1
+        elif event.way == collective.way:
+            counts.append(0)
+    return counts[-1] in counts[:-1]
 
 
 @dataclass(frozen=True)
 class CommonLoop:
-    """The loop around a backward pass.
+    """A loop around a backward pass and a collective.
 
     Args:
         function: The function that has the loop.
         lines: The lines of the loop.
-        backward_line: The line within the loop that leads to the backward pass.
+        backward_line: The line within the loop that leads to the backward pass, or the last line of
+            the inner loop that does.
+        is_innermost: Whether no other loop is around the backward pass within this one.
     """
 
     function: str
     lines: range
     backward_line: int
+    is_innermost: bool
 
 
 def common_loop(
     evidence: RunEvidence, backward: Backward, collective: ScriptCollective
 ) -> CommonLoop | None:
-    """Return the innermost loop that leads to a backward pass, if it leads to a collective too."""
+    """Return the innermost loop that leads to a backward pass and to a collective."""
+    is_innermost = True
     for name, line in frames_of(backward):
         for file in evidence.source.files:
-            lines = innermost_loop(evidence, CodeLine(file.name, line, name))
-            if lines is not None and name_of_function(file, line) == name:
-                is_common = is_called_in_lines(collective, name, lines)
-                return CommonLoop(name, lines, line) if is_common else None
+            if name_of_function(file, line) != name:
+                continue
+            for lines in loops_around(evidence, CodeLine(file.name, line, name)):
+                if is_called_in_lines(collective, name, lines):
+                    return CommonLoop(name, lines, line, is_innermost)
+                is_innermost = False
+                line = lines[-1]
     return None
 
 
@@ -147,23 +183,29 @@ def frames_of(event: Backward | ScriptCollective) -> Iterator[tuple[str, int]]:
 def describe_condition(
     evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
 ) -> str:
-    """Return the `if` that lets a rank come to a collective or not; empty where none is found."""
+    """Return the `if` that lets a rank come to a collective or not; empty where none is found.
+
+    It is the innermost one that asks for the rank, or else the innermost one.
+    """
+    conditions = list(conditions_of(evidence, collective, loop))
+    of_rank = filter(CHOOSES_ONE_RANK.search, conditions)
+    return next(of_rank, next(iter(conditions), ""))
+
+
+def conditions_of(
+    evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
+) -> Iterator[str]:
+    """Yield each `if` within a loop that may keep a rank from a collective, the innermost first."""
     for name, line in frames_of(collective):
         is_loop = name == loop.function and line in loop.lines
         lines = range(loop.backward_line + 1, line + 1) if is_loop else range(line + 1)
         for file in evidence.source.files:
-            conditions = [node for node in find_nodes(file.tree, ast.If) if node.lineno in lines]
-            deciding = [
-                node
-                for node in conditions
-                if name_of_function(file, node.lineno) == name and decides(node, line)
-            ]
-            if deciding:
-                last = max(deciding, key=lambda node: node.lineno)
-                return f"`if {ast.unparse(last.test)}`, {file.name}:{last.lineno}"
+            nodes = [node for node in find_nodes(file.tree, ast.If) if node.lineno in lines]
+            for node in sorted(nodes, key=lambda node: -node.lineno):
+                if name_of_function(file, node.lineno) == name and decides(node, line):
+                    yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
         if is_loop:
-            break
-    return ""
+            return
 
 
 def decides(condition: ast.If, line: int) -> bool:

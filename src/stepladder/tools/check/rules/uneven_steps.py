@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from stepladder.tools.check.events import (
     Backward,
@@ -15,11 +14,13 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
 from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
-from stepladder.tools.check.rules.skipped_collective import find_skipped, is_called_in_lines
+from stepladder.tools.check.rules.skipped_collective import (
+    CHOOSES_ONE_RANK,
+    find_skipped,
+    is_called_in_lines,
+)
 from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
-
-CHOOSES_ONE_RANK = re.compile(r"rank(\(\))? == 0|not \w*rank\b|is_main|is_master")
 
 
 @rank_rule("uneven-steps")
@@ -139,7 +140,7 @@ def test_of_rank(
         function = getattr(file.enclosing_function(node), "name", "<module>")
         lines = range(node.body[0].lineno, lines_of(node.body[-1]).stop)
         is_around = any(f"{function}:{line}" in calls for line in lines)
-        if is_around and CHOOSES_ONE_RANK.search(test.lower()):
+        if is_around and CHOOSES_ONE_RANK.search(test):
             return test
     return ""
 
