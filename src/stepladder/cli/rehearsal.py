@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.console import print_message
-from stepladder.core.errors import InputError
+from stepladder.core.errors import INTERRUPTED, InputError
 
 REHEARSAL_NPROC = 2
 REHEARSAL_STEPS = 3
@@ -92,6 +92,8 @@ class Rehearsal:
         report = check(request, (lambda _: None) if as_json else tell_finding)
         if report.exit_code or not as_json:
             show_report(report, as_json)
+        if report.exit_code == INTERRUPTED:
+            raise KeyboardInterrupt
         if report.not_checked and report.exit_code != 1:
             print_message(
                 "the rehearsal could not check the script, see above: nothing is submitted;"

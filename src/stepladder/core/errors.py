@@ -14,7 +14,7 @@ DONE = 0
 FAILED = 1
 BAD_INPUT = 2
 STOPPED = 75  # stopped with a snapshot, to be started again: EX_TEMPFAIL of sysexits.h
-INTERRUPTED = 130  # Ctrl-C before there was anything to stop
+INTERRUPTED = 130  # Ctrl-C, and there is nothing to resume
 # In the record of a launch (rank/exit_record.py) only:
 KILLED = 137  # by SIGKILL, so that the ranks could leave no record
 TERMINATED = 143  # the same, at SIGTERM

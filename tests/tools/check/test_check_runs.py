@@ -5,6 +5,7 @@ exercises.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pages import REPOSITORY, expect_documented
-from processes import run, started
+from processes import run, started, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CORPUS = REPOSITORY / "tests" / "check_corpus"
@@ -68,6 +69,57 @@ def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_pa
     assert number == signal.SIGKILL or not list(
         temporary.iterdir()
     )  # else the next start clears up
+
+
+SLEEPS = """
+import pathlib, sys, time, torch
+marker, where = pathlib.Path(sys.argv[1]), sys.argv[2]
+snapshot = pathlib.Path("model.pt")
+is_resumed = snapshot.exists()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if is_resumed:
+    model.load_state_dict(torch.load(snapshot, weights_only=True))
+for epoch in range(2):
+    for batch in torch.utils.data.DataLoader(torch.rand(8, 1), 2, shuffle=True):
+        model(batch).square().mean().backward()
+        optimizer.step()
+    if is_resumed == (where == "resumed"):
+        marker.write_text("x")
+        time.sleep(600)
+    torch.save(model.state_dict(), snapshot)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "rules"),
+    [
+        ("first", {"missing-zero-grad"}),
+        ("resumed", {"missing-zero-grad", "incomplete-snapshot"}),
+    ],
+)
+def test_ctrl_c_reports_what_was_found_and_leaves_nothing(
+    where: str, rules: set[str], tmp_path: Path
+) -> None:
+    """What is certain during the first start is reported, and after its end all that it shows."""
+    temporary = tmp_path / "t"
+    marker = tmp_path / "real" / "here"
+    temporary.mkdir()
+    marker.parent.mkdir()
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    flags = "--resume", "--writes", marker.parent
+    with started(
+        *("check", *flags, "sleeps.py", marker, where), cwd=tmp_path, env={"TMPDIR": str(temporary)}
+    ) as running:
+        running.wait_for(marker)
+        if where == "first":
+            wait_until(lambda: "found already" in running.err.read_text(), running.err.read_text)
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+        report = running.out.read_text()
+    assert set(re.findall(r"^(?:error|warning) ([\w-]+): ", report, re.MULTILINE)) == rules
+    assert "\nstopped by Ctrl-C: " in report
+    assert not list(temporary.iterdir())
 
 
 def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -> None:

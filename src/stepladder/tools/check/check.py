@@ -12,7 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.failure import NotChecked, choose_exit_code
+from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import (
@@ -34,6 +34,7 @@ from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
+    add_measured_damage,
     apply_rules,
     apply_source_rules,
     drop_consequences,
@@ -59,7 +60,6 @@ MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one proc
 SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
-DAMAGE_OF_A_SNAPSHOT = ("resume-samples", "resume-lr", "resume-differs")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ class Check:
         self.style = self.styles[0]
         self.source: ScriptSource = read_source(self.script, self.style.root)
         self.findings: dict[tuple[str, str, int], Finding] = {}
-        self.told: set[tuple[str, str, int]] = set()
+        self.told: dict[tuple[str, str, int], Finding] = {}
+        # Those of a start that is over; a later start may add to them, or drop consequences.
+        self.preliminary_findings: list[Finding] = []
         self.notes: list[str] = []
 
     def run(self) -> Report:
@@ -150,7 +152,12 @@ class Check:
         if not self.request.static:
             self.tell_early(source_findings)
             with exit_on_signals():
-                report = self.try_styles()
+                try:
+                    report = self.try_styles()
+                except KeyboardInterrupt:
+                    self.findings = self.told | self.findings
+                    self.add_findings(self.preliminary_findings)
+                    report = Report(not_checked=STOPPED_BY_USER, notes=self.notes)
         elif not self.findings:
             report = Report(not_checked=no_training_in_source(self.source), notes=self.notes)
         by_rule = sorted(self.findings.values(), key=attrgetter("rule"))
@@ -206,7 +213,7 @@ class Check:
         """Pass on the findings that were not passed on before."""
         for finding in self.shown(findings):
             if finding.key not in self.told:
-                self.told.add(finding.key)
+                self.told[finding.key] = finding
                 self.on_finding(finding)
 
     def shown(self, findings: list[Finding]) -> list[Finding]:
@@ -253,6 +260,7 @@ class Check:
             self.notes.append(MAKES_ITS_RANKS)
         evidence = RunEvidence(run.recording, self.source)
         findings = apply_rules(evidence)
+        self.preliminary_findings = findings
         if needs_one_node(evidence, run.launch):
             launch = launch_in_new_copy(
                 replace(run.launch, nodes=1),
@@ -373,26 +381,6 @@ def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path, name: str) -> R
     launch.sandbox.move_to(copy, keep_changes=True)
     roots = (str(scratch_folder), *launch.settings.roots[1:])
     return replace(launch, settings=replace(launch.settings, copy=str(copy), roots=roots))
-
-
-def add_measured_damage(findings: list[Finding], measured: list[Finding]) -> list[Finding]:
-    """Return findings in which an incomplete snapshot is an error if a resume has shown its damage.
-
-    Args:
-        findings: What was found in the unbroken run.
-        measured: What the comparison with a resumed run has found.
-    """
-    damage = [finding for finding in measured if finding.rule in DAMAGE_OF_A_SNAPSHOT]
-    if not damage:
-        return findings
-    return [
-        replace(
-            finding, severity="error", evidence=f"{finding.evidence}; then {damage[0].evidence}"
-        )
-        if finding.rule == "incomplete-snapshot"
-        else finding
-        for finding in findings
-    ]
 
 
 def check(request: Request, on_finding: OnFinding = lambda _: None) -> Report:

@@ -11,9 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
+from stepladder.core.errors import INTERRUPTED
 from stepladder.tools.findings.finding import Finding
 
-Cause = Literal["script", "check", "no training"]
+Cause = Literal["script", "check", "no training", "stopped"]
 
 CHECK_PREFIX = str(Path(__file__).parent) + os.sep
 PARITY_PREFIX = str(Path(__file__).parents[1] / "parity") + os.sep
@@ -72,7 +73,7 @@ class NotChecked:
 
     Args:
         cause: "script" if it failed by itself, "check" if the probe or the simulation failed,
-            "no training" if it made no optimizer step and no backward pass.
+            "no training" if it made no optimizer step and no backward pass, "stopped" by Ctrl-C.
         line: What is shown, in one line.
         output: The end of the failing rank's output, where a rank failed.
     """
@@ -87,6 +88,9 @@ class NotChecked:
             "line": self.line,
             "output": self.output[-MAX_OUTPUT_CHARACTERS:],
         }
+
+
+STOPPED_BY_USER = NotChecked("stopped", "stopped by Ctrl-C: a check to the end may find more")
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,9 @@ def choose_exit_code(
     findings: Iterable[Finding],
     not_checked: NotChecked | None,
 ) -> int:
-    """Return 1 for an error or a warning, else 3 if a run proves nothing, else 0."""
+    """Return 130 after Ctrl-C, 1 for an error or a warning, 3 if a run proves nothing, else 0."""
+    if not_checked and not_checked.cause == "stopped":
+        return INTERRUPTED
     if any(finding.severity != "note" for finding in findings):
         return 1
     return 3 if not_checked else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 
 from stepladder.tools.check import rules
@@ -16,6 +17,7 @@ MODULES = [
     for module in pkgutil.iter_modules(rules.__path__)
     if not __name__.endswith(f".{module.name}")
 ]
+DAMAGE_OF_A_SNAPSHOT = ("resume-samples", "resume-lr", "resume-differs")
 
 
 def apply_rules(
@@ -72,4 +74,24 @@ def drop_consequences(findings: list[Finding]) -> list[Finding]:
         finding
         for finding in findings
         if names.isdisjoint(CHECK_TEXTS.texts[finding.rule].explained_by)
+    ]
+
+
+def add_measured_damage(findings: list[Finding], measured: list[Finding]) -> list[Finding]:
+    """Return findings in which an incomplete snapshot is an error if a resume has shown its damage.
+
+    Args:
+        findings: What was found in the unbroken run.
+        measured: What the comparison with a resumed run has found.
+    """
+    damage = [finding for finding in measured if finding.rule in DAMAGE_OF_A_SNAPSHOT]
+    if not damage:
+        return findings
+    return [
+        replace(
+            finding, severity="error", evidence=f"{finding.evidence}; then {damage[0].evidence}"
+        )
+        if finding.rule == "incomplete-snapshot"
+        else finding
+        for finding in findings
     ]
