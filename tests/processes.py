@@ -150,7 +150,10 @@ class Started:
 
     def end(self) -> int:
         """Its exit code, when it and all below it have ended."""
-        code = self.popen.wait(SECONDS)
+        try:
+            code = self.popen.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still runs after {SECONDS} s:\n{self.out.read_text()}{self.err.read_text()}")
         wait_until(lambda: not self.alive(), lambda: f"still alive: {self.alive()}")
         return code
 
