@@ -153,7 +153,9 @@ class Started:
         try:
             code = self.popen.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"still runs after {SECONDS} s:\n{self.out.read_text()}{self.err.read_text()}")
+            pytest.fail(
+                f"still runs after {SECONDS} s:\n{self.out.read_text()}{self.err.read_text()}"
+            )
         wait_until(lambda: not self.alive(), lambda: f"still alive: {self.alive()}")
         return code
 
