@@ -82,6 +82,22 @@ print(uneven.obstacle if rank == 0 else "", within._network, flush=True)
 dist.destroy_process_group()
 """
 
+# gloo's threads free the tensor of a sum while the next call comes.
+SUMS_AND_BARRIERS = """\
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+group = dist.distributed_c10d._get_default_group()
+for _ in range(3_000):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.barrier()
+    outputs = [torch.zeros(2)]
+    group.all_gather_single_coalesced(outputs, [torch.ones(1)]).wait()
+print(outputs, flush=True)
+dist.destroy_process_group()
+"""
+
 KILLED = """\
 import os, signal, sys, torch, torch.distributed as dist
 
@@ -168,11 +184,11 @@ except RuntimeError as error:
 
 
 @contextmanager
-def two_machines(folder: Path, *arguments: object) -> Iterator[list[Started]]:
-    """A launcher of two ranks on each of two machines, as far as processes can tell."""
+def two_machines(folder: Path, *arguments: object, nproc: int = 2) -> Iterator[list[Started]]:
+    """A launcher of some ranks on each of two machines, as far as processes can tell."""
     if shutil.which("unshare") is None or subprocess.run([*APART[:-3], "true"]).returncode:
         pytest.skip("no namespace of processes can be made here")
-    place = "--nodes", 2, "--nproc", 2, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
+    place = "--nodes", 2, "--nproc", nproc, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
     line = "run", *place, "--local-addr", "127.0.0.1", *arguments
     with ExitStack() as stack:
         yield [
@@ -217,6 +233,19 @@ def test_collectives_of_two_machines_are_those_of_gloo_summed_by_machine(tmp_pat
     assert WITHIN_AND_BETWEEN in said
     assert printed.count("a machine has only one of the ranks None") == 1
     assert printed.count("None") == 4
+
+
+def test_gloo_that_frees_a_tensor_and_a_call_of_python_do_not_wait_for_each_other(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS_AND_BARRIERS)
+    with two_machines(tmp_path, script, nproc=1) as machines:
+        codes = [machine.end() for machine in machines]
+    printed, said = read_all(machines)
+    assert codes == [0, 0], said
+    assert "a machine has only one of the ranks" in said
+    assert printed.count("[tensor([1., 1.])]") == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
-from stepladder.exchange.group_base import C10D, GroupBase, Tensors
+from stepladder.exchange.group_base import GroupBase, Tensors
 from stepladder.exchange.group_work import (
     NO_TIMEOUT,
     ErrorExplainer,
@@ -216,18 +216,15 @@ class CarryingGroup(GroupBase):
         if lost_rank is not None:
             raise make_loss_error(lost_rank)
         with explaining_errors(partial(self._explain_loss, is_collective=True)):
-            super().monitored_barrier(*args, **options)
+            self._torch_group.monitored_barrier(*args, **options)
 
     def split_group(self, *args: Any, **options: Any) -> Any:
         """Return a group of some of the ranks, which has torch's back ends alone.
 
         torch reads the store of the group that it splits. This class keeps its store elsewhere, so
-        a group of torch with the same back ends is split in its place.
+        the group of torch with the same back ends is split in its place.
         """
-        group = C10D.ProcessGroup(self._own_store, self.rank(), self.size())
-        for backend in self._backends:
-            group._register_backend(*backend)
-        group._set_default_backend(self._backends[0][1])
+        group = self._torch_group
         group._set_group_name(self.group_name)
         group._set_group_desc(self.group_desc)
         return group.split_group(*args, **options)

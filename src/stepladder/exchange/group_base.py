@@ -28,6 +28,7 @@ from stepladder.rank.torch_fixes_groups import record_collective
 from stepladder.rank.torch_fixes_store import make_store_of_one_group
 
 C10D: Any = distributed_c10d  # torch's types of it name neither all classes nor all arguments
+TorchGroup: Any = C10D.ProcessGroup  # whose name there stands for a class of ours later
 FIRST_GROUP_ID = 1
 LARGE_HALF_BYTES = 1 << 22
 Tensors = list[torch.Tensor]
@@ -47,7 +48,7 @@ def announce_transport(obstacle: str, machines: int) -> None:
         print_message(f"the ranks exchange tensors {way}; --exchange gloo turns it off")
 
 
-class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
+class GroupBase(TorchGroup):  # type: ignore[misc]
     """A group of ranks that share memory if they can, and that holds a gloo group."""
 
     def __init__(
@@ -66,9 +67,12 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
             announces: Whether rank 0 prints how the ranks exchange tensors.
         """
         super().__init__(rank, size)  # with a store, torch does not accept a class of Python
+        # Calls torch's methods in place of `super()`: those of a class of Python hold the
+        # interpreter's lock, and gloo's threads wait for it with gloo's lock in hand.
+        self._torch_group = TorchGroup(store, rank, size)
         self.obstacle = "there is no gloo group for tensors in the host's memory"
         self._own_store = store
-        self._backends: list[tuple[torch.device, Any, Any]] = []
+        self._has_backend = False
         self._announces = announces
         self._memory: SharedMemory | None = None
         self._network: NodeNetwork | None = None
@@ -95,7 +99,10 @@ class GroupBase(C10D.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Take a back end for a device, and share memory beside a gloo group for the host."""
         super()._register_backend(device, backend_type, backend)
-        self._backends.append((device, backend_type, backend))
+        self._torch_group._register_backend(device, backend_type, backend)
+        if not self._has_backend:  # the first one is the default
+            self._torch_group._set_default_backend(backend_type)
+            self._has_backend = True
         if device.type != "cpu" or self._gloo is not None:
             return
         if isinstance(backend, ProcessGroupGloo):

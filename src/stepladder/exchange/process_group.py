@@ -249,7 +249,7 @@ class SharedMemoryGroup(TransposingGroup):
     ) -> Any:
         """Collect several tensors of each rank, each into one tensor."""
         if not self._can_gather([*outputs, *parts]):
-            return super().all_gather_single_coalesced(outputs, parts, opts)
+            return self._torch_group.all_gather_single_coalesced(outputs, parts, opts)
         return self._all_gather_into(outputs, parts, opts)
 
     def _all_gather_into(
@@ -271,9 +271,9 @@ class SharedMemoryGroup(TransposingGroup):
 
     def barrier(self, opts: Any = BARRIER) -> Any:
         """Wait until all ranks have come here."""
-        is_on_host = opts.device is None or opts.device.type == "cpu"
-        if not self.is_shared or not is_on_host:
-            return super().barrier(opts)
+        device = opts.device or torch.device("cpu")
+        if not self.is_shared or device.type != "cpu":
+            return self._carry("barrier", device, opts)
 
         def wait_for_all(memory: SharedMemory) -> None:
             memory.barrier()

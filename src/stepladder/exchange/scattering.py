@@ -169,7 +169,7 @@ class ScatteringGroup(CarryingGroup):
         """Reduce several tensors over the ranks, with a slice of each result on each rank."""
         reduction = self._find_reduction([*outputs, *tensors], opts, across_nodes=True)
         if reduction is None:
-            return super().reduce_scatter_single_coalesced(outputs, tensors, opts)
+            return self._torch_group.reduce_scatter_single_coalesced(outputs, tensors, opts)
         sources = [split_evenly(get_flat(tensor), self.size()) for tensor in tensors]
         return self._reduce_scatter(outputs, sources, reduction, opts)
 
