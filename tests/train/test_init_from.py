@@ -4,6 +4,7 @@ stop.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def first(tmp_path: Path) -> str:
 
 
 def test_it_begins_with_the_other_one_s_weights(first: str, tmp_path: Path) -> None:
-    assert train(*MLP, *FROM, "--lr", 0, "--steps", 1, cwd=tmp_path)["weights_sha256"] == first
+    done = run("train", *MLP, *FROM, "--lr", 0, "--steps", 1, "--json", cwd=tmp_path)
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == first
+    assert "  begins with the weights of runs/first/snapshots/step_00000008\n" in done.stderr
 
 
 def test_the_bits_are_the_same_on_any_number_of_processes(first: str, tmp_path: Path) -> None:

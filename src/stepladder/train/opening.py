@@ -190,7 +190,7 @@ class Opening:
             return
         source = read_newest_snapshot(Path(settings.init_from))
         source.restore_model(self.spec.job.model, "--init-from a run of this very model")
-        self.attempt.report(f"  begins with the weights of {settings.init_from}, {source.name}")
+        self.attempt.report(f"  begins with the weights of {source.folder}")
 
     def _read_result(self, run_dir: RunDir) -> dict[str, Any] | None:
         """Return the contents of result.json if the run is complete, else None."""
