@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from labs import TestLab
-from processes import refused
+from processes import refused, run, started
 from stepladder.cli import main
 from stepladder.slurm.client import SYSTEM_CONF
 
@@ -265,6 +266,25 @@ def test_a_script_with_a_finding_is_not_submitted_and_a_sound_one_is(
     done = typed("submit", "--rehearse", "--gpus-per-node", "2", "--", "sound.py")
     assert done.returncode == 0 and "6 steps on each" in done.stdout and "job " in done.stdout, done
     typed("cancel", done.stdout.split("job ")[-1].partition(":")[0])
+
+
+@pytest.mark.ranks
+def test_a_rehearsal_that_is_stopped_submits_nothing(lab: TestLab, tmp_path: Path) -> None:
+    begun = tmp_path / "outside" / "begun"
+    begun.parent.mkdir()
+    script = (
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).write_text('x')\ntime.sleep(600)\n"
+    )
+    (tmp_path / "sleeps.py").write_text(script)
+    flags = "--rehearse", "--writes", begun.parent
+    with started("submit", *flags, "--", "sleeps.py", cwd=tmp_path, env=lab.env) as running:
+        running.wait_for(begun)
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+        assert "stopped by Ctrl-C" in running.out.read_text()
+        assert running.err.read_text().splitlines()[-1] == "stopped"
+    status = run("status", cwd=tmp_path, env=lab.env)
+    assert "no job waits or runs" in status.stdout
 
 
 @pytest.mark.ranks
