@@ -20,7 +20,10 @@ SAID_BY_GLOO = {
     "barrier": rf"rank 1 .* {BACKWARD}, while rank 0 .* in barrier, called by wait_as_first\(\)",
     "uneven": rf"rank 1 \(pid \d+\) ended well .*; rank 0 .* {BACKWARD}",
     "save": rf"rank 1 .* {BACKWARD}, while rank 0 .* in {SAVED}, hangs_of_scripts.py:\d+",
-    "worker": r"rank 1 .*: it is in read_queue\(\), hangs_of_scripts.py:\d+ `queue.get\(\)`",
+    "worker": (
+        r"rank 1 .*: it is in read_queue\(\), hangs_of_scripts.py:\d+ `items.get\(\)`.*\n"
+        r".* a queue that nobody fills: the thread or process that puts into it is stuck, or ended"
+    ),
     "lock": r"rank 1 .*: it is in wait_for_lock\(\), hangs_of_scripts.py:\d+",
     "group": r"all ranks wait in all_reduce, called by use_wrong_group\(\).*\n.* groups that differ",
     "recv": rf"rank 1 .* waits in recv, called by receive\(\).* rank 0 .* {BACKWARD}",
@@ -53,7 +56,10 @@ SAID_BY_CHECK = {
     "uneven": ("uneven-steps", "main", "rank 0 makes 7 backward passes and rank 1 6"),
     "save": ("collective-order", "save_on_first", "DDP's: `if RANK == 0`"),
     "worker": ("hang", "read_queue", "rank 1: it is in read_queue()"),
+    "thread": ("hang", "read_queue", "nobody fills: thread Thread-1 (read_nothing) ended"),
+    "threads": ("hang", "read_queue", "all ranks are in read_queue()"),
     "lock": ("hang", "wait_for_lock", "rank 1: it is in wait_for_lock()"),
+    "locks": ("hang", "lock_in_two_orders", "another thread: lock_in_other_order(), hangs_of_"),
     "group": ("collective-order", "use_wrong_group", "of another group"),
     "recv": ("hang", "receive", "rank 1 waits in recv, called by receive()"),
     "new-group": ("hang", "main", "rank 0 waits in new_group 1 of ranks 0, 1"),

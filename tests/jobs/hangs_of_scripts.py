@@ -7,6 +7,7 @@ The second argument is a port of this machine: the slow ones wait for a byte fro
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import sys
 import threading
@@ -50,18 +51,45 @@ def save_on_first() -> None:
         dist.all_gather(parts, torch.ones(2))
 
 
-def read_queue(queue: Queue[int]) -> None:
-    queue.get()
+def read_queue(items: Queue[int] | queue.Queue[int]) -> None:
+    items.get()
 
 
 def wait_for_dead_worker() -> None:
     """The worker dies before it puts anything into the queue."""
     context = get_context("fork")
-    queue: Queue[int] = context.Queue()
+    items: Queue[int] = context.Queue()
     worker = context.Process(target=os._exit, args=(9,))
     worker.start()
     worker.join()
-    read_queue(queue)
+    read_queue(items)
+
+
+def read_nothing() -> None:
+    raise ValueError("no rows")
+
+
+def wait_for_dead_thread() -> None:
+    """The thread fails before it puts anything into the queue."""
+    threading.Thread(target=read_nothing).start()
+    read_queue(queue.Queue())
+
+
+def lock_in_other_order(
+    first: threading.Lock, second: threading.Lock, is_held: threading.Event
+) -> None:
+    with second:
+        is_held.set()
+        first.acquire()
+
+
+def lock_in_two_orders() -> None:
+    locks = threading.Lock(), threading.Lock()
+    is_held = threading.Event()
+    with locks[0]:
+        threading.Thread(target=lock_in_other_order, args=(*locks, is_held), daemon=True).start()
+        is_held.wait()
+        locks[1].acquire()
 
 
 def wait_for_lock() -> None:
@@ -105,7 +133,10 @@ HANGS: dict[str, tuple[int | None, Callable[[], None]]] = {
     "barrier": (None, wait_as_first),
     "save": (None, save_on_first),
     "worker": (1, wait_for_dead_worker),
+    "thread": (1, wait_for_dead_thread),
+    "threads": (None, wait_for_dead_thread),
     "lock": (1, wait_for_lock),
+    "locks": (1, lock_in_two_orders),
     "download": (0, download),
     "timeout": (0, download),
     "evaluate": (0, evaluate),

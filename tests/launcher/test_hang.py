@@ -393,6 +393,15 @@ def test_a_rank_that_the_others_have_only_passed_is_not_blamed() -> None:
             [Frame("acquire", "/usr/lib/python3.11/threading.py", 300), user_frame("f", 5)],
             "a deadlock",
         ),
+        (
+            COMPUTING,
+            [
+                Frame("wait", "/usr/lib/python3.11/threading.py", 320),
+                Frame("get", "/usr/lib/python3.11/queue.py", 171),
+                user_frame("f", 5),
+            ],
+            "a queue that nobody fills",
+        ),
         (COMPUTING, [INSIDE, user_frame("f", 5)], "a collective that only some ranks call"),
         (STARTING, [user_frame("build", 5)], "a download"),
     ],

@@ -90,6 +90,33 @@ def test_what_was_seen_and_written_in_a_start_that_is_repeated_is_forgotten(tmp_
     assert ran.returncode == 0
 
 
+LOCKS = """
+import fcntl, os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+with open("turn.lock", "w") as lock:
+    fcntl.LOCK(lock, fcntl.LOCK_EX)
+    with open("WRITTEN", "w") as file:
+        file.write("rows")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("function", ["flock", "lockf"])
+def test_a_file_that_ranks_lock_and_share_is_no_file_of_many_writers(
+    function: str, tmp_path: Path
+) -> None:
+    text = LOCKS.replace("LOCK(", f"{function}(").replace("WRITTEN", "{os.environ['RANK']}")
+    own = text.replace('open("{', 'open(f"{')
+    assert rules(checked(tmp_path, own, "--notes")[1]) == set()
+    shared = text.replace("{os.environ['RANK']}", "rows")
+    (finding,) = checked(tmp_path, shared, "--notes")[1]["findings"]
+    assert (finding["rule"], finding["line"]) == ("many-writers", 8)
+
+
 NEEDS_A_GPU = """
 import torch
 cuda = torch.cuda.is_available()

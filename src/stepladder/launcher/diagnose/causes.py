@@ -19,13 +19,18 @@ SUSPENDED_CAUSE = (
 )
 DATA_LOADER = (
     "a data loader that does not deliver: a file system that does not answer, a worker that waits"
-    " for a lock taken before it was forked, or one slow sample. With num_workers=0 the stack shows"
-    " the line"
+    " for a lock taken before it was forked, or one slow sample. With num_workers=0 the line is"
+    " named"
 )
 LOCK = (
     "a deadlock: two locks taken in different orders, one taken twice, or one that was held when"
-    " this process was forked. The stacks show which line waits"
+    " this process was forked"
 )
+QUEUE = (
+    "a queue that nobody fills: {producer} ended. Let the producer put an end mark in a `finally:`,"
+    " and give get() a timeout"
+)
+PRODUCER = "the thread or process that puts into it is stuck, or"
 EXTRA_COLLECTIVE = (
     "a collective that only some ranks call: an `if rank == 0:`, a loss or an exception around it"
     " that not all ranks share. Let every rank call it, or none"
@@ -49,10 +54,7 @@ OTHER_NODE = (
     "a rank on another node that was lost, or a network that lost packets: see the other nodes'"
     " output, and `stepladder doctor --comm`"
 )
-NETWORK = (
-    "the network between the ranks, or a library's deadlock: see the stacks;"
-    " `stepladder doctor --comm`"
-)
+NETWORK = "the network between the ranks (try `stepladder doctor --comm`), or a library's deadlock"
 GROUP_ORDER = (
     "groups that are formed in another order on these ranks: `new_group` is a collective of all"
     " ranks, members or not, who call it in one order and with the same members"

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepladder.launcher.diagnose.explanation import Explanation
-from stepladder.launcher.diagnose.hang import LOCK_FILES, MAX_LOCK_DEPTH, explain_hang, is_in_lock
+from stepladder.launcher.diagnose.hang import (
+    LOCK_FILES,
+    MAX_LOCK_DEPTH,
+    explain_hang,
+    is_in_lock,
+)
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Stack
 
@@ -39,11 +44,16 @@ class DeadlockFinder:
 
 
 def are_stuck(statuses: Sequence[RankStatus]) -> bool:
-    """Return whether every rank that still runs waits, and one of them for other ranks."""
+    """Return whether every rank that still runs waits, and one for other ranks or its threads."""
     running = [status for status in statuses if status.state is ProcessState.RUNNING]
     if len(statuses) < 2 or not all(map(is_stuck, running)):
         return False
-    return any(status.is_waiting for status in running)
+    return any(status.is_waiting or _waits_for_threads(status) for status in running)
+
+
+def _waits_for_threads(status: RankStatus) -> bool:
+    """Return whether a rank waits for a queue that only its own threads can fill."""
+    return any(call.file.endswith("/queue.py") for call in status.stack[:MAX_LOCK_DEPTH])
 
 
 def is_stuck(status: RankStatus) -> bool:

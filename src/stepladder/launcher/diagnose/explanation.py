@@ -76,10 +76,7 @@ def format_rank(status: RankStatus) -> list[str]:
     has_ended = status.state in (ProcessState.DONE, ProcessState.ENDED)
     if not status.stack and not has_ended:
         lines.append("    no stack: it did not answer")
-    for thread in status.threads[1:]:
-        frame = find_user_frame(thread)
-        if frame is not None and frame.is_users:
-            lines.append(f"    another thread: {describe_frame(frame)}")
+    lines += [f"    {line}" for line in describe_other_threads(status)]
     for pid, stack in sorted(status.workers.items()):
         frame = find_user_frame(list_worker_calls(stack))
         if is_idle_worker(stack):
@@ -87,6 +84,14 @@ def format_rank(status: RankStatus) -> list[str]:
         elif frame is not None:
             lines.append(f"    worker {pid}: {describe_frame(frame)}")
     return lines
+
+
+def describe_other_threads(status: RankStatus) -> list[str]:
+    """Return where those threads of a rank are that are in the user's code, the main one aside."""
+    frames = map(find_user_frame, status.threads[1:])
+    return [
+        f"another thread: {describe_frame(frame)}" for frame in frames if frame and frame.is_users
+    ]
 
 
 def _format_progress(status: RankStatus) -> str:

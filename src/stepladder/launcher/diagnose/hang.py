@@ -18,17 +18,17 @@ from stepladder.launcher.diagnose.mismatch import (
     find_mismatch,
     select_newest_group,
 )
-from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
+from stepladder.launcher.diagnose.rank_status import (
+    QUEUE_FILES,
+    ProcessState,
+    RankStatus,
+    is_in_queue,
+)
 from stepladder.rank.progress import READING, STARTING
 
 MAX_RANKS_NAMED = 3
 MAX_LOCK_DEPTH = 3  # of the innermost calls, in which a lock shows
-LOCK_FILES = (
-    "threading.py",
-    "queue.py",
-    "multiprocessing/synchronize.py",
-    "multiprocessing/queues.py",
-)
+LOCK_FILES = ("threading.py", "multiprocessing/synchronize.py", *QUEUE_FILES)
 # In the line that waits. A `with` on a bare name is seldom anything but a lock.
 LOCK_CODE = re.compile(
     r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE
@@ -270,7 +270,7 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
     if any(status.describe_position() != position for status in statuses):
         sentence = f"no rank waits for another: {_describe_positions(statuses)}"
         return Explanation(None, sentence, causes.SLOW, statuses)
-    if len(statuses) == 1:
+    if len(statuses) == 1 or is_in_queue(first.stack):
         cause = find_cause(first)
     elif first.progress.phase == STARTING:
         cause = causes.STARTING
@@ -330,6 +330,9 @@ def find_cause(status: RankStatus) -> str:
         return causes.EXTRA_COLLECTIVE
     if status.progress.phase == READING or status.is_loading_data:
         return causes.DATA_LOADER
+    if is_in_queue(status.stack):
+        producer = " and ".join(dict.fromkeys(status.ended)) or causes.PRODUCER
+        return causes.QUEUE.format(producer=producer)
     if is_in_lock(status):
         return causes.LOCK
     if status.progress.phase == STARTING and status.progress.num_collectives == 0:

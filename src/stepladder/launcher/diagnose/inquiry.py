@@ -155,6 +155,7 @@ def _parse_status(record: dict[str, Any]) -> RankStatus:
         "state": ProcessState(record["state"]),
         "progress": RankProgress(**{**progress, "recent": recent}),
         "threads": [_parse_stack(stack) for stack in record["threads"]],
+        "ended": [make_readable(name) for name in record["ended"]],
         "workers": {int(pid): _parse_stack(stack) for pid, stack in record["workers"].items()},
     }
     return RankStatus(**{**record, **fields})

@@ -24,7 +24,8 @@ STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0
 BACKWARD_FILE = "torch/autograd/graph.py"
 DATA_LOADER_FILES = ("torch/utils/data/",)
 WORKER_FUNCTION = "_worker_loop"  # in which a worker of a data loader is all the time
-QUEUE_FILES = ("multiprocessing/queues.py",)  # in whose `get` it waits
+QUEUE_FILES = ("/queue.py", "multiprocessing/queues.py")  # in whose `get` it waits
+MAX_QUEUE_DEPTH = 6  # of the innermost calls, in which a wait for a queue shows
 MAX_DATA_LOADER_DEPTH = 6  # of the innermost calls, in which a wait for a data loader shows
 MAX_SOURCE_CHARACTERS = 60
 
@@ -52,6 +53,7 @@ class RankStatus:
         threads: The stacks of its threads, the main thread first.
         workers: The stacks of its child processes that have answered, by process id.
         host: The name of its host; "" if all ranks are on one host.
+        ended: Its threads and child processes that are known to have ended.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class RankStatus:
     threads: Sequence[Stack] = ()
     workers: dict[int, Stack] = field(default_factory=dict)
     host: str = ""
+    ended: Sequence[str] = ()
 
     def __str__(self) -> str:
         details = []
@@ -174,9 +177,16 @@ def list_worker_calls(stack: Stack) -> Stack:
 def is_idle_worker(stack: Stack) -> bool:
     """Return whether a data loader's worker waits for the indices of its next batch."""
     calls = list_worker_calls(stack)
-    return len(calls) < len(stack) and any(
-        call.function == "get" and _is_in_files(call, QUEUE_FILES) for call in calls
-    )
+    return len(calls) < len(stack) and is_in_queue(calls)
+
+
+def is_in_queue(stack: Stack) -> bool:
+    """Return whether a thread waits for an item of a queue."""
+    for call in stack[:MAX_QUEUE_DEPTH]:
+        if call.function == "get" and call.file.endswith(QUEUE_FILES):
+            return True
+    # queue.SimpleQueue is compiled, and has no call of its own.
+    return bool(stack) and ".get()" in stack[0].source
 
 
 def _is_in_files(frame: Frame, files: Sequence[str]) -> bool:

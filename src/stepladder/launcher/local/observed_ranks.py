@@ -15,7 +15,7 @@ from stepladder.launcher.diagnose.flight_recorder import (
     read_dump,
 )
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
-from stepladder.launcher.local.process_stats import IdleMeter, find_children, is_stopped
+from stepladder.launcher.local.process_stats import IdleMeter, find_children, is_alive, is_stopped
 from stepladder.rank import progress
 from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.stacks import Stack, parse_traceback, read_abort_stacks, read_stacks
@@ -183,13 +183,16 @@ class ObservedRanks:
         state = ProcessState.STOPPED if is_stopped(pid) else ProcessState.RUNNING
         threads = read_stacks(pid, file)
         workers: dict[int, Stack] = {}
+        ended: list[str] = []
         for child in find_children(pid):
             child_threads = read_stacks(child, file)
             if child_threads:
                 workers[child] = child_threads[0]
+            elif not is_alive(child):
+                ended.append(f"process {child}")
         observed.idle_meter.reset(pid)
         return RankStatus(
-            observed.rank, pid, state, rank_progress, threads, workers, self._host_name
+            observed.rank, pid, state, rank_progress, threads, workers, self._host_name, ended
         )
 
     def _inspect_ended(

@@ -176,8 +176,7 @@ class SharedFile(ProbeEvent, kind="shared"):
     """A file of a data set is open while workers are forked."""
 
     path: str
-    type: str
-    module: str
+    type: str  # its class, with the module
 
 
 class FileRead(ProbeEvent, kind="read"):
@@ -189,9 +188,10 @@ class FileRead(ProbeEvent, kind="read"):
 
 
 class FileWrite(ProbeEvent, kind="wrote"):
-    """The script has opened a file in its folder to write it anew."""
+    """The script has opened a file in its folder to write it anew, or has locked a file."""
 
     path: str
+    locked: bool = False
 
 
 class PathSearch(ProbeEvent, kind="looked"):

@@ -6,6 +6,7 @@ downloads while the others wait for it.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from stepladder.tools.probe.events import ProbeEvent
 OBSERVE_INTERVAL_S = 0.2
 NO_PID = 0  # of ranks in a report, whose text is the same each time
 WORKING_SHARE = 0.05  # of a core
+ENDED_THREAD = re.compile(r"^Exception in (thread .+):$", re.MULTILINE)
 TELLS_THE_RANK = (ProcessStart.marker(), GroupJoined.marker())
 
 
@@ -156,15 +158,19 @@ class ObservedProcesses:
             return self.inspect_ended(rank)
         state = ProcessState.STOPPED if is_stopped(pid) else ProcessState.RUNNING
         workers: dict[int, Stack] = {}
+        ended = ENDED_THREAD.findall(self.output_of(rank))
         for child in find_children(pid):
             if threads := self.read_stacks(child):
                 workers[child] = threads[0]
+            elif not is_alive(child):
+                ended.append("a process of the rank")
         status = RankStatus(
             rank,
             NO_PID,
             state,
             threads=self.read_stacks(pid),
             workers=workers,
+            ended=ended,
         )
         self.meters.setdefault(
             pid,

@@ -365,7 +365,7 @@ def record_open_files(
         for item_path, item in items.items():
             if is_open_file(item):
                 cls = type(item)
-                shared = SharedFile(path=item_path, type=cls.__name__, module=cls.__module__)
+                shared = SharedFile(path=item_path, type=f"{cls.__module__} {cls.__name__}")
                 current_log().write(shared, line)
         is_leaf = not hasattr(value, "__dict__") or isinstance(value, torch.Tensor | type | Sampler)
         if depth < 2 and not is_leaf:

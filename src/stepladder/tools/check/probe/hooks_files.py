@@ -20,6 +20,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_LISTED_FILES = 5000
 MAX_PRINTED_TEXT = 400
+LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 PRINTED_TYPES = (str, int, float)
 # By the module that defines them: functions, or methods of a class, that store a number for graphs.
 METRIC_LOGGERS = {
@@ -51,7 +52,7 @@ class ReadFiles:
         self.is_recording = False
         self.paths: set[str] = set()
         self.patterns: set[str] = set()
-        self.written: set[str] = set()
+        self.written: set[FileWrite] = set()
 
     def record(self, path: str) -> None:
         """Record a read once, and none of the files that recording itself opens."""
@@ -157,7 +158,10 @@ def path_in_copy(path: Any) -> str:
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
-    """Record which files are opened to be read. Called by Python at each audit event."""
+    """Record which files are opened, and which are locked. Called by Python at each audit event."""
+    if event in LOCK_EVENTS:
+        path = os.readlink(f"/proc/self/fd/{args[0]}")  # noqa: PTH115
+        record_written_file(path_in_copy(path), locked=True)
     if event != "open" or read_files.is_recording or not isinstance(args[0], str):
         return
     mode = args[1]
@@ -172,13 +176,14 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         record_written_file(path_in_copy(args[0]))
 
 
-def record_written_file(path: str) -> None:
+def record_written_file(path: str, locked: bool = False) -> None:
     """Record a file in the script's folder, once, where the script or its libraries write it."""
+    event = FileWrite(path=path, locked=locked)
     log = current_log()
     is_of_script = path.startswith(f"{log.settings.copy}{os.sep}")
-    if is_of_script and path not in read_files.written and log.user_frame() is not None:
-        read_files.written.add(path)
-        log.write_with_line(FileWrite(path=path))
+    if is_of_script and event not in read_files.written and log.user_frame() is not None:
+        read_files.written.add(event)
+        log.write_with_line(event)
 
 
 def record_data_file(path: str) -> None:

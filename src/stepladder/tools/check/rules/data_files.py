@@ -21,8 +21,7 @@ def file_over_fork(evidence: RunEvidence) -> Findings:
         yield evidence.finding(
             "file-over-fork",
             event.at,
-            f"{event.path} is an open {event.module or 'file'} {event.type} when the "
-            f"loader's workers are forked",
+            f"{event.path} is an open {event.type} when the loader's workers are forked",
             rank,
         )
         return

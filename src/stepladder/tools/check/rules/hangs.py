@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import ast
 
-from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
+from stepladder.launcher.diagnose.explanation import describe_other_threads
+from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus, is_in_queue
 from stepladder.rank.stacks import Frame
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
 
 
-@run_rule("hang")
+@run_rule("hang", "hang.queue")
 def hang(evidence: RunEvidence) -> Findings:
     """Find ranks that wait for each other, so that none can go on."""
     deadlock = evidence.run.deadlock
     if deadlock is None:
         return
-    frames = {status.rank: status.frame for status in deadlock.ranks}
-    rank = deadlock.rank if deadlock.rank is not None else min(frames)
+    statuses = {status.rank: status for status in deadlock.ranks}
+    rank = deadlock.rank if deadlock.rank is not None else min(statuses)
+    status = statuses[rank]
     # A rank that has ended has no line: that of a rank that waits for it.
-    frame = frames[rank] or next(filter(None, frames.values()), None)
+    frames = [peer.frame for peer in [status, *deadlock.ranks]]
+    frame = next(filter(None, frames), None)
     line = line_of(frame) if frame else None
+    is_starved = is_in_queue(status.stack) and not status.is_loading_data
     yield evidence.finding(
-        "hang",
+        "hang.queue" if is_starved else "hang",
         line,
-        deadlock.with_cause,
+        "; ".join([deadlock.with_cause, *describe_other_threads(status)]),
         rank,
     )
 

@@ -65,10 +65,8 @@ def always_averages(log: RankLog) -> bool:
 
 def exchanges_of(log: RankLog) -> list[Backward | ScriptCollective]:
     """Return the backward passes, and the collectives of all ranks, in order."""
-    backwards = [event for event in log.select(Backward) if event.at]
-    collectives = [event for event in log.select(ScriptCollective) if event.at and not event.group]
-    events: list[Backward | ScriptCollective] = [*backwards, *collectives]
-    return sorted(events, key=lambda event: event.n)
+    events: list[Backward | ScriptCollective] = log.select(Backward, ScriptCollective)
+    return [event for event in events if event.at and not getattr(event, "group", "")]
 
 
 def skipped_of(
@@ -187,9 +185,8 @@ def describe_condition(
 
     It is the innermost one that asks for the rank, or else the innermost one.
     """
-    conditions = list(conditions_of(evidence, collective, loop))
-    of_rank = filter(CHOOSES_ONE_RANK.search, conditions)
-    return next(of_rank, next(iter(conditions), ""))
+    conditions = [*conditions_of(evidence, collective, loop), ""]
+    return next(filter(CHOOSES_ONE_RANK.search, conditions), conditions[0])
 
 
 def conditions_of(
@@ -200,9 +197,9 @@ def conditions_of(
         is_loop = name == loop.function and line in loop.lines
         lines = range(loop.backward_line + 1, line + 1) if is_loop else range(line + 1)
         for file in evidence.source.files:
-            nodes = [node for node in find_nodes(file.tree, ast.If) if node.lineno in lines]
-            for node in sorted(nodes, key=lambda node: -node.lineno):
-                if name_of_function(file, node.lineno) == name and decides(node, line):
+            for node in reversed([*find_nodes(file.tree, ast.If)]):
+                is_near = node.lineno in lines and name_of_function(file, node.lineno) == name
+                if is_near and decides(node, line):
                     yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
         if is_loop:
             return

@@ -54,7 +54,8 @@ def file_name(event: Save | Load) -> str:
 
 @run_rule("many-writers")
 def many_writers(evidence: RunEvidence) -> Findings:
-    """Find files that several ranks write."""
+    """Find files that several ranks write, and do not lock."""
+    locked = {event.path for _, event in evidence.run.select(FileWrite) if event.locked}
     snapshots: Writers = defaultdict(dict)
     others: Writers = defaultdict(dict)
     for log in evidence.ranks:
@@ -62,7 +63,8 @@ def many_writers(evidence: RunEvidence) -> Findings:
         for event in log.select(Save):
             snapshots[str(renamed.get(event.path, event.path))][log.rank] = event
         for written in log.select(FileWrite):
-            others[SECOND.sub("*", written.path)].setdefault(log.rank, written)
+            if written.path not in locked:
+                others[SECOND.sub("*", written.path)].setdefault(log.rank, written)
     found = list(files_of_several(evidence, snapshots, "error"))
     yield from found or files_of_several(evidence, others, "note")
 
@@ -77,8 +79,7 @@ def files_of_several(
         if path and len(events) > 1 and not path.startswith("/dev/"):
             ranks = sorted(events)
             text = f"ranks {' and '.join(map(str, ranks[:4]))} write {PurePath(path).name}"
-            is_on_several_nodes = not evidence.run.is_single_process
-            if is_on_several_nodes and evidence.source.contains(*READS_LOCAL_RANK):
+            if not evidence.run.is_single_process and evidence.source.contains(*READS_LOCAL_RANK):
                 text += "; each of them plays local rank 0 of a node of its own"
                 if is_of_one_node_script(evidence, events[ranks[0]]):
                     text += ", and the script is for one node, where one of them would write"
@@ -288,8 +289,7 @@ def missing_parts(
     missing = names_of_missing(log, has)
     if misses_other_parts(evidence, saves):
         missing.append("the other ranks' parts of the optimizer's state")
-    is_copy_of_best = "best" in file_name(model).lower()
-    if is_copy_of_best:
+    if "best" in file_name(model).lower():
         is_snapshot = is_loaded_to_go_on(evidence, log, {path, final_path})
     if not is_snapshot or not missing:
         return None

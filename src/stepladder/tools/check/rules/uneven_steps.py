@@ -17,7 +17,9 @@ from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
 from stepladder.tools.check.rules.skipped_collective import (
     CHOOSES_ONE_RANK,
     find_skipped,
+    frames_of,
     is_called_in_lines,
+    name_of_function,
 )
 from stepladder.tools.check.script_source import lines_of
 from stepladder.tools.probe.events import CodeLine
@@ -134,14 +136,13 @@ def test_of_rank(
     event: ScriptCollective,
 ) -> str:
     """Return the `if` of the source that lets only some ranks come to a collective, if any."""
-    calls = {frame for frame in event.way.split(" < ") if frame}
-    for file, node in evidence.source.nodes(ast.If):
-        test = ast.unparse(node.test)
-        function = getattr(file.enclosing_function(node), "name", "<module>")
-        lines = range(node.body[0].lineno, lines_of(node.body[-1]).stop)
-        is_around = any(f"{function}:{line}" in calls for line in lines)
-        if is_around and CHOOSES_ONE_RANK.search(test):
-            return test
+    for name, line in frames_of(event):
+        for file, node in evidence.source.nodes(ast.If):
+            function = name_of_function(file, node.lineno)
+            is_around = function == name and line in lines_of(node)
+            test = ast.unparse(node.test)
+            if is_around and CHOOSES_ONE_RANK.search(test):
+                return test
     return ""
 
 
