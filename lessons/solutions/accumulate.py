@@ -44,6 +44,7 @@ def rank_main(rank, num_ranks, store, results):
     batches = [torch.full((2, 3), float(10 * rank + number)) for number in range(4)]
     accumulate(model, batches)
     results.put((rank, len(buckets), model.module.weight.grad[0].tolist()))
+    torch.optim.SGD(model.parameters(), lr=0.01).step()  # of all four batches
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
