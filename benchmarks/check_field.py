@@ -171,6 +171,18 @@ After it a model that one rank trains for itself makes no uneven steps. A mean o
 parameters are notes. A test set that changes at random, samples that Accelerate repeats, and a gathered sum of batch means by the number of samples are named. The table shows the
 runs after that."""
 
+EIGHTH_TRIAL = """\
+The eighth trial: 10 scripts of 10 repositories, none of which an earlier set has. A reader who had seen neither the code of the rules nor their pages listed 14 mistakes with their lines. Commits, commands
+and this list were sealed before any was run (2026-11-27, on two cores with other jobs, two scripts at once). The rules were frozen, and this is the first run:
+
+- 9 ran as they are. The other fails by itself in its first evaluation, which was said, and why was not: rank 0 alone is in a forward pass of the wrapper, which broadcasts the buffers of batch norm.
+- 2 of the 14 mistakes lie behind this failure. That leaves 12, one of which is this failure.
+- Named 7 (58 %), each with the right cause. The bar of 90 % was missed.
+- Missed, 5: the same dropout masks on all ranks, where rank 0's evaluation draws a number between the epochs; weights that differ by rounding, where each rank adds the gradients of a hand-made ring in another
+  order; an evaluation whose loader drops the last batch; this failure; and an option for the number of epochs that the script reads and never uses.
+- 6 errors and warnings: 4 true, 2 false. The ring of isend and recv was said to exchange no gradient, and a tensor that only shows what gather returns was taken for an augmentation.
+- 2 scripts without a mistake: no finding in one of them. The other has the warning on gather."""
+
 LATER_TRIALS = {
     2: ("The second trial, after the repairs", SECOND_TRIAL),
     3: ("The third trial, after the repairs", THIRD_TRIAL),
@@ -178,6 +190,7 @@ LATER_TRIALS = {
     5: ("The fifth trial, after the repairs", FIFTH_TRIAL),
     6: ("The sixth trial, after the repairs", SIXTH_TRIAL),
     7: ("The seventh trial, after the repairs", SEVENTH_TRIAL),
+    8: ("The eighth trial, as the table shows it", EIGHTH_TRIAL),
 }
 
 BLIND_TRIAL = """\
@@ -230,6 +243,13 @@ def write_cifar10(folder: Path, test_count: int = 70) -> None:
     (target / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
 
 
+def write_wikitext(folder: Path) -> None:
+    """Write random words in lines, as lightning stores WikiText-2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (" ".join(map(str, line)) for line in random_numbers(8200, 20))
+    (folder / "wikitext-2.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
 WRITERS = {
     "mnist": write_mnist,
     "mnist-even": partial(write_mnist, test_count=160),
@@ -238,6 +258,7 @@ WRITERS = {
     "proxy-fashion": partial(write_mnist, name="ProxyFashionMNIST"),
     "cifar10": write_cifar10,
     "cifar10-many-tests": partial(write_cifar10, test_count=300),
+    "wikitext": write_wikitext,
     "folder": partial(Path.mkdir, parents=True, exist_ok=True),
 }
 
