@@ -95,7 +95,9 @@ for epoch in range(2):
     ("where", "rules"),
     [
         ("first", {"missing-zero-grad"}),
-        ("resumed", {"missing-zero-grad", "incomplete-snapshot"}),
+        pytest.param(
+            "resumed", {"missing-zero-grad", "incomplete-snapshot"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ctrl_c_reports_what_was_found_and_leaves_nothing(
