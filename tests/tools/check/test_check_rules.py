@@ -748,6 +748,42 @@ def test_dropout_that_is_alike_on_two_ranks_is_named() -> None:
     assert rules_of(divided, dropout_calls("b", "s")) == [], "parts of one model"
 
 
+def test_dropout_that_is_alike_in_one_whole_epoch_is_named() -> None:
+    """A test by rank 0 alone draws from the CPU's generator, which a GPU's dropout has not."""
+
+    def two_epochs(rank: str, *states: str) -> Events:
+        return [
+            event
+            for number, state in enumerate(states, 1)
+            for event in [
+                {"k": "pass", "number": number, **LOADER},
+                *dropout_calls(rank, state),
+                {"k": "endpass", "number": number, "cut": False},
+            ]
+        ]
+
+    def named(*states: str) -> bool:
+        ranks = (two_epochs("a", "s", "t"), two_epochs("b", *states))
+        return "same-augmentation" in rules_of(*ranks)
+
+    assert named("s", "u")
+    assert not named("v", "u")
+    assert not named("v", "s"), "other states in each epoch"
+
+
+def test_an_evaluation_that_drops_its_last_samples_is_named() -> None:
+    def named(*last: int, **loader: Any) -> bool:
+        events = [[*epochs(ZERO, [[1, 0], [3, 2]]), *eval_pass(3, [[0, 2], [4]], **loader)]]
+        events += [[*epochs(ONE, [[4, 5], [6, 7]]), *eval_pass(3, [[1, 3], [*last]], **loader)]]
+        return "samples-lost" in rules_of(*events)
+
+    test = {"loader": 2, "fingerprint": "test", "length": 6, "base_length": 6, "shuffle": False}
+    assert named(drop_last=True, **test)
+    assert not named(5, drop_last=True, **test), "nothing is left to drop"
+    assert not named(**test), "a subset on purpose"
+    assert not named(drop_last=True, **test | {"fingerprint": "p"}), "the set that is trained on"
+
+
 def evaluated_twice(*names: str) -> Events:
     """Return evaluations of one data set, of which each has rows by another name."""
     events: Events = train_pass(1, ZERO)

@@ -16,7 +16,6 @@ from stepladder.tools.check.events import (
     PassEnd,
     PassStart,
 )
-from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
     RunEvidence,
@@ -93,24 +92,31 @@ def same_augmentation(evidence: RunEvidence) -> Findings:
 
 @rank_rule("same-augmentation.dropout")
 def same_dropout(evidence: RunEvidence) -> Findings:
-    """Find models whose dropout draws the same numbers for different samples on two ranks."""
+    """Find models whose dropout draws the same numbers for different samples on two ranks.
+
+    One whole pass is enough: what one rank draws alone after it, such as the seed of a test's
+    loader, comes from the CPU's generator, which dropout on a GPU does not share.
+    """
     if evidence.run.select(ModelDivided):
         return
-    calls = map(calls_with_dropout, evidence.first_ranks)
-    pairs = [(a, b) for a, b in align(calls) if a.rows != b.rows]
-    equal = [a for a, b in pairs if a.random == b.random]
-    if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
-        yield evidence.finding(
-            "same-augmentation.dropout",
-            seeding_line(evidence.source) or equal[0].at,
-            f"in {len(equal)} of {len(pairs)} calls of the model, {equal[0].drops} layers of "
-            f"dropout begin at the same random state on rank 0 and rank 1",
-        )
+    spans = [tuple(log.events for log in evidence.first_ranks)]
+    spans += [(a.events, b.events) for a, b, *_ in evidence.training_passes()]
+    for events in spans:
+        pairs = [(a, b) for a, b in align(map(calls_with_dropout, events)) if a.rows != b.rows]
+        equal = [a for a, b in pairs if a.random == b.random]
+        if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
+            yield evidence.finding(
+                "same-augmentation.dropout",
+                seeding_line(evidence.source) or equal[0].at,
+                f"in {len(equal)} of {len(pairs)} calls of the model, {equal[0].drops} layers of "
+                f"dropout begin at the same random state on rank 0 and rank 1",
+            )
+            return
 
 
-def calls_with_dropout(log: RankLog) -> list[Forward]:
+def calls_with_dropout(events: list[ProbeEvent]) -> list[Forward]:
     """Return the calls of models whose random state was recorded."""
-    return [event for event in log.select(Forward) if event.random]
+    return [event for event in events if isinstance(event, Forward) and event.random]
 
 
 def seeding_line(source: ScriptSource) -> CodeLine | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from operator import ne
 from typing import Literal
 
@@ -18,7 +18,11 @@ from stepladder.tools.check.rules.evidence import (
     rank_rule,
     run_rule,
 )
-from stepladder.tools.check.rules.samples import have_same_data
+from stepladder.tools.check.rules.samples import (
+    describe_drop_last,
+    have_same_data,
+    unread_samples,
+)
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
@@ -66,6 +70,28 @@ def is_shared_evaluation(passes: Passes) -> bool:
     is_divided = start.distributed or "Shard" in start.batcher  # Accelerate's
     has_indices = all(one_pass.indices is not None for one_pass in passes)
     return are_complete(passes) and has_indices and is_divided and start.length is not None
+
+
+@run_rule("samples-lost.evaluation")
+def samples_never_evaluated(evidence: RunEvidence) -> Findings:
+    """Find samples that no rank reads in any evaluation, since drop_last drops a remainder."""
+    passes_by_data: dict[str, list[LoaderPass]] = defaultdict(list)
+    for log in evidence.ranks:
+        for one_pass in log.evaluation_passes:
+            passes_by_data[one_pass.start.fingerprint].append(one_pass)
+    for log in evidence.ranks:
+        for one_pass in log.training_passes:
+            passes_by_data.pop(one_pass.start.fingerprint, None)
+    for passes in passes_by_data.values():
+        first = passes[0]
+        unread = unread_samples(tuple(passes), [])
+        if unread and describe_drop_last(first):
+            yield evidence.finding(
+                "samples-lost.evaluation",
+                first.loader_line,
+                f"{len(unread)} of {first.start.length} samples are read by no rank in any "
+                f"evaluation{describe_drop_last(first)}",
+            )
 
 
 @run_rule("augmented-evaluation")
