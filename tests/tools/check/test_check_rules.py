@@ -10,6 +10,7 @@ import pytest
 from check_recordings import (
     LOADER,
     backward,
+    batch,
     eval_pass,
     evidence_of,
     forward,
@@ -724,6 +725,55 @@ def test_a_number_of_parameters_of_one_shard_is_named(text: str, found: bool) ->
     whole = [{"k": "sharding", "weights": {}, "strategy": "NO_SHARD"}, *calls]
     assert rules_of(whole, whole) == []
     assert rules_of(trained, trained) == [], "all ranks have all parameters"
+
+
+@pytest.mark.parametrize(("other_sum", "found"), [(2.0002, []), (2.1, ["not-wrapped"])])
+def test_gradients_that_differ_by_rounding_alone_were_exchanged(
+    other_sum: float, found: list[str]
+) -> None:
+    """An exchange by messages from rank to rank is recorded by its result alone."""
+    ranks = [
+        [
+            e | {"grads": {"w": digest}, "sums": [1.0, value]} if e["k"] == "prestep" else e
+            for e in [{"k": "who"}, *ALONE]
+        ]
+        for digest, value in [("g", 2.0), ("h", other_sum)]
+    ]
+    assert rules_of(*ranks) == found
+
+
+DRAWS = """
+for x in loader:
+    noise = [
+        torch.randn(2),
+    ]
+    gathered = gather(noise)
+    print(len(gathered), loss)
+    loss = model(x).sum()
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", False),
+        ("model(x)", "model(x + noise[0])", True),
+        ("print(len(gathered), loss)", "x.add_(noise[0])", True),
+        ("gathered = gather(noise)", "if noise[0].any(): x = x.flip(0)", True),
+        ("noise = [", "yield [", True),
+        ("loss.backward()", "train(loss)", True),
+    ],
+)
+def test_equal_draws_are_named_where_training_may_depend_on_them(
+    old: str, new: str, found: bool
+) -> None:
+    draw = {"k": "draw", "at": ["train.py", 4, "<module>"], "fn": "randn"}
+    ranks = [
+        [e for n in (1, 2, 3) for e in [rows, draw | {"state": f"s{n}"}, backward(n), *step(n)]]
+        for rows in [batch(1, [0, 2]), batch(1, [1, 3])]
+    ]
+    assert ("same-augmentation" in rules_of(*ranks, text=DRAWS.replace(old, new))) == found
 
 
 def dropout_calls(rank: str, state: str) -> Events:

@@ -23,6 +23,7 @@ from stepladder.tools.check.rules.evidence import (
     rank_rule,
     run_rule,
 )
+from stepladder.tools.check.rules.source_patterns import is_trained_on
 from stepladder.tools.check.script_source import ScriptSource, dotted_name
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
@@ -152,7 +153,7 @@ def same_draws(evidence: RunEvidence) -> Findings:
     if not evidence.has_several_ranks:
         return
     draws = align(augmenting_draws(log.events) for log in evidence.first_ranks)
-    pairs = [(a, b) for a, b in draws if a.at == b.at]
+    pairs = [(a, b) for a, b in draws if a.at == b.at and is_for_training(evidence, a)]
     equal = [a for a, b in pairs if a.state and a.state == b.state]
     if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
         yield evidence.finding(
@@ -160,6 +161,16 @@ def same_draws(evidence: RunEvidence) -> Findings:
             equal[0].at,
             f"rank 0 and rank 1 draw the same random numbers in {len(equal)} of {len(pairs)} draws",
         )
+
+
+def is_for_training(
+    evidence: RunEvidence,
+    draw: Draw,
+) -> bool:
+    file = evidence.source_file(draw.at)
+    if draw.at is None or file is None:
+        return True
+    return is_trained_on(file, draw.at.line)
 
 
 def augmenting_draws(events: list[ProbeEvent]) -> list[Draw]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients
@@ -18,7 +18,7 @@ from stepladder.tools.check.rules.unscaled_batch import (
 ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
 MIN_STEPS = 3
 IGNORE_SCALE = ("Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop")  # of gradients
-Sums = list[float]
+Sums = Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def exchanged_by_hand(evidence: RunEvidence) -> Findings:
 def kind_of_exchange(steps: tuple[ExchangedStep, ...]) -> str:
     """Return what the gradients of a step are: "sum", "part", the number of a rank, or nothing."""
     size = len(steps)
-    used = list(steps[0].step.sums)
+    used = steps[0].step.sums
     locals_of_ranks = [step.local for step in steps]
     first = locals_of_ranks[0]
-    is_exchanged = all(are_equal(used, list(step.step.sums)) for step in steps)
+    is_exchanged = all(are_equal(used, step.step.sums) for step in steps)
     if not is_exchanged or any(are_equal(first, other) for other in locals_of_ranks[1:]):
         return ""
     total = [sum(values) for values in zip(*locals_of_ranks, strict=True)]
@@ -100,7 +100,10 @@ def are_equal(
     first: Sums,
     second: Sums,
 ) -> bool:
-    tolerance = ROUNDING_OF_GRADIENTS * max(map(abs, [*first, *second]), default=0.0)
+    """Return whether sums of gradients are known, and the same but for rounding."""
+    if not first or len(first) != len(second):
+        return False
+    tolerance = ROUNDING_OF_GRADIENTS * max(map(abs, [*first, *second]))
     return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 

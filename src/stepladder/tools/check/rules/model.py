@@ -19,6 +19,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
+from stepladder.tools.check.rules.exchanged_gradients import are_equal
 from stepladder.tools.findings.finding import Finding
 
 OTHER_PARALLELISMS = (
@@ -95,14 +96,21 @@ def exchanges_gradients(log: RankLog) -> bool:
 
 @rank_rule("not-wrapped")
 def not_wrapped(evidence: RunEvidence) -> Findings:
-    """Find ranks that train without any exchange of gradients."""
+    """Find ranks that train without any exchange of gradients.
+
+    Gradients that agree but for rounding were exchanged, if by messages from rank to rank.
+    """
     if evidence.source.contains(*OTHER_PARALLELISMS):
         return
     logs = evidence.first_ranks
     steps = paired_steps(logs, BeforeStep)
     if len(steps) < 2 or any(map(exchanges_gradients, logs)):
         return
-    diverged = [key for key, (first, second) in steps.items() if first.grads != second.grads]
+    diverged = [
+        key
+        for key, (first, second) in steps.items()
+        if first.grads != second.grads and not are_equal(first.sums, second.sums)
+    ]
     has_group = bool(logs[0].select(GroupJoined))
     if not diverged and has_group:  # the ranks read the same samples: another rule reports that
         return

@@ -118,6 +118,61 @@ def assignments(
             yield statement
 
 
+def is_trained_on(
+    file: SourceFile,
+    line: int,
+) -> bool:
+    """Return whether a function may train on what one of its lines assigns.
+
+    It is also True where that cannot be seen, as in a function without a backward pass.
+    """
+    for statement in find_nodes(file.tree, ast.Assign):
+        if line in lines_of(statement):
+            scope = file.enclosing_function(statement)
+            trained = variables_of_training(file, scope)
+            return not trained or bool(trained & variables_in(*statement.targets))
+    return True
+
+
+def variables_of_training(
+    file: SourceFile,
+    scope: ast.AST,
+) -> set[str]:
+    """Return the variables on which the backward pass of a function may depend."""
+    calls = [call for call in file.calls("backward") if file.enclosing_function(call) is scope]
+    variables: set[str] = set()
+    imported = {alias.asname or alias.name for alias in find_nodes(file.tree, ast.alias)}
+    flows = list(flows_of_values(scope))
+    found = variables_in(*calls)
+    while found - variables:
+        variables |= found
+        for changed, read in flows:
+            if changed & (variables - imported):
+                found |= read
+    return variables
+
+
+def flows_of_values(scope: ast.AST) -> Iterator[tuple[set[str], set[str]]]:
+    """Yield the variables that a statement may change, and those on which these then depend."""
+    for statement in find_nodes(scope, ast.stmt):
+        if ast.unparse(statement).startswith("print("):
+            continue
+        # The body of a loop or an `if` holds statements, and its head expressions.
+        parts = ast.iter_child_nodes(statement)
+        read = variables_in(*(part for part in parts if isinstance(part, ast.expr)))
+        if isinstance(statement, ast.Assign):
+            yield variables_in(*statement.targets), read
+        else:
+            yield variables_in(statement), read
+
+
+def variables_in(*nodes: ast.AST) -> set[str]:
+    variables: set[str] = set()
+    for node in nodes:
+        variables.update(name.id for name in find_nodes(node, ast.Name))
+    return variables
+
+
 def names_of(
     scope: ast.AST,
     value: str,
@@ -201,8 +256,7 @@ def prints_its_arguments(
         if line not in lines_of(call) or not isinstance(function, ast.FunctionDef):
             continue
         arguments = {node.arg for node in find_nodes(function.args, ast.arg)}
-        nodes = [node for value in call.args for node in find_nodes(value, ast.Name)]
-        names = {node.id for node in nodes if "rank" not in node.id}
+        names = {name for name in variables_in(*call.args) if "rank" not in name}
         if names and names <= arguments:
             return True
     return False
