@@ -550,6 +550,29 @@ def test_a_collective_that_one_rank_skips_is_named_with_the_if_that_decides_it()
     assert rules_of(*unsynced_ranks, text=SKIPS) == []
 
 
+def test_an_evaluation_in_its_wrapper_by_one_rank_alone_is_named_where_the_run_fails() -> None:
+    text = "for epoch in range(2):\n    train()\n    if rank == 0:\n        model(x)\n"
+    built = {"k": "ddp", "parameters": {}, "buffers": True}
+    trained = [built, *train_pass(1, ZERO)]
+    trained = [e | {"norms": 1} if e["k"] == "forward" else e for e in trained]
+    place = {"at": ["train.py", 4, "<module>"], "way": "<module>:4"}
+    alone = [event | place for event in eval_pass(2, ZERO, loader=2)]
+
+    def named(*ranks: Events, text: str = text, has_finished: bool = False) -> bool:
+        found = rules_of(*ranks, text=text, has_finished=has_finished)
+        return "collective-order" in found
+
+    other = train_pass(1, ONE)
+    assert named([*trained, *alone], other)
+    assert not named([*trained, *alone], other, has_finished=True)
+    assert not named([*trained, *alone], [*other, *alone]), "both evaluate"
+    assert not named([*trained, *alone], other, text=text.replace("rank ==", "n =="))
+    assert not named([*trained, *alone, *train_pass(3, ZERO)], other), "it came further"
+    assert not named([*trained[1:], *alone], other), "buffers are not broadcast"
+    plain = [e | {"norms": 0} if e["k"] == "forward" else e for e in trained]
+    assert not named([*plain, *alone], other), "no batch norm"
+
+
 def test_a_rank_that_leaves_the_loop_early_skips_no_collective() -> None:
     evidence = evidence_of(in_loop(3, 6, 3, 6), in_loop(3, 6, 7), text=SKIPS, has_stalled=True)
     assert all("skip" not in finding.what for finding in apply_rules(evidence))

@@ -9,13 +9,15 @@ from stepladder.launcher.diagnose.rank_status import ProcessState
 from stepladder.tools.check.events import (
     Backward,
     EnoughPasses,
+    Forward,
     GroupInit,
     ProcessExit,
     ScriptCollective,
+    WrapperBuilt,
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
-from stepladder.tools.check.rules.skipped_collective import find_skipped
+from stepladder.tools.check.rules.skipped_collective import DDP, find_skipped
 from stepladder.tools.check.rules.uneven_steps import stands_still, test_of_rank, uneven_end
 
 HAS_A_CPU_PATH = (
@@ -57,6 +59,35 @@ def skipped_collective(evidence: RunEvidence) -> Findings:
             f"DDP's{where}",
             1 - skipped.rank,
         )
+
+
+@rank_rule("collective-order.buffers")
+def lone_evaluation(evidence: RunEvidence) -> Findings:
+    """Find a wrapped model that one rank alone evaluates, in a run that came no further.
+
+    DDP broadcasts buffers before the first call after a training step. The other ranks take them
+    for their next collective, or have ended.
+    """
+    run = evidence.run
+    broadcasts = any(event.buffers for _, event in run.select(WrapperBuilt))
+    calls = [(rank, call) for rank, call in run.select(Forward) if call.wrapped == DDP]
+    if run.has_finished or not broadcasts or not any(call.norms for _, call in calls):
+        return
+    for log in evidence.ranks:
+        for one_pass in log.evaluation_passes:
+            first = one_pass.evaluated_calls[0]
+            test = test_of_rank(evidence, one_pass.start)
+            ranks_there = {rank for rank, call in calls if call.at == first.at}
+            later = [event for event in log.select(Backward) if event.n > first.n]
+            if test and ranks_there == {log.rank} and len(later) <= 1:  # in which it may wait
+                yield evidence.finding(
+                    "collective-order.buffers",
+                    first.at,
+                    f"rank {log.rank} alone calls the wrapped model, under `if {test}`, and its "
+                    "wrapper broadcasts the buffers of batch norm",
+                    log.rank,
+                )
+                return
 
 
 @rank_rule("collective-order")

@@ -7,7 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stepladder.tools.check.events import Backward, Forward, JoinContext, ScriptCollective
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    JoinContext,
+    PassStart,
+    ScriptCollective,
+)
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.hangs import loops_around
@@ -171,7 +177,7 @@ def is_called_in_lines(
     return any(name == function and line in lines for name, line in frames_of(event))
 
 
-def frames_of(event: Backward | ScriptCollective) -> Iterator[tuple[str, int]]:
+def frames_of(event: Backward | PassStart | ScriptCollective) -> Iterator[tuple[str, int]]:
     """Yield the functions and lines that lead to an event, from the innermost one outwards."""
     for frame in filter(None, event.way.split(" < ")):
         name, _, line = frame.rpartition(":")

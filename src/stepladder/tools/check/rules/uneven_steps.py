@@ -8,6 +8,7 @@ from stepladder.tools.check.events import (
     Backward,
     JoinContext,
     OptimizerStep,
+    PassStart,
     Returned,
     ScriptCollective,
 )
@@ -133,9 +134,9 @@ def is_at_collective_of_one_rank(
 
 def test_of_rank(
     evidence: RunEvidence,
-    event: ScriptCollective,
+    event: PassStart | ScriptCollective,
 ) -> str:
-    """Return the `if` of the source that lets only some ranks come to a collective, if any."""
+    """Return the `if` of the source that lets only some ranks come to an event, if any."""
     for name, line in frames_of(event):
         for file, node in evidence.source.nodes(ast.If):
             function = name_of_function(file, node.lineno)
