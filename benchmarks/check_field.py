@@ -181,7 +181,9 @@ and this list were sealed before any was run (2026-11-27, on two cores with othe
 - Missed, 5: the same dropout masks on all ranks, where rank 0's evaluation draws a number between the epochs; weights that differ by rounding, where each rank adds the gradients of a hand-made ring in another
   order; an evaluation whose loader drops the last batch; this failure; and an option for the number of epochs that the script reads and never uses.
 - 6 errors and warnings: 4 true, 2 false. The ring of isend and recv was said to exchange no gradient, and a tensor that only shows what gather returns was taken for an augmentation.
-- 2 scripts without a mistake: no finding in one of them. The other has the warning on gather."""
+- 2 scripts without a mistake: no finding in one of them. The other has the warning on gather.
+
+After it dropout that is alike in one whole epoch, an evaluation that drops its last samples, and one that rank 0 alone makes in the wrapper, where the run fails, are named."""
 
 LATER_TRIALS = {
     2: ("The second trial, after the repairs", SECOND_TRIAL),
