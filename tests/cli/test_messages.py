@@ -77,6 +77,8 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a file in place of a command": (("my_job.py",), ("stepladder train my_job.py, or stepladder run my_job.py",)),
     "a command like no other": (("zzz",), ("No such command 'zzz'. HINT: stepladder --help",)),
     "a flag": (("train", "mlp", "--lrr", "1"), ("No such option '--lrr'", "did you mean --lr? stepladder train")),
+    "a flag that is not needed": (("train", "mlp", "--resume"), ("No such option '--resume'", "a run resumes by itself")),
+    "a flag whose value was forgotten": (("submit", "--account", "--", "train", "mlp"), ("'--account' needs a value",)),
     "the beginning of a flag": (("train", "mlp", "--epoch", "1"), ("did you mean --epochs? stepladder train",)),
     "another program's flag": (("train", "mlp", "--learning-rate", "1"), ("did you mean --lr?",)),
     "a flag that means nothing here": (("train", "mlp", "--batch_size", "1"), ("did you mean --global-batch?",)),

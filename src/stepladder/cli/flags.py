@@ -51,6 +51,12 @@ class GroupedOption(click.Option):
         super().__init__(*args, **attributes)
         self.group = group
 
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """Return the value. "--" is none: in `--account -- train` the value was forgotten."""
+        if value == "--":
+            raise click.BadOptionUsage(self.opts[0], f"Option '{self.opts[0]}' needs a value", ctx)
+        return super().process_value(ctx, value)
+
 
 def make_command(
     kind: type[click.Command] = click.Command,

@@ -115,7 +115,7 @@ def watch(
 def report(
     run_dirs: tuple[Path, ...],
     *,
-    output: Annotated[Path, "-o", "--output"] = Path("report.html"),
+    output: Annotated[Path | None, "-o", "--output"] = None,
 ) -> None:
     """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 
@@ -125,7 +125,13 @@ def report(
 
     Args:
         run_dirs (RUN_DIR...): Run directories; the others are compared with the first.
+        output: Where to write; without it report.html in this folder, in place of an earlier page.
     """
+    from stepladder.tools.pages.page import validate_own_page
+
+    if output is None:
+        output = Path("report.html")
+        validate_own_page(output)
     if len(run_dirs) == 1:
         from stepladder.tools.report.report import write_report
 

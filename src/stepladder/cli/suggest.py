@@ -20,6 +20,8 @@ SYNONYMS = {
     "--num-processes": "--nproc",
     "--output-dir": "--run-dir",
 }
+# Flags of other programs that are not needed here, beside a flag of the same command.
+NEEDLESS = {("--resume", "--fresh"): "leave it out: a run resumes by itself;"}
 MAX_SUGGESTIONS = 3
 
 
@@ -74,6 +76,9 @@ class SuggestingGroup(click.Group):
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "did you mean NAME?" for the known names that are most like this one, or ""."""
     names = sorted(known)
+    for (needless, beside), text in NEEDLESS.items():
+        if name == needless and beside in names:
+            return text
     synonym = SYNONYMS.get(name.replace("_", "-"))
     matches = [candidate for candidate in names if candidate.startswith(name)]
     if synonym in names:

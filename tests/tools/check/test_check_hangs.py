@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hang_kinds import SAID_BY_CHECK, SCRIPT, function_at, serve_gate
-from processes import started, wait_until
+from processes import run, started, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -59,6 +59,36 @@ def test_ranks_that_still_wait_at_the_time_limit_are_no_clean_result(tmp_path: P
     assert re.match(r"the script was ended after 60 s: rank 0: it is in evaluate\(\)", line)
     assert "to its end" not in report["ran"]
 
+
+def test_a_data_loader_that_hangs_is_named_when_the_time_is_over(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGING_WORKER)
+    done = run("check", "--timeout", 20, "hangs.py", cwd=tmp_path)
+    assert done.returncode == 3, done.stdout
+    assert "the script was ended after 20 s" in done.stdout
+    assert "whose worker is in __getitem__(), hangs.py:" in done.stdout
+
+
+HANGING_WORKER = """
+import threading, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        while index == 5 and dist.get_rank() == 1:
+            threading.Event().wait(1)
+        return torch.ones(1)
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for batch in torch.utils.data.DataLoader(Rows(), 2, num_workers=1):
+    optimizer.zero_grad()
+    model(batch).mean().backward()
+    optimizer.step()
+"""
 
 BESIDE = """
 import pathlib, torch

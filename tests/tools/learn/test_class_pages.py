@@ -39,3 +39,19 @@ def test_the_pages_of_a_class_are_readable_in_a_browser(tmp_path: Path) -> None:
     (tmp_path / "class.html").write_text(render_class_page(pages))
     check_readable(tmp_path / "class.html", tmp_path)
     check_tables_fit(tmp_path / "class.html", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_unchecked", "sentence", "next_label"),
+    [
+        (0, "All have passed everything.", ">-<"),
+        (54, "Some pages are unfinished.", ">not checked<"),
+    ],
+)
+def test_a_page_that_was_stopped_has_not_passed_everything(
+    num_unchecked: int, sentence: str, next_label: str
+) -> None:
+    results = replace(RESULTS, items=ITEMS[:1], num_unchecked=num_unchecked)
+    page = render_class_page({Path("a.html"): results})
+    assert sentence in page
+    assert next_label in page

@@ -360,7 +360,7 @@ class Check:
         if outcome.late:
             line = f"the script was ended after {self.request.timeout:g} s{where}"
             if where and not has_error:
-                return NotChecked("script", f"{line}; to see it sooner: --timeout 60")
+                return NotChecked("script", f"{line}; if it only takes long: --timeout 3600")
             self.notes.append(f"{line}; to see more of it: --timeout 3600, or --steps 20")
         elif where and not outcome.has_stalled:
             self.notes.append(f"ranks have waited long{where}")

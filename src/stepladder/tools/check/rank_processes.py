@@ -37,6 +37,7 @@ POLL_INTERVAL_S = 0.1
 # Without an event or work of any rank after one has halted: another may not have come so far yet.
 HALT_DELAY_S = 1.0
 FAILURE_DELAY_S = 3.0  # the same after one has failed
+STILL_S = 5.0  # without an event when the time is over: then ranks that wait are named
 MAX_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
 JUDGEMENT_INTERVAL_S = 2.0
 RANK_VARIABLES_OF_TORCHRUN = (
@@ -337,23 +338,31 @@ class RunningRanks:
         )
         if not self.outcome.failed:
             self.well_at = now
-        is_idle = self.rest_s > self.launch.patience_s
-        if is_idle and now - self.judged_at > JUDGEMENT_INTERVAL_S:
-            self.judge_standstill()
+        is_at_rest = self.rest_s > self.launch.patience_s
+        is_due = now - self.judged_at > JUDGEMENT_INTERVAL_S
+        is_still = is_at_rest or self.idle_s > 2 * self.launch.patience_s
+        if self.outcome.late:
+            is_due, is_still = True, self.idle_s > STILL_S
+        if is_due and is_still:
+            self.judge_standstill(is_at_rest)
 
-    def judge_standstill(self) -> None:
-        """Judge ranks that have done nothing for long.
+    def judge_standstill(self, is_at_rest: bool) -> None:
+        """Judge ranks that have made no event for long.
 
         They stand still, unless some only wait for another that downloads, sleeps or computes.
+
+        Args:
+            is_at_rest: Whether no process has computed either. On a busy machine that cannot be
+                told: a process that only looks again and again counts as one that computes.
         """
         statuses = self.observed.inspect()
         can_go_on = any(status.is_waiting for status in statuses) and not are_stuck(statuses)
-        has_stalled = not can_go_on and is_blocked(self.outcome.folder)
+        has_stalled = is_at_rest and not can_go_on and is_blocked(self.outcome.folder)
         position = self.outcome.position
         # Else they are between two steps, about to end, or were inspected just as they went on.
         if has_stalled or (can_go_on and find_rank_to_blame(statuses)):
             position = describe_positions(statuses)
-            if not has_stalled and not self.outcome.position:
+            if not has_stalled and not self.outcome.position and not self.outcome.late:
                 limit = f"--timeout {self.launch.timeout_s:g}"
                 print_message(f"ranks wait, up to {limit}; Ctrl-C ends the check: {position}")
         self.outcome = replace(self.outcome, position=position, has_stalled=has_stalled)
@@ -376,7 +385,7 @@ class RunningRanks:
     def conclude(self) -> LaunchOutcome:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
         outcome = self.outcome
-        if outcome.late and self.rest_s <= self.launch.patience_s:  # no rank waited any more
+        if outcome.late and self.idle_s <= STILL_S:  # no rank waited any more
             outcome = replace(outcome, position="")
         if outcome.failed:
             outputs = map(outcome.output, outcome.failed_ranks)

@@ -68,8 +68,9 @@ class LearnerResults:
 
     @property
     def next_label(self) -> str:
-        """The first item that has not passed."""
-        return next((item.label for item in self.items if item.passed is False), "-")
+        """The first item that has not passed, as far as they were checked."""
+        failed = (item.label for item in self.items if item.passed is False)
+        return next(failed, "not checked" if self.num_unchecked else "-")
 
 
 def make_item_result(item: Lesson | Exercise, passed: bool | None, text: str) -> ItemResult:
@@ -178,4 +179,5 @@ def render_class_page(pages: Mapping[Path, LearnerResults]) -> str:
         title=f"The class: {format_count(len(learners), 'learner')}",
         learners=learners,
         items=stuck_rows,
+        is_complete=not any(results.num_unchecked for results in pages.values()),
     )
