@@ -19,7 +19,7 @@ from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import find_rank_to_blame
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.tools.check.events import EnoughPasses, Halt, Refusal, SpawnsRanks
+from stepladder.tools.check.events import EnoughPasses, Halt, SpawnsRanks
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
@@ -29,7 +29,6 @@ from stepladder.tools.check.probe_settings import (
     SIMULATED_GPUS_AVAILABLE,
     ProbeSettings,
 )
-from stepladder.tools.check.recording import read_events
 from stepladder.tools.check.standstill import ObservedProcesses, describe_positions
 from stepladder.tools.probe.attach import prepend_startup_folder
 
@@ -280,12 +279,6 @@ def start_rank(
         )
 
 
-def read_refused_paths(folder: Path) -> list[str]:
-    """Return the paths outside the copy whose change was refused."""
-    events = [event for path in folder.glob("*.jsonl") for event in read_events(path)]
-    return sorted({event.path for event in events if isinstance(event, Refusal)})
-
-
 class RunningRanks:
     """The processes of one start of the script, until they have ended or must be ended.
 
@@ -339,11 +332,10 @@ class RunningRanks:
         if not self.outcome.failed:
             self.well_at = now
         is_at_rest = self.rest_s > self.launch.patience_s
-        is_due = now - self.judged_at > JUDGEMENT_INTERVAL_S
         is_still = is_at_rest or self.idle_s > 2 * self.launch.patience_s
         if self.outcome.late:
-            is_due, is_still = True, self.idle_s > STILL_S
-        if is_due and is_still:
+            is_still = self.idle_s > STILL_S
+        if is_still and now - self.judged_at > JUDGEMENT_INTERVAL_S:
             self.judge_standstill(is_at_rest)
 
     def judge_standstill(self, is_at_rest: bool) -> None:
@@ -352,8 +344,7 @@ class RunningRanks:
         They stand still, unless some only wait for another that downloads, sleeps or computes.
 
         Args:
-            is_at_rest: Whether no process has computed either. On a busy machine that cannot be
-                told: a process that only looks again and again counts as one that computes.
+            is_at_rest: Whether no process has computed; on a busy machine one seems to that polls.
         """
         statuses = self.observed.inspect()
         can_go_on = any(status.is_waiting for status in statuses) and not are_stuck(statuses)

@@ -24,6 +24,7 @@ from stepladder.tools.check.events import (
     PassStart,
     ProcessExit,
     ProcessStart,
+    Refusal,
     ScriptCollective,
 )
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -338,3 +339,9 @@ def read_events(path: Path) -> Iterator[ProbeEvent]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):  # a line that is being written
             yield ProbeEvent.from_line(line)
+
+
+def read_refused_paths(folder: Path) -> list[str]:
+    """Return the paths outside the copy whose change was refused."""
+    events = [event for path in folder.glob("*.jsonl") for event in read_events(path)]
+    return sorted({event.path for event in events if isinstance(event, Refusal)})

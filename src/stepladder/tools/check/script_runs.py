@@ -35,10 +35,9 @@ from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX
 from stepladder.tools.check.rank_processes import (
     LaunchOutcome,
     RankLaunch,
-    read_refused_paths,
     run_ranks,
 )
-from stepladder.tools.check.recording import Recording, read_recording
+from stepladder.tools.check.recording import Recording, read_recording, read_refused_paths
 from stepladder.tools.check.script_source import ScriptSource
 
 WRAPS_ON_GPUS = (
