@@ -60,6 +60,7 @@ def test_ranks_that_still_wait_at_the_time_limit_are_no_clean_result(tmp_path: P
     assert "to its end" not in report["ran"]
 
 
+@pytest.mark.slow
 def test_a_data_loader_that_hangs_is_named_when_the_time_is_over(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGING_WORKER)
     done = run("check", "--timeout", 20, "hangs.py", cwd=tmp_path)
