@@ -82,6 +82,7 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "the beginning of a flag": (("train", "mlp", "--epoch", "1"), ("did you mean --epochs? stepladder train",)),
     "another program's flag": (("train", "mlp", "--learning-rate", "1"), ("did you mean --lr?",)),
     "a flag that means nothing here": (("train", "mlp", "--batch_size", "1"), ("did you mean --global-batch?",)),
+    "a flag of submit after the command": (("submit", "--", "train", "mlp", "--account", "physics"), ("--account is a flag of submit", "submit --account ... -- train")),
     "GPUs of a job": (("submit", "--gpus", "4", "--", "train", "mlp"), ("did you mean --gpus-per-node?",)),
     "a flag like no other": (("diff", "--steps", "a", "b"), ("No such option '--steps'. HINT: stepladder diff --help",)),
     "an argument that is missing": (("import", "out"), ("Missing argument 'JOB'. HINT: stepladder import DIR JOB --run-dir PATH",)),

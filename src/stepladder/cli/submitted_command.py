@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from stepladder.cli.suggest import visible_flags
 from stepladder.core.errors import InputError
 from stepladder.core.paths import parse_path
 from stepladder.train.job_source import validate_not_job
@@ -52,7 +54,8 @@ def parse_submitted_command(arguments: Sequence[str]) -> SubmittedCommand:
         arguments = ("run", *arguments)
     kind, *kind_arguments = arguments
     command = importlib.import_module(f"stepladder.cli.{kind}").command
-    context = command.make_context(f"stepladder {kind}", list(kind_arguments))
+    with explaining_misplaced_flags(kind):
+        context = command.make_context(f"stepladder {kind}", list(kind_arguments))
     validate_own_flags(context)
     params = context.params
     path: Path = command.job if kind == "train" else Path(params["script"])
@@ -60,6 +63,21 @@ def parse_submitted_command(arguments: Sequence[str]) -> SubmittedCommand:
         validate_script(path, params)
     job_dir = params["run_dir"] or Path("runs") / path.stem
     return SubmittedCommand(kind, kind_arguments, job_dir, path.stem)
+
+
+@contextmanager
+def explaining_misplaced_flags(kind: str) -> Iterator[None]:
+    """Raise InputError for a flag that only submit has, in place of click's error."""
+    try:
+        yield
+    except click.NoSuchOption as error:
+        flag = error.option_name
+        if flag not in visible_flags(click.get_current_context(silent=True)):
+            raise
+        raise InputError(
+            f"{flag} is a flag of submit, and stands after {kind}",
+            f"stepladder submit {flag} ... -- {kind} ...",
+        ) from error
 
 
 def validate_script(path: Path, params: dict[str, Any]) -> None:
