@@ -332,7 +332,7 @@ class RunningRanks:
         if not self.outcome.failed:
             self.well_at = now
         is_at_rest = self.rest_s > self.launch.patience_s
-        is_still = is_at_rest or self.idle_s > 2 * self.launch.patience_s
+        is_still = is_at_rest or self.idle_s > max(2 * self.launch.patience_s, MAX_DELAY_S)
         if self.outcome.late:
             is_still = self.idle_s > STILL_S
         if is_still and now - self.judged_at > JUDGEMENT_INTERVAL_S:
