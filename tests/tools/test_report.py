@@ -5,6 +5,7 @@ after itself.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -36,7 +37,7 @@ from stepladder.tools.pages.figures import (
     draw_spans,
 )
 from stepladder.tools.pages.line_chart import ChartEvent, draw_lines, thin_points
-from stepladder.tools.pages.page import make_environment
+from stepladder.tools.pages.page import make_environment, render_page, validate_own_page
 from stepladder.tools.report.live import Follower, describe
 from stepladder.tools.report.record import RunStart, read_run
 from stepladder.tools.report.report import describe_end, format_duration
@@ -475,3 +476,18 @@ def test_the_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path
     page.write_text(f"<!doctype html><title></title><body>{body}</body>")
     with pytest.raises(AssertionError, match=problem):
         check_readable(page, tmp_path)
+
+
+def test_report_replaces_no_page_of_others(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    validate_own_page(page)
+    page.write_text(render_page("class.html", title="", learners=[], items=[], is_complete=True))
+    validate_own_page(page)
+    page.write_text("mine")
+    with pytest.raises(InputError, match="is there already"):
+        validate_own_page(page)
+
+
+def test_report_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "report.html")
+    validate_own_page(tmp_path / "report.html")

@@ -271,9 +271,9 @@ class SharedMemoryGroup(TransposingGroup):
 
     def barrier(self, opts: Any = BARRIER) -> Any:
         """Wait until all ranks have come here."""
-        device = opts.device or torch.device("cpu")
-        if not self.is_shared or device.type != "cpu":
-            return self._carry("barrier", device, opts)
+        is_on_host = opts.device is None or opts.device.type == "cpu"
+        if not self.is_shared or not is_on_host:
+            return self._torch_group.barrier(opts)
 
         def wait_for_all(memory: SharedMemory) -> None:
             memory.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -16,11 +16,10 @@ HEAD_BYTES = 512
 
 def validate_own_page(path: Path) -> None:
     """Raise InputError if a file is there that is no page of ours, so that none is replaced."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:  # it is not there, or the write will tell what is wrong
+    if not path.is_file():  # a FIFO would be waited for
         return
+    with as_input_error(f"{path} cannot be read", "-o FILE"), path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
     if GENERATOR not in head:
         raise InputError(f"{path} is there already, and is no page of stepladder", "-o FILE")
 
