@@ -490,4 +490,5 @@ def test_report_replaces_no_page_of_others(tmp_path: Path) -> None:
 
 def test_report_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "report.html")
-    validate_own_page(tmp_path / "report.html")
+    with pytest.raises(InputError, match="is there already"):
+        validate_own_page(tmp_path / "report.html")

@@ -16,10 +16,12 @@ HEAD_BYTES = 512
 
 def validate_own_page(path: Path) -> None:
     """Raise InputError if a file is there that is no page of ours, so that none is replaced."""
-    if not path.is_file():  # a FIFO would be waited for
+    if not path.exists():
         return
-    with as_input_error(f"{path} cannot be read", "-o FILE"), path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+    head = b""
+    if path.is_file():  # a FIFO would be waited for
+        with as_input_error(f"{path} cannot be read", "-o FILE"), path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
     if GENERATOR not in head:
         raise InputError(f"{path} is there already, and is no page of stepladder", "-o FILE")
 
