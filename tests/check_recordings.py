@@ -149,3 +149,44 @@ def eval_pass(number: int, batches: list[list[int]], **fields: Any) -> list[dict
     for indices in batches:
         events += [batch(number, indices), forward(grad=False)]
     return [*events, {"k": "endpass", "number": number, "cut": False, "steps": 0}]
+
+
+Events = list[dict[str, Any]]
+ZERO = [[0, 2], [4, 6]]
+ONE = [[1, 3], [5, 7]]
+
+
+def epochs(rank: list[list[int]], second_epoch: list[list[int]], **loader_fields: Any) -> Events:
+    return [*train_pass(1, rank, **loader_fields), *train_pass(2, second_epoch, 3, **loader_fields)]
+
+
+def steps(*steps_of_events: list[dict[str, Any]], between: Any = None) -> Events:
+    return [
+        event
+        for events in steps_of_events
+        for event in [
+            forward(),
+            backward(len(events) + events[0]["step"]),
+            *(between or []),
+            *events,
+        ]
+    ]
+
+
+SAVED = {
+    "k": "save",
+    "path": "/w/s.pt",
+    "existed": True,
+    "model": True,
+    "optimizer": True,
+    "schedule": False,
+    "random": True,
+    "position": True,
+    "prefixed": False,
+    "bare": False,
+    "keys": ["model"],
+}
+COLL = {"k": "coll", "op": "all_reduce", "group": "", "shape": [1], "count": 1, "ptr": 5}
+MOVED = {"k": "moved", "source": "/w/s.tmp", "target": "/w/s.pt"}
+PLAIN = {"wrapped": "", "class": "Net"}
+ALONE = [forward(**PLAIN), backward(2), *step(1), forward(**PLAIN), backward(3), *step(2)]

@@ -1,0 +1,210 @@
+"""Rules about samples and random numbers, on recordings made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from check_recordings import (
+    LOADER,
+    ZERO,
+    Events,
+    backward,
+    batch,
+    evidence_of,
+    forward,
+    rules_of,
+    source,
+    step,
+    train_pass,
+)
+from stepladder.tools.check.events import Fetch, PassStart, ProcessStart
+from stepladder.tools.check.recording import read_recording
+from stepladder.tools.check.rules.all_rules import apply_rules
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.samples import can_miss_by_chance
+from stepladder.tools.probe.events import ProbeEvent
+
+
+def with_fit(weight: float, shift: float = 0.0) -> Events:
+    """Return a training pass of a rank with its own data, whose targets are inputs by a weight."""
+    values = [number % 7 - 3 + shift for number in range(40)]
+    fit = {"k": "fit", "number": 1, "count": 40, "weights": [[weight, 0.0]]}
+    fit |= {"inputs": [values, [1.0] * 40], "targets": [[weight * value for value in values]]}
+    return [*train_pass(1, ZERO, fingerprint=f"{weight} {shift}"), fit]
+
+
+def test_ranks_whose_targets_contradict_each_other_are_named() -> None:
+    def named(*ranks: Events) -> bool:
+        return "own-task" in rules_of(*ranks)
+
+    assert named(with_fit(1.0), with_fit(-2.0))
+    assert not named(with_fit(1.0), with_fit(1.01)), "two shares of one task"
+    assert not named(with_fit(1.0), with_fit(-2.0, shift=9.0)), "a task for other inputs"
+    assert not named(with_fit(0.0), with_fit(-2.0)), "nothing that can be learned"
+
+
+def drawn(rank: int, sums: list[float], *names: str) -> Events:
+    """Two epochs of 48 samples: each rank reads a half of its samples again, and of the other's.
+
+    The hashes of rows begin with a name for each epoch.
+    """
+    shares = [*range(24 * rank, 24 * rank + 24)], [*range(12), *range(24, 36)]
+    events: Events = []
+    for number, (name, share) in enumerate(zip(names, shares, strict=True), 1):
+        rows = [f"{name}{index}" for index in share]
+        read = {"rows": rows, "sums": [sums[index] for index in share]}
+        one_pass = train_pass(number, [share], replicas=2)
+        events += [event | read if event["k"] == "batch" else event for event in one_pass]
+    return events
+
+
+def test_ranks_that_hold_other_samples_under_the_same_indices_are_named() -> None:
+    def named(*ranks: Events) -> bool:
+        return "own-task" in rules_of(*ranks)
+
+    def severity(*ranks: Events) -> str:
+        return next(f.severity for f in apply_rules(evidence_of(*ranks)) if f.rule == "own-task")
+
+    values = [float(number % 7) for number in range(48)]
+    others = [float(number % 5) for number in range(48)]
+    noisy = [value + 0.1 * other for value, other in zip(values, others, strict=True)]
+    zero = drawn(0, values, "a", "a")
+    ranks = zero, drawn(1, others, "b", "b")
+    assert named(*ranks)
+    assert severity(*ranks) == "warning"
+    assert (
+        severity([{"k": "draw", "fn": "randperm", "state": ""}, *ranks[0]], ranks[1]) == "warning"
+    )
+    assert severity([{"k": "draw", "fn": "randn", "state": ""}, *ranks[0]], ranks[1]) == "note"
+    assert not named(zero, drawn(1, noisy, "b", "b")), "noise of each rank"
+    assert not named(zero, drawn(1, values, "a", "a")), "the same data set"
+    assert not named(zero, drawn(1, others, "b", "c")), "samples that are drawn as they are read"
+
+
+DRAWS = """
+for x in loader:
+    noise = [
+        torch.randn(2),
+    ]
+    gathered = gather(noise)
+    print(len(gathered), loss)
+    loss = model(x).sum()
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", False),
+        ("model(x)", "model(x + noise[0])", True),
+        ("print(len(gathered), loss)", "x.add_(noise[0])", True),
+        ("gathered = gather(noise)", "if noise[0].any(): x = x.flip(0)", True),
+        ("noise = [", "yield [", True),
+        ("loss.backward()", "train(loss)", True),
+    ],
+)
+def test_equal_draws_are_named_where_training_may_depend_on_them(
+    old: str, new: str, found: bool
+) -> None:
+    draw = {"k": "draw", "at": ["train.py", 4, "<module>"], "fn": "randn"}
+    ranks = [
+        [e for n in (1, 2, 3) for e in [rows, draw | {"state": f"s{n}"}, backward(n), *step(n)]]
+        for rows in [batch(1, [0, 2]), batch(1, [1, 3])]
+    ]
+    assert ("same-augmentation" in rules_of(*ranks, text=DRAWS.replace(old, new))) == found
+
+
+def dropout_calls(rank: str, state: str) -> Events:
+    """Return three steps of a model with a layer of dropout, on samples of one rank."""
+    calls = [(n, f"{rank}{n}", f"{state}{n}") for n in (1, 2, 3)]
+    return [
+        event
+        for n, row, random in calls
+        for event in [forward(rows=[row], drops=1, random=random), backward(n), *step(n)]
+    ]
+
+
+def test_dropout_that_is_alike_on_two_ranks_is_named() -> None:
+    text = "generator.manual_seed(0)\ntorch.manual_seed(0)\n"
+    (finding,) = apply_rules(
+        evidence_of(dropout_calls("a", "s"), dropout_calls("b", "s"), text=text)
+    )
+    assert (finding.rule, finding.severity) == ("same-augmentation", "note")
+    assert finding.location.line == 2
+    assert rules_of(dropout_calls("a", "s"), dropout_calls("b", "t")) == []
+    divided = [{"k": "divided"}, *dropout_calls("a", "s")]
+    assert rules_of(divided, dropout_calls("b", "s")) == [], "parts of one model"
+
+
+def test_dropout_that_is_alike_in_one_whole_epoch_is_named() -> None:
+    """A test by rank 0 alone draws from the CPU's generator, which a GPU's dropout has not."""
+
+    def two_epochs(rank: str, *states: str) -> Events:
+        return [
+            event
+            for number, state in enumerate(states, 1)
+            for event in [
+                {"k": "pass", "number": number, **LOADER},
+                *dropout_calls(rank, state),
+                {"k": "endpass", "number": number, "cut": False},
+            ]
+        ]
+
+    def named(*states: str) -> bool:
+        ranks = (two_epochs("a", "s", "t"), two_epochs("b", *states))
+        return "same-augmentation" in rules_of(*ranks)
+
+    assert named("s", "u")
+    assert not named("v", "u")
+    assert not named("v", "s"), "other states in each epoch"
+
+
+def test_two_nodes_that_read_one_share_are_told_that_it_is_that_of_their_local_rank() -> None:
+    passes = [train_pass(1, ZERO, sampler_rank=0) for _ in range(2)]
+    text = 'sampler = DistributedSampler(data, rank=int(os.environ["LOCAL_RANK"]))\n'
+    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    assert finding.rule == "same-samples"
+    assert "take the share of rank 0, the local rank of each" in finding.evidence
+    passes = [train_pass(1, ZERO, sampler_rank=rank) for rank in range(2)]
+    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    assert "share of rank" not in finding.evidence
+
+
+def test_a_worker_belongs_to_the_process_that_made_it_also_where_it_has_no_rank(
+    tmp_path: Path,
+) -> None:
+    def write(pid: int, *events: ProbeEvent) -> None:
+        lines = [event.to_line(number, None) for number, event in enumerate(events, 1)]
+        (tmp_path / f"{pid}.jsonl").write_bytes(b"".join(lines))
+
+    fetches = [Fetch(indices=[n], used={"rng": "s"}, worker=n, parent=99) for n in (0, 1)]
+    write(99, ProcessStart(rank=-1), PassStart(number=1))
+    write(999, ProcessStart(rank=-1), fetches[0])
+    write(1000, ProcessStart(rank=-1), fetches[1])
+    recording = read_recording(tmp_path)
+    (log,) = recording.ranks
+    assert [event.worker for event in log.worker_events if isinstance(event, Fetch)] == [0, 1]
+    (finding,) = apply_rules(RunEvidence(recording, source()))
+    assert finding.evidence == (
+        "worker 0 and worker 1 draw the same random numbers (rng generator) for samples [0] and [1]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "unread_counts", "is_likely"),
+    [
+        (2, [96] * 5, True),  # one is to be expected
+        (96, [96] * 5, False),  # the same in all passes
+        (6, [20, 20], True),
+        (20, [20, 20], False),
+        (0, [0, 20], True),
+        (200, [200, 200], False),  # a factorial of 200 is no float
+    ],
+)
+def test_shuffled_remainders_have_samples_in_common_by_chance(
+    count: int, unread_counts: list[int], is_likely: bool
+) -> None:
+    assert can_miss_by_chance(count, 300, unread_counts) is is_likely

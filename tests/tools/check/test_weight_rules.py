@@ -1,0 +1,62 @@
+"""Rules about weights, gradients and steps, on recordings made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from check_recordings import ALONE, Events, backward, evidence_of, rules_of, step, steps
+from stepladder.tools.check.rules.all_rules import apply_rules
+
+
+def test_a_training_without_a_step_is_named_and_one_by_hand_is_not() -> None:
+    def trained(*weights: str) -> list[str]:
+        passes = [backward(n, weights=digest) for n, digest in enumerate(weights, 1)]
+        return rules_of(passes, [], text="optimizer = torch.optim.SGD(net.parameters(), 0.1)")
+
+    assert trained(*"aaaaaa") == ["learns-nothing"]
+    assert trained(*"aabbcc") == []
+    assert trained(*"aa") == []
+
+
+def test_shards_of_other_weights_are_named_unless_weights_are_loaded_later() -> None:
+    def cut(digest: str, *after: dict[str, Any]) -> Events:
+        return [{"k": "sharding", "weights": {"head": digest}}, *after]
+
+    trained = steps(step(1))
+    load = {"k": "loadsd", "strict": True, "own": 2, "more": 0, "fewer": 0}
+    assert rules_of(cut("a", *trained), cut("b", *trained)) == ["replicas-differ"]
+    assert rules_of(cut("a", *trained), cut("a", *trained)) == []
+    assert rules_of(cut("a", load, *trained), cut("b", load, *trained)) == []
+    assert rules_of(cut("a"), cut("b")) == [], "nothing is trained"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "severity"),
+    [("", "note"), ("SHARD_GRAD_OP", "note"), ("NO_SHARD", "error"), ("HYBRID_SHARD", "error")],
+)
+def test_copies_of_other_weights_are_an_error_and_mixed_shards_a_note(
+    strategy: str, severity: str
+) -> None:
+    ranks = [
+        [{"k": "sharding", "weights": {"head": digest}, "strategy": strategy}, *steps(step(1))]
+        for digest in "ab"
+    ]
+    (finding,) = apply_rules(evidence_of(*ranks))
+    assert (finding.rule, finding.severity) == ("replicas-differ", severity)
+
+
+@pytest.mark.parametrize(("other_sum", "found"), [(2.0002, []), (2.1, ["not-wrapped"])])
+def test_gradients_that_differ_by_rounding_alone_were_exchanged(
+    other_sum: float, found: list[str]
+) -> None:
+    """An exchange by messages from rank to rank is recorded by its result alone."""
+    ranks = [
+        [
+            e | {"grads": {"w": digest}, "sums": [1.0, value]} if e["k"] == "prestep" else e
+            for e in [{"k": "who"}, *ALONE]
+        ]
+        for digest, value in [("g", 2.0), ("h", other_sum)]
+    ]
+    assert rules_of(*ranks) == found
