@@ -470,6 +470,45 @@ def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path
     assert check(script, tmp_path, *flags)[1] == report
 
 
+SEEDS_NOTHING = """import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 16, sampler=sampler)
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    total = 0.0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    if dist.get_rank() == 0:
+        print("loss", total / len(loader))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
+    tmp_path: Path,
+) -> None:
+    """Ranks still draw other numbers than each other, as they do without a check."""
+    script = tmp_path / "made" / "unseeded.py"
+    script.parent.mkdir()
+    script.write_text(SEEDS_NOTHING)
+    _, report = check(script, tmp_path, "--notes", "--epochs", "2")
+    assert {"one-rank-loss", "own-task"} <= rules(report)
+    assert check(script, tmp_path, "--notes", "--epochs", "2")[1] == report
+
+
 RESUMES_WITH_A_FLAG = """import os
 import sys
 import torch

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections import Counter
 from functools import partial
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,11 +43,26 @@ draw_counts: Counter[CodeLine | None] = Counter()
 
 
 def attach() -> None:
+    start_generator()
     wrap(fetch._MapDatasetFetcher, "fetch", record_fetch)
     for name in DRAWING_FUNCTIONS:
         record_user_calls(torch, name, partial(draw_event, name))
     for name in DRAWING_METHODS:
         record_user_calls(torch.Tensor, name, partial(draw_event, name))
+
+
+def start_generator() -> None:
+    """Start torch's global generator at a number of this rank and this start of the script.
+
+    Without a seed a script draws other numbers each time, and the text of a finding may hold what
+    comes of them. So they are the same in each check, and differ as they would without a check:
+    between ranks, and between the unbroken and the resumed run. Those of Python and numpy are left
+    as they are: the script may have set their seeds before it imports torch.
+    """
+    start = Path(current_log().settings.folder).name
+    identity = current_process()._identity  # of a rank that the script has made itself
+    seed = zlib.crc32(f"{start} {os.environ.get('RANK')} {identity}".encode())
+    torch.default_generator.manual_seed(seed)
 
 
 def draw_event(name: str, *_: Any, generator: Any = None, **__: Any) -> Draw | None:
