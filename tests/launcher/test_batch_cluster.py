@@ -55,6 +55,19 @@ def test_a_job_is_submitted_and_its_output_followed_to_its_end(
 
 
 @pytest.mark.ranks
+def test_a_failed_job_s_known_message_is_explained(local: dict[str, str], tmp_path: Path) -> None:
+    call = 'subprocess.run(["bash", "-c", "PATH=/nowhere apptainer exec a.sif"], check=True)'
+    (tmp_path / "contained.py").write_text(f"import subprocess\n{call}\n")
+    job = submit(local, tmp_path, "--", "run", "contained.py")
+    logs = run("logs", "-f", job, cwd=tmp_path, env=local)
+    assert logs.stdout == (tmp_path / "job.out").read_text()
+    status = run("status", job, cwd=tmp_path, env=local)
+    for shown in (logs.stderr, status.stdout):
+        assert "apptainer: command not found\n  cause: The node has no such program" in shown
+        assert '  do:    module avail apptainer singularity; then setup = ["module load' in shown
+
+
+@pytest.mark.ranks
 def test_a_cancelled_job_has_saved_a_snapshot(local: dict[str, str], tmp_path: Path) -> None:
     job = submit(local, tmp_path, *TRAIN, "--epochs", 100_000, "--lr", 1e-6, "--snapshot-every", 50)
     wait_until(lambda: bool(list(tmp_path.glob("runs/mlp/snapshots/step_*"))))

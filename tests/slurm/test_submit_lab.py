@@ -293,6 +293,14 @@ def test_a_job_without_a_file_for_its_output_has_no_logs(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
+def test_a_container_s_program_that_the_node_lacks_is_explained(jobs: Jobs) -> None:
+    job = jobs.submit("--container", "singularity exec a.sif", "--", "train", "mlp")
+    jobs.ended(job, "FAILED")
+    shown = jobs.typed("status", job)
+    assert "execve(): singularity: No such file or directory\n  cause: The node has no" in shown
+
+
+@pytest.mark.slow
 def test_a_run_directory_that_another_job_has_is_said(jobs: Jobs) -> None:
     arguments = ("--sbatch-arg=--hold", "--", "train", "mlp", "--run-dir")
     first = jobs.submit(*arguments, "run")

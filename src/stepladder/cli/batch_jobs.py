@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import click
 
+from stepladder.cli.explain import print_matches, read_lines
 from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.rehearsal import Rehearsal
 from stepladder.cli.submitted_command import SubmittedCommand, parse_submitted_command
@@ -29,6 +30,7 @@ from stepladder.slurm.batch_job import (
     measure_margin,
 )
 from stepladder.slurm.site_defaults import find_site_defaults
+from stepladder.slurm.submitted_jobs import JobInfo
 
 LINT_RECORD_KEYS = {
     "file": "location.file",
@@ -242,6 +244,7 @@ def status(job: str | None = None, *, as_json: AsJson = False) -> None:
         echo(f"  newest snapshot: step {history['step']}, in {known.job_dir}")
     if known.output:
         echo(f"  output: {known.output}")
+    explain_failure(known)
 
 
 def show_own_jobs(as_json: bool) -> None:
@@ -269,6 +272,16 @@ def format_end(end: dict[str, Any]) -> str:
     return line
 
 
+def explain_failure(job: JobInfo, err: bool = False) -> None:
+    """Print what `explain` says of the output of a failed job that could not record its end."""
+    from stepladder.tools.explain.explain import explain
+
+    has_failed = job.state in ("FAILED", "")
+    ends = requeue.describe_history(job)["ends"]
+    if has_failed and len(ends) <= job.restarts and Path(job.output).is_file():
+        print_matches(explain(read_lines(job.output)), err)
+
+
 @make_command()
 def logs(
     job: str,
@@ -293,6 +306,7 @@ def logs(
     for piece in jobs.read_output(Path(known.output), is_over if follow else None):
         sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
+    explain_failure(jobs.find_job(cluster, job), err=True)
 
 
 @make_command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -60,6 +60,8 @@ def command(
         echo_json({"found": records})
         return int(not matches)
     print_matches(matches)
+    if not matches:
+        echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)
 
 
@@ -72,16 +74,13 @@ def print_known_errors() -> None:
             echo(f"{error.source}: {message}")
 
 
-def print_matches(matches: Sequence[Finding]) -> None:
+def print_matches(matches: Iterable[Finding], err: bool = False) -> None:
     """Print each message that was found, its cause and what to do."""
     for match in matches:
         number = match.location.line
         text = click.unstyle(match.evidence)[:SHOWN_LINE_LENGTH]
-        echo(f"line {number}: {text}" if number else f"perhaps: {match.evidence}")
-        echo(f"  cause: {match.cause}")
-        echo(f"  do:    {match.fix}")
-    if not matches:
-        echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
+        found = f"line {number}: {text}" if number else f"perhaps: {match.evidence}"
+        echo(f"{found}\n  cause: {match.cause}\n  do:    {match.fix}", err)
 
 
 def is_file(text: str) -> bool:

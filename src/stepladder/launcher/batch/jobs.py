@@ -65,17 +65,15 @@ def find_job(cluster: Cluster, job: str) -> JobInfo:
     Raises:
         InputError: If neither the cluster nor our notes know it.
     """
-    info = cluster.state(job)
+    info = cluster.state(job) or JobInfo(job, "", "")
     notes = read_job_records(notes_path(), job, JobNote)
-    is_complete = info is not None and info.name
     if not notes:
-        if info is None or not is_complete:
+        if not info.name:
             raise InputError(f"there is no job {job}", "stepladder status")
         return info
     # The newest one: a cluster that was set up again counts its jobs from 1 again.
     note = notes[-1]
-    if info is None or not is_complete:
-        info = info or JobInfo(job, "", "")
+    if not info.name:
         info = replace(info, name=note["name"], output=note["output"])
     if info.output != note["output"]:  # a job of another cluster
         return info

@@ -133,16 +133,18 @@ def format_value(name: str, value: Any) -> str:
 
 def draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Figure]:
     """Return a figure for the training loss and for each metric that two runs have."""
-    metrics_of_run = {name: record.metrics for name, record in zip(names, records, strict=True)}
-    losses = {name: metrics.losses.points for name, metrics in metrics_of_run.items()}
-    figures = [draw_lines("training loss", losses, "step", "loss")]
+    losses: dict[str, Points] = {}
+    rates: dict[str, Points] = {}
     evaluated: dict[str, dict[str, Points]] = defaultdict(dict)
-    for name, metrics in metrics_of_run.items():
+    for name, record in zip(names, records, strict=True):
+        metrics = record.metrics
+        losses[name] = metrics.losses.points
+        rates[name] = metrics.rates.points
         for metric, curve in metrics.evaluations.items():
             evaluated[metric][name] = curve.points
     evaluated.pop(EPOCH_LOSS, None)
+    figures = [draw_lines("training loss", losses, "step", "loss")]
     for metric, curves in evaluated.items():
         if len(curves) > 1:
             figures.append(draw_lines(metric, curves, "step", metric, dots=list(curves)))
-    rates = {name: metrics.rates.points for name, metrics in metrics_of_run.items()}
     return [*figures, draw_lines("learning rate", rates, "step", "learning rate")]

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +48,8 @@ def watch(target: str, once: bool, console: Console) -> None:
     The target is a run directory or a job number. Raises InputError if it is neither.
     """
     if JOB_NUMBER.fullmatch(target) and not Path(target).exists():
-        followers: dict[Path, Follower] = {}
-        updates = poll_repeatedly(lambda: poll_job(target, followers), CLUSTER_POLL_INTERVAL_S)
+        follow = cache(Follower)
+        updates = poll_repeatedly(lambda: poll_job(target, follow), CLUSTER_POLL_INTERVAL_S)
     else:
         updates = poll_repeatedly(Follower(Path(target)).poll, RUN_POLL_INTERVAL_S)
     show(updates, once, console)
@@ -94,18 +95,17 @@ class Follower:
         return None
 
 
-def poll_job(number: str, followers: dict[Path, Follower]) -> RunView:
+def poll_job(number: str, follow: Callable[[Path], Follower]) -> RunView:
     """Return a batch job's state in the queue, and the view of its run.
 
     Other scripts have the last line of their output in place of a run.
     """
     job = find_job(open_cluster(), number)
-    run_dir = Path(job.job_dir) if job.job_dir else None
-    is_job_run = run_dir is not None and (run_dir / CONFIG_FILE).is_file()
+    run_dir = Path(job.job_dir)
+    is_job_run = job.job_dir != "" and (run_dir / CONFIG_FILE).is_file()
     lines = [job.describe()]
-    if run_dir is not None and (is_job_run or is_script_run(run_dir)):
-        follower = followers.setdefault(run_dir, Follower(run_dir))
-        lines += follower.poll().lines
+    if is_job_run or (job.job_dir and is_script_run(run_dir)):
+        lines += follow(run_dir).poll().lines
     if not is_job_run:
         with suppress(OSError):  # there is no output while the job waits in the queue
             output = Path(job.output).read_text(errors="replace", encoding="utf-8").splitlines()
