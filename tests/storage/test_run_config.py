@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from processes import refused, run
 from stepladder.core.errors import InputError
 from stepladder.core.order import SORT
 from stepladder.storage.run_config import (
@@ -137,9 +139,27 @@ def test_what_cannot_be_read_is_named_with_what_to_do(
 
 
 def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
-    result = rf"{tmp_path} is not a run directory: config.json: No such file"
+    result = rf"{tmp_path} is not a run directory: config.json: No such file.* HINT: ls runs"
     with pytest.raises(InputError, match=result), open_config(tmp_path):
         pass
+
+
+def test_a_folder_of_runs_is_told_from_one_and_its_newest_are_named(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for began, name in enumerate(("oldest", "second", "third", "newest"), start=1):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "config.json").write_text("{}")
+        os.utime(runs / name / "config.json", (began, began))
+    (runs / "script").mkdir()
+    (runs / "script" / "launches.jsonl").touch()
+    jobs = "newest, runs/third, runs/second"
+    for command, named in (
+        (("audit", "runs"), jobs),
+        (("watch", "runs"), "script, runs/newest, runs/third;"),  # watch and report know scripts
+        (("report", "runs"), "script, runs/newest, runs/third;"),
+        (("train", "mlp", "--init-from", "runs"), jobs),
+    ):
+        refused(run(*command, cwd=tmp_path), f"HINT: its newest runs: runs/{named}")
 
 
 def test_the_environment_names_the_commit_of_the_repository_that_the_run_is_started_in(

@@ -17,7 +17,7 @@ from stepladder.core.errors import InputError, as_input_error, get_reason, to_on
 from stepladder.core.masking import drop_masked
 from stepladder.core.order import SORT
 from stepladder.core.typed_file import Kind, convert, hash_file
-from stepladder.storage.run_files import CONFIG_FILE, validate_schema
+from stepladder.storage.run_files import CONFIG_FILE, suggest_run_dirs, validate_schema
 
 # Compared first, because other settings follow from them.
 DEFINING_SETTINGS = ("recipe", "sync", "batch_per_rank")
@@ -35,7 +35,8 @@ def open_config(run_dir: Path) -> Iterator[dict[str, Any]]:
         text = typed_file.read_file(run_dir / CONFIG_FILE)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{run_dir} is not a run directory: {CONFIG_FILE}: {get_reason(error)}", "ls runs"
+            f"{run_dir} is not a run directory: {CONFIG_FILE}: {get_reason(error)}",
+            suggest_run_dirs(run_dir, CONFIG_FILE),
         ) from error
     try:
         config: dict[str, Any] = typed_file.parse_json(text, dict)

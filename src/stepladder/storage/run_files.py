@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 STARTS_FILE = "starts.jsonl"
+MAX_SUGGESTED_RUNS = 3
 RUN_SCHEMA = 1  # version of config.json and result.json
 # The key, and its type, that must be in each of these files.
 REQUIRED_KEYS: dict[str, tuple[str, type]] = {
@@ -84,6 +86,19 @@ def validate_schema(content: dict[str, Any], path: Path) -> None:
             f" this one knows {RUN_SCHEMA}",
             "pip install --upgrade stepladder, or another --run-dir",
         )
+
+
+def suggest_run_dirs(folder: Path, *file_names: str) -> str:
+    """Return the hint for a folder that is no run directory: the newest of those in it.
+
+    Args:
+        folder: The folder.
+        *file_names: A run directory has one of these files.
+    """
+    files = [path for name in file_names for path in folder.glob(f"*/{name}")]
+    files.sort(key=os.path.getmtime, reverse=True)
+    newest = ", ".join(str(path.parent) for path in files[:MAX_SUGGESTED_RUNS])
+    return f"its newest runs: {newest}" if newest else "ls runs"
 
 
 def list_ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,13 @@ from stepladder.core.errors import (
 )
 from stepladder.core.safe_open import create_file
 from stepladder.storage import snapshot_slices
-from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots
+from stepladder.storage.run_files import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    SNAPSHOTS_FOLDER,
+    list_snapshots,
+    suggest_run_dirs,
+)
 from stepladder.storage.safetensors_file import get_bytes, write_tensors
 from stepladder.storage.snapshot_slices import (
     MODEL_PREFIX,
@@ -257,7 +263,8 @@ def read_newest_snapshot(run_dir: Path, with_model: bool = True) -> Snapshot:
         except DamagedSnapshot as error:
             damage = f"{path.name} is damaged: {error}"
     raise InputError(
-        f"{run_dir} has no good snapshot ({damage})", "ls runs; a run that has saved one"
+        f"{run_dir} has no good snapshot ({damage})",
+        f"{suggest_run_dirs(run_dir, CONFIG_FILE)}; a run that has saved one",
     )
 
 

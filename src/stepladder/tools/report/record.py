@@ -31,8 +31,10 @@ from stepladder.storage.run_files import (
     METRICS_FILE,
     RESULT_FILE,
     TIMING_FILE,
+    suggest_run_dirs,
 )
 from stepladder.storage.start_records import StartRecord, read_start_records
+from stepladder.tools.report.launches import LAUNCHES_FILE
 from stepladder.tools.report.series import Curve, Label, RankTimes
 
 MAX_METRICS = 100
@@ -153,7 +155,8 @@ class RunReader:
         if not (run_dir / CONFIG_FILE).exists():
             raise InputError(
                 f"{run_dir} is not a run directory: it has no {CONFIG_FILE}",
-                "that of a train, or of a `stepladder run --run-dir DIR SCRIPT`",
+                f"{suggest_run_dirs(run_dir, CONFIG_FILE, LAUNCHES_FILE)};"
+                " a script has one with `stepladder run --run-dir DIR SCRIPT`",
             )
         self.run_dir = run_dir
         with open_config(run_dir) as config:
