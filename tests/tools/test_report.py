@@ -171,7 +171,12 @@ def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path)
         "mlp: 16 of 16 steps, epoch 3 (not running), 1 process"
     )
     lock = RunDir(tmp_path, 0)
-    assert "not running" not in describe(read_run(tmp_path))[0]
+    os.utime(tmp_path / "metrics.jsonl")
+    running = "mlp: 16 of 16 steps, epoch 3"
+    assert describe(read_run(tmp_path))[0].startswith(f"{running}, 1 process")
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    since = datetime.fromtimestamp(1e9).strftime("%H:%M:%S")
+    assert describe(read_run(tmp_path))[0].startswith(f"{running}, no step since {since}, 1 pro")
     lock.close()
 
 

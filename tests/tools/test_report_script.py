@@ -4,8 +4,10 @@ included.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -222,6 +224,16 @@ def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.M
         recorder.write({"step": 1})
     assert recorder.descriptor == -1
     recorder.write({"step": 2})
+
+
+def test_a_script_that_makes_no_steps_is_said_since_when(tmp_path: Path) -> None:
+    write_rank_file(tmp_path, 0, head("x", 1, 1e9), step(11, 10, 1e9 + 9, 1.0))
+    with (tmp_path / LAUNCHES_FILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as its launcher does
+        since = datetime.fromtimestamp(1e9 + 9).strftime("%H:%M:%S")
+        assert describe_script(read_script_run(tmp_path))[0] == (
+            f"x.py: 11 optimizer steps, running, no step since {since}, 1 process, 1 start"
+        )
 
 
 def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:

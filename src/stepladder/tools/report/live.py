@@ -32,6 +32,7 @@ from stepladder.tools.report.series import Curve
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKLINE_LENGTH = 40
 RUN_POLL_INTERVAL_S = 1.0
+SILENT_S = 30.0  # a thousand ranks write every 16 s
 JOB_NUMBER = re.compile(r"[0-9]{1,16}(_[0-9]{1,9})?")  # array tasks have an index
 
 
@@ -85,7 +86,7 @@ class Follower:
             self._config_identity = config_identity
         record = self._reader.read()
         if isinstance(record, ScriptRecord):
-            return RunView(describe_script(record), record.state != "running")
+            return RunView(describe_script(record), not record.is_running)
         return RunView(describe(record), record.result is not None)
 
     def _get_config_identity(self) -> tuple[int, int] | None:
@@ -175,6 +176,9 @@ def describe_script(record: ScriptRecord) -> list[str]:
 
 
 def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
+    if record.is_running and 0 < record.last_write < time.time() - SILENT_S:
+        # The time of day: what is printed again when it changes must not count seconds.
+        state += time.strftime(", no step since %H:%M:%S", time.localtime(record.last_write))
     starts = record.starts
     world_size = starts[-1].world_size if starts else 0
     return (

@@ -100,6 +100,15 @@ class ScriptRecord:
     def progress(self) -> str:
         return f"{self.steps} optimizer steps"
 
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def last_write(self) -> float:
+        """Unix time of the last known step, 0 if there is none."""
+        return self.starts[-1].ended if self.starts else 0.0
+
 
 class ScriptRunReader:
     """Reads the files of a script's run; each `read` reads only the lines that are new."""
