@@ -55,8 +55,11 @@ def gradient_sums(parameters: list[Any]) -> list[float]:
     sums = []
     for parameter in parameters[:MAX_GRADIENT_SUMS]:
         gradient = parameter.grad
-        is_plain = type(gradient) is Tensor and not gradient.is_sparse
-        sums.append(float(gradient.detach().flatten()[::2].double().sum()) if is_plain else 0.0)
+        if type(gradient) is not Tensor or gradient.is_sparse:
+            sums.append(0.0)
+            continue
+        every_second = gradient.detach().flatten()[::2]
+        sums.append(float(every_second.double().sum()))
     return sums
 
 
@@ -66,17 +69,22 @@ def has_no_gradient(parameter: Any) -> bool:
 
 def gradient_pointers(parameters: list[Any]) -> list[int]:
     """Return the addresses of the first gradients, by which collectives are recognized."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.data_ptr() for gradient in gradients[:MAX_RECORDED_POINTERS]]
+    pointers = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            pointers.append(parameter.grad.data_ptr())
+    return pointers[:MAX_RECORDED_POINTERS]
 
 
 def gradient_norm(parameters: list[Any]) -> float:
     squares = 0.0
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None:
-            values = gradient._values() if gradient.is_sparse else gradient
-            squares += float(values.detach().float().square().sum())
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient._values()
+        squares += float(gradient.detach().float().square().sum())
     return float(squares**0.5)
 
 
@@ -230,8 +238,11 @@ def value_key(value: Any, depth: int) -> str:
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value)[:500]
     if isinstance(value, list | tuple):
-        items = value[:MAX_ITEMS] if depth < MAX_DEPTH else ()
-        return f"{len(value)}:" + ",".join(value_key(item, depth + 1) for item in items)
+        keys = []
+        if depth < MAX_DEPTH:
+            keys = [value_key(item, depth + 1) for item in value[:MAX_ITEMS]]
+        joined = ",".join(keys)
+        return f"{len(value)}:{joined}"
     if hasattr(value, "__getitem__") and hasattr(value, "__dict__") and depth < 3:
         return dataset_fingerprint(value, depth + 1)
     return type(value).__name__

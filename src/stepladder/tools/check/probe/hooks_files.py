@@ -17,6 +17,7 @@ from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import FileMove, FileRead, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
 from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.probe.events import CodeLine
 
 MAX_LISTED_FILES = 5000
 MAX_PRINTED_TEXT = 400
@@ -66,6 +67,7 @@ class ReadFiles:
 
 
 read_files = ReadFiles()
+searches: set[tuple[str, CodeLine | None]] = set()
 
 
 def attach() -> None:
@@ -91,8 +93,13 @@ def record_metrics(
     record_user_calls(owner, function, metric_event)
 
 
-def search_event(path: Any, *_: Any, **__: Any) -> PathSearch:
-    return PathSearch(path=path_in_copy(path))
+def search_event(path: Any, *_: Any, **__: Any) -> PathSearch | None:
+    """Return the event of the first look: a rank that polls for a file looks again and again."""
+    search = (path_in_copy(path), current_log().user_line())
+    if search in searches:
+        return None
+    searches.add(search)
+    return PathSearch(path=search[0])
 
 
 def move_event(source: Any, target: Any, **_: Any) -> FileMove:

@@ -147,16 +147,23 @@ def common_loop(
 ) -> CommonLoop | None:
     """Return the innermost loop that leads to a backward pass and to a collective."""
     is_innermost = True
-    for name, line in frames_of(backward):
-        for file in evidence.source.files:
-            if name_of_function(file, line) != name:
-                continue
-            for lines in loops_around(evidence, CodeLine(file.name, line, name)):
-                if is_called_in_lines(collective, name, lines):
-                    return CommonLoop(name, lines, line, is_innermost)
-                is_innermost = False
-                line = lines[-1]
+    for file, name, line in source_frames_of(evidence, backward):
+        for lines in loops_around(evidence, CodeLine(file.name, line, name)):
+            if is_called_in_lines(collective, name, lines):
+                return CommonLoop(name, lines, line, is_innermost)
+            is_innermost = False
+            line = lines[-1]
     return None
+
+
+def source_frames_of(
+    evidence: RunEvidence, event: Backward | PassStart | ScriptCollective
+) -> Iterator[tuple[SourceFile, str, int]]:
+    """Yield the files, functions and lines of the source that lead to an event, from inside out."""
+    for name, line in frames_of(event):
+        for file in evidence.source.files:
+            if name_of_function(file, line) == name:
+                yield file, name, line
 
 
 def name_of_function(file: SourceFile, line: int) -> str:
@@ -199,16 +206,20 @@ def conditions_of(
     evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
 ) -> Iterator[str]:
     """Yield each `if` within a loop that may keep a rank from a collective, the innermost first."""
-    for name, line in frames_of(collective):
+    for file, name, line in source_frames_of(evidence, collective):
         is_loop = name == loop.function and line in loop.lines
-        lines = range(loop.backward_line + 1, line + 1) if is_loop else range(line + 1)
-        for file in evidence.source.files:
-            for node in reversed([*find_nodes(file.tree, ast.If)]):
-                is_near = node.lineno in lines and name_of_function(file, node.lineno) == name
-                if is_near and decides(node, line):
-                    yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
+        for node in conditions_before(file, name, line, loop.backward_line + 1 if is_loop else 0):
+            yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
         if is_loop:
             return
+
+
+def conditions_before(file: SourceFile, function: str, line: int, first: int) -> Iterator[ast.If]:
+    """Yield each `if` of a function, from a line on, that decides about a later one; last first."""
+    for node in reversed([*find_nodes(file.tree, ast.If)]):
+        is_near = first <= node.lineno <= line and name_of_function(file, node.lineno) == function
+        if is_near and decides(node, line):
+            yield node
 
 
 def decides(condition: ast.If, line: int) -> bool:

@@ -15,23 +15,21 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
 from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
+from stepladder.tools.check.rules.skipped_batch import find_skipped_batch
 from stepladder.tools.check.rules.skipped_collective import (
     CHOOSES_ONE_RANK,
     find_skipped,
-    frames_of,
     is_called_in_lines,
-    name_of_function,
+    source_frames_of,
 )
-from stepladder.tools.check.script_source import lines_of
+from stepladder.tools.check.script_source import find_nodes, lines_of
 from stepladder.tools.probe.events import CodeLine
 
 
 @rank_rule("uneven-steps")
 def uneven_steps(evidence: RunEvidence) -> Findings:
     """Find passes with more batches on one rank than on another."""
-    if evidence.run.select(JoinContext):
-        return
-    if find_skipped(evidence):  # after which the ranks' batches are those of different steps
+    if has_another_cause(evidence):
         return
     logs = evidence.ranks
     for number in range(max(len(log.training_passes) for log in logs)):
@@ -57,7 +55,7 @@ def uneven_end(evidence: RunEvidence) -> Findings:
 
     Only in a run that stands still, or breaks off.
     """
-    if not stands_still(evidence) or evidence.run.select(JoinContext) or find_skipped(evidence):
+    if not stands_still(evidence) or has_another_cause(evidence):
         return
     logs = evidence.first_ranks
     backwards = [len(log.select(Backward)) for log in logs]
@@ -91,9 +89,9 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
 
     Those at lines of one rank alone are of a model that it trains for itself.
     """
-    run = evidence.run
-    if run.select(JoinContext) or find_skipped(evidence):
+    if has_another_cause(evidence):
         return
+    run = evidence.run
     if any(log.training_passes for log in run.ranks):
         return
     is_at_end = (run.has_finished or stands_still(evidence)) and not run.was_cut_short
@@ -118,6 +116,16 @@ def uneven_backward(evidence: RunEvidence) -> Findings:
         )
 
 
+def has_another_cause(evidence: RunEvidence) -> bool:
+    """Return whether the ranks may differ in their steps, or do so for a reason of its own.
+
+    After a collective or a batch that one rank has skipped, batches are those of different steps.
+    """
+    if evidence.run.select(JoinContext):
+        return True
+    return find_skipped(evidence) is not None or find_skipped_batch(evidence) is not None
+
+
 def stands_still(evidence: RunEvidence) -> bool:
     """Return whether ranks could not go on because of each other."""
     return evidence.run.has_stalled and not evidence.run.has_raised
@@ -137,12 +145,10 @@ def test_of_rank(
     event: PassStart | ScriptCollective,
 ) -> str:
     """Return the `if` of the source that lets only some ranks come to an event, if any."""
-    for name, line in frames_of(event):
-        for file, node in evidence.source.nodes(ast.If):
-            function = name_of_function(file, node.lineno)
-            is_around = function == name and line in lines_of(node)
+    for file, _, line in source_frames_of(evidence, event):
+        for node in find_nodes(file.tree, ast.If):
             test = ast.unparse(node.test)
-            if is_around and CHOOSES_ONE_RANK.search(test):
+            if line in lines_of(node) and CHOOSES_ONE_RANK.search(test):
                 return test
     return ""
 

@@ -76,7 +76,9 @@ def steps_by_hand(
     """
     for file, node in source.nodes(ast.AST):
         subtracted = subtracted_value(node)
-        factors = list(factors_of(subtracted)) if subtracted is not None else []
+        if subtracted is None:
+            continue
+        factors = list(factors_of(subtracted))
         rate = [factor for factor in factors if not is_gradient(factor)]
         if rate and len(rate) < len(factors):
             yield file, getattr(node, "lineno", 1), rate
