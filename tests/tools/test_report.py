@@ -37,7 +37,7 @@ from stepladder.tools.pages.figures import (
     draw_spans,
 )
 from stepladder.tools.pages.line_chart import ChartEvent, draw_lines, thin_points
-from stepladder.tools.pages.page import make_environment, render_page, validate_own_page
+from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
 from stepladder.tools.report.record import RunStart, read_run
 from stepladder.tools.report.report import describe_end, format_duration
@@ -483,17 +483,36 @@ def test_the_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path
         check_readable(page, tmp_path)
 
 
-def test_report_replaces_no_page_of_others(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    validate_own_page(page)
-    page.write_text(render_page("class.html", title="", learners=[], items=[], is_complete=True))
-    validate_own_page(page)
-    page.write_text("mine")
-    with pytest.raises(InputError, match="is there already"):
-        validate_own_page(page)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "RUN"),
+        ("report", "RUN", "-o", "train.py"),
+        ("report", "RUN", "RUN", "-o", "train.py"),
+        ("learn", "class", "class.html", "-o", "train.py"),
+        ("scale", "digits", "--html", "train.py"),
+        ("scale", "digits", "--csv", "train.py"),
+        ("doctor", "--save", "train.py"),
+    ],
+)
+def test_no_output_replaces_a_file_of_the_users(
+    command: tuple[str, ...], run_dir: Path, tmp_path: Path
+) -> None:
+    for name in ("report.html", "train.py"):
+        (tmp_path / name).write_text("import torch\n")
+    arguments = [run_dir if argument == "RUN" else argument for argument in command]
+    done = run(*arguments, cwd=tmp_path)
+    refused(done, "is there already, and is no earlier output of stepladder")
+    for name in ("report.html", "train.py"):
+        assert (tmp_path / name).read_text() == "import torch\n"
 
 
-def test_report_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
+def test_report_replaces_its_earlier_page(run_dir: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        done = run("report", run_dir, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "written: report.html\n"), done.stderr
+
+
+def test_report_does_not_wait_for_a_fifo(run_dir: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "report.html")
-    with pytest.raises(InputError, match="is there already"):
-        validate_own_page(tmp_path / "report.html")
+    refused(run("report", run_dir, cwd=tmp_path), "report.html is there already")

@@ -86,10 +86,9 @@ def command(
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
     validate_not_job(script)
-    for file, flag, start in ((flags.sarif, "--sarif", b"{"), (flags.fix, "--fix", b"--- ")):
+    for file, flag, mark in ((flags.sarif, "--sarif", b"sarif"), (flags.fix, "--fix", b"--- a/")):
         if file:
-            validate_writable(file, flag)
-            validate_replaceable(file, flag, start)
+            validate_writable(file, flag, mark)
     request = make_request(script, args, flags)
     report = check(request, (lambda _: None) if flags.as_json else tell_finding)
     if flags.sarif:
@@ -121,24 +120,6 @@ def make_request(
         resume_args=split_arguments(flags.resume_args),
         shows_notes=flags.notes,
     )
-
-
-def validate_replaceable(file: Path, flag: str, start: bytes) -> None:
-    """Raise InputError if a file holds something else than an earlier output, such as a script.
-
-    Args:
-        file: The file to write.
-        flag: The flag that names it.
-        start: How an output of this flag begins.
-    """
-    if not file.is_file():
-        return
-    with file.open("rb") as opened:
-        content = opened.read(len(start))
-    if content not in (b"", start):
-        raise InputError(
-            f"{flag} {file} exists, and is no output of check", f"{flag} {file.stem}-{flag[2:]}.new"
-        )
 
 
 def write_patch(report: Report, file: Path) -> None:

@@ -97,7 +97,7 @@ def validate_files_and_port(
 ) -> None:
     """Raise InputError where a file or the port cannot be used."""
     if save:
-        validate_writable(save, "--save")
+        validate_writable(save, "--save", b'"schema"')
     if port is not None and not 0 < port <= MAX_PORT:
         raise InputError(f"--port {port} is not a port", "--port 29500")
     if script:

@@ -42,6 +42,7 @@ from stepladder.tools.learn.course import (
     load_course,
     load_progress,
 )
+from stepladder.tools.pages.page import GENERATOR
 
 COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # read by scripts that make and test pages
 SHOWN_LINES = 20
@@ -187,7 +188,7 @@ def check(
 def check_course(course: Course, report: Path | None) -> int:
     """Check all lessons and exercises, and return exit code 1 if one does not pass."""
     if report is not None:
-        validate_writable(report, "--report")
+        validate_writable(report, "--report", GENERATOR)
     failed = 0
     results: list[ItemResult] = []
     items = list(course)
@@ -239,7 +240,7 @@ def class_(
     Args:
         reports (FILE...): Pages of `learn check --all --report FILE`.
     """
-    validate_writable(output, "-o")
+    validate_writable(output, "-o", GENERATOR)
     pages = {path: read_learner_page(path) for path in reports}
     write_output(output, render_class_page(pages), "-o")
     echo(f"written: {output}")

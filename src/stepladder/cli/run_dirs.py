@@ -15,6 +15,7 @@ from stepladder.cli.options import (
 )
 from stepladder.cli.types import AsJson, PathName, TrustJobFile
 from stepladder.core.console import echo, echo_json, print_message
+from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_count
 from stepladder.core.terminal import make_console
 
@@ -127,11 +128,10 @@ def report(
         run_dirs (RUN_DIR...): Run directories; the others are compared with the first.
         output: Where to write; without it report.html in this folder, in place of an earlier page.
     """
-    from stepladder.tools.pages.page import validate_own_page
-
     if output is None:
         output = Path("report.html")
-        validate_own_page(output)
+        if output.exists() and not output.is_file():  # a FIFO would be waited for
+            raise InputError(f"{output} is there already, and is no file", "-o FILE")
     if len(run_dirs) == 1:
         from stepladder.tools.report.report import write_report
 

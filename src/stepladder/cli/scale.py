@@ -25,13 +25,14 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.terminal import get_table_width
 from stepladder.slurm.batch_job import BatchJob, make_batch_job
 from stepladder.slurm.site_defaults import find_site_defaults
+from stepladder.tools.pages.page import GENERATOR
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
     from stepladder.tools.scaling.scaling_report import Scaling
 
 SLURM_FLAGS = ("gpus_per_node", "partition", "time", "sbatch_args")
-OUTPUT_FLAGS = ("csv", "html")
+OUTPUT_MARKS = {"csv": b"nproc,", "html": GENERATOR}  # of earlier outputs
 DEFAULT_NPROC = (1, 2)
 
 
@@ -103,9 +104,9 @@ def command(
         nodes: Submit Slurm jobs on these numbers of nodes.
     """
     validate_flags(nproc, nodes, flags)
-    for name in OUTPUT_FLAGS:
+    for name, mark in OUTPUT_MARKS.items():
         if flags[name] is not None:
-            validate_writable(flags[name], f"--{name}")
+            validate_writable(flags[name], f"--{name}", mark)
     from stepladder.tools.scaling.scaling_report import Scaling
 
     subject = make_subject(args, flags)

@@ -17,10 +17,21 @@ from stepladder.core.errors import InputError, as_input_error
 
 STDOUT = 1
 STDERR = 2
+HEAD_BYTES = 512
 
 
-def validate_writable(path: Path, flag: str) -> None:
-    """Raise InputError if `write_output` would fail, as far as this is known before the work."""
+def validate_writable(path: Path, flag: str, mark: bytes = b"") -> None:
+    """Check that `write_output` would not fail, as far as this is known before the work.
+
+    Args:
+        path: Where to write.
+        flag: The flag that named the path, for messages.
+        mark: What stands at the head of each earlier output, and in no file of others, which is
+            not replaced.
+
+    Raises:
+        InputError: It cannot be written, or is a file of others.
+    """
     failed = f"{flag} {path} cannot be written"
     target = Path(os.path.realpath(path))
     with as_input_error(failed, f"{flag} FILE, in a folder that you can write to"):
@@ -30,8 +41,17 @@ def validate_writable(path: Path, flag: str) -> None:
             raise InputError(f"{failed}: there is no such folder", f"mkdir -p {path.parent}")
         if target.is_symlink():  # links in a circle, for which stat raises
             target.stat()
-        if not os.access(path if _find_stream(path) else target.parent, os.W_OK):
-            raise PermissionError("Permission denied")
+        stream = _find_stream(path)
+        if not os.access(path if stream else target.parent, os.W_OK):
+            raise InputError(f"{failed}: Permission denied", f"{flag} FILE, in a folder of yours")
+        if mark and not stream and path.exists():
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+            if head and mark not in head:
+                raise InputError(
+                    f"{flag} {path} is there already, and is no earlier output of stepladder",
+                    f"{flag} FILE, which is new",
+                )
 
 
 def write_output(

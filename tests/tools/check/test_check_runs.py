@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -494,16 +495,25 @@ for epoch in range(2):
         print("loss", total / len(loader))
 dist.destroy_process_group()
 """
+STORE = '"gloo", "tcp://localhost:29517", rank=rank, world_size=2'
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("start", ["torchrun", "spawn"])
 def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
-    tmp_path: Path,
+    start: str, tmp_path: Path
 ) -> None:
     """Ranks still draw other numbers than each other, as they do without a check."""
+    text = SEEDS_NOTHING
+    if start == "spawn":
+        imports, _, body = text.partition("dist.init_process_group")
+        body = f"dist.init_process_group{body}".replace('"gloo"', STORE)
+        spawn = "torch.multiprocessing.spawn(main, nprocs=2)"
+        main = "if __name__ == '__main__':"
+        text = f"{imports}def main(rank):\n{indent(body, '    ')}\n{main}\n    {spawn}\n"
     script = tmp_path / "made" / "unseeded.py"
     script.parent.mkdir()
-    script.write_text(SEEDS_NOTHING)
+    script.write_text(text)
     _, report = check(script, tmp_path, "--notes", "--epochs", "2")
     assert {"one-rank-loss", "own-task"} <= rules(report)
     assert check(script, tmp_path, "--notes", "--epochs", "2")[1] == report

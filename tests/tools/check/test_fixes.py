@@ -144,7 +144,7 @@ def test_a_file_of_the_users_is_not_replaced(flag: str, name: str, tmp_path: Pat
     (tmp_path / "notes.txt").write_text("mine\n")
     before = (tmp_path / name).read_bytes()
     done = run("check", "--static", flag, name, "train.py", cwd=tmp_path)
-    refused(done, f"{flag} {name} exists, and is no output of check")
+    refused(done, f"{flag} {name} is there already, and is no earlier output of stepladder")
     assert (tmp_path / name).read_bytes() == before
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stepladder.tools.check.events import NO_LOGARITHM
 from stepladder.tools.check.probe.loss_graph import activation_of
+from stepladder.tools.check.probe_settings import NO_LOGARITHM
 
 SCORES = torch.linspace(-1, 1, 48).reshape(8, 6).requires_grad_()
 IMAGES = torch.linspace(-1, 1, 2 * 6 * 9).reshape(2, 6, 3, 3).requires_grad_()

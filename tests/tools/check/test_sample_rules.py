@@ -45,6 +45,23 @@ def test_ranks_whose_targets_contradict_each_other_are_named() -> None:
     assert not named(with_fit(0.0), with_fit(-2.0)), "nothing that can be learned"
 
 
+def test_ranks_that_hold_other_samples_are_named_before_both_have_read_one() -> None:
+    def named(*ranks: Events) -> bool:
+        return "own-task" in rules_of(*ranks)
+
+    def holding(rank: int, held: list[float], replicas: int = 2) -> Events:
+        return train_pass(1, [[*range(8 * rank, 8 * rank + 8)]], replicas=replicas, held=held)
+
+    values = [float(number % 7) for number in range(16)]
+    others = [float(number % 5) for number in range(16)]
+    noisy = [value + 0.1 * other for value, other in zip(values, others, strict=True)]
+    assert named(holding(0, values), holding(1, others))
+    assert not named(holding(0, values), holding(1, values))
+    assert not named(holding(0, values), holding(1, noisy)), "the same samples, with noise"
+    assert not named(holding(0, values), holding(1, [])), "not known"
+    assert not named(holding(0, values, 1), holding(1, others, 1)), "each reads all of its own"
+
+
 def drawn(rank: int, sums: list[float], *names: str) -> Events:
     """Two epochs of 48 samples: each rank reads a half of its samples again, and of the other's.
 

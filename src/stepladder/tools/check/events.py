@@ -125,6 +125,7 @@ class PassStart(ProbeEvent, kind="pass"):
     sampler_drop: bool = False  # whether the sampler drops a remainder
     workers: int = 0
     fingerprint: str = ""  # a hash that is equal for equal data sets
+    held: Sequence[float] = ()  # sums of the numbers that the data set holds for its first samples
     length: int | None = None  # the length of the data set
     base_length: int | None = None  # the length of the data set below all Subsets
 
@@ -296,8 +297,6 @@ class StateDictLoad(ProbeEvent, kind="loadsd"):
     fewer: int  # keys that would fit with a prefix before the file's keys
 
 
-WEIGHT_HAS_IT = "has it before this pass"
-NO_LOGARITHM = "no logarithm"
 Digests = dict[str, str]  # short hashes, by name
 
 

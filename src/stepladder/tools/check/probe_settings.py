@@ -14,6 +14,9 @@ SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
 SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"  # "1" or "0"
 STACKS_SUFFIX = ".stacks"  # of the file into which a process writes its stacks
 RANK_AND_WORLD_SIZE = ("RANK", "WORLD_SIZE")
+# What probes write into events, and rules look for.
+WEIGHT_HAS_IT = "has it before this pass"
+NO_LOGARITHM = "no logarithm"
 
 
 @dataclass(frozen=True)

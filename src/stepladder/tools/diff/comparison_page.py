@@ -21,7 +21,7 @@ from stepladder.tools.diff.verdict import (
 )
 from stepladder.tools.pages.figures import COLOURS, Figure
 from stepladder.tools.pages.line_chart import Points, draw_lines
-from stepladder.tools.pages.page import render_page
+from stepladder.tools.pages.page import GENERATOR, render_page
 from stepladder.tools.report.record import RunRecord, read_run
 from stepladder.tools.report.report import EPOCH_LOSS, describe_sizes, format_time
 from stepladder.tools.report.script_record import is_script_run
@@ -31,7 +31,7 @@ MAX_RUNS = len(COLOURS)
 
 def write_comparison(run_dirs: Sequence[Path], output: Path) -> None:
     """Write the page. Raises InputError if one of the folders is no run of a job."""
-    validate_writable(output, "-o")
+    validate_writable(output, "-o", GENERATOR)
     if len(run_dirs) > MAX_RUNS:
         raise InputError(
             f"{len(run_dirs)} runs, but a page compares at most {MAX_RUNS}", "fewer run directories"

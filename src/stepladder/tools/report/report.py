@@ -16,7 +16,7 @@ from stepladder.storage.audit import Audit, audit
 from stepladder.storage.start_records import StartRecord
 from stepladder.tools.pages.figures import Figure, draw_heat_map, draw_spans
 from stepladder.tools.pages.line_chart import ChartEvent, Points, draw_lines
-from stepladder.tools.pages.page import render_page
+from stepladder.tools.pages.page import GENERATOR, render_page
 from stepladder.tools.report.launches import LaunchRecord
 from stepladder.tools.report.record import RunRecord, RunStart, read_run
 from stepladder.tools.report.script_record import ScriptRecord, is_script_run, read_script_run
@@ -28,7 +28,7 @@ EPOCH_LOSS = "train_loss"  # the mean over an epoch of what the curve shows
 
 def write_report(run_dir: Path, output: Path) -> None:
     """Write the page. Raises InputError if there is no run, or the page cannot be written."""
-    validate_writable(output, "-o")
+    validate_writable(output, "-o", GENERATOR)
     if is_script_run(run_dir):
         script_record = read_script_run(run_dir)
         print_warnings(script_record.warnings)

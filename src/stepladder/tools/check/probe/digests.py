@@ -17,6 +17,7 @@ from stepladder.tools.check.probe.patching import default_on_error
 
 DIGEST_CHARACTERS = 12
 MAX_HASHED_ROWS = 256
+MAX_HELD_SAMPLES = 64
 MAX_SUMMED_COLUMNS = 64
 MAX_HASHED_ELEMENTS = 65536  # of each tensor of a data set
 MAX_ATTRIBUTES = 50
@@ -135,7 +136,8 @@ def row_sums(batch: Any) -> list[float]:
     first = next(tensors_with_rows(batch))[:MAX_HASHED_ROWS]
     columns = first.reshape(len(first), -1)
     stride = columns.shape[1] // MAX_SUMMED_COLUMNS + 1
-    return list(map(float, columns[:, ::stride].double().sum(1)))
+    sums = columns[:, ::stride].double().sum(1)
+    return list(map(float, sums))
 
 
 @default_on_error(int)
@@ -208,8 +210,9 @@ def generator_state(generator: Any) -> str:
         return short_hash(repr(generator.getstate()))
     if type(generator).__module__.startswith("numpy.random"):
         inner: Any = getattr(generator, "bit_generator", generator)
-        state = inner.get_state() if hasattr(inner, "get_state") else inner.state
-        return short_hash(repr(state))
+        if hasattr(inner, "get_state"):
+            return short_hash(repr(inner.get_state()))
+        return short_hash(repr(inner.state))
     return ""
 
 
@@ -223,16 +226,44 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
     with suppress(TypeError):
         state.update(str(len(dataset)).encode())
     if isinstance(dataset, list | tuple):
-        state.update(repr([value_key(item, 3) for item in dataset[:MAX_ITEMS]]).encode())
+        keys = [value_key(item, 3) for item in dataset[:MAX_ITEMS]]
+        state.update(repr(keys).encode())
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         state.update(f"{name}={value_key(value, depth)}".encode())
     return state.hexdigest()[:DIGEST_CHARACTERS]
 
 
+@default_on_error(list)
+def held_sums(dataset: Any) -> list[float]:
+    """Return for each of the first samples the sum of what the first attribute holds for it.
+
+    Empty where a data set holds no numbers for its samples, as one that reads files.
+    """
+    for attribute in vars(dataset).values():
+        if isinstance(attribute, dict):
+            attribute = tuple(attribute.values())
+        parts = attribute if isinstance(attribute, tuple) else (attribute,)
+        for samples in parts:
+            with suppress(TypeError, ValueError, RuntimeError):
+                if len(samples) == len(dataset):
+                    return list(map(sum_of_numbers, samples[:MAX_HELD_SAMPLES]))
+    return []
+
+
+def sum_of_numbers(value: Any) -> float:
+    """Return the sum over arrays and numbers in nested lists; TypeError of anything else."""
+    total = 0.0
+    for leaf in leaves(value):
+        numbers = torch.as_tensor(leaf, dtype=torch.float64)
+        total += float(numbers.sum())
+    return total
+
+
 def value_key(value: Any, depth: int) -> str:
     """Return a text that is equal for equal values; the class's name where that would be slow."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)}{digest(value.reshape(-1)[:MAX_HASHED_ELEMENTS])}"
+        first = value.reshape(-1)[:MAX_HASHED_ELEMENTS]
+        return f"{tuple(value.shape)}{digest(first)}"
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return array_key(value)
     if isinstance(value, (bool, int, float, str, bytes, type(None))):

@@ -60,8 +60,8 @@ def start_generator() -> None:
     as they are: the script may have set their seeds before it imports torch.
     """
     start = Path(current_log().settings.folder).name
-    identity = current_process()._identity  # of a rank that the script has made itself
-    seed = zlib.crc32(f"{start} {os.environ.get('RANK')} {identity}".encode())
+    name = current_process().name  # tells ranks apart that the script has made itself
+    seed = zlib.crc32(f"{start} {os.environ.get('RANK')} {name}".encode())
     torch.default_generator.manual_seed(seed)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepladder.tools.check.events import WEIGHT_HAS_IT
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import default_on_error
+from stepladder.tools.check.probe_settings import WEIGHT_HAS_IT
 
 MAX_KEPT_OUTPUTS = 4000
 LOSS_ALONE = "inputs, weights and the outputs of all layers are finite: it comes from the loss"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stepladder.tools.check.events import NO_LOGARITHM
 from stepladder.tools.check.probe.patching import default_on_error
+from stepladder.tools.check.probe_settings import NO_LOGARITHM
 
 MAX_SCALE_NODES = 8
 MAX_ACTIVATION_NODES = 16

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepladder.tools.check.events import WEIGHT_HAS_IT, Backward, NotFinite, OptimizerStep
+from stepladder.tools.check.events import Backward, NotFinite, OptimizerStep
+from stepladder.tools.check.probe_settings import WEIGHT_HAS_IT
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 
 UNWRITTEN = "not-finite.unwritten"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import mul, sub
 from statistics import correlation, fmean, pstdev, pvariance
 
@@ -63,9 +64,7 @@ def own_samples(evidence: RunEvidence) -> Findings:
     first, second = map(constant_samples, evidence.first_ranks)
     common = first.keys() & second.keys()
     sums = [[samples[index][1] for index in common] for samples in (first, second)]
-    if len(common) < MIN_READ_AGAIN or not all(map(pstdev, sums)):
-        return
-    if correlation(*sums) < MAX_CORRELATION:
+    if are_unrelated(*sums):
         log = evidence.rank_0
         first_pass = log.training_passes[0]
         drawn = {event.fn for event in log.select(Draw) if event.n < first_pass.start.n}
@@ -78,6 +77,35 @@ def own_samples(evidence: RunEvidence) -> Findings:
         )
 
 
+@rank_rule("own-task.samples")
+def own_held_samples(evidence: RunEvidence) -> Findings:
+    """Find a data set in memory of which two ranks hold unrelated samples under the same indices.
+
+    It needs no sample that both ranks have read: without set_epoch there is none.
+    """
+    if any(own_task(evidence)) or any(own_samples(evidence)):
+        return
+    for first, second, *_ in evidence.training_passes()[:1]:
+        is_divided = min(first.start.replicas or 1, second.start.replicas or 1) > 1
+        if is_divided and are_unrelated(first.start.held, second.start.held):
+            yield evidence.finding(
+                "own-task.samples",
+                line_of_draws(evidence.rank_0, first),
+                f"rank 0 and rank 1 hold {first.start.base_length} samples each, and other ones "
+                f"by the same index",
+                severity="note",
+            )
+
+
+def are_unrelated(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether sums of samples have no more in common than their index."""
+    if len(first) != len(second) or len(first) < MIN_READ_AGAIN:
+        return False
+    if not pstdev(first) or not pstdev(second):
+        return False
+    return correlation(first, second) < MAX_CORRELATION
+
+
 def constant_samples(log: RankLog) -> dict[int, tuple[str, float]]:
     """Return the hash and the sum of each sample in the passes that a sampler divides.
 
@@ -86,12 +114,20 @@ def constant_samples(log: RankLog) -> dict[int, tuple[str, float]]:
     samples: dict[int, tuple[str, float]] = {}
     read_again = 0
     for one_pass in log.training_passes:
-        for batch in one_pass.batches if (one_pass.start.replicas or 1) > 1 else ():
-            for index, row, total in zip(batch.indices or (), batch.rows, batch.sums, strict=False):
-                read_again += index in samples
-                if samples.setdefault(index, (row, total))[0] != row:
+        if (one_pass.start.replicas or 1) < 2:
+            continue
+        for batch in one_pass.batches:
+            rows = zip(batch.rows, batch.sums, strict=False)
+            for index, (row, total) in zip(batch.indices or (), rows, strict=False):
+                if index not in samples:
+                    samples[index] = (row, total)
+                    continue
+                read_again += 1
+                if samples[index][0] != row:
                     return {}
-    return samples if read_again >= MIN_READ_AGAIN else {}
+    if read_again < MIN_READ_AGAIN:
+        return {}
+    return samples
 
 
 def fit_of(log: RankLog, one_pass: LoaderPass) -> LinearFit | None:
@@ -111,8 +147,11 @@ def line_of_draws(
     one_pass: LoaderPass,
 ) -> CodeLine | None:
     """Return the last line before a pass that draws numbers; that of the loader if none does."""
-    draws = [event.at for event in log.select(Draw) if event.n < one_pass.start.n]
-    return draws[-1] if draws else one_pass.loader_line
+    line = one_pass.loader_line
+    for event in log.select(Draw):
+        if event.n < one_pass.start.n:
+            line = event.at
+    return line
 
 
 def are_comparable(first: LinearFit, second: LinearFit) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import isclose
 
 from stepladder.tools.check.events import (
-    NO_LOGARITHM,
     Backward,
     BeforeStep,
     Clipping,
@@ -14,6 +13,7 @@ from stepladder.tools.check.events import (
     OptimizerStep,
     ScriptCollective,
 )
+from stepladder.tools.check.probe_settings import NO_LOGARITHM
 from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.evidence import (
     Findings,
