@@ -25,8 +25,8 @@ def bind_store_to_loopback(own_address: str = "") -> None:
     to 2.15. Can go when torch's store has an option for the address that it binds.
 
     Args:
-        own_address: The loopback address at which the ranks meet in place of MASTER_ADDR, so that
-            they meet nobody else who has chosen their port.
+        own_address: The loopback address at which the ranks meet in place of MASTER_ADDR, which
+            may be that of another machine, so that they meet nobody else at their port.
     """
     rendezvous: Any = sys.modules.get(RENDEZVOUS_MODULE)
     store_class = getattr(rendezvous, "TCPStore", None)
@@ -36,8 +36,8 @@ def bind_store_to_loopback(own_address: str = "") -> None:
     def open_store(
         host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any
     ) -> Any:
+        host_name = own_address or host_name
         if is_loopback(host_name):
-            host_name = own_address or host_name
             # The port may be in use by this process's own store, which torch then shares.
             with suppress(OSError):  # torch reports other errors itself
                 if is_master:

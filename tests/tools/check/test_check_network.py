@@ -27,7 +27,7 @@ MEETS_AT_ITS_PORT = """import os
 import torch
 import torch.distributed as dist
 
-os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_ADDR"] = "{}"
 os.environ["MASTER_PORT"] = "{}"
 dist.init_process_group("gloo")
 sum_of_ranks = torch.ones(1)
@@ -55,5 +55,13 @@ def test_ranks_under_check_listen_on_loopback_alone(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_ranks_meet_at_their_port_though_another_program_listens_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        said = check(MEETS_AT_ITS_PORT.format(other.getsockname()[1]), tmp_path)
+        said = check(MEETS_AT_ITS_PORT.format("localhost", other.getsockname()[1]), tmp_path)
     assert "ranks that met: 2" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("address", ["10.128.0.2", "node001"])
+def test_ranks_meet_though_the_address_of_another_machine_is_written_into_the_script(
+    address: str, tmp_path: Path
+) -> None:
+    assert "ranks that met: 2" in check(MEETS_AT_ITS_PORT.format(address, 29500), tmp_path)

@@ -519,6 +519,26 @@ def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
     assert check(script, tmp_path, "--notes", "--epochs", "2")[1] == report
 
 
+@pytest.mark.ranks
+def test_a_script_that_makes_its_ranks_gets_the_number_that_the_user_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "made" / "counted.py"
+    script.parent.mkdir()
+    text = SEEDS_NOTHING.replace('"gloo"', STORE)
+    imports, _, body = text.partition("data = ")
+    script.write_text(
+        f"import os\n{imports.replace('dist.init', '# dist.init')}"
+        f"def main(rank):\n    dist.init_process_group({STORE})\n{indent(f'data = {body}', '    ')}"
+        "\nif __name__ == '__main__':\n"
+        "    torch.multiprocessing.spawn(main, nprocs=int(os.environ['WORLD_SIZE']))\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, report = check(script, tmp_path, "--epochs", "2")
+    assert (report["failed"], report["not_checked"]) == ("", None)
+    assert report["ran"].startswith("2 ranks")
+
+
 RESUMES_WITH_A_FLAG = """import os
 import sys
 import torch

@@ -39,14 +39,14 @@ FAILURE_DELAY_S = 3.0  # the same after one has failed
 STILL_S = 5.0  # without an event when the time is over: then ranks that wait are named
 MAX_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
 JUDGEMENT_INTERVAL_S = 2.0
-RANK_VARIABLES_OF_TORCHRUN = (
+RANK_VARIABLES_OF_TORCHRUN = {
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-)
+}
 
 Variables = dict[str, str]
 Processes = list[subprocess.Popen[bytes]]
@@ -159,8 +159,8 @@ class RankLaunch:
             env[SIMULATED_GPUS] = str(self.nproc)
             env[SIMULATED_GPUS_AVAILABLE] = str(int(self.gpus_available))
         if self.is_alone:
-            for name in RANK_VARIABLES_OF_TORCHRUN:
-                env.pop(name, None)
+            if "RANK" in env:  # of a launcher; else the script may make WORLD_SIZE processes
+                env = {name: env[name] for name in env.keys() - RANK_VARIABLES_OF_TORCHRUN}
             return env | (self.meeting_place(port) if self.spawns_by_variables else {})
         if self.simulates_fabric:
             env |= self.fabric_variables()
