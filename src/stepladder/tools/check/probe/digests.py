@@ -94,8 +94,12 @@ def trained_matrices(parameters: list[Any]) -> list[Any]:
 
     Behind a ReLU that is 0 for every sample the last bias still has one.
     """
-    trained = [p for p in parameters if p.requires_grad and p.grad is not None]
-    return [parameter for parameter in trained if parameter.dim() > 1]
+    matrices = []
+    for parameter in parameters:
+        is_trained = parameter.requires_grad and parameter.grad is not None
+        if is_trained and parameter.dim() > 1:
+            matrices.append(parameter)
+    return matrices
 
 
 @default_on_error(str)
