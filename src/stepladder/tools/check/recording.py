@@ -65,6 +65,11 @@ class LoaderPass:
         return self.start.at
 
     @property
+    def is_divided(self) -> bool:
+        """Whether a sampler, of torch or of Accelerate, divides the samples among the ranks."""
+        return (self.start.replicas or 1) > 1 or "Shard" in self.start.batcher
+
+    @property
     def loader_line(self) -> CodeLine | None:
         """The line that made the loader."""
         return self.start.built or self.line

@@ -243,7 +243,8 @@ def held_sums(dataset: Any) -> list[float]:
 
     Empty where a data set holds no numbers for its samples, as one that reads files.
     """
-    for attribute in vars(dataset).values():
+    attributes = list(vars(dataset).values()) if hasattr(dataset, "__dict__") else [dataset]
+    for attribute in attributes:
         if isinstance(attribute, dict):
             attribute = tuple(attribute.values())
         parts = attribute if isinstance(attribute, tuple) else (attribute,)

@@ -86,7 +86,7 @@ def own_held_samples(evidence: RunEvidence) -> Findings:
     if any(own_task(evidence)) or any(own_samples(evidence)):
         return
     for first, second, *_ in evidence.training_passes()[:1]:
-        is_divided = min(first.start.replicas or 1, second.start.replicas or 1) > 1
+        is_divided = first.is_divided and second.is_divided
         if is_divided and are_unrelated(first.start.held, second.start.held):
             yield evidence.finding(
                 "own-task.samples",
@@ -114,7 +114,7 @@ def constant_samples(log: RankLog) -> dict[int, tuple[str, float]]:
     samples: dict[int, tuple[str, float]] = {}
     read_again = 0
     for one_pass in log.training_passes:
-        if (one_pass.start.replicas or 1) < 2:
+        if not one_pass.is_divided:
             continue
         for batch in one_pass.batches:
             rows = zip(batch.rows, batch.sums, strict=False)
