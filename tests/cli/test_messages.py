@@ -4,6 +4,7 @@ own job.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,33 @@ def test_a_gpu_that_is_not_here_is_one_line_with_this_machine_s_cause(tmp_path: 
     )
     refused(run(*TRAIN, "--device", "cuda", cwd=tmp_path), "--device cuda, but ", cause)
     assert not (tmp_path / "new").exists()
+
+
+# -- a flag of the command after the script ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "named"),
+    [
+        ("check --static", "--resume --timeout=3 --other", ["--resume", "--timeout"]),
+        ("parity --steps 1 --at 1 '' --at 1 ''", "--resume --patience 9", ["--patience"]),
+        ("run", "--nproc 2 --run-dir new", ["--nproc"]),
+        ("submit --dry-run", "--account physics --resume", ["--account"]),
+    ],
+)
+def test_a_flag_of_the_command_that_the_script_gets_is_told(
+    command: str, args: str, named: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("import options, sys\nsys.exit(2)\n")
+    (tmp_path / "options.py").write_text("FLAGS = '--run_dir', '--other'\n")
+    name = command.split()[0]
+    done = run(*shlex.split(command), "train.py", *args.split(), cwd=tmp_path)
+    told = [line for line in done.stderr.splitlines() if "stands after train.py" in line]
+    assert told == [
+        f"stepladder: {flag} stands after train.py, so the script gets it: {name}'s own flags"
+        f" stand before. HINT: stepladder {name} {flag} ... train.py"
+        for flag in named
+    ]
 
 
 # -- a snapshot of another model -------------------------------------------------------------------

@@ -12,6 +12,7 @@ import click
 
 from stepladder.cli.findings import show_finding, tell_finding
 from stepladder.cli.flags import make_command, make_field_options
+from stepladder.cli.suggest import tell_misplaced_flags
 from stepladder.cli.types import AsJson, Count, Wait, Words
 from stepladder.core.console import echo, print_message
 from stepladder.core.errors import InputError
@@ -83,9 +84,7 @@ def command(
     reason
     """
     flags = CheckFlags(**values)
-    if not script.is_file():
-        raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
-    validate_not_job(script)
+    validate_script(script, args)
     for file, flag, mark in ((flags.sarif, "--sarif", b"sarif"), (flags.fix, "--fix", b"--- a/")):
         if file:
             validate_writable(file, flag, mark)
@@ -97,6 +96,14 @@ def command(
     if flags.fix:
         write_patch(report, flags.fix)
     return report.exit_code
+
+
+def validate_script(script: Path, args: tuple[str, ...]) -> None:
+    """Raise InputError if there is no such script, or it is a job file."""
+    if not script.is_file():
+        raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
+    validate_not_job(script)
+    tell_misplaced_flags(script, args)
 
 
 def make_request(

@@ -51,7 +51,7 @@ def command(
         print_known_errors()
         return 0
     matches = list(explain(read_lines(text)))
-    if not matches and text is not None and not is_file(text):
+    if text and not matches and not is_file(text):
         matches = list(find_nearest(text))
     if as_json:
         records = [as_record(match, EXPLAIN_RECORD_KEYS) for match in matches]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import click
 
-from stepladder.cli.check import writable_folders
+from stepladder.cli.check import validate_script, writable_folders
 from stepladder.cli.findings import show_finding
 from stepladder.cli.flags import make_command
 from stepladder.cli.types import AsJson, Count, Wait, Words
@@ -23,7 +23,6 @@ from stepladder.tools.parity.parity import (
     Size,
     compare_sizes,
 )
-from stepladder.train.job_source import validate_not_job
 
 SIZES_BY_DEFAULT = ((1, ""), (2, ""))
 AT_HINT = '--at 1 "--batch 64" --at 2 "--batch 32"'
@@ -62,9 +61,7 @@ def command(
         patience: Seconds without progress that count as a hang.
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
-    if not script.is_file():
-        raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
-    validate_not_job(script)
+    validate_script(script, args)
     sizes = [parse_size(nproc, text, args) for nproc, text in at or SIZES_BY_DEFAULT]
     if len(sizes) != 2 or sizes[0].nproc == sizes[1].nproc:
         numbers = ", ".join(str(size.nproc) for size in sizes)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import click
 
 from stepladder.cli.flags import HIDDEN, make_command, make_field_options
+from stepladder.cli.suggest import tell_misplaced_flags
 from stepladder.cli.types import (
     Count,
     ExplainAfter,
@@ -139,6 +140,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     )
     if to_run.kind == "file":
         validate_not_job(Path(to_run.name))
+        tell_misplaced_flags(Path(to_run.name), args)
     if flags["pretend_gpus"]:
         simulate_gpus(flags["pretend_gpus"])
     topology = make_topology(flags)

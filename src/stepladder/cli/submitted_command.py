@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from stepladder.cli.suggest import visible_flags
+from stepladder.cli.suggest import tell_misplaced_flags, visible_flags
 from stepladder.core.errors import InputError
 from stepladder.core.paths import parse_path
 from stepladder.train.job_source import validate_not_job
@@ -61,6 +61,7 @@ def parse_submitted_command(arguments: Sequence[str]) -> SubmittedCommand:
     path: Path = command.job if kind == "train" else Path(params["script"])
     if kind == "run":
         validate_script(path, params)
+        tell_misplaced_flags(path, params["args"])
     job_dir = params["run_dir"] or Path("runs") / path.stem
     return SubmittedCommand(kind, kind_arguments, job_dir, path.stem)
 

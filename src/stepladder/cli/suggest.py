@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
 
 from stepladder.cli.flags import make_command
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 
 # Flags of other programs, and our flags that do the same.
@@ -119,3 +122,25 @@ def visible_flags(context: click.Context | None) -> set[str]:
     params = context.command.get_params(context) if context else []
     options = [param for param in params if isinstance(param, click.Option) and not param.hidden]
     return {name for option in options for name in option.opts} - {"--help"}
+
+
+def tell_misplaced_flags(script: Path, args: Iterable[str]) -> None:
+    """Print which flags of the command stand after a script whose source does not name them.
+
+    A script that names one, with or without its dashes, has it as a flag or a variable of its own.
+    """
+    from stepladder.tools.check.script_source import read_source
+
+    context = click.get_current_context()
+    flags = visible_flags(context).intersection(arg.partition("=")[0] for arg in args)
+    if not flags:
+        return
+    with suppress(InputError):  # an archive, or no Python: whoever runs it says so
+        text = read_source(script.resolve(), script.parent).text.replace("-", "_")
+        for flag in sorted(flags):
+            if flag.strip("-").replace("-", "_") in text:
+                continue
+            print_message(
+                f"{flag} stands after {script}, so the script gets it: {context.info_name}'s"
+                f" own flags stand before. HINT: {context.command_path} {flag} ... {script}"
+            )

@@ -85,18 +85,18 @@ def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[
     metrics = dict.fromkeys(
         metric for record in records for metric in record.metrics.last_evaluation
     )
-    has_best = any(record.result is not None and record.result.best for record in records)
+    bests = [record.result.best if record.result else None for record in records]
+    has_best = any(bests)
     rows = []
-    for name, record in zip(names, records, strict=True):
-        starts = [value for _, value in sorted(record.start_records.items())]
+    for name, record, best in zip(names, records, bests, strict=True):
         row = [name, record.progress, describe_sizes(record)]
         if has_best:
-            best = record.result.best if record.result else None
             row.append(f"{best.metric} {best.value:.6g}" if best else "-")
         for metric in metrics:
             last = record.metrics.last_evaluation.get(metric)
             row.append("-" if last is None else f"{last:.6g}")
-        begun = format_time(starts[0].begun) if starts else "-"
+        starts = record.start_records
+        begun = format_time(starts[min(starts)].begun) if starts else "-"
         rows.append([*row, begun, str(record.run_dir)])
     head = ["run", "steps", "processes", *["best"] * has_best]
     head += [f"last {metric}" for metric in metrics]
