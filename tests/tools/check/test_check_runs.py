@@ -357,12 +357,14 @@ def corpus() -> list[dict]:  # type: ignore[type-arg]
 @pytest.mark.parametrize("name", [entry["file"] for entry in corpus() if "twin" in entry])
 def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -> None:
     script = next(entry for entry in corpus() if entry["file"] == name)
-    faulty, fixed = script["twin"]
-    text = (CORPUS / name).read_text()
-    assert text.count(faulty) == 1
+    fixed_text = (CORPUS / name).read_text()
+    edits = iter(script["twin"])
+    for faulty, fixed in zip(edits, edits, strict=True):
+        assert fixed_text.count(faulty) == 1
+        fixed_text = fixed_text.replace(faulty, fixed)
     twin = tmp_path / "from" / name
     twin.parent.mkdir()
-    twin.write_text(text.replace(faulty, fixed))
+    twin.write_text(fixed_text)
     flags = ["--notes", *(["--resume"] if script.get("resume") else [])]
     _, report = check(CORPUS / name, tmp_path, *flags)
     planted = set(script["rules"])
