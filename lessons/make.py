@@ -289,6 +289,8 @@ def write_notebooks(folder):
 
 
 def write_handout(path, text):
+    if path.is_file() and path.read_bytes() != text.encode():
+        refuse(f"{path} is there already, and was not written by this command", "name a new path")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -252,6 +252,9 @@ def test_a_class_hands_in_pages_that_are_merged(learn: Learn, tmp_path: Path) ->
     other = replace(read_learner_page(pages[1]), learner="<Ada>")
     pages[1].write_text(render_learner_page(other))
     learn("class", *pages, "-o", tmp_path / "class.html")
+    learn("class", *tmp_path.glob("*.html"), "-o", tmp_path / "class.html")
+    learn("class", *pages, "-o", pages[0], code=2)
+    assert read_learner_page(pages[0]).items == first.items, "a learner's page is not replaced"
     text = (tmp_path / "class.html").read_text()
     assert (
         "The class: 2 learners" in text and "<td>&lt;Ada&gt;</td><td>2 of 4</td><td>1</td>" in text

@@ -157,7 +157,7 @@ def test_a_damaged_data_file_is_named(
 @pytest.mark.parametrize(
     "args, parts",
     [
-        ((PLAIN,), ("recipe=mlp", "plain", "HINT: stepladder train mlp")),
+        ((PLAIN,), ("recipe=mlp", "plain", "HINT: the recipe or job file mlp to resume")),
         ((*MLP, "--seed", 1), ("seed=0", "1")),
         ((*MLP, "--global-batch", 8), ("global_batch=16", "8")),
         ((*MLP, "--hidden", 8), ("hidden=64", "8", "HINT: --hidden 64")),

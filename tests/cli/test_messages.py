@@ -239,6 +239,12 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         ("--shard", "optimizer"),
         "Adafactor cannot step a weight without elements, such as the one of shape [0, 4]",
     ),
+    "a frozen model": (
+        "torch.nn.Linear(4, 4).requires_grad_(False)",
+        "torch.optim.SGD",
+        (),
+        "no parameter of the model has requires_grad, so there is nothing to train",
+    ),
     "LBFGS": (
         "torch.nn.Linear(4, 4)",
         "torch.optim.LBFGS",

@@ -34,6 +34,21 @@ def test_a_path_that_cannot_be_written_is_one_line(action: str, path: str) -> No
     refused(done, f"error: {path}", "cannot be written: No such file or directory", "HINT: ")
 
 
+@pytest.mark.parametrize(("action", "name"), [("slides", "mine.html"), ("notebooks", "")])
+def test_a_file_of_the_users_is_not_replaced(action: str, name: str, tmp_path: Path) -> None:
+    if action == "slides":
+        pytest.importorskip("markdown")
+        mine = tmp_path / name
+    else:
+        assert "written: " in make(action, tmp_path)
+        mine = min(tmp_path.glob("*.ipynb"))
+        assert "written: " in make(action, tmp_path), "those that nobody has changed are no others"
+    mine.write_text("mine")
+    command = [sys.executable, str(LESSONS / "make.py"), action, str(tmp_path / name)]
+    refused(subprocess.run(command, capture_output=True, text=True), f"{mine} is there already")
+    assert mine.read_text() == "mine"
+
+
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("markdown")

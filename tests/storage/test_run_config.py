@@ -50,7 +50,12 @@ RUN = Path("runs/mlp")
             "machine=AVX2",
             "a machine as it was started on",
         ),
-        ({"recipe": "mlp"}, {"recipe": "cnn"}, "recipe=mlp", "stepladder train mlp to resume"),
+        (
+            {"recipe": "mlp"},
+            {"recipe": "cnn"},
+            "recipe=mlp",
+            "the recipe or job file mlp to resume",
+        ),
         ({"num_samples": 9}, {"num_samples": 8}, "num_samples=9", "the data it was started with"),
         ({"chunks": None}, {"chunks": {"slots": 8}}, "chunks=None", "the data it was started with"),
         (

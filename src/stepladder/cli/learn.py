@@ -26,6 +26,7 @@ from stepladder.tools.learn.check import (
     run_lesson,
 )
 from stepladder.tools.learn.class_report import (
+    CLASS_PAGE,
     ItemResult,
     make_item_result,
     make_learner_results,
@@ -240,8 +241,8 @@ def class_(
     Args:
         reports (FILE...): Pages of `learn check --all --report FILE`.
     """
-    validate_writable(output, "-o", GENERATOR)
-    pages = {path: read_learner_page(path) for path in reports}
+    validate_writable(output, "-o", CLASS_PAGE)
+    pages = {path: read_learner_page(path) for path in reports if path != output}
     write_output(output, render_class_page(pages), "-o")
     echo(f"written: {output}")
 

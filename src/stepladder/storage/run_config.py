@@ -131,7 +131,7 @@ def find_first_difference(stored: dict[str, Any], current: dict[str, Any]) -> st
 def make_resume_hint(name: str, stored: dict[str, Any]) -> str:
     """Return what to type so that one setting has its stored value."""
     hints = {
-        "recipe": f"stepladder train {stored.get('recipe')}",
+        "recipe": f"the recipe or job file {stored.get('recipe')}",
         "num_samples": "the data it was started with",
         "chunks": "the data it was started with",
         "machine": "a machine as it was started on",

@@ -90,13 +90,18 @@ def validate_parts(job: Job) -> None:
 
 
 def validate_parameters(job: Job) -> None:
-    """Check that the optimizer steps only parameters of the model.
+    """Check that there is a parameter to train, and that the optimizer steps only the model's.
 
     The gradients of other parameters would not be synchronized.
 
     Raises:
-        InputError: The optimizer has parameters that are not the model's.
+        InputError: All parameters are frozen, or the optimizer has some that are not the model's.
     """
+    if not any(param.requires_grad for param in job.model.parameters()):
+        raise InputError(
+            "no parameter of the model has requires_grad, so there is nothing to train",
+            "parameter.requires_grad_(True) for the layers that are to be trained",
+        )
     model_parameters = {id(param) for param in job.model.parameters()}
     foreign = [
         param for param in _parameters_of(job.optimizer) if id(param) not in model_parameters

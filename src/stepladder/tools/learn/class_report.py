@@ -24,6 +24,7 @@ from stepladder.tools.learn.course import Exercise, Lesson
 from stepladder.tools.pages.page import render_page
 
 DATA_ATTRIBUTE = "data-results"
+CLASS_PAGE = b"<title>The class"  # at the head of a page of several learners
 MAX_REPORT_BYTES = 1 << 20
 
 
