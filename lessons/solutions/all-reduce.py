@@ -23,6 +23,9 @@ def mean_of_all(value):
     return value / dist.get_world_size()
 
 
+# -- the check: leave it as it is ------------------------------------------------------------------
+
+
 def rank_main(rank, num_ranks, store, results):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     mean = mean_of_all(torch.tensor([NUMBERS[rank], -NUMBERS[rank]]))
@@ -32,9 +35,6 @@ def rank_main(rank, num_ranks, store, results):
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # Python's own exit may wait for gloo's threads, and they for it
-
-
-# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():

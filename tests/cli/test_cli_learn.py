@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -191,6 +192,31 @@ def test_start_copies_and_check_uses_the_copies(learn: Learn, tmp_path: Path) ->
     file.write_text(file.read_text().replace("return a\n", "return a + b\n"))
     assert "passed: it adds" in learn("check", "add").stdout
     assert f"{copy}: 0 exercises copied, 2 kept" in learn("start", copy).stdout
+
+
+def test_each_folder_that_is_started_has_the_lessons(tmp_path: Path) -> None:
+    """Where the first one has them from the package."""
+    first = write_course(tmp_path / "first")
+    state = tmp_path / "state" / "stepladder"
+    state.mkdir(parents=True)
+    (state / "learn.json").write_text(json.dumps({"schema": 1, "course": str(first)}))
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    done = expect(run("learn", "start", "second", cwd=tmp_path, env=env), 0)
+    assert "second/lessons: 2 lessons\nsecond" in done.stdout.replace(f"{tmp_path}/", "")
+    assert (tmp_path / "second/lessons/01-first/lesson.py").is_file()
+
+
+def test_a_file_in_another_encoding_is_read_or_refused(learn: Learn, tmp_path: Path) -> None:
+    solve(tmp_path)
+    file = tmp_path / "checkout/lessons/exercises/add/exercise.py"
+    text = "# na\u00efve\n" + file.read_text()
+    file.write_bytes(text.encode("latin-1"))
+    refused(learn("check", "add", code=2), f"{file} is not a Python file", "HINT: save it as UTF-8")
+    output = learn("check", "--all", code=1).stdout
+    assert f"add                      NOT YET: {file} is not a Python file" in output
+    assert " 4 of 4  stop" in output
+    file.write_bytes(f"# coding: latin-1\n{text}".encode("latin-1"))
+    assert "passed: it adds" in learn("check", "add").stdout
 
 
 @pytest.mark.parametrize(

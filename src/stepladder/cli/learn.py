@@ -19,6 +19,7 @@ from stepladder.core.output_file import validate_writable, write_output
 from stepladder.core.terminal import make_console
 from stepladder.tools.learn.check import (
     NOT_YET_PREFIX,
+    Verdict,
     check_item,
     find_missing_requirement,
     find_next_item,
@@ -34,6 +35,7 @@ from stepladder.tools.learn.class_report import (
     render_class_page,
     render_learner_page,
 )
+from stepladder.tools.learn.command import Echo
 from stepladder.tools.learn.course import (
     START_COMMAND,
     Course,
@@ -42,6 +44,7 @@ from stepladder.tools.learn.course import (
     Lesson,
     load_course,
     load_progress,
+    read_source,
 )
 from stepladder.tools.pages.page import GENERATOR
 
@@ -204,7 +207,7 @@ def check_course(course: Course, report: Path | None) -> int:
             results.append(make_item_result(item, None, f"needs {missing}"))
             continue
         output: list[str] = []
-        verdict = check_item(course, item, output.append)
+        verdict = check_or_refuse(course, item, output.append)
         failed += not verdict.passed
         results.append(make_item_result(item, verdict.passed, verdict.text))
         echo(f"{'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
@@ -216,6 +219,21 @@ def check_course(course: Course, report: Path | None) -> int:
     skipped = len(items) - passed - failed
     echo(f"{passed} of {len(items)} passed, {failed} not yet, {skipped} skipped")
     return int(failed > 0)
+
+
+def check_or_refuse(
+    course: Course,
+    item: Lesson | Exercise,
+    echo: Echo,
+) -> Verdict:
+    """Check one of many: it does not pass where it is refused, and the others go on."""
+    try:
+        return check_item(course, item, echo)
+    except InputError as error:
+        if course.is_packaged:
+            raise
+        echo(f"{NOT_YET_PREFIX}{error}")
+        return Verdict(False, str(error))
 
 
 def write_report(
@@ -261,7 +279,7 @@ def solution(name: str, *, yes: bool = False) -> None:
         raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
     text = file.read_text(encoding="utf-8")
     echo(f"# {file}\n\n{text}", end="")
-    mine = load_progress().exercise_file(course, exercise).read_text(encoding="utf-8")
+    mine = read_source(load_progress().exercise_file(course, exercise))
     changes = list(unified_diff(mine.splitlines(), text.splitlines(), "yours", name, lineterm=""))
     if changes:
         echo("\n# what it changes in your file\n\n" + "\n".join(changes))
@@ -276,7 +294,7 @@ def start(folder: Path = Path("my-exercises")) -> None:
     Without `start`, exercises are edited in the checkout.
     """
     course, progress = load_course(), load_progress()
-    if course.is_packaged:
+    if course.is_packaged or course.root == progress.course:
         progress.lay_out(course, folder)
         echo(f"{folder / 'lessons'}: {format_count(len(course.lessons), 'lesson')}")
     copied, unchanged = progress.copy_exercises(course, folder)

@@ -160,11 +160,29 @@ def test_a_folder_that_cannot_be_written(course: Course, tmp_path: Path) -> None
     assert not load_progress().file.exists(), "nothing is made where the input is refused"
 
 
+def test_a_file_in_the_place_of_an_exercise_is_named(course: Course, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "add").touch()
+    with pytest.raises(InputError, match=r"mine/add cannot be written: Not a directory"):
+        load_progress().lay_out(course, mine)
+    assert [path.name for path in mine.iterdir()] == ["add"]
+
+
+def test_a_folder_of_somebody_else_is_not_mixed_with_the_lessons(
+    course: Course, tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "lessons").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"mine/lessons is not of this course. HINT: name another"):
+        load_progress().lay_out(course, tmp_path / "mine")
+    assert [*(tmp_path / "mine").rglob("*")] == [tmp_path / "mine" / "lessons"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_write_permission(course: Course, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    with pytest.raises(InputError, match=r"closed/x cannot be written: Permission denied"):
+    with pytest.raises(InputError, match=r"closed cannot be written: Permission denied"):
         load_progress().copy_exercises(course, closed / "x")
     assert not load_progress().file.exists()
 

@@ -20,6 +20,7 @@ from stepladder.tools.learn.course import (
     Lesson,
     extract_check,
     load_progress,
+    read_source,
 )
 from stepladder.tools.learn.hang import HANG_TIMEOUT_S
 
@@ -91,7 +92,7 @@ def check_exercise(
 ) -> Verdict:
     """Run the learner's file, whose check must be the shipped one."""
     solution = course.get_solution_file(exercise).read_text(encoding="utf-8")
-    if extract_check(file.read_text(encoding="utf-8")) != extract_check(solution):
+    if extract_check(read_source(file)) != extract_check(solution):
         restore = f"stepladder learn start {file.parents[1]}"
         if file.is_relative_to(course.root / "lessons"):
             restore = f"git checkout {file}"

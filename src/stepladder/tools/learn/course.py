@@ -11,6 +11,7 @@ import difflib
 import errno
 import json
 import os
+import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -175,6 +176,32 @@ def extract_check(text: str) -> str:
     return text.partition(CHECK_LINE)[2]
 
 
+def read_source(file: Path) -> str:
+    """Return a learner's Python file as a text, in the encoding that it names."""
+    hint = "save it as UTF-8"
+    with (
+        as_input_error(f"{file} is not a Python file", hint, (SyntaxError, ValueError)),
+        tokenize.open(file) as source,
+    ):
+        return source.read()
+
+
+def find_missing_copies(course: Course, folder: Path) -> dict[Exercise, Path]:
+    """Return where to copy the exercises that the folder lacks.
+
+    Raises:
+        InputError: Something is in the way.
+    """
+    targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
+    missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+    for target in missing.values():
+        obstacle = find_obstacle(target.parent)
+        if obstacle is not None:
+            reason = os.strerror(errno.EACCES if obstacle.is_dir() else errno.ENOTDIR)
+            raise InputError(f"{obstacle} cannot be written: {reason}", "name another folder")
+    return missing
+
+
 @dataclass
 class CourseProgress:
     """The learner's progress, which is saved in the state folder."""
@@ -216,15 +243,7 @@ class CourseProgress:
 
         Returns how many were copied, and how many kept.
         """
-        targets = {
-            exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
-        }
-        missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
-        for target in missing.values():
-            obstacle = find_obstacle(target.parent)
-            if obstacle is not None:
-                reason = os.strerror(errno.EACCES if obstacle.is_dir() else errno.ENOTDIR)
-                raise InputError(f"{folder} cannot be written: {reason}", "name another folder")
+        missing = find_missing_copies(course, folder)
         self.save()  # first: if the progress cannot be saved, nothing is copied
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
@@ -234,7 +253,7 @@ class CourseProgress:
                 )
         self.folder = folder.resolve()
         self.save()
-        return len(missing), len(targets) - len(missing)
+        return len(missing), len(course.exercises) - len(missing)
 
     def lay_out(self, course: Course, folder: Path) -> int:
         """Copy the package's course, its pages and pictures into the folder; use it from now on.
@@ -242,10 +261,14 @@ class CourseProgress:
         The page of an exercise then links the copy that `copy_exercises` makes in the folder.
         Existing files are kept. Returns how many were copied.
         """
+        if (folder / "lessons").exists() and not (folder / LADDER).exists():
+            raise InputError(f"{folder / 'lessons'} is not of this course", "name another folder")
+        find_missing_copies(course, folder)  # first: where it raises, nothing is copied
         lessons = (course.root / "lessons").rglob("*")
         pages = (course.root / "docs").rglob("*")
         copied = 0
-        for file in sorted([*lessons, *pages]):
+        # The list of lessons comes first, so that a start that was interrupted can be repeated.
+        for file in [course.root / LADDER, *sorted([*lessons, *pages])]:
             target = folder / file.relative_to(course.root)
             if not file.is_file() or file.parent.name == "__pycache__" or target.exists():
                 continue
