@@ -127,6 +127,13 @@ def test_slurm_s_commands_are_there_and_not_the_user_s_to_execute(
             ["--output", "logs/%j.out", "--", "train", "mlp"],
             ["there is no such folder", "mkdir -p logs"],
         ),
+        (
+            ["--output", "/missing/x-%j.out", "--", "train", "mlp"],
+            ["--output /missing/x-%j.out cannot", "mkdir -p /missing"],
+        ),
+        (["--account", "", "--", "train", "mlp"], ["--account is empty", "or no --account"]),
+        (["--mem", "", "--", "train", "mlp"], ["--mem is empty"]),
+        (["--container", "", "--", "train", "mlp"], ["--container is empty"]),
         (["--writes", ".", "--", "train", "mlp"], ["--writes without --rehearse"]),
         (["--rehearse", "--", "train", "mlp"], ["--rehearse with train", "submit -- SCRIPT.py"]),
         (["--rehearse", "--", "run", "-m", "json.tool"], ["--rehearse with -m or --no-python"]),

@@ -67,10 +67,10 @@ class SubmitFlags:
     """
 
     nproc: str | None = None
-    gpus_per_node: str = ""
+    gpus_per_node: str | None = None
     cpus_per_task: Count | None = None
-    mem: str = ""
-    time: str = ""
+    mem: str | None = None
+    time: str | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -186,9 +186,9 @@ def make_job(
 def validate_output(output: Path) -> None:
     """Raise InputError where the log cannot be written: Slurm would end the job without a message.
 
-    A path that is relative to the job's folder is checked, too, but not one with Slurm's patterns.
+    A folder with Slurm's patterns is not checked.
     """
-    if not output.is_absolute() and "%" not in str(output.parent):
+    if "%" not in str(output.parent):
         validate_writable(output, "--output")
 
 

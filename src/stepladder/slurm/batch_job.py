@@ -159,6 +159,10 @@ def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any
         InputError: If a flag's value is not valid.
     """
     typed_values = {name: value for name, value in flags.items() if value is not None}
+    for name, value in typed_values.items():
+        if value == "":
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is empty", f"{flag} VALUE, or no {flag}")
     gpus = typed_values.get("gpus_per_node", "")
     if gpus and not re.fullmatch(r"([\w.-]+:)?[1-9][0-9]{0,8}", gpus):
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
