@@ -68,6 +68,18 @@ def test_a_failed_job_s_known_message_is_explained(local: dict[str, str], tmp_pa
 
 
 @pytest.mark.ranks
+def test_the_logs_of_a_job_that_has_ended_without_output_say_so(
+    local: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "gone.py").write_text("import os\nos.remove('job.out')\n")
+    job = submit(local, tmp_path, "--", "run", "gone.py")
+    for flags in (["-f"], []):
+        done = run("logs", *flags, job, cwd=tmp_path, env=local)
+        assert done.returncode == 2
+        assert f"job {job}" in done.stderr and "is not there" in done.stderr
+
+
+@pytest.mark.ranks
 def test_a_cancelled_job_has_saved_a_snapshot(local: dict[str, str], tmp_path: Path) -> None:
     job = submit(local, tmp_path, *TRAIN, "--epochs", 100_000, "--lr", 1e-6, "--snapshot-every", 50)
     wait_until(lambda: bool(list(tmp_path.glob("runs/mlp/snapshots/step_*"))))

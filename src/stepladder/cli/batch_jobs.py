@@ -303,10 +303,16 @@ def logs(
     def is_over() -> bool:
         return jobs.find_job(cluster, job).is_over
 
-    for piece in jobs.read_output(Path(known.output), is_over if follow else None):
+    waits = follow or known.is_over
+    for piece in jobs.read_output(Path(known.output), is_over if waits else None):
         sys.stdout.buffer.write(make_log_printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
-    explain_failure(jobs.find_job(cluster, job), err=True)
+    known = jobs.find_job(cluster, job)
+    if not Path(known.output).exists():
+        raise InputError(
+            f"{known.describe()}; its output {known.output} is not there", "another --output"
+        )
+    explain_failure(known, err=True)
 
 
 @make_command()
