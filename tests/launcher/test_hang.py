@@ -402,6 +402,15 @@ def test_a_rank_that_the_others_have_only_passed_is_not_blamed() -> None:
             ],
             "a queue that nobody fills",
         ),
+        (
+            COMPUTING,
+            [
+                Frame("wait", "/usr/lib/python3.11/threading.py", 320),
+                Frame("put", "/usr/lib/python3.11/queue.py", 140),
+                user_frame("f", 5),
+            ],
+            "a full queue that nobody empties",
+        ),
         (COMPUTING, [INSIDE, user_frame("f", 5)], "a collective that only some ranks call"),
         (STARTING, [user_frame("build", 5)], "a download"),
     ],

@@ -30,6 +30,10 @@ QUEUE = (
     "a queue that nobody fills: {producer} ended. Let the producer put an end mark in a `finally:`,"
     " and give get() a timeout"
 )
+FULL_QUEUE = (
+    "a full queue that nobody empties: the thread or process that takes from it is stuck, or ended."
+    " Give put() a timeout, and say why it ended"
+)
 PRODUCER = "the thread or process that puts into it is stuck, or"
 EXTRA_COLLECTIVE = (
     "a collective that only some ranks call: an `if rank == 0:`, a loss or an exception around it"

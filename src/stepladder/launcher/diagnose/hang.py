@@ -333,6 +333,8 @@ def find_cause(status: RankStatus) -> str:
     if is_in_queue(status.stack):
         producer = " and ".join(dict.fromkeys(status.ended)) or causes.PRODUCER
         return causes.QUEUE.format(producer=producer)
+    if is_in_queue(status.stack, "put"):
+        return causes.FULL_QUEUE
     if is_in_lock(status):
         return causes.LOCK
     if status.progress.phase == STARTING and status.progress.num_collectives == 0:

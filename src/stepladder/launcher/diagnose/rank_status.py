@@ -180,13 +180,13 @@ def is_idle_worker(stack: Stack) -> bool:
     return len(calls) < len(stack) and is_in_queue(calls)
 
 
-def is_in_queue(stack: Stack) -> bool:
-    """Return whether a thread waits for an item of a queue."""
+def is_in_queue(stack: Stack, function: str = "get") -> bool:
+    """Return whether a thread waits for an item of a queue or, with "put", for room in one."""
     for call in stack[:MAX_QUEUE_DEPTH]:
-        if call.function == "get" and call.file.endswith(QUEUE_FILES):
+        if call.function == function and call.file.endswith(QUEUE_FILES):
             return True
-    # queue.SimpleQueue is compiled, and has no call of its own.
-    return bool(stack) and ".get()" in stack[0].source
+    # queue.SimpleQueue is compiled, and has no call of its own; it is never full.
+    return bool(stack) and function == "get" and ".get()" in stack[0].source
 
 
 def _is_in_files(frame: Frame, files: Sequence[str]) -> bool:
