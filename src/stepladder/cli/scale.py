@@ -60,9 +60,9 @@ class ScaleFlags:
     weak: Annotated[bool | None, "--weak/--strong"] = None
     global_batch: int | None = None
     threads: int = 1
-    gpus_per_node: str = ""
+    gpus_per_node: str | None = None
     partition: str | None = None
-    time: str = ""
+    time: str | None = None
     sbatch_args: SbatchArgs = ()
     csv: Path | None = None
     html: Path | None = None
@@ -163,7 +163,7 @@ def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> Batc
     if nproc:
         ranks_per_node = nproc[0]
     else:
-        gpus = flags["gpus_per_node"].rpartition(":")[2]
+        gpus = (flags["gpus_per_node"] or "").rpartition(":")[2]
         ranks_per_node = parse_whole_number(gpus) or 1
     return make_batch_job(
         {name: flags[name] for name in SLURM_FLAGS} | {"nproc": str(ranks_per_node)},
