@@ -38,15 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from formats_readers import (
-    NATIVE,
-    OPTIONAL,
-    READERS,
-    WRITERS,
-    Rank,
-    list_formats,
-    open_fastest,
-)
+from formats_readers import NATIVE, OPTIONAL, READERS, WRITERS, Rank, list_formats, open_fastest
 from report import Report, bar, table
 
 from stepladder import Loader, open_data

@@ -33,10 +33,7 @@ def use_exchange() -> None:
 
 
 def run_in_rank(
-    env: dict[str, str],
-    target: Callable[..., None],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    env: dict[str, str], target: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run a rank of a test, with the variables that the test has set."""
     os.environ.update(env)

@@ -93,14 +93,7 @@ class Gauges:
         return sorted(self.function_sizes)[int(0.9 * len(self.function_sizes))]
 
 
-COUNTS = (
-    "lines",
-    "tokens",
-    "statements",
-    "names",
-    "docstrings",
-    "conditional_expressions",
-)
+COUNTS = ("lines", "tokens", "statements", "names", "docstrings", "conditional_expressions")
 
 
 def measure(path: Path, text: str | None = None) -> Gauges:

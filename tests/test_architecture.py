@@ -39,7 +39,7 @@ EXCEPTIONS = {
     (
         "launcher.entry",
         "train.job_runner",
-    ): "late, in the process of a rank, where the training begins",
+    ): "late, in the process of a rank, where the training begins"
 }
 
 WITHOUT_TORCH = [

@@ -42,8 +42,7 @@ NEW = (sys.executable, "-W", "default")  # no file or module comes first, so it 
 
 
 @pytest.mark.parametrize(
-    "end",
-    [end if end in FEW else pytest.param(end, marks=pytest.mark.slow) for end in ENDS],
+    "end", [end if end in FEW else pytest.param(end, marks=pytest.mark.slow) for end in ENDS]
 )
 def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> None:
     (tmp_path / "about.py").write_text(ABOUT + ENDS[end])

@@ -58,8 +58,7 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nproc", type=positive, default=4, help="processes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

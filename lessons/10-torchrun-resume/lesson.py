@@ -125,15 +125,10 @@ def positive(text):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "numbers",
-        nargs="*",
-        type=positive,
-        metavar="50 10",
-        help="total epochs, save every",
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
     )
     parser.add_argument("--total_epochs", type=positive, default=50)
     parser.add_argument("--save_every", type=positive, default=10, help="epochs")

@@ -63,8 +63,7 @@ def create(data_dir, path, chunk_rows):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument("--h5", type=Path, default=Path("data/mnist.h5"))

@@ -40,43 +40,21 @@ def check_source(source: Source) -> None:
     except InputError as error:
         raise AssertionError(str(error)) from error
     assert len(source) > 0, "it has no samples"
-    indices = choose_samples(
-        len(source),
-        chunks.edges if chunks else None,
-    )
+    indices = choose_samples(len(source), chunks.edges if chunks else None)
     batch = read(source, indices)
     first_values = [column.copy() for column in batch]
     for position, index in enumerate(indices.tolist()):
         row = slice(position, position + 1)
-        expect_rows(
-            read(source, indices[row]),
-            first_values,
-            row,
-            f"sample {index}",
-        )
+        expect_rows(read(source, indices[row]), first_values, row, f"sample {index}")
     for name, rows in READ_AGAIN.items():
-        expect_rows(
-            read(source, indices[rows]),
-            first_values,
-            rows,
-            f"the batch read {name}",
-        )
-    expect_rows(
-        batch,
-        first_values,
-        slice(None),
-        "a batch, after others were read,",
-    )
+        expect_rows(read(source, indices[rows]), first_values, rows, f"the batch read {name}")
+    expect_rows(batch, first_values, slice(None), "a batch, after others were read,")
 
 
 def choose_samples(num_samples: int, edges: IndexArray | None) -> IndexArray:
     """Return samples from the whole range in random order, and those at the first chunk edges."""
     generator = np.random.default_rng(0)
-    chosen = generator.choice(
-        num_samples,
-        min(num_samples, MAX_SAMPLES // 2),
-        replace=False,
-    )
+    chosen = generator.choice(num_samples, min(num_samples, MAX_SAMPLES // 2), replace=False)
     at_edges = np.array([0, num_samples - 1])
     if edges is not None:
         inner_edges = edges[1:-1][: MAX_SAMPLES // 4]
@@ -122,12 +100,7 @@ def to_array(column: Any) -> np.ndarray:
     return array
 
 
-def expect_rows(
-    columns: list[np.ndarray],
-    batch: list[np.ndarray],
-    rows: slice,
-    name: str,
-) -> None:
+def expect_rows(columns: list[np.ndarray], batch: list[np.ndarray], rows: slice, name: str) -> None:
     """Compare columns with rows of the batch that was read first."""
     assert len(columns) == len(batch), (
         f"{name} has {len(columns)} columns, others have {len(batch)}"

@@ -309,11 +309,7 @@ def test_learners_of_one_name_are_told_apart() -> None:
     pages = {Path("a.html"): results, Path("b.html"): other, Path("c.html"): alone}
     assert list(name_learners(pages)) == ["student on pc1", "student on pc2", "ada"]
     again = {Path("a.html"): results, Path("b.html"): results, Path("c.html"): other}
-    assert list(name_learners(again)) == [
-        "student (a.html)",
-        "student (b.html)",
-        "student on pc2",
-    ]
+    assert list(name_learners(again)) == ["student (a.html)", "student (b.html)", "student on pc2"]
 
 
 def test_a_page_of_something_else_is_refused(learn: Learn, tmp_path: Path) -> None:

@@ -61,13 +61,7 @@ def test_weights_become_whole_passes() -> None:
 
 
 @settings(max_examples=30)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 10**9), st.floats(0.01, 1)),
-        min_size=1,
-        max_size=6,
-    )
-)
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(0.01, 1)), min_size=1, max_size=6))
 def test_the_part_of_each_source_is_its_weight_within_a_hundredth(
     sources: list[tuple[int, float]],
 ) -> None:

@@ -219,8 +219,7 @@ def test_bad_samples(tmp_path: Path, samples: list[Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value, message",
-    [(0, "must be at least 1"), (1.5, "= int or None"), ("8", "= int or None")],
+    "value, message", [(0, "must be at least 1"), (1.5, "= int or None"), ("8", "= int or None")]
 )
 @pytest.mark.parametrize("setting", ["chunk_rows", "rows_per_shard"])
 def test_bad_sizes(tmp_path: Path, setting: str, value: Any, message: str) -> None:

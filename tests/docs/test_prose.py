@@ -82,9 +82,7 @@ def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in [*PAGES, *LESSONS] if page.name not in NO_NEXT],
-    ids=name_page,
+    "page", [page for page in [*PAGES, *LESSONS] if page.name not in NO_NEXT], ids=name_page
 )
 def test_a_page_ends_with_where_to_go(page: Path) -> None:
     last = page.read_text().rstrip().split("\n\n")[-1]

@@ -58,8 +58,7 @@ DDP_OPTIONS = "static_graph=True", "find_unused_parameters=True", "gradient_as_b
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["", *(pytest.param(option, marks=pytest.mark.slow) for option in DDP_OPTIONS)],
+    "options", ["", *(pytest.param(option, marks=pytest.mark.slow) for option in DDP_OPTIONS)]
 )
 def test_ddp_gives_the_bits_of_gloo_on_two_ranks(tmp_path: Path, options: str) -> None:
     ours, said = trained(tmp_path, "--nproc", 2, options=options)

@@ -351,10 +351,7 @@ def memory_group() -> Iterator[Path]:
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced_and_the_cause_is_named(
     memory_group: Path, tmp_path: Path
 ) -> None:
-    env = {
-        "TROUBLE": f"kernel-memory 1 7 {tmp_path / 'marker'}",
-        "MEMORY_GROUP": str(memory_group),
-    }
+    env = {"TROUBLE": f"kernel-memory 1 7 {tmp_path / 'marker'}", "MEMORY_GROUP": str(memory_group)}
     done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr

@@ -34,10 +34,7 @@ ENDS_ALL = "build", "dataset", "collate", "loss", "metrics", "derived", "schedul
 GOES_ON = "thread", "del", "atexit"
 QUICK = {
     ("alone", raised_in) for raised_in in ("build", "dataset", "loss", "metrics", "atexit")
-} | {
-    ("2 ranks", "dataset"),
-    ("--nodes 1", "dataset"),
-}
+} | {("2 ranks", "dataset"), ("--nodes 1", "dataset")}
 
 
 def table() -> list[Any]:

@@ -127,10 +127,7 @@ def test_without_any_digits_it_says_what_to_install(
 
 @pytest.mark.parametrize(("action", "package"), MAKE.NEEDED.items())
 def test_make_says_which_package_it_needs(
-    action: str,
-    package: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    action: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(sys, "argv", ["make.py", action, "file"])

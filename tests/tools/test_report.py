@@ -62,10 +62,7 @@ def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
     assert [step for step, _ in record.metrics.losses.points] == list(range(1, 17))
     assert [
         (start.attempt, start.world_size, start.first, start.last) for start in record.starts
-    ] == [
-        (1, 2, 0, 8),
-        (2, 1, 8, 16),
-    ]
+    ] == [(1, 2, 0, 8), (2, 1, 8, 16)]
     assert [int(steps) for steps in record.times.get_cells([0, 1])[..., 0].sum(1)] == [16, 8]
     assert record.times.world_size == 1
     assert record.progress == "16 of 16 steps"
@@ -110,13 +107,7 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     assert "finished: 16 of 16 steps, 1 start on 2 processes; samples lost 0" in text
     assert re.search(r"rank 1 takes \d+\.\d times as long as the other for its share", text), text
     drawn = re.findall(r"<svg[^>]*aria-label=\"([^\"]*)", text)
-    assert drawn == [
-        "loss",
-        "test_mse",
-        "throughput",
-        "time per step and rank",
-        "starts",
-    ]
+    assert drawn == ["loss", "test_mse", "throughput", "time per step and rank", "starts"]
     assert re.search(r"<p>learning rate: [\d.]+ from step 1 to 16\.</p>", text), "a constant"
     busy, waits = (
         read_run(tmp_path / "r").times.get_cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T

@@ -200,12 +200,7 @@ def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
         difference.kind,
         difference.tensor,
         difference.sizes,
-    ) == (
-        3,
-        "buffer",
-        "calls",
-        [2],
-    )
+    ) == (3, "buffer", "calls", [2])
     assert "forward changes the buffer calls" in describe_proof(
         proof, exact=True
     ) and proof.sizes == [2]

@@ -206,10 +206,7 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -
         for hi in range(lo, 22):
             assert torch.equal(
                 reader.read_elements("model/w", lo, hi), complete.flatten()[lo:hi]
-            ), (
-                lo,
-                hi,
-            )
+            ), (lo, hi)
     assert torch.equal(reader.read_tensor("model/w"), complete)
 
 

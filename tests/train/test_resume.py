@@ -257,12 +257,7 @@ def check_ranks(comm: Comm, folder: Path, sync: str, precision: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "num_ranks, sync, precision",
-    [
-        (3, "ddp", "fp32"),
-        (3, "manual", "fp32"),
-        (3, "ddp", "fp16"),
-    ],
+    "num_ranks, sync, precision", [(3, "ddp", "fp32"), (3, "manual", "fp32"), (3, "ddp", "fp16")]
 )
 def test_resumed_on_as_many_ranks_it_ends_with_the_same_bits(
     num_ranks: int, sync: str, precision: str, tmp_path: Path

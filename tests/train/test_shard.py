@@ -361,9 +361,7 @@ def fit_on_ranks(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[st
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "settings",
-    [{"precision": "fp16", "warmup_steps": 2}, {"sync": "ddp"}],
-    ids=["fp16", "ddp"],
+    "settings", [{"precision": "fp16", "warmup_steps": 2}, {"sync": "ddp"}], ids=["fp16", "ddp"]
 )
 def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unbroken_one(
     tmp_path: Path, settings: dict[str, Any]

@@ -94,9 +94,7 @@ class LazyGroup(SuggestingGroup):
         return COMMANDS
 
     def resolve_command(
-        self,
-        ctx: click.Context,
-        args: list[str],
+        self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command of the first argument, also under its old spelling."""
         successor = OLD_SPELLINGS.get(args[0])
@@ -108,11 +106,7 @@ class LazyGroup(SuggestingGroup):
             args = [*successor.split(), *args[1:]]
         return super().resolve_command(ctx, args)
 
-    def get_command(
-        self,
-        ctx: click.Context,
-        cmd_name: str,
-    ) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command, or return None if there is none of this name."""
         if cmd_name not in (*COMMANDS, *HIDDEN_COMMANDS):
             return None
@@ -122,11 +116,7 @@ class LazyGroup(SuggestingGroup):
         named = {command.name: command for command in commands}
         return named.get(cmd_name) or named["command"]
 
-    def format_commands(
-        self,
-        ctx: click.Context,
-        formatter: click.HelpFormatter,
-    ) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their sections, without importing them."""
         width = max(map(len, COMMANDS))
         for title, summaries in COMMAND_SECTIONS.items():
@@ -139,11 +129,7 @@ class LazyGroup(SuggestingGroup):
                 formatter.write_dl(rows)
 
 
-def show_all_commands(
-    ctx: click.Context,
-    _param: click.Parameter,
-    is_set: bool,
-) -> None:
+def show_all_commands(ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
     """Print the help with all commands, if --help-all is set."""
     if is_set and not ctx.resilient_parsing:
         ctx.meta[SHOWS_ALL] = True
@@ -209,12 +195,7 @@ def run_command(args: list[str]) -> NoReturn:
     try:
         with name_machine_errors():
             # obj: commands pass the same arguments to other nodes, or to tasks of Slurm.
-            code = cli.main(
-                args,
-                "stepladder",
-                standalone_mode=False,
-                obj=args,
-            )
+            code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
         exit_with_error(str(error), error.is_reporter)
     except (RanksDiffer, StorageFault) as error:

@@ -23,12 +23,7 @@ from stepladder.launcher.batch import jobs
 from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.rank.exit_record import write_end
 from stepladder.slurm import requeue
-from stepladder.slurm.batch_job import (
-    MAX_REQUEUES,
-    BatchJob,
-    make_batch_job,
-    measure_margin,
-)
+from stepladder.slurm.batch_job import MAX_REQUEUES, BatchJob, make_batch_job, measure_margin
 from stepladder.slurm.site_defaults import find_site_defaults
 from stepladder.slurm.submitted_jobs import JobInfo
 
@@ -142,11 +137,7 @@ def submit(
     return 0
 
 
-def show_submitted(
-    number: str,
-    name: str,
-    as_json: bool,
-) -> None:
+def show_submitted(number: str, name: str, as_json: bool) -> None:
     """Print the number of a job that was submitted."""
     if as_json:
         job_id = int(number) if number.isdigit() else number
@@ -156,20 +147,14 @@ def show_submitted(
 
 
 def make_rehearsal(
-    command: SubmittedCommand,
-    flags: dict[str, Any],
-    writes: tuple[Path, ...],
+    command: SubmittedCommand, flags: dict[str, Any], writes: tuple[Path, ...]
 ) -> Rehearsal:
     """Return the rehearsal of the job's script on this machine."""
     has_gpus = bool(flags["gpus_per_node"])
     return Rehearsal.from_command(command.kind, command.arguments, has_gpus, writes)
 
 
-def make_job(
-    command: SubmittedCommand,
-    nodes: str,
-    flags: dict[str, Any],
-) -> BatchJob:
+def make_job(command: SubmittedCommand, nodes: str, flags: dict[str, Any]) -> BatchJob:
     """Return the batch job that runs the command."""
     return make_batch_job(
         flags,
@@ -192,11 +177,7 @@ def validate_output(output: Path) -> None:
         validate_writable(output, "--output")
 
 
-def find_shared_run_dir(
-    cluster: Cluster,
-    command: SubmittedCommand,
-    job: BatchJob,
-) -> list[str]:
+def find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJob) -> list[str]:
     """Return a warning if other jobs train in the same run directory."""
     if command.kind != "train" or job.join:
         return []
@@ -283,11 +264,7 @@ def explain_failure(job: JobInfo, err: bool = False) -> None:
 
 
 @make_command()
-def logs(
-    job: str,
-    *,
-    follow: Annotated[bool, "-f", "--follow"] = False,
-) -> None:
+def logs(job: str, *, follow: Annotated[bool, "-f", "--follow"] = False) -> None:
     """Show what batch job JOB has printed, all its starts one after the other.
 
     Args:

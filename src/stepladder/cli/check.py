@@ -70,11 +70,7 @@ class CheckFlags:
     *make_field_options(CheckFlags),
     context_settings={"allow_interspersed_args": False},
 )
-def command(
-    script: Path,
-    args: Words = (),
-    **values: Any,
-) -> int:
+def command(script: Path, args: Words = (), **values: Any) -> int:
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes.
 
     Each finding has its evidence, its line and what to type. SCRIPT runs on CPU ranks, even if it
@@ -106,11 +102,7 @@ def validate_script(script: Path, args: tuple[str, ...]) -> None:
     tell_misplaced_flags(script, args)
 
 
-def make_request(
-    script: Path,
-    args: tuple[str, ...],
-    flags: CheckFlags,
-) -> Request:
+def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Request:
     return Request(
         script,
         args,

@@ -60,12 +60,7 @@ def get(
 
 
 @command.command()
-def info(
-    path_or_name: PathName,
-    *,
-    check: bool = False,
-    as_json: AsJson = False,
-) -> None:
+def info(path_or_name: PathName, *, check: bool = False, as_json: AsJson = False) -> None:
     """Show what a data folder or file contains.
 
     It prints shapes, label counts, pixel statistics, ratings or chunks. PATH_OR_NAME is a folder of
@@ -89,11 +84,7 @@ def info(
 
 
 @command.command()
-def check(
-    path: PathName,
-    *,
-    as_json: AsJson = False,
-) -> None:
+def check(path: PathName, *, as_json: AsJson = False) -> None:
     """Read all samples of the data at PATH, and list those that are damaged.
 
     PATH is a folder of shards, or a file, folder, pattern or URL that open_data opens. Each line
@@ -125,19 +116,13 @@ def check(
     if damages:
         count = sum(damage.count for damage in damages)
         raise InputError(
-            f"{path}: {count:,} of {len(source):,} records are damaged",
-            "copy these files again",
+            f"{path}: {count:,} of {len(source):,} records are damaged", "copy these files again"
         )
     echo(f"{path}: {len(source):,} records of {source.format}, all can be read")
 
 
 @command.command()
-def index(
-    path: PathName,
-    *,
-    beside: bool = False,
-    as_json: AsJson = False,
-) -> None:
+def index(path: PathName, *, beside: bool = False, as_json: AsJson = False) -> None:
     """Find where the records of JSON Lines, CSV or tar files begin, before a run needs it.
 
     PATH is a file, folder, pattern or URL that open_data opens. Other formats need no index.
@@ -250,23 +235,13 @@ def on_stderr() -> Iterator[Feedback]:
     with Progress(*columns, console=make_console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
-        def advance(
-            name: str,
-            done: int,
-            total: int,
-        ) -> None:
+        def advance(name: str, done: int, total: int) -> None:
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=total)
             bars.update(tasks[name], completed=done)
 
         yield Feedback(
-            advance,
-            partial(
-                bars.console.print,
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            ),
+            advance, partial(bars.console.print, markup=False, highlight=False, soft_wrap=True)
         )
 
 

@@ -90,11 +90,7 @@ def command(
     return int(bool(link_findings))
 
 
-def validate_files_and_port(
-    save: Path | None,
-    script: Path | None,
-    port: int | None,
-) -> None:
+def validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
     """Raise InputError where a file or the port cannot be used."""
     if save:
         validate_writable(save, "--save", b'"schema"')
@@ -116,12 +112,7 @@ def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     return measure_among_ranks(ranks or max(2, facts.torch.devices))
 
 
-def show_report(
-    facts: Facts,
-    findings: list[Finding],
-    link: Link | None,
-    as_json: bool,
-) -> int:
+def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
     """Print the findings, and return exit code 1 if one is an error."""
     failed = any(finding.severity == "error" for finding in findings)
     if as_json:

@@ -13,12 +13,7 @@ from stepladder.core.settings import Settings, TrainRequest
 
 
 @make_command()
-def export(
-    run_dir: Path,
-    target: Path,
-    *,
-    to: Literal["safetensors", "dcp"],
-) -> None:
+def export(run_dir: Path, target: Path, *, to: Literal["safetensors", "dcp"]) -> None:
     """Write the weights of the run of RUN_DIR into DIR, a new folder.
 
     The weights are those of the newest good snapshot; RUN_DIR may also be a snapshot. safetensors
@@ -41,13 +36,7 @@ class ImportCommand(JobCommand):
 
 
 @make_command(ImportCommand, *make_field_options(TrainFlags, "seed", "data_dir"), name="import")
-def import_weights(
-    folder: Path,
-    job: JobPath,
-    *,
-    run_dir: Path,
-    **flags: Any,
-) -> None:
+def import_weights(folder: Path, job: JobPath, *, run_dir: Path, **flags: Any) -> None:
     """Make a run directory whose run starts from the weights in DIR.
 
     DIR is in one of the formats that export writes. JOB is the recipe or job file with the model of

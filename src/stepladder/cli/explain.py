@@ -29,10 +29,7 @@ EXPLAIN_HINT = (
 
 @make_command()
 def command(
-    text: str | None = None,
-    *,
-    as_list: Annotated[bool, "--list"] = False,
-    as_json: AsJson = False,
+    text: str | None = None, *, as_list: Annotated[bool, "--list"] = False, as_json: AsJson = False
 ) -> int:
     """Explain an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, and what to type.
 

@@ -42,12 +42,7 @@ DOCUMENTED = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {8}.+)*)", re.MULT
 class GroupedOption(click.Option):
     """A flag that knows its section of --help."""
 
-    def __init__(
-        self,
-        *args: Any,
-        group: str,
-        **attributes: Any,
-    ) -> None:
+    def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.group = group
 
@@ -59,9 +54,7 @@ class GroupedOption(click.Option):
 
 
 def make_command(
-    kind: type[click.Command] = click.Command,
-    *flags: click.Option,
-    **attributes: Any,
+    kind: type[click.Command] = click.Command, *flags: click.Option, **attributes: Any
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a command of a function.
 
@@ -114,12 +107,7 @@ def read_documented(documented: Any) -> dict[str, Flag]:
     }
 
 
-def make_argument(
-    name: str,
-    annotation: Any,
-    flag: Flag,
-    **attributes: Any,
-) -> click.Argument:
+def make_argument(name: str, annotation: Any, flag: Flag, **attributes: Any) -> click.Argument:
     """Return an argument."""
     kind, _ = split_annotation(annotation)
     return click.Argument(
@@ -131,12 +119,7 @@ def make_argument(
     )
 
 
-def make_option(
-    name: str,
-    annotation: Any,
-    flag: Flag,
-    **attributes: Any,
-) -> GroupedOption:
+def make_option(name: str, annotation: Any, flag: Flag, **attributes: Any) -> GroupedOption:
     """Return a flag."""
     kind, metadata = split_annotation(annotation)
     texts = [item for item in metadata if isinstance(item, str)]

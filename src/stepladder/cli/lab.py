@@ -30,13 +30,7 @@ def command() -> None:
 
 
 @command.command()
-def up(
-    *,
-    nodes: Natural = 2,
-    cpus: Natural = 4,
-    gpus: Natural = 0,
-    plain: bool = False,
-) -> None:
+def up(*, nodes: Natural = 2, cpus: Natural = 4, gpus: Natural = 0, plain: bool = False) -> None:
     """Start the cluster, and print the line that a shell needs for Slurm's own commands.
 
     eval "$(stepladder lab up --nodes 2)"
@@ -77,11 +71,7 @@ def status(*, as_json: AsJson = False) -> None:
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
-def exec(
-    command_line: Words,
-    *,
-    node: str | None = None,
-) -> None:
+def exec(command_line: Words, *, node: str | None = None) -> None:
     """Run CMD with SLURM_CONF set, in place of this process.
 
     Args:

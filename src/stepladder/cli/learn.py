@@ -221,11 +221,7 @@ def check_course(course: Course, report: Path | None) -> int:
     return int(failed > 0)
 
 
-def check_or_refuse(
-    course: Course,
-    item: Lesson | Exercise,
-    echo: Echo,
-) -> Verdict:
+def check_or_refuse(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
     """Check one of many: it does not pass where it is refused, and the others go on."""
     try:
         return check_item(course, item, echo)
@@ -236,11 +232,7 @@ def check_or_refuse(
         return Verdict(False, str(error))
 
 
-def write_report(
-    report: Path,
-    results: list[ItemResult],
-    num_items: int,
-) -> None:
+def write_report(report: Path, results: list[ItemResult], num_items: int) -> None:
     """Write the page of the results so far, marked as unfinished if there are more items."""
     learner_results = make_learner_results(results, num_items - len(results))
     write_output(report, render_learner_page(learner_results), "--report")
@@ -248,9 +240,7 @@ def write_report(
 
 @command.command(name="class")
 def class_(
-    reports: tuple[Path, ...],
-    *,
-    output: Annotated[Path, "-o", "--output"] = Path("class.html"),
+    reports: tuple[Path, ...], *, output: Annotated[Path, "-o", "--output"] = Path("class.html")
 ) -> None:
     """Merge the pages of several learners into one: how far each is, and where people are stuck.
 

@@ -46,11 +46,7 @@ class TrainFlags(Settings):
     )
 
 
-def show_all_frames(
-    _ctx: click.Context,
-    _param: click.Parameter,
-    is_set: bool,
-) -> None:
+def show_all_frames(_ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
     """Show all frames of tracebacks, if --traceback is set."""
     if is_set:
         os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
@@ -80,11 +76,7 @@ class JobCommand(click.Command):
     # The number of arguments before the job's name.
     arguments_before_job = 0
 
-    def parse_args(
-        self,
-        ctx: click.Context,
-        args: list[str],
-    ) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Add the flags of the job, and parse the arguments."""
         self.job_fields = ()
         name = self._find_job_name(ctx, args)
@@ -92,22 +84,14 @@ class JobCommand(click.Command):
             parse_path("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(read_config_fields(self.job))
-            validate_config_flags(
-                self.job,
-                self.job_fields,
-                self.params,
-            )
+            validate_config_flags(self.job, self.job_fields, self.params)
         return super().parse_args(ctx, args)
 
     def find(self, name: str) -> Path:
         """Return the path of a job."""
         return find_job(name)
 
-    def _find_job_name(
-        self,
-        ctx: click.Context,
-        args: list[str],
-    ) -> str | None:
+    def _find_job_name(self, ctx: click.Context, args: list[str]) -> str | None:
         """Return the job's name: an argument that is neither a flag nor a flag's value.
 
         Raises:
@@ -137,9 +121,7 @@ class JobCommand(click.Command):
         return None
 
     def sort_flags(
-        self,
-        flags: dict[str, Any],
-        **own_flags: Any,
+        self, flags: dict[str, Any], **own_flags: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what was typed, for the job's Config and for the settings.
 
@@ -169,11 +151,7 @@ class JobCommand(click.Command):
         settings = {name: value for name, value in typed.items() if name in setting_names}
         return config, settings
 
-    def format_options(
-        self,
-        ctx: click.Context,
-        formatter: click.HelpFormatter,
-    ) -> None:
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags in their sections, the job's own flags on top."""
         for title, options in self.list_sections(ctx).items():
             with formatter.section(title):
@@ -211,11 +189,7 @@ class JobOrScript(JobCommand):
     # Whether the arguments name a script, which has no function `build`.
     is_script = False
 
-    def parse_args(
-        self,
-        ctx: click.Context,
-        args: list[str],
-    ) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Find out whether the arguments name a job or a script, and parse them."""
         self.is_script = False
         name = self._find_job_name(ctx, args)
@@ -267,18 +241,12 @@ def make_config_option(field: ConfigField) -> click.Option:
         text += f" [default: {mask(field.default, field.name)}]"
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return GroupedOption(
-        [spelling, field.name],
-        group=JOB_SECTION,
-        type=kind,
-        default=None,
-        help=text,
+        [spelling, field.name], group=JOB_SECTION, type=kind, default=None, help=text
     )
 
 
 def validate_config_flags(
-    path: Path,
-    job_fields: tuple[ConfigField, ...],
-    params: list[click.Parameter],
+    path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]
 ) -> None:
     """Raise InputError where a Config field has the flag of a command's parameter."""
     reserved = [param for param in params if param.name not in SHARED_FIELDS]
@@ -291,12 +259,7 @@ def validate_config_flags(
             )
 
 
-def announce_job_file(
-    path: Path,
-    run_dir: Path,
-    trusted: bool,
-    command: str,
-) -> None:
+def announce_job_file(path: Path, run_dir: Path, trusted: bool, command: str) -> None:
     """Print which job file is run.
 
     Args:

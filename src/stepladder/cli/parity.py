@@ -17,19 +17,11 @@ from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.tools.check.check import Request
 from stepladder.tools.parity.formats import as_json_object, summary_lines
-from stepladder.tools.parity.parity import (
-    ParityReport,
-    ParityRequest,
-    Size,
-    compare_sizes,
-)
+from stepladder.tools.parity.parity import ParityReport, ParityRequest, Size, compare_sizes
 
 SIZES_BY_DEFAULT = ((1, ""), (2, ""))
 AT_HINT = '--at 1 "--batch 64" --at 2 "--batch 32"'
-AtSizes = Annotated[
-    tuple[tuple[int, str], ...],
-    click.Tuple([click.INT, click.STRING]),
-]
+AtSizes = Annotated[tuple[tuple[int, str], ...], click.Tuple([click.INT, click.STRING])]
 
 
 @make_command(context_settings={"allow_interspersed_args": False})

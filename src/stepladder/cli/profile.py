@@ -70,14 +70,7 @@ def command(
     out = out or Path("profiles") / name
     world = World.detect()
     if script:
-        run = partial(
-            profile_script,
-            script,
-            settings.threads,
-            warmup,
-            steps,
-            nproc,
-        )
+        run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
     else:
         request = TrainRequest(command.job, config, settings)
         run = partial(profile_job, request, warmup, steps, nproc)

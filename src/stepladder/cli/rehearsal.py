@@ -33,10 +33,7 @@ class Rehearsal:
 
     @staticmethod
     def from_command(
-        kind: str,
-        arguments: Sequence[str],
-        gpus: bool,
-        writes: tuple[Path, ...] = (),
+        kind: str, arguments: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()
     ) -> Rehearsal:
         """Return the rehearsal of a submitted command.
 
@@ -63,12 +60,7 @@ class Rehearsal:
                 "--rehearse with -m or --no-python: a rehearsal is for scripts", "-- SCRIPT.py"
             )
         script = Path(params["script"])
-        return Rehearsal(
-            script,
-            tuple(params["args"]),
-            gpus,
-            writable_folders(writes),
-        )
+        return Rehearsal(script, tuple(params["args"]), gpus, writable_folders(writes))
 
     def passes_check(self, as_json: bool) -> bool:
         """Check the script, and print the findings.

@@ -148,12 +148,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     for name in FLAGS_WITHOUT_EFFECT:
         if flags[name.replace("-", "_")]:
             print_message(f"--{name} has no effect here")
-    code = start_elsewhere(
-        click.get_current_context().obj,
-        flags["hosts"],
-        flags["ssh"],
-        topology,
-    )
+    code = start_elsewhere(click.get_current_context().obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     os.environ[EXCHANGE_VARIABLE] = flags["exchange"]
@@ -167,12 +162,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
         validate_run_dir(flags["run_dir"])
         validate_script_run_dir(flags["run_dir"])
         run_ranks = prepare_run(to_run, options, topology)
-        work = partial(
-            run_recorded,
-            flags["run_dir"],
-            to_run.name,
-            run_ranks,
-        )
+        work = partial(run_recorded, flags["run_dir"], to_run.name, run_ranks)
     with EndWriter() as end:
         end.code = work()
     return exit_if_threads_wait(end.code)
@@ -186,11 +176,7 @@ def make_topology(flags: dict[str, Any]) -> Topology:
     if flags["standalone"] or flags["pretend_gpus"]:
         return Topology("1", nproc)
     topology = Topology(
-        flags["nnodes"],
-        nproc,
-        flags["rdzv_endpoint"],
-        flags["local_addr"],
-        hosts=flags["hosts"],
+        flags["nnodes"], nproc, flags["rdzv_endpoint"], flags["local_addr"], hosts=flags["hosts"]
     )
     return topology.with_cluster_variables()
 

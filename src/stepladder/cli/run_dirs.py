@@ -8,11 +8,7 @@ from typing import Annotated
 import click
 
 from stepladder.cli.flags import make_command
-from stepladder.cli.options import (
-    TRACEBACK_FLAG,
-    announce_job_file,
-    print_tables,
-)
+from stepladder.cli.options import TRACEBACK_FLAG, announce_job_file, print_tables
 from stepladder.cli.types import AsJson, PathName, TrustJobFile
 from stepladder.core.console import echo, echo_json, print_message
 from stepladder.core.errors import InputError
@@ -55,11 +51,7 @@ def audit(run_dir: Path, *, as_json: AsJson = False) -> int:
 
 @make_command(click.Command, TRACEBACK_FLAG)
 def diff(
-    first: Path,
-    second: Path,
-    *,
-    trust_job_file: TrustJobFile = False,
-    as_json: AsJson = False,
+    first: Path, second: Path, *, trust_job_file: TrustJobFile = False, as_json: AsJson = False
 ) -> int:
     """Find the first step at which two runs differ, and why.
 
@@ -93,11 +85,7 @@ def diff(
 
 
 @make_command()
-def watch(
-    target: PathName,
-    *,
-    once: bool = False,
-) -> None:
+def watch(target: PathName, *, once: bool = False) -> None:
     """Show position, loss, throughput and slow ranks of the run in RUN_DIR until it has finished.
 
     JOB is the number of a batch job; its state in the queue is shown, too. For a script it shows
@@ -114,9 +102,7 @@ def watch(
 
 @make_command()
 def report(
-    run_dirs: tuple[Path, ...],
-    *,
-    output: Annotated[Path | None, "-o", "--output"] = None,
+    run_dirs: tuple[Path, ...], *, output: Annotated[Path | None, "-o", "--output"] = None
 ) -> None:
     """Write one self-contained page about the run in RUN_DIR, which any browser opens.
 

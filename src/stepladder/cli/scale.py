@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stepladder.cli.flags import format_flag, make_command, make_field_options
 from stepladder.cli.options import TRACEBACK_FLAG, JobOrScript, TrainFlags, print_tables
-from stepladder.cli.types import (
-    AsJson,
-    Count,
-    Counts,
-    JobPath,
-    SbatchArgs,
-    ScriptArgs,
-    WholeNumber,
-)
+from stepladder.cli.types import AsJson, Count, Counts, JobPath, SbatchArgs, ScriptArgs, WholeNumber
 from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
@@ -72,14 +64,7 @@ class ScaleFlags:
     JobOrScript,
     *make_field_options(ScaleFlags),
     *make_field_options(
-        TrainFlags,
-        "microbatch",
-        "device",
-        "precision",
-        "compile",
-        "capture",
-        "data_dir",
-        "sync",
+        TrainFlags, "microbatch", "device", "precision", "compile", "capture", "data_dir", "sync"
     ),
     TRACEBACK_FLAG,
 )
@@ -141,11 +126,7 @@ def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Tim
     return TimedJob(TrainRequest(command.job, config, settings), flags["warmup"], weak)
 
 
-def validate_flags(
-    nproc: list[int] | None,
-    nodes: list[int] | None,
-    flags: dict[str, Any],
-) -> None:
+def validate_flags(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
     """Raise InputError where flags contradict each other."""
     if nodes and nproc and len(nproc) > 1:
         text = ",".join(map(str, nproc))
@@ -176,12 +157,7 @@ def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> Batc
     )
 
 
-def show_scaling(
-    scaling: Scaling,
-    csv: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+def show_scaling(scaling: Scaling, csv: Path | None, html: Path | None, as_json: bool) -> None:
     """Print the measurements, and write the files of --csv and --html."""
     from stepladder.tools.scaling.scaling_report import format_csv, make_tables, render_scaling_page
 

@@ -35,9 +35,7 @@ class SuggestingGroup(click.Group):
     """
 
     def command(  # type: ignore[override]
-        self,
-        *flags: click.Option,
-        **attributes: Any,
+        self, *flags: click.Option, **attributes: Any
     ) -> Callable[..., Any]:
         """Return a decorator that adds the command of a function."""
 
@@ -49,9 +47,7 @@ class SuggestingGroup(click.Group):
         return decorate
 
     def resolve_command(
-        self,
-        ctx: click.Context,
-        args: list[str],
+        self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         is_unknown = not name.startswith("-") and self.get_command(ctx, name) is None

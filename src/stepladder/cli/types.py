@@ -27,12 +27,7 @@ MEMORY_UNIT_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 class _PlainNumber:
     """A number of ASCII characters without underscores; Python itself accepts more."""
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not (value.isascii() and set(value).isdisjoint("_ \t\n")):
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)  # type: ignore[attr-defined]
         largest = getattr(self, "max", None)
@@ -60,11 +55,7 @@ class WholeNumber(_PlainNumber, click.IntRange):
 
     name = "integer"
 
-    def __init__(
-        self,
-        smallest: int | None = 0,
-        largest: int | None = MAX_INTEGER,
-    ) -> None:
+    def __init__(self, smallest: int | None = 0, largest: int | None = MAX_INTEGER) -> None:
         super().__init__(smallest, largest)
 
 
@@ -89,17 +80,8 @@ class MemorySize(click.ParamType[Any]):
 
     name = "size"
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
-        match = re.fullmatch(
-            r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?",
-            str(value),
-            re.ASCII,
-        )
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
         size_bytes = 0
         if match is not None:
             base = 1024 if match[3] else 1000
@@ -114,12 +96,7 @@ class CountList(click.ParamType[Any]):
 
     name = "N,N,..."
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         flag = param.opts[0] if param else ""
         counts = [parse_whole_number(part, 1) for part in value.split(",")]
         if not all(counts):
@@ -137,12 +114,7 @@ class FilePath(click.ParamType[Any]):
 
     name = "path"
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         label = "path"
         if isinstance(param, click.Argument):
             label = param.human_readable_name
@@ -151,10 +123,7 @@ class FilePath(click.ParamType[Any]):
         return parse_path(label, str(value))
 
     def shell_complete(
-        self,
-        ctx: click.Context,
-        param: click.Parameter,
-        incomplete: str,
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Let the shell complete the path."""
         return [CompletionItem(incomplete, type="file")]
@@ -166,10 +135,7 @@ class JobName(click.ParamType[Any]):
     name = "job"
 
     def shell_complete(
-        self,
-        ctx: click.Context,
-        param: click.Parameter,
-        incomplete: str,
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Complete the names of recipes, else paths."""
         names = [CompletionItem(name) for name in list_recipes() if name.startswith(incomplete)]
@@ -179,12 +145,7 @@ class JobName(click.ParamType[Any]):
 class PathOrName(FilePath):
     """A text that is a path, the name of a recipe, or the number of a batch job."""
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         super().convert(value, param, ctx)
         return value
 
@@ -203,12 +164,7 @@ JobPath = Annotated[str, JobName()]
 Counts = Annotated[list[int], CountList()]
 Words = Annotated[tuple[str, ...], click.UNPROCESSED]
 AsJson = Annotated[
-    bool,
-    Flag(
-        "Print the result as one JSON object on the last line of stdout.",
-        OUTPUT,
-    ),
-    "--json",
+    bool, Flag("Print the result as one JSON object on the last line of stdout.", OUTPUT), "--json"
 ]
 Hosts = Annotated[
     str,
@@ -219,12 +175,7 @@ Hosts = Annotated[
     ),
 ]
 Ssh = Annotated[
-    str,
-    Flag(
-        "The SSH command to use, for example 'ssh -i KEY'.",
-        PROCESSES,
-        metavar="COMMAND",
-    ),
+    str, Flag("The SSH command to use, for example 'ssh -i KEY'.", PROCESSES, metavar="COMMAND")
 ]
 ExplainAfter = Annotated[
     Wait | None,

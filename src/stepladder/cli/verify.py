@@ -8,12 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from stepladder.cli.flags import make_command, make_field_options
-from stepladder.cli.options import (
-    TRACEBACK_FLAG,
-    JobCommand,
-    TrainFlags,
-    announce_job_file,
-)
+from stepladder.cli.options import TRACEBACK_FLAG, JobCommand, TrainFlags, announce_job_file
 from stepladder.cli.types import AsJson, Counts, JobPath, TrustJobFile
 from stepladder.core.console import echo, echo_json
 from stepladder.core.settings import Settings
@@ -91,14 +86,7 @@ def command(
 
     report = (lambda _: None) if as_json else echo
     full_config = {**command.stored_config, **config}
-    proof = prove(
-        command.job,
-        full_config,
-        settings,
-        nproc,
-        steps,
-        report,
-    )
+    proof = prove(command.job, full_config, settings, nproc, steps, report)
     if as_json:
         echo_json(proof.as_json())
     else:

@@ -176,11 +176,7 @@ def is_loopback(host: str) -> bool:
     return bool(addresses) and all(address.is_loopback for address in addresses)
 
 
-def wait_for_name(
-    flag: str,
-    host: str,
-    timeout_s: float,
-) -> None:
+def wait_for_name(flag: str, host: str, timeout_s: float) -> None:
     """Wait until `host`, the value of a flag, resolves: some clusters name a machine as it starts.
 
     Args:
@@ -212,11 +208,7 @@ def validate_host_name(flag: str, host: str) -> None:
         ) from error
 
 
-def validate_reachable(
-    flag: str,
-    host: str,
-    local_addr: str,
-) -> None:
+def validate_reachable(flag: str, host: str, local_addr: str) -> None:
     """Check that other nodes can reach `host`, the value of a flag.
 
     A loopback address is accepted if all nodes run on this machine. That is the case if this node's

@@ -23,12 +23,7 @@ class AfterImport:
         self.callbacks = callbacks
         self.searched = ""  # the module that other finders are asked for
 
-    def find_spec(
-        self,
-        name: str,
-        path: Any = None,
-        target: Any = None,
-    ) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.callbacks or name == self.searched:
             return None
         self.searched = name

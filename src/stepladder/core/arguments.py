@@ -7,15 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import (
-    Any,
-    ParamSpec,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepladder.core.errors import InputError
 
@@ -32,10 +24,7 @@ def validate_arguments(function: Callable[Parameters, Result]) -> Callable[Param
     signature = inspect.signature(function)
 
     @wraps(function)
-    def call_validated(
-        *args: Parameters.args,
-        **kwargs: Parameters.kwargs,
-    ) -> Result:
+    def call_validated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         bound = signature.bind(*args, **kwargs)
         validate_types(function, bound.arguments)
         return function(*args, **kwargs)
@@ -43,10 +32,7 @@ def validate_arguments(function: Callable[Parameters, Result]) -> Callable[Param
     return call_validated
 
 
-def validate_types(
-    annotated: Callable[..., Any],
-    values: Mapping[str, Any],
-) -> None:
+def validate_types(annotated: Callable[..., Any], values: Mapping[str, Any]) -> None:
     """Check that values have the types that annotations say.
 
     Args:
@@ -85,10 +71,7 @@ def _is_class(kind: Any) -> bool:
     return isinstance(kind, type) and kind is not Any and not is_protocol
 
 
-def _is_instance(
-    value: Any,
-    classes: tuple[type, ...],
-) -> bool:
+def _is_instance(value: Any, classes: tuple[type, ...]) -> bool:
     """Return whether a value is of one of the classes; True and False are no numbers."""
     if isinstance(value, bool):
         return bool in classes

@@ -68,11 +68,7 @@ def tell_if_slow(text: str) -> Iterator[None]:
         timer.join()
 
 
-def echo(
-    text: str,
-    err: bool = False,
-    end: str = "\n",
-) -> None:
+def echo(text: str, err: bool = False, end: str = "\n") -> None:
     """Print a command's result to stdout, or to stderr, with control characters escaped."""
     write_text(text, sys.stderr if err else sys.stdout, end)
 
@@ -82,11 +78,7 @@ def echo_json(facts: Mapping[str, Any]) -> None:
     echo(json.dumps({"schema": 1, **facts}))
 
 
-def write_text(
-    text: str,
-    stream: TextIO | None,
-    end: str = "\n",
-) -> None:
+def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
     """Write a text and its line end in one call; `print` would make two on an unbuffered stream.
 
     Args:

@@ -23,12 +23,7 @@ REPLACED_SUFFIX = ".old"
 MAX_NAME_LETTERS = 60  # of the file, within a temporary name: a name has 255 bytes at most
 
 
-def write(
-    path: Path,
-    data: bytes | str,
-    fsync: bool = True,
-    mode: int | None = None,
-) -> None:
+def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = None) -> None:
     """Write a file, in place of the one that was there.
 
     Args:
@@ -64,18 +59,10 @@ def replace_file(path: Path, fsync: bool = True) -> Iterator[Path]:
         The path of the file to write.
     """
     with _temporary_path(path) as temporary:
-        file = os.open(
-            temporary,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-            0o666,
-        )
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with suppress(FileNotFoundError):
-                _set_mode(
-                    file,
-                    temporary,
-                    stat.S_IMODE(path.stat().st_mode),
-                )
+                _set_mode(file, temporary, stat.S_IMODE(path.stat().st_mode))
         finally:
             os.close(file)
         yield temporary
@@ -185,11 +172,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _set_mode(
-    file: int,
-    path: Path,
-    mode: int,
-) -> None:
+def _set_mode(file: int, path: Path, mode: int) -> None:
     """Set the mode of an open file; by its path only on Windows, which knows no other way."""
     os.chmod(file if os.chmod in os.supports_fd else path, mode)  # noqa: PTH101
 

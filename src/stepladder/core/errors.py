@@ -43,11 +43,7 @@ class InputError(Exception):
         hint: What to type instead.
     """
 
-    def __init__(
-        self,
-        problem: str,
-        hint: str,
-    ) -> None:
+    def __init__(self, problem: str, hint: str) -> None:
         super().__init__(problem, hint)
         self.problem = problem
         self.hint = hint
@@ -93,9 +89,7 @@ def is_failure(code: int) -> bool:
 
 @contextmanager
 def as_input_error(
-    failed: str,
-    hint: str,
-    kinds: tuple[type[Exception], ...] = (OSError,),
+    failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
     """Raise errors in the block as InputError, with their reason.
 

@@ -51,11 +51,7 @@ class Flag:
     free_on_resume: bool = False
     may_differ: bool = False
 
-    def validate(
-        self,
-        name: str,
-        value: Any,
-    ) -> None:
+    def validate(self, name: str, value: Any) -> None:
         """Raise InputError if the value of the field `name` is below or above its limits."""
         flag = f"--{name.replace('_', '-')}"
         if self.minimum is None or value is None:

@@ -33,11 +33,7 @@ def _get_user_folder(kind: str) -> Path:
     from platformdirs.unix import Unix  # late: 30 ms that most commands have no use for
 
     missing = f"there is no home folder: HOME is not set, and no user has number {os.geteuid()}"
-    with as_input_error(
-        missing,
-        "export HOME=DIR that you can write to",
-        (RuntimeError,),
-    ):
+    with as_input_error(missing, "export HOME=DIR that you can write to", (RuntimeError,)):
         path: Path = getattr(Unix("stepladder"), kind)
     return path
 

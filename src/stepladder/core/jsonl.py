@@ -72,11 +72,7 @@ class JsonlReader:
         is_valid: Tells whether an object is as a writer would have written it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        is_valid: Callable[[Line], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, path: Path, is_valid: Callable[[Line], bool] = lambda _: True) -> None:
         self.path = path
         self.is_valid = is_valid
         # How many lines were left out.

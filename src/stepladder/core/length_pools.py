@@ -54,20 +54,12 @@ class LengthPools:
         self.pool_steps = max(1, min(MAX_POOL_STEPS, max_steps))
         self._get_pool = lru_cache(maxsize=2)(self._make_pool)
 
-    def indices_of_step(
-        self,
-        epoch: int,
-        step: int,
-    ) -> IndexArray:
+    def indices_of_step(self, epoch: int, step: int) -> IndexArray:
         """Return the data-set indices of a step of an epoch, the shortest sample first."""
         number, place = divmod(step, self.pool_steps)
         return self._get_pool(epoch, number)[place]
 
-    def _make_pool(
-        self,
-        epoch: int,
-        number: int,
-    ) -> list[IndexArray]:
+    def _make_pool(self, epoch: int, number: int) -> list[IndexArray]:
         """Return the samples of each step of a pool."""
         first = number * self.pool_steps
         end = min(first + self.pool_steps, self.num_steps)

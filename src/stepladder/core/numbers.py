@@ -15,11 +15,7 @@ MIN_WAIT_S = 1e-3
 MAX_WAIT_S = 1e9
 
 
-def parse_whole_number(
-    text: str,
-    minimum: int = 0,
-    maximum: int = MAX_INTEGER,
-) -> int | None:
+def parse_whole_number(text: str, minimum: int = 0, maximum: int = MAX_INTEGER) -> int | None:
     """Return the number that a text is, in ASCII digits alone, or None.
 
     Neither str.isdigit nor int would do: isdigit accepts a raised 2, which int refuses, and int
@@ -57,10 +53,7 @@ def validate_count(name: str, value: object, minimum: int = 1) -> None:
 
 
 def read_env_number(
-    env: Mapping[str, str],
-    name: str,
-    default: int | None = None,
-    maximum: int = MAX_INTEGER,
+    env: Mapping[str, str], name: str, default: int | None = None, maximum: int = MAX_INTEGER
 ) -> int:
     """Return the number in an environment variable.
 
@@ -91,12 +84,7 @@ def read_env_number(
     raise InputError(f"{name} {problem}", f"set {name} to a number, or {alternative}")
 
 
-def validate_range(
-    config: Any,
-    minimum: float,
-    maximum: float,
-    *names: str,
-) -> None:
+def validate_range(config: Any, minimum: float, maximum: float, *names: str) -> None:
     """Raise InputError if one of these fields of a dataclass is out of range."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
@@ -117,11 +105,7 @@ def is_wait_time(text: str, minimum: float = MIN_WAIT_S) -> bool:
         return False
 
 
-def validate_wait_time(
-    flag: str,
-    seconds: float,
-    minimum: float = MIN_WAIT_S,
-) -> None:
+def validate_wait_time(flag: str, seconds: float, minimum: float = MIN_WAIT_S) -> None:
     """Raise InputError if nobody can wait so many seconds: nan, infinite, or below the minimum."""
     if not is_wait_time(str(seconds), minimum):
         raise InputError(f"{flag} {seconds:g} is not a time to wait", f"{flag} 60")

@@ -36,11 +36,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def derive_pass_seed(
-    base: int,
-    step: int,
-    number: int,
-) -> int:
+def derive_pass_seed(base: int, step: int, number: int) -> int:
     """Return the seed of microbatch `number` of `step`, as `derive_seed` would, without a hash.
 
     The hash would cost 3 us in each pass. This is SplitMix64's finaliser (Steele et al., OOPSLA
@@ -74,11 +70,7 @@ def make_permutation(count: int, seed: int) -> IndexArray:
     return (keys & index_mask).astype(np.int64)
 
 
-def make_order(
-    count: int,
-    seed: int,
-    method: str,
-) -> IndexArray:
+def make_order(count: int, seed: int, method: str) -> IndexArray:
     """Return a random order of 0..count-1, shape (count,), made by SORT or FEISTEL."""
     if method == SORT:
         return make_permutation(count, seed)
@@ -95,11 +87,7 @@ class FeistelOrder:
     again, until it is one.
     """
 
-    def __init__(
-        self,
-        count: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, count: int, seed: int) -> None:
         side = math.isqrt(max(count, 1) - 1) + 1  # the square root, rounded up
         self.count = np.uint64(count)
         self.left_size = np.uint64(side)
@@ -129,9 +117,7 @@ class FeistelOrder:
 
 
 def _hash_values(
-    values: NDArray[np.uint64],
-    round_key: np.uint64,
-    size: np.uint64,
+    values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64
 ) -> NDArray[np.uint64]:
     """Return a hash below `size` (up to 2^32) for each value."""
     hashes = (values + round_key) * FIRST_MULTIPLIER
@@ -145,9 +131,7 @@ def _hash_values(
 
 
 def _add_modulo(
-    values: NDArray[np.uint64],
-    hashes: NDArray[np.uint64],
-    size: np.uint64,
+    values: NDArray[np.uint64], hashes: NDArray[np.uint64], size: np.uint64
 ) -> NDArray[np.uint64]:
     """Return (values + hashes) modulo `size`; all are below `size`. Overwrites `hashes`.
 
@@ -190,14 +174,7 @@ class Chunks:
         file_start = 0
         for rows, rows_per_chunk in self.shards:
             file_end = file_start + rows
-            chunk_starts.append(
-                np.arange(
-                    file_start,
-                    file_end,
-                    rows_per_chunk,
-                    dtype=np.int64,
-                )
-            )
+            chunk_starts.append(np.arange(file_start, file_end, rows_per_chunk, dtype=np.int64))
             file_start = file_end
         return np.concatenate([*chunk_starts, np.array([file_start], np.int64)])
 
@@ -235,12 +212,7 @@ class StreamOrder:
         # Two windows of each lane: in one step all lanes may move from one window to the next.
         self._get_window = lru_cache(maxsize=2 * self.num_lanes)(self._make_window)
 
-    def indices(
-        self,
-        epoch: int,
-        lo: int,
-        hi: int,
-    ) -> IndexArray:
+    def indices(self, epoch: int, lo: int, hi: int) -> IndexArray:
         """Return the data-set indices at the positions [lo, hi) of the epoch.
 
         All positions must belong to one step.
@@ -278,11 +250,7 @@ class StreamOrder:
         Window w has the rows [edges[w], edges[w + 1]), counted in the order of the chunks.
         """
         edges = self.chunks.edges
-        order = make_order(
-            len(edges) - 1,
-            derive_seed(self.seed, "chunks", epoch),
-            self.shuffle,
-        )
+        order = make_order(len(edges) - 1, derive_seed(self.seed, "chunks", epoch), self.shuffle)
         chunk_ends = np.cumsum(np.diff(edges)[order])
         per_window = self.chunks_per_window
         window_edges = [np.zeros(1, np.int64), chunk_ends[per_window - 1 :: per_window]]
@@ -291,11 +259,7 @@ class StreamOrder:
             window_edges.append(chunk_ends[-1:])
         return order, np.concatenate(window_edges)
 
-    def _make_window(
-        self,
-        epoch: int,
-        number: int,
-    ) -> IndexArray:
+    def _make_window(self, epoch: int, number: int) -> IndexArray:
         """Return the shuffled rows of one window."""
         edges = self.chunks.edges
         first_chunk = number * self.chunks_per_window
@@ -305,12 +269,7 @@ class StreamOrder:
         seed = derive_seed(self.seed, "window", epoch, number)
         return rows[make_permutation(len(rows), seed)]
 
-    def _read_rows(
-        self,
-        epoch: int,
-        lo: int,
-        hi: int,
-    ) -> Iterator[IndexArray]:
+    def _read_rows(self, epoch: int, lo: int, hi: int) -> Iterator[IndexArray]:
         """Yield the rows [lo, hi) of the shuffled chunks, window by window."""
         _, window_edges = self._get_epoch(epoch)
         number = int(window_edges.searchsorted(lo, "right")) - 1

@@ -54,11 +54,7 @@ def validate_writable(path: Path, flag: str, mark: bytes = b"") -> None:
                 )
 
 
-def write_output(
-    path: Path,
-    text: str,
-    flag: str,
-) -> None:
+def write_output(path: Path, text: str, flag: str) -> None:
     """Write a text as UTF-8 in every locale; bytes of names that are no UTF-8 are escaped.
 
     Args:

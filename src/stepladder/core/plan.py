@@ -97,10 +97,7 @@ class Plan:
     drop_last: bool = False
     by_length: bool = False
     _orders: dict[int, IndexArray] = field(
-        init=False,
-        default_factory=dict,
-        compare=False,
-        repr=False,
+        init=False, default_factory=dict, compare=False, repr=False
     )
     _shares: dict[tuple[int, int, int, bool], list[Span]] = field(
         init=False, default_factory=dict, compare=False, repr=False
@@ -186,13 +183,7 @@ class Plan:
         """Return the step's microbatches, in order."""
         return self.share(step, 0, 1)
 
-    def share(
-        self,
-        step: int,
-        rank: int,
-        world_size: int,
-        round_robin: bool = False,
-    ) -> list[Span]:
+    def share(self, step: int, rank: int, world_size: int, round_robin: bool = False) -> list[Span]:
         """Return the microbatches of one rank in a step, possibly none.
 
         Args:
@@ -206,11 +197,7 @@ class Plan:
         return self._share_of_size(hi - lo, rank, world_size, round_robin)
 
     def _share_of_size(
-        self,
-        size: int,
-        rank: int,
-        world_size: int,
-        round_robin: bool,
+        self, size: int, rank: int, world_size: int, round_robin: bool
     ) -> list[Span]:
         key = (size, rank, world_size, round_robin)
         if key not in self._shares:  # an epoch has two sizes: full and last
@@ -268,11 +255,7 @@ class Plan:
         order = self._orders.get(epoch)
         # Not `epoch in self._orders`: a prefetching thread may clear the orders meanwhile.
         if order is None:
-            order = make_order(
-                self.num_samples,
-                self._seed_of_epoch(epoch),
-                self.shuffle,
-            )
+            order = make_order(self.num_samples, self._seed_of_epoch(epoch), self.shuffle)
             if self.shuffle == SORT:
                 self._orders.clear()
                 self._orders[epoch] = order
@@ -298,25 +281,12 @@ class Plan:
         order = _make_feistel_order(self.num_samples, self._seed_of_epoch(epoch))
         return order.indices_at(np.arange(lo, hi))
 
-    def indices(
-        self,
-        step: int,
-        span: Span,
-    ) -> IndexArray:
+    def indices(self, step: int, span: Span) -> IndexArray:
         """Return the data-set indices of one span, shape (len(span),)."""
         start = step % self.steps_per_epoch * self.global_batch
-        return self.indices_at(
-            self.epoch_of_step(step),
-            start + span.lo,
-            start + span.hi,
-        )
+        return self.indices_at(self.epoch_of_step(step), start + span.lo, start + span.hi)
 
-    def indices_of_rank(
-        self,
-        step: int,
-        rank: int,
-        world_size: int,
-    ) -> IndexArray:
+    def indices_of_rank(self, step: int, rank: int, world_size: int) -> IndexArray:
         """Return the data-set indices of one rank's share of a step, shape (samples,)."""
         share = fuse_spans(self.share(step, rank, world_size))
         if not share:
@@ -351,12 +321,7 @@ class Plan:
         chunks: Chunks | None = convert(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.can_hold(numbers.get("num_samples")):
             raise ValueError("the plan's chunks do not hold its samples")
-        return Plan(
-            **convert(numbers, dict[str, int]),
-            chunks=chunks,
-            shuffle=shuffle,
-            **flags,
-        )
+        return Plan(**convert(numbers, dict[str, int]), chunks=chunks, shuffle=shuffle, **flags)
 
 
 # Cached, since every pass of a step needs the epoch's order, and deriving the keys of the order
@@ -364,11 +329,7 @@ class Plan:
 _make_feistel_order = lru_cache(maxsize=2)(FeistelOrder)
 
 
-def split_evenly(
-    count: int,
-    rank: int,
-    world_size: int,
-) -> tuple[int, int]:
+def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the range [lo, hi) of one rank in `count` items; sizes differ by one at most."""
     return count * rank // world_size, count * (rank + 1) // world_size
 

@@ -30,12 +30,7 @@ class PlanSampler:
 
     @validate_arguments
     def __init__(
-        self,
-        plan: Plan,
-        num_steps: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
+        self, plan: Plan, num_steps: int, rank: int = 0, world_size: int = 1, start_step: int = 0
     ) -> None:
         self.plan = plan
         self.rank = rank

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-def find_plugin(
-    group: str,
-    name: str,
-    flag: str,
-) -> EntryPoint:
+def find_plugin(group: str, name: str, flag: str) -> EntryPoint:
     """Return the entry point of that name, without importing what it names.
 
     Args:
@@ -50,11 +46,7 @@ def find_plugin(
     return next(iter(matches.values()))
 
 
-def load_plugin(
-    group: str,
-    name: str,
-    flag: str,
-) -> Any:
+def load_plugin(group: str, name: str, flag: str) -> Any:
     """Import the object of that name, see `find_plugin`.
 
     Returns:

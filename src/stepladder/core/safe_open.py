@@ -26,11 +26,7 @@ def open_without_links(path: Path, flags: int) -> int:
         OSError: The file cannot be opened, or is no regular file.
     """
     if is_foreign_link(path.parent):
-        raise OSError(
-            errno.ELOOP,
-            "its folder is a link of another user's",
-            str(path),
-        )
+        raise OSError(errno.ELOOP, "its folder is a link of another user's", str(path))
     flags |= getattr(os, "O_NOFOLLOW", 0)
     flags |= getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for the process at its other end
     try:

@@ -113,11 +113,7 @@ def _is_marked(folder: int) -> bool:
     Raises:
         OSError: The folder has no marker that can be opened.
     """
-    marker = os.open(
-        MARKER,
-        os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK,
-        dir_fd=folder,
-    )
+    marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         status = os.fstat(marker)
         owners = {os.fstat(folder).st_uid, status.st_uid}

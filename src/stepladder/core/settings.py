@@ -68,11 +68,7 @@ class Settings:
     ] = None
     global_batch: Annotated[
         int | None,
-        Flag(
-            "Samples per optimizer step, whatever the number of processes.",
-            TRAINING,
-            minimum=1,
-        ),
+        Flag("Samples per optimizer step, whatever the number of processes.", TRAINING, minimum=1),
     ] = None
     microbatch: Annotated[
         int | None,
@@ -107,14 +103,12 @@ class Settings:
         ),
     ] = 0
     seed: Annotated[
-        int | None,
-        Flag("Seed of everything random.", TRAINING, minimum=0, maximum=MAX_SEED),
+        int | None, Flag("Seed of everything random.", TRAINING, minimum=0, maximum=MAX_SEED)
     ] = None
     sync: Annotated[
         Literal["manual", "ddp", "exact"],
         Flag(
-            "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.",
-            TRAINING,
+            "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.", TRAINING
         ),
     ] = "ddp"
     device: Annotated[
@@ -122,8 +116,7 @@ class Settings:
         Flag("Where tensors live.", MEMORY, free_on_resume=True, may_differ=True),
     ] = "auto"
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"],
-        Flag("Type of the numbers in the forward pass.", MEMORY),
+        Literal["fp32", "bf16", "fp16"], Flag("Type of the numbers in the forward pass.", MEMORY)
     ] = "fp32"
     threads: Annotated[
         int | None,

@@ -46,20 +46,12 @@ def take_secret_from_env() -> str:
     return os.environ.pop(SECRET_VARIABLE, "")
 
 
-def sign(
-    secret: str,
-    key: str,
-    data: bytes,
-) -> bytes:
+def sign(secret: str, key: str, data: bytes) -> bytes:
     """Return the data after a signature that is valid for this key alone."""
     return _compute_digest(secret, key, data) + data
 
 
-def verify(
-    secret: str,
-    key: str,
-    signed: bytes,
-) -> bytes:
+def verify(secret: str, key: str, signed: bytes) -> bytes:
     """Return the data that was signed for this key.
 
     Raises:
@@ -72,18 +64,10 @@ def verify(
     return data
 
 
-def _compute_digest(
-    secret: str,
-    key: str,
-    data: bytes,
-) -> bytes:
+def _compute_digest(secret: str, key: str, data: bytes) -> bytes:
     name = key.encode()
     length = len(name).to_bytes(8, "big")  # or the end of a key could count as the data's begin
-    return hmac.digest(
-        secret.encode(),
-        length + name + data,
-        "sha256",
-    )
+    return hmac.digest(secret.encode(), length + name + data, "sha256")
 
 
 def load_or_make_secret(path: Path) -> str:
@@ -123,11 +107,7 @@ def load_or_make_secret(path: Path) -> str:
 def _make_secret_file(path: Path) -> None:
     """Write a secret under a temporary name, and link it to `path` unless another one is there."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    file = os.open(
-        temporary,
-        os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-        0o600,
-    )
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         validate_private_mount(os.fstat(file), path)
         os.write(file, make_secret().encode())

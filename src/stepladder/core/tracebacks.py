@@ -108,12 +108,7 @@ def join_frames(frames: list[TracebackType]) -> TracebackType | None:
     """Return a traceback of these frames alone."""
     trace: TracebackType | None = None
     for item in reversed(frames):
-        trace = TracebackType(
-            trace,
-            item.tb_frame,
-            item.tb_lasti,
-            item.tb_lineno,
-        )
+        trace = TracebackType(trace, item.tb_frame, item.tb_lasti, item.tb_lineno)
     return trace
 
 

@@ -38,12 +38,7 @@ KIND_NAMES = {
 }
 
 
-def load_json(
-    path: Path,
-    kind: type[Kind],
-    hint: str,
-    label: str = "",
-) -> Kind:
+def load_json(path: Path, kind: type[Kind], hint: str, label: str = "") -> Kind:
     """Return the value of a JSON file.
 
     Args:
@@ -170,11 +165,7 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
     if outer in (Union, UnionType):  # X | None
         if value is None:
             return None
-        return convert(
-            value,
-            next(item for item in inner if item is not NoneType),
-            name,
-        )
+        return convert(value, next(item for item in inner if item is not NoneType), name)
     if outer is Any or (outer is Literal and value in inner):
         return value
     if is_dataclass(outer):
@@ -189,12 +180,7 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
     raise ValueError(describe_mismatch(value, outer, inner, name))
 
 
-def describe_mismatch(
-    value: Any,
-    outer: Any,
-    inner: tuple[Any, ...],
-    name: str,
-) -> str:
+def describe_mismatch(value: Any, outer: Any, inner: tuple[Any, ...], name: str) -> str:
     """Return the message about a value that is not of the type `outer[inner]`."""
     if outer is Literal:
         expected = " or ".join(map(repr, inner))
@@ -203,12 +189,7 @@ def describe_mismatch(
     return f"{name.removeprefix('it.')} is {value!r:.60}, and not {expected}"
 
 
-def _convert_items(
-    values: list[Any],
-    outer: Any,
-    inner: tuple[Any, ...],
-    name: str,
-) -> Any:
+def _convert_items(values: list[Any], outer: Any, inner: tuple[Any, ...], name: str) -> Any:
     """Return a list of JSON or TOML as a list, tuple or set, each item as its own type."""
     kinds = _find_item_kinds(outer, inner, len(values))
     if len(kinds) != len(values):
@@ -217,11 +198,7 @@ def _convert_items(
     return outer(convert(item, kind, f"{name}[{index}]") for index, (item, kind) in items)
 
 
-def _find_item_kinds(
-    outer: Any,
-    inner: tuple[Any, ...],
-    count: int,
-) -> list[Any]:
+def _find_item_kinds(outer: Any, inner: tuple[Any, ...], count: int) -> list[Any]:
     """Return the type of each item of a list, tuple or set with these type arguments."""
     if not inner:
         return [Any] * count
@@ -229,11 +206,7 @@ def _find_item_kinds(
     return list(inner) if has_fixed_length else [inner[0]] * count
 
 
-def _convert_dataclass(
-    value: Any,
-    kind: Any,
-    name: str,
-) -> Any:
+def _convert_dataclass(value: Any, kind: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{name.removeprefix('it.')} is {value!r:.60}, and not a table")
     arguments = {}

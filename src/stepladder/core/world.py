@@ -115,18 +115,11 @@ def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
     return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
 
 
-def validate_position(
-    rank_name: str,
-    rank: int,
-    size_name: str,
-    size: int,
-    ranks: str,
-) -> None:
+def validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
     """Raise InputError unless a rank counts from 0 to size-1."""
     if not 0 <= rank < size:
         raise InputError(
-            f"{rank_name}={rank} with {size_name}={size}",
-            f"{ranks} count from 0 to {size_name}-1",
+            f"{rank_name}={rank} with {size_name}={size}", f"{ranks} count from 0 to {size_name}-1"
         )
 
 
@@ -245,11 +238,7 @@ class World:
         )
 
 
-def _validate_set(
-    launcher: RankVariables,
-    env: Mapping[str, str],
-    world_size: int,
-) -> None:
+def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: int) -> None:
     """Raise InputError if only some of a launcher's variables are set."""
     needed = [launcher.rank, launcher.local_rank]
     if launcher is TORCHRUN:
@@ -266,10 +255,7 @@ def _validate_set(
 
 
 def _make_url(
-    launcher: RankVariables,
-    env: Mapping[str, str],
-    world_size: int,
-    ranks_per_node: int,
+    launcher: RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
 ) -> str:
     """Return the URL at which the ranks of a launcher connect, "" for one rank."""
     if world_size == 1:
@@ -315,11 +301,7 @@ def find_first_node_address(nodes: str) -> str:
     """
     failed = f"the node list {nodes!r} could not be resolved by scontrol"
     hint = "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script"
-    with as_input_error(
-        failed,
-        hint,
-        (OSError, subprocess.SubprocessError, IndexError),
-    ):
+    with as_input_error(failed, hint, (OSError, subprocess.SubprocessError, IndexError)):
         first_node = _run_scontrol("hostnames", nodes).split()[0]
         node_text = _run_scontrol("node", first_node)
     # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.

@@ -44,11 +44,7 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
         return describe_source(str(path))
     text = path / "input.txt"
     if text.is_file():
-        return {
-            "dataset": "text",
-            "path": str(path),
-            "bytes": text.stat().st_size,
-        }
+        return {"dataset": "text", "path": str(path), "bytes": text.stat().st_size}
     return describe_idx(path)
 
 
@@ -78,11 +74,7 @@ def describe_ratings(path: Path, file: Path) -> dict[str, Any]:
     }
 
 
-def describe_arrays(
-    dataset: str,
-    path: Path,
-    arrays: dict[Path, np.ndarray],
-) -> dict[str, Any]:
+def describe_arrays(dataset: str, path: Path, arrays: dict[Path, np.ndarray]) -> dict[str, Any]:
     files = [describe_array(file, array) for file, array in arrays.items()]
     return {
         "dataset": dataset,
@@ -206,6 +198,5 @@ def verify_shards(shards: Shards) -> None:
     for shard in shards.shards:
         if shard.sha256 is not None and compute_sha256(shard.path) != shard.sha256:
             raise shards_error(
-                shard.path.parent,
-                f"{shard.path} is damaged outside of its chunks (sha256)",
+                shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)"
             )

@@ -81,8 +81,7 @@ class Documents:
             counts = np.asarray(lengths)
         if counts.shape != (count,):
             raise InputError(
-                f"lengths has {counts.size} numbers, and there are {count} documents",
-                LENGTHS_HINT,
+                f"lengths has {counts.size} numbers, and there are {count} documents", LENGTHS_HINT
             )
         if count and counts.dtype.kind not in "iu":
             raise InputError(f"lengths holds {counts.dtype}, not whole numbers", LENGTHS_HINT)

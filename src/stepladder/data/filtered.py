@@ -26,12 +26,7 @@ class DerivedSource:
         key: What the user calls the function; None for its own code.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        function: Callable[[Any], Any],
-        key: str | None,
-    ) -> None:
+    def __init__(self, source: Source, function: Callable[[Any], Any], key: str | None) -> None:
         if not is_source(source):
             raise InputError(
                 f"the source of {type(self).__name__} is a {type(source).__name__}",
@@ -93,11 +88,7 @@ class Mapped(DerivedSource):
     """
 
     def __init__(
-        self,
-        source: Source,
-        function: Callable[[Any], Any],
-        *,
-        key: str | None = None,
+        self, source: Source, function: Callable[[Any], Any], *, key: str | None = None
     ) -> None:
         super().__init__(source, function, key)
 
@@ -136,11 +127,7 @@ class Filtered(DerivedSource):
     """
 
     def __init__(
-        self,
-        source: Source,
-        keep: Callable[[Any], Any],
-        *,
-        key: str | None = None,
+        self, source: Source, keep: Callable[[Any], Any], *, key: str | None = None
     ) -> None:
         super().__init__(source, keep, key)
         self._kept = self._load_kept()

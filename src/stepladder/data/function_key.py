@@ -36,11 +36,7 @@ def make_function_key(function: Callable[..., Any]) -> str:
         raise ValueError("a value that holds itself") from error
 
 
-def describe_value(
-    name: str,
-    value: Any,
-    known: KnownFunctions,
-) -> Iterator[str]:
+def describe_value(name: str, value: Any, known: KnownFunctions) -> Iterator[str]:
     """Yield texts that have a value.
 
     Args:
@@ -121,10 +117,7 @@ def describe_function(function: FunctionType, known: KnownFunctions) -> Iterator
 
 
 def list_attributes(
-    name: str,
-    module: ModuleType,
-    names: list[str],
-    seen: set[ModuleType],
+    name: str, module: ModuleType, names: list[str], seen: set[ModuleType]
 ) -> Iterator[tuple[str, Any]]:
     """Yield what a function uses of a module of the user's, and of modules that it holds.
 

@@ -14,12 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import derive_seed
-from stepladder.data.workers import (
-    PackedError,
-    call_in_rank,
-    call_in_worker,
-    initialize_worker,
-)
+from stepladder.data.workers import PackedError, call_in_rank, call_in_worker, initialize_worker
 
 SampleKey = tuple[int, int]  # epoch, index
 Caller = Callable[..., Any]  # calls a function of the job, and handles its exceptions
@@ -71,12 +66,7 @@ def find_start_method() -> str:
 class SeededItems(Dataset[tuple[int, Any]]):
     """The items of a Dataset with their indices; random numbers are seeded before each item."""
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        seed: int,
-        call: Caller,
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, call: Caller) -> None:
         self.dataset = dataset
         self.seed = seed
         self.call = call
@@ -97,11 +87,7 @@ class SeededItems(Dataset[tuple[int, Any]]):
         return [self[sample] for sample in samples]
 
 
-def collate_items(
-    collate: Callable[[list[Any]], Any],
-    call: Caller,
-    items: Any,
-) -> Any:
+def collate_items(collate: Callable[[list[Any]], Any], call: Caller, items: Any) -> Any:
     """Return the indices and the batch of items; a PackedError is returned as it is."""
     if isinstance(items, PackedError):
         return items

@@ -46,9 +46,7 @@ def output_folder(path: Path, hint: str) -> Iterator[None]:
     with (
         durable.name_write_errors(path, hint),
         as_input_error(
-            f"cannot write {path}",
-            "another folder",
-            (FileExistsError, NotADirectoryError),
+            f"cannot write {path}", "another folder", (FileExistsError, NotADirectoryError)
         ),
     ):
         path.mkdir(parents=True, exist_ok=True)
@@ -74,17 +72,14 @@ def validate_readable(path: Path, max_bytes: int | None = None) -> None:
     """
     with (
         as_input_error(
-            f"cannot read {path}",
-            "give a file that can be read",
-            (OSError, ValueError),
+            f"cannot read {path}", "give a file that can be read", (OSError, ValueError)
         ),
         open_to_read(path) as file,
     ):
         size = os.fstat(file.fileno()).st_size
     if max_bytes is not None and size > max_bytes:
         raise InputError(
-            f"{path} has {size:,} bytes, more than {max_bytes:,}",
-            "give a smaller file",
+            f"{path} has {size:,} bytes, more than {max_bytes:,}", "give a smaller file"
         )
 
 

@@ -73,8 +73,7 @@ class Mixture:
         are_counts = all(isinstance(count, Integral) and count > 0 for count in counts)
         if not self._sources or len(counts) != len(self._sources) or not are_counts:
             raise InputError(
-                f"a Mixture of {len(self._sources)} sources with passes={counts}",
-                PASSES_HINT,
+                f"a Mixture of {len(self._sources)} sources with passes={counts}", PASSES_HINT
             )
         if max(counts) > MAX_PASSES:
             raise InputError(
@@ -127,9 +126,7 @@ class Mixture:
 
 
 def validate_weights(
-    weights: Sequence[float],
-    passes: Sequence[int] | None,
-    num_sources: int,
+    weights: Sequence[float], passes: Sequence[int] | None, num_sources: int
 ) -> None:
     """Raise InputError for weights that are no part of each source, or that passes contradict."""
     is_usable = False

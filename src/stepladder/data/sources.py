@@ -249,12 +249,7 @@ class DatasetSource:
         keys = ([(epoch, int(index)) for index in indices] for epoch, indices in requests)
         pin_memory = self.device.type == "cuda"
         loader = make_loader(
-            self.dataset,
-            self.seed,
-            keys,
-            self.num_workers,
-            self.collate,
-            pin_memory,
+            self.dataset, self.seed, keys, self.num_workers, self.collate, pin_memory
         )
         # Workers inherit the mask, and unblock SIGTERM once they have set their signal handlers.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -289,11 +284,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 
 def open_source(
-    data: Any,
-    device: torch.device,
-    seed: int,
-    num_workers: int = 0,
-    collate: Collate | None = None,
+    data: Any, device: torch.device, seed: int, num_workers: int = 0, collate: Collate | None = None
 ) -> BatchSource:
     """Make the source of a job's data.
 
@@ -373,11 +364,7 @@ def is_map_style(data: Any) -> bool:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or hasattr(data, "iloc"):
         return False
     problem = f"len() of the job's {type(data).__name__} fails"
-    with as_input_error(
-        problem,
-        "a number of samples",
-        (TypeError, ValueError),
-    ):
+    with as_input_error(problem, "a number of samples", (TypeError, ValueError)):
         len(data)
     has_columns = isinstance(data, (tuple, dict))
     return not (has_columns and any(isinstance(c, torch.Tensor) for c in list_columns(data)))

@@ -91,11 +91,7 @@ class Table:
             skip = max(0, skip - size)
 
 
-def select_columns(
-    names: tuple[str, ...],
-    known: Iterable[str],
-    source: object,
-) -> list[str]:
+def select_columns(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
     """Return the columns to read: those that the user names, in that order, or all.
 
     Args:
@@ -115,16 +111,14 @@ def select_columns(
     for name in selected:
         if name not in known_counts:
             raise InputError(
-                f"{source} has no column {name!r}",
-                f"its columns are: {', '.join(known_counts)}",
+                f"{source} has no column {name!r}", f"its columns are: {', '.join(known_counts)}"
             )
         if known_counts[name] > 1:
             problem = f"{known_counts[name]} columns are called {name!r}"
             raise input_error(source, problem, "--columns without it")
         if name_counts[name] > 1:
             raise InputError(
-                f"column {name!r} of {source} is named twice",
-                f"--columns {','.join(selected)}",
+                f"column {name!r} of {source} is named twice", f"--columns {','.join(selected)}"
             )
     return selected
 
@@ -143,11 +137,7 @@ def count_rows(block: Block) -> int:
     return len(first.offsets) - 1 if isinstance(first, Ragged) else len(first)
 
 
-def slice_block(
-    block: Block,
-    lo: int,
-    hi: int,
-) -> Block:
+def slice_block(block: Block, lo: int, hi: int) -> Block:
     """Return the rows [lo, hi) of a block; the offsets of lists start at 0."""
     rows = {}
     for name, column in block.items():
@@ -212,10 +202,6 @@ def report_damage(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractCon
     return as_input_error(f"cannot use {path}", REPAIR_HINT, kinds)
 
 
-def input_error(
-    path: object,
-    problem: str,
-    hint: str = REPAIR_HINT,
-) -> InputError:
+def input_error(path: object, problem: str, hint: str = REPAIR_HINT) -> InputError:
     """Make the error for an input that cannot be used."""
     return InputError(f"cannot use {path}: {problem}", hint)

@@ -18,10 +18,7 @@ from stepladder.core.sockets import send_tensors_by_open_socket
 from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.stacks import blocks_signal
-from stepladder.rank.torch_fixes import (
-    get_loader_workers,
-    shut_down_loader_workers,
-)
+from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
 
 WORKER_START_TIMEOUT_S = 30.0
 WORKER_EXIT_TIMEOUT_S = 3.0
@@ -56,12 +53,7 @@ class PackedError:
         pickled = pickle_error(error)
         fold_traceback(error, with_note=False)  # the rank adds a note of its own
         trace = "".join(traceback.format_exception(error))
-        return PackedError(
-            pickled,
-            type(error).__name__,
-            get_text(error),
-            trace,
-        )
+        return PackedError(pickled, type(error).__name__, get_text(error), trace)
 
     def reraise(self) -> NoReturn:
         """Raise the exception, or WorkerFailed with its text if it could not be pickled."""

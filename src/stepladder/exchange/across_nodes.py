@@ -64,22 +64,10 @@ class AllReduceAcross(AcrossNodes):
         name = f"all_reduce {self.reduction.name}"
         for flat in self.flats:
             reduce_rows = partial(self._reduce_rows, flat)
-            memory.combine(
-                flat,
-                memory.one_row_each,
-                len(flat),
-                reduce_rows,
-                name,
-            )
+            memory.combine(flat, memory.one_row_each, len(flat), reduce_rows, name)
         return partial(self._finish, memory)
 
-    def _reduce_rows(
-        self,
-        flat: torch.Tensor,
-        rows: Tensors,
-        lo: int,
-        hi: int,
-    ) -> None:
+    def _reduce_rows(self, flat: torch.Tensor, rows: Tensors, lo: int, hi: int) -> None:
         if self.network.is_leader:
             # `_finish` divides, by the number of ranks on all machines.
             without_division = self.reduction._replace(is_mean=False)
@@ -88,11 +76,7 @@ class AllReduceAcross(AcrossNodes):
     def _finish(self, memory: SharedMemory) -> None:
         self.set_leader_timeout(memory)
         if self.network.is_leader:
-            self.network.all_reduce(
-                self.flats,
-                self.operation,
-                self.timeout,
-            )
+            self.network.all_reduce(self.flats, self.operation, self.timeout)
             if self.reduction.is_mean:
                 rank_count = sum(map(len, self.network.nodes))
                 for flat in self.flats:
@@ -138,11 +122,7 @@ class BroadcastAcross(AcrossNodes):
         if self.network.is_leader:
             nodes = self.network.nodes
             root_node = next(node for node, ranks in enumerate(nodes) if self.root in ranks)
-            self.network.broadcast(
-                self.flats,
-                root_node,
-                self.timeout,
-            )
+            self.network.broadcast(self.flats, root_node, self.timeout)
 
 
 @dataclass(frozen=True)

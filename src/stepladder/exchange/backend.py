@@ -15,12 +15,7 @@ from stepladder.rank.torch_fixes_store import keep_stores_of_groups, make_store_
 BACKEND_NAME = "stepladder"
 
 
-def make_group(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-) -> SharedMemoryGroup:
+def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
     """Return a group that shares memory, for torch's registry of back ends.
 
     This is a collective: all ranks of the group must call it.

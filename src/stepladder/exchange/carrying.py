@@ -22,12 +22,7 @@ from stepladder.exchange.group_work import (
     do_nothing,
 )
 from stepladder.exchange.message_queue import MessageQueue
-from stepladder.exchange.network import (
-    LOSS_CHECK_S,
-    LossFinder,
-    await_loss,
-    wait_for_collective,
-)
+from stepladder.exchange.network import LOSS_CHECK_S, LossFinder, await_loss, wait_for_collective
 from stepladder.exchange.wait import OTHER_MACHINE, make_loss_error
 from stepladder.rank.torch_fixes import shut_down_connections
 from stepladder.rank.torch_fixes_groups import record_collective
@@ -51,10 +46,7 @@ class CarriedWork(TorchWork):
     """The work of a call that gloo carries; its error names a rank that was lost."""
 
     def __init__(
-        self,
-        work: Any,
-        explain: ErrorExplainer,
-        find_loss: LossFinder | None = None,
+        self, work: Any, explain: ErrorExplainer, find_loss: LossFinder | None = None
     ) -> None:
         """Create the work.
 
@@ -121,12 +113,7 @@ class CarriedMessage(CarriedWork):
     wait that is cut short closes all connections. So a thread waits in gloo.
     """
 
-    def __init__(
-        self,
-        work: CarriedWork,
-        find_loss: LossFinder,
-        peer: int,
-    ) -> None:
+    def __init__(self, work: CarriedWork, find_loss: LossFinder, peer: int) -> None:
         """Create the work.
 
         Args:
@@ -142,10 +129,7 @@ class CarriedMessage(CarriedWork):
         """Wait for the message, or until its other rank is known to be lost."""
         end = GroupWork([], do_nothing)
         threading.Thread(
-            target=self._await_gloo,
-            args=(end, timeout),
-            name="carried-message",
-            daemon=True,
+            target=self._await_gloo, args=(end, timeout), name="carried-message", daemon=True
         ).start()
         while not end.wait_for_end(timedelta(seconds=LOSS_CHECK_S)):
             lost = self._find_any_loss()
@@ -165,12 +149,7 @@ class CarriedMessage(CarriedWork):
 class CarryingGroup(GroupBase):
     """A group with messages, whose gloo group carries calls; their errors name a lost rank."""
 
-    def send(
-        self,
-        tensors: Tensors,
-        rank: int,
-        tag: int,
-    ) -> Any:
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Any:
         """Send a tensor to a rank."""
         [tensor] = tensors
         queue = self._find_message_queue(tensor, tag)
@@ -179,12 +158,7 @@ class CarryingGroup(GroupBase):
         with record_collective("gloo:send", tensors):
             return queue.send(tensor, rank, tag, self._get_default_timeout())
 
-    def recv(
-        self,
-        tensors: Tensors,
-        rank: int,
-        tag: int,
-    ) -> Any:
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Any:
         """Receive a tensor from a rank."""
         [tensor] = tensors
         queue = self._find_message_queue(tensor, tag)
@@ -229,13 +203,7 @@ class CarryingGroup(GroupBase):
         group._set_group_desc(self.group_desc)
         return group.split_group(*args, **options)
 
-    def _carry_message(
-        self,
-        method: str,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-    ) -> Any:
+    def _carry_message(self, method: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Let the back end of a tensor's device carry it to or from a peer."""
         network = self._network
         work = self._carry(method, tensor.device, [tensor], peer, tag)
@@ -243,12 +211,7 @@ class CarryingGroup(GroupBase):
             return work
         return CarriedMessage(work, self._find_loss_of_others, self._names[peer])
 
-    def _carry(
-        self,
-        method: str,
-        device: torch.device,
-        *args: object,
-    ) -> Any:
+    def _carry(self, method: str, device: torch.device, *args: object) -> Any:
         """Let the back end of a device start a call that shared memory does not carry.
 
         Args:
@@ -276,11 +239,7 @@ class CarryingGroup(GroupBase):
             lost = self._network.find_loss()
         return lost
 
-    def _explain_loss(
-        self,
-        error: RuntimeError,
-        is_collective: bool,
-    ) -> RuntimeError:
+    def _explain_loss(self, error: RuntimeError, is_collective: bool) -> RuntimeError:
         """Return the error of a call that gloo has carried: it names a lost rank, if there is one.
 
         After a failed collective this rank shuts its connections down. Otherwise a rank that waits

@@ -24,12 +24,7 @@ READ_WORD = 8
 class Channel:
     """Bytes on their way from a sender, which alone calls `write`, to a receiver, which reads."""
 
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        sender: int,
-        receiver: int,
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, sender: int, receiver: int) -> None:
         """Use the channel between two ranks.
 
         Args:
@@ -40,12 +35,7 @@ class Channel:
         begin = SLOT_BYTES * sender + ARENA_OFFSET + (COUNTS_BYTES + RING_BYTES) * receiver
         ring = begin + COUNTS_BYTES
         self._counts = memoryview(memory)[begin:ring].cast("q")
-        self._ring = torch.frombuffer(
-            memory,
-            dtype=torch.uint8,
-            count=RING_BYTES,
-            offset=ring,
-        )
+        self._ring = torch.frombuffer(memory, dtype=torch.uint8, count=RING_BYTES, offset=ring)
 
     def write(self, data: torch.Tensor) -> int:
         """Write the first of these bytes; return how many. Without room for one these are none."""

@@ -8,11 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    ProcessGroupGloo,
-    Store,
-    distributed_c10d,
-)
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from stepladder.core.console import print_message
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork, Stage, do_nothing
@@ -51,13 +47,7 @@ def announce_transport(obstacle: str, machines: int) -> None:
 class GroupBase(TorchGroup):  # type: ignore[misc]
     """A group of ranks that share memory if they can, and that holds a gloo group."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        announces: bool = False,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, announces: bool = False) -> None:
         """Create a group without a back end.
 
         Args:
@@ -92,10 +82,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]
         return self._memory is not None
 
     def _register_backend(
-        self,
-        device: torch.device,
-        backend_type: Any,
-        backend: Any = None,
+        self, device: torch.device, backend_type: Any, backend: Any = None
     ) -> None:
         """Take a back end for a device, and share memory beside a gloo group for the host."""
         super()._register_backend(device, backend_type, backend)
@@ -115,11 +102,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
         store = make_store_of_one_group(self._own_store, self.rank())
-        rendezvous = share_memory(
-            store,
-            self.rank(),
-            self.size(),
-        )
+        rendezvous = share_memory(store, self.rank(), self.size())
         self.obstacle = rendezvous.obstacle
         self._announce(gloo, len(rendezvous.nodes))
         if rendezvous.memory is None:
@@ -139,12 +122,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]
             self._queue = CollectiveQueue(self._memory)
             self._message_queue = MessageQueue(self._memory)
             return
-        network = NodeNetwork(
-            store,
-            gloo,
-            self.rank(),
-            rendezvous.nodes,
-        )
+        network = NodeNetwork(store, gloo, self.rank(), rendezvous.nodes)
         explain = partial(network.leave_after_error, self._memory.waiter)
         self._network = network
         self._queue = CollectiveQueue(self._memory, explain, uses_network=True)
@@ -220,10 +198,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]
         return timeout
 
     def _find_reduction(
-        self,
-        tensors: Tensors,
-        opts: Any,
-        across_nodes: bool = False,
+        self, tensors: Tensors, opts: Any, across_nodes: bool = False
     ) -> Reduction | None:
         """Return the reduction that shared memory does with these tensors, None if gloo does it.
 

@@ -178,12 +178,7 @@ class GroupWork(TorchWork):
 class QueuedCollective:
     """A collective with one stage or several, each of which needs the result of the one before."""
 
-    def __init__(
-        self,
-        runner: ExchangeRunner,
-        enqueue: Stage,
-        work: GroupWork,
-    ) -> None:
+    def __init__(self, runner: ExchangeRunner, enqueue: Stage, work: GroupWork) -> None:
         """Create a collective that has not begun.
 
         Args:
@@ -253,12 +248,7 @@ class CollectiveQueue:
         self._is_closed = False
         self._process = ProcessGuard()
 
-    def start(
-        self,
-        enqueue: Stage,
-        work: GroupWork,
-        is_async: bool,
-    ) -> GroupWork:
+    def start(self, enqueue: Stage, work: GroupWork, is_async: bool) -> GroupWork:
         """Start a collective, and finish it if all peers arrive soon.
 
         Args:

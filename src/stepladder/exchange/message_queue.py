@@ -26,13 +26,7 @@ import torch
 
 from stepladder.exchange.channel import Channel
 from stepladder.exchange.group_work import ProcessGuard
-from stepladder.exchange.messages import (
-    Arrival,
-    Ending,
-    PeerMessage,
-    ReceivedMessage,
-    SentMessage,
-)
+from stepladder.exchange.messages import Arrival, Ending, PeerMessage, ReceivedMessage, SentMessage
 from stepladder.exchange.queue_thread import QueueThread
 from stepladder.exchange.runner import ExchangeRunner
 from stepladder.exchange.wait import format_ranks, make_loss_error
@@ -163,22 +157,10 @@ class MessageQueue:
         self._process = ProcessGuard()
 
     @torch.inference_mode(False)  # the thread could not write to tensors of an inference
-    def send(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        timeout: timedelta,
-    ) -> PeerMessage:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> PeerMessage:
         """Start to send a tensor to a peer."""
         self._validate([peer])
-        message = SentMessage(
-            tensor,
-            peer,
-            tag,
-            timeout,
-            self._give_up,
-        )
+        message = SentMessage(tensor, peer, tag, timeout, self._give_up)
         with self._moving():
             self._raise_error()
             self._lanes[peer].send(message)
@@ -187,20 +169,12 @@ class MessageQueue:
 
     @torch.inference_mode(False)
     def receive(
-        self,
-        tensor: torch.Tensor,
-        peers: list[int],
-        tag: int,
-        timeout: timedelta,
+        self, tensor: torch.Tensor, peers: list[int], tag: int, timeout: timedelta
     ) -> PeerMessage:
         """Start to receive a tensor from one of several peers; all of them, if none is named."""
         self._validate(peers)
         message = ReceivedMessage(
-            tensor,
-            frozenset(peers or self._lanes),
-            tag,
-            timeout,
-            self._give_up,
+            tensor, frozenset(peers or self._lanes), tag, timeout, self._give_up
         )
         with self._moving():
             self._raise_error()

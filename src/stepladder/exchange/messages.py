@@ -64,22 +64,10 @@ class SentMessage(PeerMessage):
     """A message that this rank sends."""
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        timeout: timedelta,
-        give_up: GiveUp,
+        self, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta, give_up: GiveUp
     ) -> None:
         """Create a message of which nothing is written; the arguments are those of PeerMessage."""
-        super().__init__(
-            tensor,
-            frozenset([peer]),
-            tag,
-            "receive",
-            timeout,
-            give_up,
-        )
+        super().__init__(tensor, frozenset([peer]), tag, "receive", timeout, give_up)
         header = torch.tensor([tag, len(self.data)], device="cpu")
         self._parts = [header.view(torch.uint8), self.data]
 
@@ -114,14 +102,7 @@ class ReceivedMessage(PeerMessage):
         give_up: GiveUp,
     ) -> None:
         """Create a message that has not come; the arguments are those of PeerMessage."""
-        super().__init__(
-            tensor,
-            peers,
-            tag,
-            "send",
-            timeout,
-            give_up,
-        )
+        super().__init__(tensor, peers, tag, "send", timeout, give_up)
         self._source = -1
 
     def take(self, data: torch.Tensor, source: int) -> bool:

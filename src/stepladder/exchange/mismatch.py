@@ -49,12 +49,7 @@ def has_told_call(waiter: PeerWaiter, peer: int, count: int) -> bool:
     return waiter.slots[SLOT_WORDS * peer + CALL_WORD] == count
 
 
-def compare_calls(
-    waiter: PeerWaiter,
-    peer: int,
-    count: int,
-    call: str,
-) -> CallMismatch:
+def compare_calls(waiter: PeerWaiter, peer: int, count: int, call: str) -> CallMismatch:
     """Tell the peers what this rank calls, and learn it from a peer whose call differs.
 
     Args:
@@ -75,11 +70,7 @@ def compare_calls(
     return CallMismatch(peer, f"{text}, which calls {call}")
 
 
-def _write_call(
-    waiter: PeerWaiter,
-    count: int,
-    call: str,
-) -> None:
+def _write_call(waiter: PeerWaiter, count: int, call: str) -> None:
     text = call.encode()[:MAX_CALL_BYTES].ljust(MAX_CALL_BYTES, b"\0")
     begin = 8 * SLOT_WORDS * waiter.rank + TEXT_OFFSET
     waiter.slots.cast("B")[begin : begin + MAX_CALL_BYTES] = text
@@ -87,11 +78,7 @@ def _write_call(
     waiter.wake_all_ranks()
 
 
-def _await_call(
-    waiter: PeerWaiter,
-    peer: int,
-    count: int,
-) -> str:
+def _await_call(waiter: PeerWaiter, peer: int, count: int) -> str:
     """Return what a peer calls; "" if it does not tell."""
     deadline = time.monotonic() + MAX_ANSWER_S
     while time.monotonic() < deadline:

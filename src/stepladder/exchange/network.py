@@ -10,11 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from stepladder.exchange.group_work import copy_error
 from stepladder.exchange.wait import OTHER_MACHINE, CallMismatch, PeerWaiter, make_loss_error
@@ -46,11 +42,7 @@ class NodeNetwork:
     """
 
     def __init__(
-        self,
-        store: Store,
-        gloo: ProcessGroupGloo,
-        rank: int,
-        nodes: tuple[tuple[int, ...], ...],
+        self, store: Store, gloo: ProcessGroupGloo, rank: int, nodes: tuple[tuple[int, ...], ...]
     ) -> None:
         """Connect the leaders. All ranks of the group must call it.
 
@@ -73,32 +65,19 @@ class NodeNetwork:
         earlier_connections = list_tcp_connections()
         if self.is_leader:
             self._leaders = ProcessGroupGloo(
-                PrefixStore(LEADERS_PREFIX, store),
-                self.node,
-                len(nodes),
-                options,
+                PrefixStore(LEADERS_PREFIX, store), self.node, len(nodes), options
             )
         self._connections = list_tcp_connections() - earlier_connections
 
     # -- collectives of the leaders ----------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        tensors: Tensors,
-        operation: Any,
-        timeout: timedelta,
-    ) -> None:
+    def all_reduce(self, tensors: Tensors, operation: Any, timeout: timedelta) -> None:
         """Reduce each tensor over the machines, in place."""
         self._run(
             lambda: [self._leaders.allreduce([tensor], operation) for tensor in tensors], timeout
         )
 
-    def broadcast(
-        self,
-        tensors: Tensors,
-        node: int,
-        timeout: timedelta,
-    ) -> None:
+    def broadcast(self, tensors: Tensors, node: int, timeout: timedelta) -> None:
         """Send each tensor of one machine to the others."""
         self._run(lambda: [self._leaders.broadcast(tensor, node) for tensor in tensors], timeout)
 
@@ -112,11 +91,7 @@ class NodeNetwork:
         """Wait until the leaders of all machines have called this method."""
         self._run(lambda: [self._leaders.barrier()], timeout)
 
-    def _run(
-        self,
-        start: Callable[[], list[Any]],
-        timeout: timedelta,
-    ) -> None:
+    def _run(self, start: Callable[[], list[Any]], timeout: timedelta) -> None:
         """Start collectives of the leaders, and wait for each of them.
 
         Args:
@@ -167,11 +142,7 @@ class NodeNetwork:
                 self._store.set(LOST_KEY, str(lost))
         return lost
 
-    def leave_after_error(
-        self,
-        waiter: PeerWaiter,
-        error: RuntimeError,
-    ) -> RuntimeError:
+    def leave_after_error(self, waiter: PeerWaiter, error: RuntimeError) -> RuntimeError:
         """Leave the group after a collective has failed, and explain its error.
 
         Neither the ranks of this machine nor other leaders wait for this rank any more.
@@ -193,11 +164,7 @@ class NodeNetwork:
         return copy_error(error) if lost is None else make_loss_error(lost)
 
 
-def wait_for_collective(
-    work: Any,
-    timeout: timedelta,
-    find_loss: LossFinder,
-) -> bool:
+def wait_for_collective(work: Any, timeout: timedelta, find_loss: LossFinder) -> bool:
     """Wait for a collective of gloo, or until other ranks know of a loss.
 
     If a connection breaks while data are on their way, gloo does not tell who waits for them.

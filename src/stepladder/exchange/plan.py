@@ -7,12 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepladder.exchange.work import (
-    CACHE_LINE_BYTES,
-    Chunk,
-    MessageFormat,
-    Tensors,
-)
+from stepladder.exchange.work import CACHE_LINE_BYTES, Chunk, MessageFormat, Tensors
 from stepladder.rank.shared_segment import ARENA_OFFSET, HALF_BYTES, SLOT_BYTES, WORDS_PER_SLOT
 
 FIRST_HALF_OFFSET = 8 * WORDS_PER_SLOT  # bytes from the beginning of a slot to its first half
@@ -52,11 +47,7 @@ class ExchangePlanner:
     """Plans the exchanges of one rank in shared memory that has a slot for each rank."""
 
     def __init__(
-        self,
-        memory: torch.Tensor,
-        rank: int,
-        ranks: int,
-        large_halves: Halves = SMALL_HALVES,
+        self, memory: torch.Tensor, rank: int, ranks: int, large_halves: Halves = SMALL_HALVES
     ) -> None:
         """Create the planner of a rank.
 
@@ -118,12 +109,7 @@ class ExchangePlanner:
         return SMALL_HALVES if needed_bytes <= HALF_BYTES else self.large_halves
 
     def _make_chunk(
-        self,
-        index: int,
-        message_format: MessageFormat,
-        lo: int,
-        hi: int,
-        halves: Halves,
+        self, index: int, message_format: MessageFormat, lo: int, hi: int, halves: Halves
     ) -> Chunk:
         """Return the chunk of columns [lo, hi) that begins where the halves do."""
         width = hi - lo
@@ -134,11 +120,7 @@ class ExchangePlanner:
         for half in range(2):
             first = halves.offset + halves.size * half
             half_offsets = [SLOT_BYTES * rank + first for rank in range(self.ranks)]
-            views = self.make_views(
-                half_offsets,
-                message_format.dtype,
-                lengths,
-            )
+            views = self.make_views(half_offsets, message_format.dtype, lengths)
             offsets.append(half_offsets)
             own_views.append(views[self.rank])
             row_views.append([row for view in views if len(view) for row in view.split(width)])
@@ -153,22 +135,12 @@ class ExchangePlanner:
             offsets=tuple(offsets),
         )
 
-    def make_arena_views(
-        self,
-        begin: int,
-        dtype: torch.dtype,
-        length: int,
-    ) -> Tensors:
+    def make_arena_views(self, begin: int, dtype: torch.dtype, length: int) -> Tensors:
         """Return each rank's vector that begins at byte `begin` of the ranks' arenas."""
         offsets = [SLOT_BYTES * rank + ARENA_OFFSET + begin for rank in range(self.ranks)]
         return self.make_views(offsets, dtype, [length] * self.ranks)
 
-    def make_views(
-        self,
-        offsets: list[int],
-        dtype: torch.dtype,
-        lengths: list[int],
-    ) -> Tensors:
+    def make_views(self, offsets: list[int], dtype: torch.dtype, lengths: list[int]) -> Tensors:
         """Return views of the memory, each with an offset in bytes and a length in elements."""
         return [
             self.memory[offset : offset + length * dtype.itemsize].view(dtype)

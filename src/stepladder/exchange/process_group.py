@@ -12,20 +12,11 @@ from typing import Any
 
 import torch
 
-from stepladder.exchange.across_nodes import (
-    AllGatherAcross,
-    BarrierAcross,
-    BroadcastAcross,
-)
+from stepladder.exchange.across_nodes import AllGatherAcross, BarrierAcross, BroadcastAcross
 from stepladder.exchange.group_base import C10D, Tensors
 from stepladder.exchange.group_work import Stage
 from stepladder.exchange.reduction import Reduction
-from stepladder.exchange.routing import (
-    FlatTensors,
-    get_flat,
-    have_length,
-    split_evenly,
-)
+from stepladder.exchange.routing import FlatTensors, get_flat, have_length, split_evenly
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.transposing import TransposingGroup
 from stepladder.rank.shared_segment import HALF_BYTES
@@ -70,28 +61,15 @@ class SharedMemoryGroup(TransposingGroup):
     Each method starts its collective and returns its work. Reductions are done in rank order.
     """
 
-    def allreduce(
-        self,
-        tensors: Tensors,
-        opts: Any = ALL_REDUCE,
-    ) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
         """Reduce each tensor over the ranks, in place."""
         return self._all_reduce("allreduce", tensors, opts)
 
-    def allreduce_coalesced(
-        self,
-        tensors: Tensors,
-        opts: Any = ALL_REDUCE_COALESCED,
-    ) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
         """Reduce each tensor over the ranks, in place and in one exchange."""
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
-    def _all_reduce(
-        self,
-        method: str,
-        tensors: Tensors,
-        opts: Any,
-    ) -> Any:
+    def _all_reduce(self, method: str, tensors: Tensors, opts: Any) -> Any:
         reduction = self._find_reduction(tensors, opts, across_nodes=True)
         if reduction is None:
             return self._carry(method, tensors[0].device, tensors, opts)
@@ -100,20 +78,9 @@ class SharedMemoryGroup(TransposingGroup):
         reduce: Enqueue = ReduceToAll(targets, reduction)
         if self._network is not None:
             reduce = self._reduce_across(self._network, targets, reduction, opts)
-        return self._start(
-            "all_reduce",
-            reduce,
-            tensors,
-            tensors,
-            opts,
-            flats.write_back,
-        )
+        return self._start("all_reduce", reduce, tensors, tensors, opts, flats.write_back)
 
-    def broadcast(
-        self,
-        tensors: Tensors,
-        opts: Any = BROADCAST,
-    ) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
         """Send each tensor of one rank to all."""
         if not self._can_share(tensors, across_nodes=True):
             return self._carry("broadcast", tensors[0].device, tensors, opts)
@@ -128,61 +95,27 @@ class SharedMemoryGroup(TransposingGroup):
         enqueue: Enqueue = broadcast
         if self._network is not None:
             timeout = self._get_timeout(opts)
-            enqueue = BroadcastAcross(
-                self._network,
-                timeout,
-                targets,
-                root,
-            )
+            enqueue = BroadcastAcross(self._network, timeout, targets, root)
 
-        return self._start(
-            "broadcast",
-            enqueue,
-            tensors,
-            tensors,
-            opts,
-            flats.write_back,
-        )
+        return self._start("broadcast", enqueue, tensors, tensors, opts, flats.write_back)
 
     def allgather(
-        self,
-        output_tensors: list[Tensors],
-        input_tensors: Tensors,
-        opts: Any = ALL_GATHER,
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = ALL_GATHER
     ) -> Any:
         """Collect a tensor of each rank into a list."""
-        return self._all_gather(
-            "allgather",
-            output_tensors,
-            input_tensors,
-            opts,
-        )
+        return self._all_gather("allgather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
-        self,
-        output_lists: list[Tensors],
-        input_list: Tensors,
-        opts: Any = ALL_GATHER,
+        self, output_lists: list[Tensors], input_list: Tensors, opts: Any = ALL_GATHER
     ) -> Any:
         """Collect several tensors of each rank, with a list of tensors for each rank."""
         if not self._can_gather(input_list):
             device = input_list[0].device
             return self._carry("allgather_coalesced", device, output_lists, input_list, opts)
         outputs = [list(tensors) for tensors in zip(*output_lists, strict=True)]
-        return self._all_gather(
-            "allgather",
-            outputs,
-            input_list,
-            opts,
-        )
+        return self._all_gather("allgather", outputs, input_list, opts)
 
-    def _all_gather(
-        self,
-        method: str,
-        outputs: list[Tensors],
-        parts: Tensors,
-        opts: Any,
-    ) -> Any:
+    def _all_gather(self, method: str, outputs: list[Tensors], parts: Tensors, opts: Any) -> Any:
         """Collect each part of all ranks into the list of outputs with the same index."""
         all_outputs = [output for tensors in outputs for output in tensors]
         is_shared = self._can_gather([*parts, *all_outputs]) and all(
@@ -205,21 +138,11 @@ class SharedMemoryGroup(TransposingGroup):
         is_even = self._network is None or len(set(map(len, self._network.nodes))) == 1
         return is_even and self._can_share(tensors, across_nodes=True)
 
-    def _make_gather(
-        self,
-        targets: list[Tensors],
-        parts: Tensors,
-        opts: Any,
-    ) -> Enqueue:
+    def _make_gather(self, targets: list[Tensors], parts: Tensors, opts: Any) -> Enqueue:
         """Return the first stage that collects each part of all ranks into its list of targets."""
         sources = [get_flat(part) for part in parts]
         if self._network is not None:
-            return AllGatherAcross(
-                self._network,
-                self._get_timeout(opts),
-                targets,
-                sources,
-            )
+            return AllGatherAcross(self._network, self._get_timeout(opts), targets, sources)
 
         def gather(memory: SharedMemory) -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -228,10 +151,7 @@ class SharedMemoryGroup(TransposingGroup):
         return gather
 
     def all_gather_single(
-        self,
-        output: torch.Tensor,
-        part: torch.Tensor,
-        opts: Any = ALL_GATHER,
+        self, output: torch.Tensor, part: torch.Tensor, opts: Any = ALL_GATHER
     ) -> Any:
         """Collect a tensor of each rank into one tensor."""
         fits = output.numel() == part.numel() * self.size() and output.dtype == part.dtype
@@ -242,22 +162,14 @@ class SharedMemoryGroup(TransposingGroup):
     _allgather_base = all_gather_single  # its name before torch 2.13
 
     def all_gather_single_coalesced(
-        self,
-        outputs: Tensors,
-        parts: Tensors,
-        opts: Any = ALL_GATHER,
+        self, outputs: Tensors, parts: Tensors, opts: Any = ALL_GATHER
     ) -> Any:
         """Collect several tensors of each rank, each into one tensor."""
         if not self._can_gather([*outputs, *parts]):
             return self._torch_group.all_gather_single_coalesced(outputs, parts, opts)
         return self._all_gather_into(outputs, parts, opts)
 
-    def _all_gather_into(
-        self,
-        outputs: Tensors,
-        parts: Tensors,
-        opts: Any,
-    ) -> Any:
+    def _all_gather_into(self, outputs: Tensors, parts: Tensors, opts: Any) -> Any:
         flats = FlatTensors()
         targets = [split_evenly(flats.add(output), self.size()) for output in outputs]
         return self._start(
@@ -281,10 +193,4 @@ class SharedMemoryGroup(TransposingGroup):
         enqueue: Enqueue = wait_for_all
         if self._network is not None:
             enqueue = BarrierAcross(self._network, self._get_timeout(opts))
-        return self._start(
-            "barrier",
-            enqueue,
-            [],
-            [],
-            opts,
-        )
+        return self._start("barrier", enqueue, [], [], opts)

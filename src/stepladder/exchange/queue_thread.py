@@ -14,12 +14,7 @@ EXIT_TIMEOUT_S = 5.0
 class QueueThread(threading.Thread):
     """The thread of a queue; `end_threads` ends it before the interpreter does."""
 
-    def __init__(
-        self,
-        run: Callable[[], None],
-        leave: Callable[[], None],
-        name: str,
-    ) -> None:
+    def __init__(self, run: Callable[[], None], leave: Callable[[], None], name: str) -> None:
         """Create the thread.
 
         Args:

@@ -21,11 +21,7 @@ class Reduction(NamedTuple):
     combine: Callable[..., object]
     is_mean: bool = False
 
-    def reduce(
-        self,
-        rows: list[torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
+    def reduce(self, rows: list[torch.Tensor], out: torch.Tensor) -> None:
         """Write the reduction of two or more rows into `out`."""
         combine = self.combine
         combine(rows[0], rows[1], out=out)

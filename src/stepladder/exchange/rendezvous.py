@@ -52,11 +52,7 @@ class Participant:
         machine = ""
         with suppress(OSError):
             machine = f"{BOOT_ID.read_text(encoding='utf-8').strip()} {PID_NAMESPACE.readlink()}"
-        return Participant(
-            machine,
-            os.getpid(),
-            _find_obstacle(),
-        )
+        return Participant(machine, os.getpid(), _find_obstacle())
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,7 @@ class Rendezvous:
     pids: tuple[int, ...] = ()
 
 
-def share_memory(
-    store: KeyStore,
-    rank: int,
-    ranks: int,
-) -> Rendezvous:
+def share_memory(store: KeyStore, rank: int, ranks: int) -> Rendezvous:
     """Let the ranks of each machine share memory, if all of them can.
 
     This is a collective: all ranks of the group must call it.
@@ -120,19 +112,10 @@ def share_memory(
     if obstacle:
         return Rendezvous(obstacle)
     pids = tuple(participant.pid for participant in participants)
-    return Rendezvous(
-        "",
-        memory,
-        nodes,
-        pids,
-    )
+    return Rendezvous("", memory, nodes, pids)
 
 
-def _exchange_participants(
-    store: KeyStore,
-    rank: int,
-    ranks: int,
-) -> list[Participant]:
+def _exchange_participants(store: KeyStore, rank: int, ranks: int) -> list[Participant]:
     store.set(f"rank {rank}", json.dumps(asdict(Participant.of_this_process())))
     return [Participant(**_read(store, f"rank {peer}")) for peer in range(ranks)]
 

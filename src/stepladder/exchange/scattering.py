@@ -25,11 +25,7 @@ REDUCE_SCATTER = C10D.ReduceScatterOptions()
 class ScatteringGroup(CarryingGroup):
     """A group with the collectives whose result is on one rank, or in parts on all."""
 
-    def reduce(
-        self,
-        tensors: Tensors,
-        opts: Any = REDUCE,
-    ) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Any:
         """Reduce a tensor over the ranks, with the result on one rank."""
         reduction = self._find_reduction(tensors, opts)
         if reduction is None:
@@ -47,20 +43,10 @@ class ScatteringGroup(CarryingGroup):
             name = f"reduce {kind.name} to rank {memory.names[opts.rootRank]}"
             memory.combine(target, memory.one_row_each, len(target), reduce_rows, name)
 
-        return self._start(
-            "reduce",
-            enqueue,
-            tensors,
-            tensors,
-            opts,
-            flats.write_back,
-        )
+        return self._start("reduce", enqueue, tensors, tensors, opts, flats.write_back)
 
     def gather(
-        self,
-        output_tensors: list[Tensors],
-        input_tensors: Tensors,
-        opts: Any = GATHER,
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = GATHER
     ) -> Any:
         """Collect a tensor of each rank on one rank."""
         [part] = input_tensors
@@ -80,20 +66,10 @@ class ScatteringGroup(CarryingGroup):
             name = f"gather on rank {memory.names[opts.rootRank]}"
             memory.combine(source, memory.one_row_each, len(source), copy_rows, name)
 
-        return self._start(
-            "gather",
-            enqueue,
-            input_tensors,
-            outputs,
-            opts,
-            flats.write_back,
-        )
+        return self._start("gather", enqueue, input_tensors, outputs, opts, flats.write_back)
 
     def scatter(
-        self,
-        output_tensors: Tensors,
-        input_tensors: list[Tensors],
-        opts: Any = SCATTER,
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = SCATTER
     ) -> Any:
         """Send each rank its tensor of a list that one rank has."""
         [output] = output_tensors
@@ -120,20 +96,10 @@ class ScatteringGroup(CarryingGroup):
             )
             memory.combine_rows(sources, message_format, copy_row)
 
-        return self._start(
-            "scatter",
-            enqueue,
-            parts,
-            output_tensors,
-            opts,
-            flats.write_back,
-        )
+        return self._start("scatter", enqueue, parts, output_tensors, opts, flats.write_back)
 
     def reduce_scatter(
-        self,
-        output_tensors: Tensors,
-        input_tensors: list[Tensors],
-        opts: Any = REDUCE_SCATTER,
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = REDUCE_SCATTER
     ) -> Any:
         """Reduce each tensor of a list over the ranks, with one of the results on each rank."""
         [output] = output_tensors
@@ -145,10 +111,7 @@ class ScatteringGroup(CarryingGroup):
         return self._reduce_scatter([output], [[get_flat(part) for part in parts]], reduction, opts)
 
     def reduce_scatter_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        opts: Any = REDUCE_SCATTER,
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = REDUCE_SCATTER
     ) -> Any:
         """Reduce a tensor over the ranks, with one slice of the result on each rank."""
         fits = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
@@ -161,10 +124,7 @@ class ScatteringGroup(CarryingGroup):
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
     def reduce_scatter_single_coalesced(
-        self,
-        outputs: Tensors,
-        tensors: Tensors,
-        opts: Any = REDUCE_SCATTER,
+        self, outputs: Tensors, tensors: Tensors, opts: Any = REDUCE_SCATTER
     ) -> Any:
         """Reduce several tensors over the ranks, with a slice of each result on each rank."""
         reduction = self._find_reduction([*outputs, *tensors], opts, across_nodes=True)
@@ -174,11 +134,7 @@ class ScatteringGroup(CarryingGroup):
         return self._reduce_scatter(outputs, sources, reduction, opts)
 
     def _reduce_scatter(
-        self,
-        outputs: Tensors,
-        sources: list[Tensors],
-        reduction: Reduction,
-        opts: Any,
+        self, outputs: Tensors, sources: list[Tensors], reduction: Reduction, opts: Any
     ) -> Any:
         """Reduce flat tensors, of each of which this rank gets one slice.
 
@@ -201,12 +157,7 @@ class ScatteringGroup(CarryingGroup):
 
         if self._network is None:
             return self._start(
-                "_reduce_scatter_base",
-                enqueue,
-                rows,
-                outputs,
-                opts,
-                flats.write_back,
+                "_reduce_scatter_base", enqueue, rows, outputs, opts, flats.write_back
             )
         totals = [torch.cat(slices) for slices in sources]
 
@@ -225,28 +176,15 @@ class ScatteringGroup(CarryingGroup):
         )
 
     def _reduce_across(
-        self,
-        network: NodeNetwork,
-        flats: Tensors,
-        reduction: Reduction,
-        opts: Any,
+        self, network: NodeNetwork, flats: Tensors, reduction: Reduction, opts: Any
     ) -> AllReduceAcross:
         """Return the first stage that reduces flat tensors over several machines, in place."""
         operation = C10D.ReduceOp.SUM if reduction.is_mean else opts.reduceOp
-        return AllReduceAcross(
-            network,
-            self._get_timeout(opts),
-            flats,
-            reduction,
-            operation,
-        )
+        return AllReduceAcross(network, self._get_timeout(opts), flats, reduction, operation)
 
 
 def reduce_slices(
-    memory: SharedMemory,
-    target: torch.Tensor,
-    slices: Tensors,
-    reduction: Reduction,
+    memory: SharedMemory, target: torch.Tensor, slices: Tensors, reduction: Reduction
 ) -> None:
     """Enqueue a reduction of which each rank gets a slice; all ranks compute at the same time.
 
@@ -265,9 +203,6 @@ def reduce_slices(
             reduction.reduce(columns, target[lo:end])
 
     message_format = MessageFormat(
-        f"reduce_scatter {reduction.name}",
-        target.dtype,
-        (ranks,) * ranks,
-        max(map(len, slices)),
+        f"reduce_scatter {reduction.name}", target.dtype, (ranks,) * ranks, max(map(len, slices))
     )
     memory.combine_rows(slices, message_format, reduce_rows)

@@ -64,11 +64,7 @@ class SharedMemory(ExchangeRunner):
     A method only starts its collective. The result is there after `wait` of the returned `Work`.
     """
 
-    def allocate_vector(
-        self,
-        length: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor | None:
+    def allocate_vector(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a vector of zeros in this rank's arena, the part of its slot for such vectors.
 
         `all_reduce` adds these vectors where they are, without a copy to the slot's halves. All
@@ -104,12 +100,7 @@ class SharedMemory(ExchangeRunner):
             message_format = MessageFormat(
                 "all_reduce", tensor.dtype, self.one_row_each, tensor.numel(), offset
             )
-            work = InPlaceWork(
-                self.exchange,
-                message_format,
-                vectors,
-                self.rank,
-            )
+            work = InPlaceWork(self.exchange, message_format, vectors, self.rank)
             self.queue.append(work)
             return work
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
@@ -123,10 +114,7 @@ class SharedMemory(ExchangeRunner):
                 tensor.copy_(flat.view(tensor.shape))
 
         message_format = MessageFormat(
-            f"all_reduce {reduction.name}",
-            flat.dtype,
-            self.one_row_each,
-            length,
+            f"all_reduce {reduction.name}", flat.dtype, self.one_row_each, length
         )
         return self._enqueue(message_format, flat, add_rows)
 
@@ -140,11 +128,7 @@ class SharedMemory(ExchangeRunner):
         """
         slices = list(flat.tensor_split(self.ranks))
         work = SlicedReduceWork(
-            self.exchange,
-            reduction,
-            slices,
-            self.rank,
-            self.planner.large_halves.size,
+            self.exchange, reduction, slices, self.rank, self.planner.large_halves.size
         )
         self.queue.append(work)
         return work
@@ -159,10 +143,7 @@ class SharedMemory(ExchangeRunner):
 
         rows_per_rank = tuple(int(rank == src) for rank in range(self.ranks))
         message_format = MessageFormat(
-            f"broadcast from rank {self.names[src]}",
-            flat.dtype,
-            rows_per_rank,
-            len(flat),
+            f"broadcast from rank {self.names[src]}", flat.dtype, rows_per_rank, len(flat)
         )
         return self._enqueue(message_format, flat, copy_row)
 
@@ -188,18 +169,8 @@ class SharedMemory(ExchangeRunner):
         def copy_rows(rows: Tensors, lo: int, hi: int) -> None:
             copy_all(rows, [target[lo:hi] for target in gathered])
 
-        message_format = MessageFormat(
-            "all_gather",
-            part.dtype,
-            self.one_row_each,
-            len(part),
-        )
-        return self._enqueue(
-            message_format,
-            part,
-            copy_rows,
-            zlib.crc32(block.encode()),
-        )
+        message_format = MessageFormat("all_gather", part.dtype, self.one_row_each, len(part))
+        return self._enqueue(message_format, part, copy_rows, zlib.crc32(block.encode()))
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_options: Any
@@ -211,20 +182,11 @@ class SharedMemory(ExchangeRunner):
         def copy_rows(rows: Tensors, lo: int, hi: int) -> None:
             copy_all(rows[self.rank :: ranks], targets[:, lo:hi])
 
-        message_format = MessageFormat(
-            "all_to_all",
-            sent.dtype,
-            (ranks,) * ranks,
-            targets.shape[1],
-        )
+        message_format = MessageFormat("all_to_all", sent.dtype, (ranks,) * ranks, targets.shape[1])
         return self._enqueue(message_format, sent, copy_rows)
 
     def reduce_scatter(
-        self,
-        result: torch.Tensor,
-        tensor: torch.Tensor,
-        block: str = "",
-        **_: Any,
+        self, result: torch.Tensor, tensor: torch.Tensor, block: str = "", **_: Any
     ) -> Work:
         """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
 
@@ -250,12 +212,7 @@ class SharedMemory(ExchangeRunner):
         message_format = MessageFormat(
             "reduce_scatter", tensor.dtype, self.one_row_each, len(tensor)
         )
-        return self._enqueue(
-            message_format,
-            tensor,
-            add_slices,
-            zlib.crc32(block.encode()),
-        )
+        return self._enqueue(message_format, tensor, add_slices, zlib.crc32(block.encode()))
 
     def combine(
         self,
@@ -282,10 +239,7 @@ class SharedMemory(ExchangeRunner):
         return self._enqueue(message_format, rows, combine)
 
     def combine_rows(
-        self,
-        rows: Tensors,
-        message_format: MessageFormat,
-        combine: CombineFunction,
+        self, rows: Tensors, message_format: MessageFormat, combine: CombineFunction
     ) -> Work:
         """Start combining the rows of all ranks by a function; the rows need not be contiguous.
 
@@ -297,24 +251,13 @@ class SharedMemory(ExchangeRunner):
         Returns:
             The work that was started.
         """
-        work = RowsWork(
-            self.exchange,
-            message_format,
-            rows,
-            combine,
-        )
+        work = RowsWork(self.exchange, message_format, rows, combine)
         self.queue.append(work)
         return work
 
     def start_sum(self, values: list[float]) -> ScalarSumWork:
         """Start adding a few float64 numbers over the ranks; they must fit into one slot."""
-        work = ScalarSumWork(
-            self.exchange,
-            values,
-            self.memory,
-            self.rank,
-            self.one_row_each,
-        )
+        work = ScalarSumWork(self.exchange, values, self.memory, self.rank, self.one_row_each)
         self.queue.append(work)
         return work
 

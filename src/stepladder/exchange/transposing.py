@@ -38,44 +38,21 @@ class TransposingGroup(ScatteringGroup):
         targets = list(flats.add(output).split(received))
         parts = list(get_flat(tensor).split(sent))
         send = SendLengths(self.rank(), parts, targets)
-        return self._start(
-            "all_to_all",
-            send,
-            [tensor],
-            [output],
-            opts,
-            flats.write_back,
-        )
+        return self._start("all_to_all", send, [tensor], [output], opts, flats.write_back)
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
-    def alltoall(
-        self,
-        outputs: Tensors,
-        parts: Tensors,
-        opts: Any = ALL_TO_ALL,
-    ) -> Any:
+    def alltoall(self, outputs: Tensors, parts: Tensors, opts: Any = ALL_TO_ALL) -> Any:
         """Send each rank its tensor of a list."""
         if not self._can_share([*outputs, *parts]):
             return self._carry("alltoall", parts[0].device, outputs, parts, opts)
         flats = FlatTensors()
         targets = [flats.add(output) for output in outputs]
         send = SendLengths(self.rank(), [get_flat(part) for part in parts], targets)
-        return self._start(
-            "all_to_all",
-            send,
-            parts,
-            outputs,
-            opts,
-            flats.write_back,
-        )
+        return self._start("all_to_all", send, parts, outputs, opts, flats.write_back)
 
 
-def count_elements(
-    tensor: torch.Tensor,
-    splits: Sequence[int],
-    ranks: int,
-) -> list[int] | None:
+def count_elements(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int] | None:
     """Return how many elements of a tensor are each rank's; None if the splits do not fit."""
     rows = tensor.size(0) if tensor.ndim else 0
     if splits:
@@ -91,12 +68,7 @@ def count_elements(
 class SendLengths:
     """The first stage of an all-to-all: all ranks learn how much each sends and expects."""
 
-    def __init__(
-        self,
-        rank: int,
-        parts: Tensors,
-        targets: Tensors,
-    ) -> None:
+    def __init__(self, rank: int, parts: Tensors, targets: Tensors) -> None:
         """Create the stage.
 
         Args:
@@ -138,19 +110,11 @@ class SendLengths:
         self.targets[self.rank].copy_(parts.pop(self.rank))  # copied directly
         sent.fill_diagonal_(0)
         message_format = MessageFormat(
-            "all_to_all",
-            parts[0].dtype,
-            (ranks - 1,) * ranks,
-            int(sent.max()),
+            "all_to_all", parts[0].dtype, (ranks - 1,) * ranks, int(sent.max())
         )
         memory.combine_rows(parts, message_format, self._copy_rows)
 
-    def _copy_rows(
-        self,
-        rows: Tensors,
-        lo: int,
-        hi: int,
-    ) -> None:
+    def _copy_rows(self, rows: Tensors, lo: int, hi: int) -> None:
         peers = len(self.parts) - 1
         for peer, target in enumerate(self.targets):
             end = min(hi, len(target))

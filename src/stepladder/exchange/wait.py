@@ -96,8 +96,7 @@ class PeerWaiter:
         slots[SLOT_WORDS * rank + LOST_WORD] = 0
         try:
             self.process_watch = ProcessWatch(
-                {peer: pids[peer] for peer in self.peers},
-                self.wake_all_ranks,
+                {peer: pids[peer] for peer in self.peers}, self.wake_all_ranks
             )
         except OSError as error:
             raise RuntimeError("a rank has ended while the group formed") from error
@@ -144,12 +143,7 @@ class PeerWaiter:
         """Set how long to wait for a peer from now on."""
         self.timeout_seconds = seconds
 
-    def wait(
-        self,
-        peer: int,
-        count: int,
-        until: float = math.inf,
-    ) -> bool:
+    def wait(self, peer: int, count: int, until: float = math.inf) -> bool:
         """Wait until a peer has published an exchange number of at least `count`.
 
         Args:
@@ -170,19 +164,9 @@ class PeerWaiter:
             self._spin(peer_word, count, began)
         elif self.skipped_spins:
             self.skipped_spins -= 1
-        return self._sleep(
-            peer,
-            count,
-            until,
-            began,
-        )
+        return self._sleep(peer, count, until, began)
 
-    def _spin(
-        self,
-        peer_word: int,
-        count: int,
-        began: float,
-    ) -> None:
+    def _spin(self, peer_word: int, count: int, began: float) -> None:
         """Poll until a peer has published a number, for MAX_SPIN_S at most.
 
         On a busy machine a rank that spins keeps a core from the peer that it waits for. So it soon
@@ -200,13 +184,7 @@ class PeerWaiter:
         self.skipped_spins = self.next_skipped_spins
         self.next_skipped_spins = min(2 * self.next_skipped_spins, MAX_SKIPPED_SPINS)
 
-    def _sleep(
-        self,
-        peer: int,
-        count: int,
-        until: float,
-        began: float,
-    ) -> bool:
+    def _sleep(self, peer: int, count: int, until: float, began: float) -> bool:
         """Do what `wait` does, without spinning; the wait began at the time `began`."""
         slots = self.slots
         peer_slot = SLOT_WORDS * peer
@@ -224,9 +202,7 @@ class PeerWaiter:
             if now >= until:
                 return False
             wait_while_equal(
-                self.futexes[peer],
-                futex_value,
-                min(deadline - now, until - now, MAX_SLEEP_S),
+                self.futexes[peer], futex_value, min(deadline - now, until - now, MAX_SLEEP_S)
             )
         slots[own_slot + SLEEPING_WORD] = 0
         return True

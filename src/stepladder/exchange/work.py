@@ -148,12 +148,7 @@ class RowsWork(Work):
         combine: CombineFunction,
     ) -> None:
         """Create the work of a collective; `rows` are this rank's rows, each of them flat."""
-        super().__init__(
-            exchange,
-            message_format,
-            NO_TENSOR,
-            combine,
-        )
+        super().__init__(exchange, message_format, NO_TENSOR, combine)
         self.rows = rows
 
     def write(self, chunk: Chunk, half: int) -> None:
@@ -166,10 +161,7 @@ class RowsWork(Work):
             slot[begin : begin + len(columns)].copy_(columns)
 
 
-def copy_all(
-    sources: Tensors,
-    targets: Iterable[torch.Tensor],
-) -> None:
+def copy_all(sources: Tensors, targets: Iterable[torch.Tensor]) -> None:
     """Copy each source into its target."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
@@ -194,12 +186,7 @@ class InPlaceWork(Work):
         vectors: Tensors,
         rank: int,
     ) -> None:
-        super().__init__(
-            exchange,
-            message_format,
-            NO_TENSOR,
-            combine_nothing,
-        )
+        super().__init__(exchange, message_format, NO_TENSOR, combine_nothing)
         self.vectors = vectors
         length = message_format.row_length
         ranks = len(vectors)
@@ -260,12 +247,7 @@ class SlicedReduceWork(Work):
             (ranks,) * ranks,
             exchanges * self.width,
         )
-        super().__init__(
-            exchange,
-            message_format,
-            NO_TENSOR,
-            combine_nothing,
-        )
+        super().__init__(exchange, message_format, NO_TENSOR, combine_nothing)
         self.reduction = reduction
         self.slices = slices
         self.rank = rank
@@ -312,18 +294,8 @@ class ScalarSumWork(Work):
         rank: int,
         rows_per_rank: tuple[int, ...],
     ) -> None:
-        message_format = MessageFormat(
-            "numbers",
-            torch.float64,
-            rows_per_rank,
-            len(values),
-        )
-        super().__init__(
-            exchange,
-            message_format,
-            NO_TENSOR,
-            combine_nothing,
-        )
+        message_format = MessageFormat("numbers", torch.float64, rows_per_rank, len(values))
+        super().__init__(exchange, message_format, NO_TENSOR, combine_nothing)
         self.values = values
         self.memory = memory
         self.rank = rank
@@ -332,22 +304,12 @@ class ScalarSumWork(Work):
 
     def write(self, chunk: Chunk, half: int) -> None:
         """Write this rank's numbers into its slot."""
-        struct.pack_into(
-            self.layout,
-            self.memory,
-            chunk.offsets[half][self.rank],
-            *self.values,
-        )
+        struct.pack_into(self.layout, self.memory, chunk.offsets[half][self.rank], *self.values)
 
     def read(self, chunk: Chunk, half: int) -> None:
         """Add the numbers of all ranks, in rank order."""
         rows = [
-            struct.unpack_from(
-                self.layout,
-                self.memory,
-                offset,
-            )
-            for offset in chunk.offsets[half]
+            struct.unpack_from(self.layout, self.memory, offset) for offset in chunk.offsets[half]
         ]
         sums = list(rows[0])
         for row in rows[1:]:

@@ -28,14 +28,7 @@ from stepladder.launcher.topology import CLUSTER_VARIABLE, Topology
 NUMBER_PATTERN = r"(\d+)"
 REPEATED_PATTERN = r"(\d+)(?:\(x\d+\))?"  # such as 2(x3)
 TYPED_PATTERN = r"(?:.*\D)?(\d+)"  # such as gpu:a100:2
-ALIVE_JOB_STATES = {
-    "RUNNING",
-    "CONFIGURING",
-    "SUSPENDED",
-    "RESIZING",
-    "SIGNALING",
-    "STAGE_OUT",
-}
+ALIVE_JOB_STATES = {"RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 CPUS_VARIABLE = "SLURM_JOB_CPUS_PER_NODE"
 
 
@@ -126,12 +119,7 @@ class Allocation:
         """
         min_nodes, max_nodes = nodes
         name, *command_arguments = arguments
-        srun = [
-            "srun",
-            f"--nodes={max_nodes}",
-            f"--ntasks={max_nodes}",
-            "--ntasks-per-node=1",
-        ]
+        srun = ["srun", f"--nodes={max_nodes}", f"--ntasks={max_nodes}", "--ntasks-per-node=1"]
         if min_nodes == max_nodes:
             srun += ["--kill-on-bad-exit=1"]
         else:
@@ -160,11 +148,7 @@ class Allocation:
             flags += ["--nproc", str(self.gpus)]
         return flags
 
-    def srun_step_command(
-        self,
-        arguments: Sequence[str],
-        ranks_per_node: int,
-    ) -> list[str]:
+    def srun_step_command(self, arguments: Sequence[str], ranks_per_node: int) -> list[str]:
         """Return the srun command that starts ranks on each node.
 
         Args:
@@ -184,20 +168,11 @@ def _parse_cpus(env: Mapping[str, str]) -> int:
     """Return the smallest number of CPUs of a node."""
     parts = env.get(CPUS_VARIABLE, "").split(",")
     return min(
-        _parse_variable(
-            {CPUS_VARIABLE: part},
-            CPUS_VARIABLE,
-            REPEATED_PATTERN,
-        )
-        for part in parts
+        _parse_variable({CPUS_VARIABLE: part}, CPUS_VARIABLE, REPEATED_PATTERN) for part in parts
     )
 
 
-def _parse_variable(
-    env: Mapping[str, str],
-    name: str,
-    pattern: str,
-) -> int:
+def _parse_variable(env: Mapping[str, str], name: str, pattern: str) -> int:
     """Return the number in a variable, 0 where it is not set.
 
     Raises:
@@ -256,12 +231,7 @@ def start_elsewhere(
     if arguments[0] == "run" and nodes[1] > 1:
         # srun passes it to the agents of all nodes. `train` has a secret in its run directory.
         os.environ.setdefault(SECRET_VARIABLE, make_secret())
-    command = allocation.srun_command(
-        arguments,
-        topology,
-        nodes,
-        address,
-    )
+    command = allocation.srun_command(arguments, topology, nodes, address)
     _exec_srun(command, allocation.job)
 
 

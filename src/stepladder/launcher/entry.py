@@ -156,19 +156,10 @@ def _place_ranks(request: TrainRequest, launch: Launch) -> Placement:
     return Placement(world, nodes, min_nproc, max_nproc)
 
 
-def _start_ranks(
-    request: TrainRequest,
-    launch: Launch,
-    placement: Placement,
-) -> int:
+def _start_ranks(request: TrainRequest, launch: Launch, placement: Placement) -> int:
     """Train in several ranks, and return the exit code. A rank of another launcher ends here."""
     if placement.is_on_nodes:
-        return run_job_node(
-            request,
-            launch,
-            placement.nodes,
-            placement.max_nproc,
-        )
+        return run_job_node(request, launch, placement.nodes, placement.max_nproc)
     if placement.world.world_size > 1:
         # Set before torch is loaded: for ranks that do not come it prints a page of C++ frames.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -176,12 +167,7 @@ def _start_ranks(
         start_self_monitor(placement.world, launch.explain_after)
         run_and_exit(train_rank, request)
     group = make_job_group(request, launch, placement.max_nproc)
-    return run_local(
-        group,
-        placement.max_nproc,
-        launch.restarts,
-        placement.min_nproc,
-    )
+    return run_local(group, placement.max_nproc, launch.restarts, placement.min_nproc)
 
 
 def validate_nproc(nproc: str, world: World) -> None:
@@ -233,20 +219,10 @@ def make_job_group(
         accepts_joining_nodes=recovers_in_place and may_join,
     )
     threads = choose_threads_per_rank(settings, nproc)
-    return LocalGroup(
-        partial(train_rank, request),
-        threads,
-        limits,
-        spec,
-    )
+    return LocalGroup(partial(train_rank, request), threads, limits, spec)
 
 
-def run_job_node(
-    request: TrainRequest,
-    launch: Launch,
-    nodes: tuple[int, int],
-    nproc: int,
-) -> int:
+def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
     """Run this machine's part of a job on several nodes.
 
     Args:
@@ -274,12 +250,7 @@ def run_job_node(
     )
     # The lock of a node without power stays for a while on a network file system.
     lock_wait = max(settings.lock_wait, FOREIGN_LOCK_TIMEOUT_S)
-    node_settings = replace(
-        settings,
-        fresh=False,
-        most_ranks=nodes[1] * nproc,
-        lock_wait=lock_wait,
-    )
+    node_settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=lock_wait)
     is_on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all ranks restart
     request = replace(request, settings=node_settings)
     group = make_job_group(request, launch, nproc, may_join=is_on_cpu)

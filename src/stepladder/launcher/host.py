@@ -77,11 +77,7 @@ class Host:
                 f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222"
             )
         name = match["bracketed"] or match["ipv6"] or match["name"]
-        return Host(
-            (match["user"] or "") + name,
-            match["port"] or "",
-            client,
-        )
+        return Host((match["user"] or "") + name, match["port"] or "", client)
 
     @property
     def name(self) -> str:

@@ -364,11 +364,7 @@ def is_static_rendezvous(options: Options, topology: Topology) -> bool:
     return options.node_rank is not None and not topology.endpoint
 
 
-def validate_node_rank(
-    node_rank: int | None,
-    topology: Topology,
-    nodes: tuple[int, int],
-) -> None:
+def validate_node_rank(node_rank: int | None, topology: Topology, nodes: tuple[int, int]) -> None:
     """Raise InputError where --node-rank is missing, or is not one of a fixed number of nodes."""
     if node_rank is None or nodes[0] < nodes[1]:
         raise InputError(

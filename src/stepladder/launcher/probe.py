@@ -43,11 +43,7 @@ def probe_all(hosts: list[Host]) -> list[Endpoint]:
 
 async def _probe_all(hosts: list[Host]) -> list[Endpoint]:
     for number in (signal.SIGTERM, signal.SIGHUP):  # asyncio handles Ctrl-C itself
-        asyncio.get_running_loop().add_signal_handler(
-            number,
-            sys.exit,
-            128 + number,
-        )
+        asyncio.get_running_loop().add_signal_handler(number, sys.exit, 128 + number)
     limit = asyncio.Semaphore(MAX_PARALLEL_PROBES)
     probes = [asyncio.create_task(_probe(host, limit)) for host in hosts]
     try:

@@ -63,17 +63,8 @@ def make_script_group(
         report_failure=report_failure,
         is_script=True,
     )
-    limits = Limits(
-        options.timeout,
-        options.explain_after,
-        options.end_after,
-    )
-    return LocalGroup(
-        script.work,
-        max(1, count_cores() // nproc),
-        limits,
-        spec,
-    )
+    limits = Limits(options.timeout, options.explain_after, options.end_after)
+    return LocalGroup(script.work, max(1, count_cores() // nproc), limits, spec)
 
 
 def torchrun_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
@@ -112,11 +103,7 @@ def make_single_gpu_variables(local_rank: int) -> dict[str, str]:
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu}
 
 
-def prepare_run(
-    script: Script,
-    options: Options,
-    topology: Topology,
-) -> Callable[[], int]:
+def prepare_run(script: Script, options: Options, topology: Topology) -> Callable[[], int]:
     """Return a function that runs the script on this machine, and returns the exit code.
 
     This machine may be one of several nodes.
@@ -141,21 +128,11 @@ def prepare_run(
         raise InputError(
             f"--master-port {port} is in use", "leave it out for a free one, or another number"
         )
-    group = make_script_group(
-        script,
-        options,
-        nproc[1],
-        alone=nproc[1] == 1,
-    )
+    group = make_script_group(script, options, nproc[1], alone=nproc[1] == 1)
     return lambda: run_local(group, nproc[1], options.max_restarts, nproc[0])
 
 
-def run_script_node(
-    script: Script,
-    options: Options,
-    spec: RendezvousSpec,
-    nproc: int,
-) -> int:
+def run_script_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int) -> int:
     """Run this node's part of a script on several nodes, and return the exit code."""
     group = make_script_group(script, options, nproc, alone=False)
     with open_local_node(group, nproc, options.max_restarts) as node:
@@ -164,11 +141,7 @@ def run_script_node(
         return run_on_nodes(node, spec)
 
 
-def exec_rank(
-    script: Script,
-    world: World,
-    explain_after: float | None,
-) -> int:
+def exec_rank(script: Script, world: World, explain_after: float | None) -> int:
     """Become a rank that `srun -n N stepladder run SCRIPT` has started.
 
     The script reads torchrun's variables, which Slurm does not set.

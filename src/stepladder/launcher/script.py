@@ -154,11 +154,7 @@ class Script:
         if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
             make_groups_by(load_shared_memory_group)
         if self.kind == "module":
-            runpy.run_module(
-                self.name,
-                run_name="__main__",
-                alter_sys=True,
-            )
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.name, run_name="__main__")
 

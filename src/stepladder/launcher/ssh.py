@@ -38,12 +38,7 @@ FILES_PER_HOST = 3  # the streams of its ssh
 BASE_OPEN_FILES = 100  # of Python, and of the probes
 
 
-def run_on_hosts(
-    arguments: Sequence[str],
-    hosts: str,
-    ssh: str,
-    topology: Topology,
-) -> int:
+def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int:
     """Run the same command on each host.
 
     Args:
@@ -83,11 +78,7 @@ def run_on_hosts(
             flags += ["--local-addr", topology.local_addr or address]
         commands.append((host, [name, *flags, *command_arguments]))
     is_fixed = min_nodes == max_nodes
-    return RemoteAgents(
-        commands,
-        is_fixed,
-        raw_stdout=name == "train",
-    ).run()
+    return RemoteAgents(commands, is_fixed, raw_stdout=name == "train").run()
 
 
 def raise_file_limit(count: int) -> None:

@@ -76,11 +76,7 @@ def make_end_file_absolute(folder: Path) -> None:
         os.environ[END_FILE_VARIABLE] = f"{os.environ['SLURM_JOB_ID']}:{folder / path}"
 
 
-def write_end(
-    code: int,
-    step: int | None = None,
-    late: bool = False,
-) -> None:
+def write_end(code: int, step: int | None = None, late: bool = False) -> None:
     """Write the record, if a batch script has named a file for it.
 
     The first record of a start stays, unless the new one knows the step, or why the ranks of
@@ -148,12 +144,7 @@ class EndWriter:
     def __enter__(self) -> EndWriter:
         return self
 
-    def __exit__(
-        self,
-        _kind: object,
-        error: BaseException | None,
-        _trace: object,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # srun ends its tasks with the first one that fails. This process ends by itself.
         if "SLURM_STEP_ID" in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -34,36 +34,13 @@ if sys.platform == "linux":
     _syscall.restype = ctypes.c_long
 
 
-def wait_while_equal(
-    address: int,
-    value: int,
-    timeout_s: float,
-) -> None:
+def wait_while_equal(address: int, value: int, timeout_s: float) -> None:
     """Sleep while the 32-bit word at an address has a value; a signal or the timeout wakes too."""
     seconds, fraction = divmod(max(0.0, timeout_s), 1.0)
     timeout = Timespec(int(seconds), int(fraction * 1e9))
-    _syscall(
-        SYS_FUTEX,
-        address,
-        FUTEX_WAIT,
-        value,
-        ctypes.addressof(timeout),
-        None,
-        0,
-    )
+    _syscall(SYS_FUTEX, address, FUTEX_WAIT, value, ctypes.addressof(timeout), None, 0)
 
 
 def wake_all(address: int) -> bool:
     """Wake all that sleep at an address; False if the kernel does not permit futex calls."""
-    return bool(
-        _syscall(
-            SYS_FUTEX,
-            address,
-            FUTEX_WAKE,
-            ALL_WAITERS,
-            None,
-            None,
-            0,
-        )
-        >= 0
-    )
+    return bool(_syscall(SYS_FUTEX, address, FUTEX_WAKE, ALL_WAITERS, None, None, 0) >= 0)

@@ -66,11 +66,7 @@ class ControlChannel:
         self.on_loss: Callable[[], None] = lambda: None
         self._end = end
         self._answers: SimpleQueue[tuple[Membership | None, int]] = SimpleQueue()
-        threading.Thread(
-            target=self._read_messages,
-            name="control-channel",
-            daemon=True,
-        ).start()
+        threading.Thread(target=self._read_messages, name="control-channel", daemon=True).start()
 
     def set_loss_handler(self, handler: Callable[[], None]) -> None:
         """Let the thread call a function at each loss."""

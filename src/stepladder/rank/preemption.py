@@ -95,11 +95,7 @@ class StopSignals:
         self.late = now + needed_s > self._end_time
         return self.late
 
-    def _on_signal(
-        self,
-        number: int,
-        _frame: FrameType | None,
-    ) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._is_interrupted:
                 raise KeyboardInterrupt

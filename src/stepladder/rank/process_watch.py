@@ -19,11 +19,7 @@ class ProcessWatch:
         OSError: A process has ended already, and its parent has waited for it.
     """
 
-    def __init__(
-        self,
-        pids: Mapping[int, int],
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, pids: Mapping[int, int], on_end: Callable[[], None]) -> None:
         # The names of the processes that have ended.
         self.ended: set[int] = set()
         self._names: dict[int, int] = {}  # by pidfd

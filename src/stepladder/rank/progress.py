@@ -188,12 +188,7 @@ class Progress:
         slots[FIRST_SIZE_SLOT + index] = size
         slots[COLLECTIVE] = number
 
-    def record_block_collective(
-        self,
-        name: str,
-        block: str,
-        size: int,
-    ) -> None:
+    def record_block_collective(self, name: str, block: str, size: int) -> None:
         """Record a collective of one block of the model, with the block's name.
 
         The same lines of code compute all blocks, so the call site alone would not tell the blocks
@@ -285,18 +280,9 @@ def clear_slots(file: Path, local_rank: int) -> None:
     _write_at(file, local_rank * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
 
 
-def write_slot(
-    file: Path,
-    local_rank: int,
-    slot: int,
-    value: int,
-) -> None:
+def write_slot(file: Path, local_rank: int, slot: int, value: int) -> None:
     """Write one slot of one rank, from the launcher."""
-    _write_at(
-        file,
-        local_rank * BYTES_PER_RANK + 8 * slot,
-        value.to_bytes(8, sys.byteorder),
-    )
+    _write_at(file, local_rank * BYTES_PER_RANK + 8 * slot, value.to_bytes(8, sys.byteorder))
 
 
 def _write_at(file: Path, offset: int, data: bytes) -> None:
@@ -305,11 +291,7 @@ def _write_at(file: Path, offset: int, data: bytes) -> None:
         opened.write(data)
 
 
-def read_progress(
-    file: Path,
-    sites_file: Path,
-    ranks: Sequence[int],
-) -> list[RankProgress]:
+def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[RankProgress]:
     """Return the progress of each rank of a node, including ranks that have ended.
 
     Args:
@@ -332,15 +314,7 @@ def _parse_slots(slots: memoryview, sites: list[CallSite]) -> RankProgress:
         site = slots[FIRST_SITE_SLOT + number % RING_SIZE]
         if 0 < site <= len(sites):
             recent.append((number, (sites[site - 1], slots[FIRST_SIZE_SLOT + number % RING_SIZE])))
-    return RankProgress(
-        step,
-        phase,
-        passes,
-        num_collectives,
-        awaited,
-        tuple(recent),
-        group,
-    )
+    return RankProgress(step, phase, passes, num_collectives, awaited, tuple(recent), group)
 
 
 def _read_sites(file: Path) -> dict[int, list[CallSite]]:

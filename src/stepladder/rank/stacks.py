@@ -129,25 +129,14 @@ def _is_users_file(file: str) -> bool:
 
 def answer_stack_signal(file: Path) -> None:
     """Append this process's stacks to a file at each stack signal, and when it crashes."""
-    answer_stack_signal_into(
-        os.open(
-            file,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-            0o600,
-        )
-    )
+    answer_stack_signal_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
 
 
 def answer_stack_signal_into(descriptor: int) -> None:
     """Write this process's stacks into an open file at each stack signal, and when it crashes."""
     if not faulthandler.is_enabled():  # if it is, the user wants to see crashes on stderr
         faulthandler.enable(descriptor, all_threads=True)
-    faulthandler.register(
-        get_stack_signal(),
-        descriptor,
-        all_threads=True,
-        chain=False,
-    )
+    faulthandler.register(get_stack_signal(), descriptor, all_threads=True, chain=False)
 
 
 def read_stacks(pid: int, file: Path) -> list[Stack]:

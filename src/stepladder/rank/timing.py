@@ -21,11 +21,7 @@ SPREAD = ("least", "median", "most")
 NUM_OWN_PHASES = 2  # the first phases, data and compute, in which a rank waits for no other
 
 
-def make_timing_line(
-    step: int,
-    steps: int,
-    seconds: NDArray[np.float64],
-) -> dict[str, Any]:
+def make_timing_line(step: int, steps: int, seconds: NDArray[np.float64]) -> dict[str, Any]:
     """Return the line for some steps.
 
     Args:

@@ -88,16 +88,7 @@ def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
             torch_class = c10d.ProcessGroup
             vars(c10d)["ProcessGroup"] = GroupClass(torch_class, make_group)
             try:
-                return make_backends(
-                    size,
-                    rank,
-                    members,
-                    backend,
-                    store,
-                    name,
-                    *args,
-                    **options,
-                )
+                return make_backends(size, rank, members, backend, store, name, *args, **options)
             finally:
                 vars(c10d)["ProcessGroup"] = torch_class
 

@@ -46,12 +46,7 @@ class HashedNgrams(nn.ModuleList):
     A run of tokens is a number in base `vocabulary`. Its row is the remainder by the table's size.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        longest: int,
-        width: int,
-    ) -> None:
+    def __init__(self, vocabulary: int, longest: int, width: int) -> None:
         lengths = range(2, longest + 1)
         sizes = [min(MAX_NGRAM_ROWS, vocabulary**length) for length in lengths]
         super().__init__(nn.Embedding(size, width) for size in sizes)

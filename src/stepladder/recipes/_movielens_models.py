@@ -26,11 +26,7 @@ class MatrixFactorization(nn.Module):
     weights: Tensor | None
 
     def __init__(
-        self,
-        num_users: int,
-        factors: int,
-        popularity: Tensor,
-        weights: Tensor | None = None,
+        self, num_users: int, factors: int, popularity: Tensor, weights: Tensor | None = None
     ) -> None:
         """Make the model.
 
@@ -51,11 +47,7 @@ class MatrixFactorization(nn.Module):
         nn.init.zeros_(self.user_bias.weight)
         # Both are computed from the data, so they are not saved.
         self.register_buffer("weights", weights, persistent=False)
-        self.register_buffer(
-            "popularity",
-            popularity,
-            persistent=False,
-        )
+        self.register_buffer("popularity", popularity, persistent=False)
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """Return the scores of all items, shape (users, items).
@@ -76,12 +68,7 @@ class NeuMF(nn.Module):
     It joins generalized matrix factorization and an MLP of three layers by one linear layer.
     """
 
-    def __init__(
-        self,
-        num_users: int,
-        num_items: int,
-        factors: int,
-    ) -> None:
+    def __init__(self, num_users: int, num_items: int, factors: int) -> None:
         super().__init__()
         width = 4 * factors
         self.num_items = num_items
@@ -89,12 +76,7 @@ class NeuMF(nn.Module):
         self.gmf_items = nn.Embedding(num_items, factors)
         self.mlp_users = nn.Embedding(num_users, width)
         self.mlp_items = nn.Embedding(num_items, width)
-        for table in (
-            self.gmf_users,
-            self.gmf_items,
-            self.mlp_users,
-            self.mlp_items,
-        ):
+        for table in (self.gmf_users, self.gmf_items, self.mlp_users, self.mlp_items):
             nn.init.normal_(table.weight, std=0.01)
         self.first = nn.Linear(2 * width, width)
         self.rest = nn.Sequential(
@@ -160,11 +142,7 @@ class RatingModel(nn.Module):
         self.users = nn.Embedding(num_users, factors)
         self.items = nn.Embedding(num_items, factors)
         mean, user_bias, item_bias = compute_biases(
-            num_users,
-            num_items,
-            users.numpy(),
-            items.numpy(),
-            stars.numpy(),
+            num_users, num_items, users.numpy(), items.numpy(), stars.numpy()
         )
         self.user_bias = nn.Parameter(torch.from_numpy(user_bias).float())
         self.item_bias = nn.Parameter(torch.from_numpy(item_bias).float())

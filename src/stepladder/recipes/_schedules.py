@@ -8,20 +8,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def count_steps(
-    epochs: int,
-    samples: int,
-    global_batch: int,
-) -> int:
+def count_steps(epochs: int, samples: int, global_batch: int) -> int:
     """Return the number of optimizer steps of a run; an epoch's last batch may be smaller."""
     return epochs * math.ceil(samples / global_batch)
 
 
-def one_cycle(
-    optimizer: Optimizer,
-    steps: int,
-    rise_steps: int,
-) -> LambdaLR:
+def one_cycle(optimizer: Optimizer, steps: int, rise_steps: int) -> LambdaLR:
     """Make a schedule with a linear rise to the full rate, then a linear fall to zero."""
     rise_steps = max(1, rise_steps)
     fall_steps = steps - rise_steps + 1

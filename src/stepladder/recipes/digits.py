@@ -54,11 +54,7 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = make_model(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-    steps = count_steps(
-        config.epochs,
-        len(train_images),
-        config.global_batch,
-    )
+    steps = count_steps(config.epochs, len(train_images), config.global_batch)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -77,8 +73,7 @@ def load_images() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise InputError(
-            "recipe digits needs scikit-learn",
-            "pip install 'stepladder[recipes]'",
+            "recipe digits needs scikit-learn", "pip install 'stepladder[recipes]'"
         ) from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
@@ -98,19 +93,8 @@ def make_model(config: Config) -> nn.Module:
     )
 
 
-def conv_block(
-    in_channels: int,
-    out_channels: int,
-    stride: int,
-) -> list[nn.Module]:
-    conv = nn.Conv2d(
-        in_channels,
-        out_channels,
-        3,
-        stride=stride,
-        padding=1,
-        bias=False,
-    )
+def conv_block(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
     norm = nn.GroupNorm(max(1, out_channels // 8), out_channels)
     return [conv, norm, nn.ReLU()]
 
@@ -119,12 +103,7 @@ def loss(model: nn.Module, batch: Batch) -> SumAndCount:
     """Return the sum of the losses of a batch, and the number of its images."""
     images, labels = batch
     logits = model(shift_images(images))
-    total = F.cross_entropy(
-        logits,
-        labels,
-        reduction="sum",
-        label_smoothing=LABEL_SMOOTHING,
-    )
+    total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=LABEL_SMOOTHING)
     return total, len(labels)
 
 
@@ -155,7 +134,4 @@ def classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCo
     logits = model(images)
     num_correct = (logits.argmax(1) == labels).sum()
     total_loss = F.cross_entropy(logits, labels, reduction="sum")
-    return {
-        "test_accuracy": (num_correct, len(labels)),
-        "test_loss": (total_loss, len(labels)),
-    }
+    return {"test_accuracy": (num_correct, len(labels)), "test_loss": (total_loss, len(labels))}

@@ -23,12 +23,7 @@ from torch import Tensor, nn
 from stepladder import InputError, Job
 from stepladder.core.errors import as_input_error
 from stepladder.core.numbers import validate_range
-from stepladder.recipes._gpt_fast import (
-    HashedNgrams,
-    SquaredReLU,
-    normalize,
-    zero_linear,
-)
+from stepladder.recipes._gpt_fast import HashedNgrams, SquaredReLU, normalize, zero_linear
 from stepladder.recipes._schedules import count_steps, one_cycle
 
 MAX_CHARACTERS = 256  # the tokens are bytes if a file has more different characters, or no UTF-8
@@ -58,15 +53,7 @@ class Config:
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
-        validate_range(
-            self,
-            1,
-            1e5,
-            "layers",
-            "heads",
-            "width",
-            "block",
-        )
+        validate_range(self, 1, 1e5, "layers", "heads", "width", "block")
         validate_range(self, 1, 8, "ngrams")
         validate_range(self, 0, 1, "dropout")
         validate_range(self, 0, 1e6, "weight_decay")
@@ -85,11 +72,7 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
     optimizer = make_optimizer(model, config)
-    steps = count_steps(
-        config.epochs,
-        len(train_data),
-        config.global_batch,
-    )
+    steps = count_steps(config.epochs, len(train_data), config.global_batch)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -111,18 +94,9 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
     others = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {
-            "params": others,
-            "lr": EMBEDDING_RATE * config.lr,
-            "weight_decay": 0.0,
-        },
+        {"params": others, "lr": EMBEDDING_RATE * config.lr, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(0.9, 0.99),
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), fused=True)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -169,21 +143,13 @@ def encode_tokens(data: bytes) -> tuple[Any, Any]:
 
 def make_training_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of BLOCKS_PER_ROW blocks as views of the text; consecutive rows share a block."""
-    return tokens.unfold(
-        0,
-        BLOCKS_PER_ROW * block,
-        (BLOCKS_PER_ROW - 1) * block,
-    )
+    return tokens.unfold(0, BLOCKS_PER_ROW * block, (BLOCKS_PER_ROW - 1) * block)
 
 
 def make_validation_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of block + 1 tokens that cover the text, the last one filled with PADDING."""
     missing = -(len(tokens) - 1) % block
-    return F.pad(tokens, (0, missing), value=PADDING).unfold(
-        0,
-        block + 1,
-        block,
-    )
+    return F.pad(tokens, (0, missing), value=PADDING).unfold(0, block + 1, block)
 
 
 # -- model -----------------------------------------------------------------------------------------
@@ -270,11 +236,7 @@ def loss(model: nn.Module, rows: Tensor) -> SumAndCount:
     """Return the loss of one block of each row; the block begins at a random token of the row."""
     block = rows.shape[1] // BLOCKS_PER_ROW
     last_start = (BLOCKS_PER_ROW - 1) * block
-    start = torch.randint(
-        last_start,
-        (len(rows), 1),
-        device=rows.device,
-    )
+    start = torch.randint(last_start, (len(rows), 1), device=rows.device)
     offsets = torch.arange(block + 1, device=rows.device)
     return sum_token_losses(model, rows.gather(1, start + offsets))
 
@@ -284,22 +246,12 @@ def sum_token_losses(model: nn.Module, rows: Tensor) -> SumAndCount:
     inputs = rows[:, :-1].long().clamp(min=0)
     targets = rows[:, 1:].long()
     logits = model(inputs).flatten(0, 1).float()
-    total = F.cross_entropy(
-        logits,
-        targets.flatten(),
-        ignore_index=PADDING,
-        reduction="sum",
-    )
+    total = F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
     return total, (targets != PADDING).sum()
 
 
 @torch.no_grad()
-def generate(
-    model: GPT,
-    prompt: Tensor,
-    count: int,
-    temperature: float,
-) -> Tensor:
+def generate(model: GPT, prompt: Tensor, count: int, temperature: float) -> Tensor:
     """Continue a prompt, one token after the other.
 
     Args:

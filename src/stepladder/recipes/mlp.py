@@ -48,23 +48,14 @@ def build(config: Config) -> Job:
     inputs, targets = make_data(config)
     torch.manual_seed(config.seed)
     model = nn.Sequential(
-        nn.Linear(config.features, config.hidden),
-        nn.Tanh(),
-        nn.Linear(config.hidden, 1),
+        nn.Linear(config.features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1)
     )
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=config.lr,
-        momentum=0.9,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     return Job(
         model=model,
         optimizer=optimizer,
         loss=squared_error,
-        train_data=(
-            inputs[: config.samples],
-            targets[: config.samples],
-        ),
+        train_data=(inputs[: config.samples], targets[: config.samples]),
         eval_data=(inputs[config.samples :], targets[config.samples :]),
         metrics=lambda model, batch: {"test_mse": squared_error(model, batch)},
         best=("test_mse", "min"),

@@ -58,11 +58,7 @@ def build(config: Config) -> Job:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         lr = config.lr
     optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=lr,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=config.weight_decay,
+        model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=config.weight_decay
     )
     num_images = len(train_data) if isinstance(train_data, Shards) else len(train_data[1])
     steps = count_steps(config.epochs, num_images, config.global_batch)
@@ -110,20 +106,9 @@ def small_net() -> nn.Module:
     )
 
 
-def conv_block(
-    in_channels: int,
-    out_channels: int,
-    kernel_size: int,
-) -> list[nn.Module]:
+def conv_block(in_channels: int, out_channels: int, kernel_size: int) -> list[nn.Module]:
     padding = kernel_size // 2
-    conv = nn.Conv2d(
-        in_channels,
-        out_channels,
-        kernel_size,
-        stride=2,
-        padding=padding,
-        bias=False,
-    )
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride=2, padding=padding, bias=False)
     return [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
 
 
@@ -173,7 +158,4 @@ def classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCo
     logits = compute_logits(model, images)
     num_correct = (logits.argmax(1) == labels).sum()
     total_loss = F.cross_entropy(logits, labels.long(), reduction="sum")
-    return {
-        "test_accuracy": (num_correct, len(labels)),
-        "test_loss": (total_loss, len(labels)),
-    }
+    return {"test_accuracy": (num_correct, len(labels)), "test_loss": (total_loss, len(labels))}

@@ -34,11 +34,7 @@ from stepladder.core.numbers import validate_range
 from stepladder.core.order import derive_seed
 from stepladder.data.movielens import leave_one_out
 from stepladder.data.movielens.ratings import Ratings, read_ratings
-from stepladder.recipes._movielens_models import (
-    MatrixFactorization,
-    NeuMF,
-    RatingModel,
-)
+from stepladder.recipes._movielens_models import MatrixFactorization, NeuMF, RatingModel
 from stepladder.recipes._schedules import count_steps, linear_decay
 from stepladder.train.metrics.ranking import MetricSums, fit_ease, ranking_metrics
 
@@ -68,36 +64,16 @@ class Defaults(NamedTuple):
 
 DEFAULTS = {
     ("ranking", "mf"): Defaults(
-        epochs=40,
-        global_batch=128,
-        lr=0.01,
-        factors=256,
-        reg=0.0045,
-        negatives=12,
+        epochs=40, global_batch=128, lr=0.01, factors=256, reg=0.0045, negatives=12
     ),
     ("ranking", "hybrid"): Defaults(
-        epochs=40,
-        global_batch=128,
-        lr=0.01,
-        factors=256,
-        reg=0.0045,
-        negatives=12,
+        epochs=40, global_batch=128, lr=0.01, factors=256, reg=0.0045, negatives=12
     ),
     ("ranking", "neumf"): Defaults(
-        epochs=20,
-        global_batch=2048,
-        lr=0.002,
-        factors=16,
-        reg=0.0,
-        negatives=4,
+        epochs=20, global_batch=2048, lr=0.002, factors=16, reg=0.0, negatives=4
     ),
     ("rating", "mf"): Defaults(
-        epochs=10,
-        global_batch=2000,
-        lr=0.01,
-        factors=64,
-        reg=0.1,
-        negatives=1,
+        epochs=10, global_batch=2000, lr=0.01, factors=64, reg=0.1, negatives=1
     ),
 }
 
@@ -122,8 +98,7 @@ class Config:
     def __post_init__(self) -> None:
         if (self.task, self.model) not in DEFAULTS:
             raise InputError(
-                f"--task {self.task} has no model {self.model}",
-                f"--task {self.task} --model mf",
+                f"--task {self.task} has no model {self.model}", f"--task {self.task} --model mf"
             )
         validate_range(self, 0, FOLDS - 1, "fold")
         validate_range(self, 0, 1e5, "factors", "negatives")
@@ -138,10 +113,7 @@ class Config:
             self.reg = defaults.reg
 
 
-def build(
-    config: Config,
-    data: Ratings | leave_one_out.LeaveOneOut | None = None,
-) -> Job:
+def build(config: Config, data: Ratings | leave_one_out.LeaveOneOut | None = None) -> Job:
     """Make the model, the optimizer, the data and the metrics of the job.
 
     Args:
@@ -193,10 +165,7 @@ def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     if config.model == "neumf":
         model = NeuMF(num_users, num_items, config.factors)
         loss = partial(sampled_logistic_loss, negatives=config.negatives)
-        train_data = (
-            torch.from_numpy(data.users),
-            torch.from_numpy(data.items),
-        )
+        train_data = (torch.from_numpy(data.users), torch.from_numpy(data.items))
         groups = [{"params": list(model.parameters()), "lr": config.lr}]
     else:
         weights = fit_ease(rated, EASE_PENALTY) if config.model == "hybrid" else None
@@ -212,12 +181,7 @@ def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
         optimizer=optimizer,
         loss=loss,
         train_data=train_data,
-        eval_data=(
-            users,
-            rated,
-            torch.from_numpy(data.held_out),
-            candidates,
-        ),
+        eval_data=(users, rated, torch.from_numpy(data.held_out), candidates),
         metrics=compute_ranking_metrics,
         schedule=linear_decay(optimizer, steps),
         eval_batch=200,
@@ -233,16 +197,11 @@ def make_parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     weights = dict(model.named_parameters())
     item_weights = [weight for name, weight in weights.items() if name.startswith("item")]
     user_weights = [weight for name, weight in weights.items() if name.startswith("user")]
-    return [
-        {"params": item_weights, "lr": lr},
-        {"params": user_weights, "lr": USER_RATE * lr},
-    ]
+    return [{"params": item_weights, "lr": lr}, {"params": user_weights, "lr": USER_RATE * lr}]
 
 
 def full_logistic_loss(
-    model: MatrixFactorization,
-    batch: Batch,
-    config: Config,
+    model: MatrixFactorization, batch: Batch, config: Config
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of Rendle et al. in expectation: all items instead of sampled negatives.
 
@@ -287,11 +246,7 @@ def full_logistic_loss(
     return loss + config.reg / 2 * penalty, num_positives.sum()
 
 
-def sampled_logistic_loss(
-    model: NeuMF,
-    batch: Batch,
-    negatives: int,
-) -> SumAndCount:
+def sampled_logistic_loss(model: NeuMF, batch: Batch, negatives: int) -> SumAndCount:
     """Return the logistic loss of pairs, each with `negatives` items drawn uniformly for its user.
 
     The items come from torch's default generator, which the trainer seeds for each pass.
@@ -333,17 +288,9 @@ def make_rating_job(config: Config, data: Ratings) -> Job:
     train = fold != config.fold
     test = fold == config.fold
     if not train.any() or not test.any():
-        raise InputError(
-            f"{len(stars)} ratings make no {FOLDS} folds",
-            "a larger ratings.csv",
-        )
+        raise InputError(f"{len(stars)} ratings make no {FOLDS} folds", "a larger ratings.csv")
     train_data = (users[train], items[train], stars[train])
-    model = RatingModel(
-        len(data.user_ids),
-        len(data.item_ids),
-        config.factors,
-        *train_data,
-    )
+    model = RatingModel(len(data.user_ids), len(data.item_ids), config.factors, *train_data)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     steps = count_steps(config.epochs, len(train_data[0]), config.global_batch)
     return Job(
@@ -358,11 +305,7 @@ def make_rating_job(config: Config, data: Ratings) -> Job:
     )
 
 
-def penalized_squared_error(
-    model: Any,
-    batch: Batch,
-    reg: float,
-) -> SumAndCount:
+def penalized_squared_error(model: Any, batch: Batch, reg: float) -> SumAndCount:
     """Return the squared error of a batch plus the L2 penalty of its vectors, and its size."""
     users, items, stars = batch
     penalty = model.users(users).square().sum() + model.items(items).square().sum()
@@ -374,9 +317,4 @@ def mean_squared_error(model: Any, batch: Batch) -> MetricSums:
     """Return the sum of the squared errors of a batch, and its size."""
     users, items, stars = batch
     prediction = model.score_pairs(users, items).clamp(0.5, 5.0)
-    return {
-        "mse": (
-            (prediction - stars).double().square().sum(),
-            len(stars),
-        )
-    }
+    return {"mse": ((prediction - stars).double().square().sum(), len(stars))}

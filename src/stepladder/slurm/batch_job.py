@@ -74,11 +74,7 @@ class BatchJob(SiteDefaults):
             if field.name not in QUOTED_FIELDS:
                 _validate_one_line(field.name, getattr(self, field.name))
         quotes_message = f"--container {self.container} is not a command"
-        with as_input_error(
-            quotes_message,
-            "quotes in pairs",
-            (ValueError,),
-        ):
+        with as_input_error(quotes_message, "quotes in pairs", (ValueError,)):
             shlex.split(self.container)
         for option in self.sbatch_args:
             _validate_sbatch_option(option)
@@ -167,11 +163,7 @@ def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any
     if gpus and not re.fullmatch(r"([\w.-]+:)?[1-9][0-9]{0,8}", gpus):
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
     memory = typed_values.get("mem", "")
-    if not re.fullmatch(
-        r"([0-9]{1,15}([KMGT]B?)?)?",
-        memory,
-        re.IGNORECASE | re.ASCII,
-    ):
+    if not re.fullmatch(r"([0-9]{1,15}([KMGT]B?)?)?", memory, re.IGNORECASE | re.ASCII):
         raise InputError(f"--mem {memory!r} is not an amount of memory", "--mem 64G")
     gpu_count = gpus.rpartition(":")[2]
     nproc = typed_values.pop("nproc", None) or gpu_count or "1"

@@ -26,10 +26,7 @@ class SlurmCluster:
         """Submit a job, and return its number."""
         try:
             output = run_slurm(
-                "sbatch",
-                "--parsable",
-                text=render_batch_script(job),
-                env=collect_secrets(job),
+                "sbatch", "--parsable", text=render_batch_script(job), env=collect_secrets(job)
             )
         except SlurmRefusal as error:
             raise InputError(
@@ -79,22 +76,10 @@ class SlurmCluster:
         """Return this user's jobs that wait or run."""
         jobs = []
         for line in run_slurm(
-            "squeue",
-            "--noheader",
-            "--me",
-            "--format",
-            "%i|%T|%r|%N|%j",
+            "squeue", "--noheader", "--me", "--format", "%i|%T|%r|%N|%j"
         ).splitlines():
             job, state, reason, nodes, name = line.split("|", 4)
-            jobs.append(
-                JobInfo(
-                    job,
-                    name,
-                    state,
-                    "" if reason == "None" else reason,
-                    nodes,
-                )
-            )
+            jobs.append(JobInfo(job, name, state, "" if reason == "None" else reason, nodes))
         return jobs
 
     def allocation(self, env: Mapping[str, str]) -> None:
@@ -104,16 +89,7 @@ class SlurmCluster:
 def read_accounted_state(job: str) -> str:
     """Return a job's state from Slurm's accounting, "" if the cluster has none."""
     try:
-        output = run_slurm(
-            "sacct",
-            "-X",
-            "-n",
-            "-P",
-            "-j",
-            job,
-            "-o",
-            "State",
-        )
+        output = run_slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State")
     except InputError:
         return ""
     states = output.splitlines() or [""]

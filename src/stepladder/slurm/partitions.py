@@ -188,15 +188,7 @@ def validate_node_names(job: BatchJob) -> None:
         match = re.fullmatch(r"(?:--nodelist|--exclude)=(.*)|-[wx]\s*(.*)", option)
         if match is None:
             continue
-        existing = set(
-            run_slurm(
-                "sinfo",
-                "--noheader",
-                "--Node",
-                "--format",
-                "%N",
-            ).split()
-        )
+        existing = set(run_slurm("sinfo", "--noheader", "--Node", "--format", "%N").split())
         for name in expand_node_list(match[1] or match[2]):
             if name not in existing:
                 raise InputError(f"{option}: there is no node {name}", "sinfo --Node")

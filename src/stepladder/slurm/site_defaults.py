@@ -66,11 +66,7 @@ def read_site_defaults(path: Path) -> SiteDefaults:
     hint = 'a table [submit] with lines like partition = "gpu"; setup = ["module load cuda"]'
     with as_input_error(f"{path} cannot be used", hint, (OSError, ValueError)):
         tables = typed_file.read_toml(path)
-        table = typed_file.convert(
-            tables.pop("submit", {}),
-            dict[str, Any],
-            "submit",
-        )
+        table = typed_file.convert(tables.pop("submit", {}), dict[str, Any], "submit")
         known = {field.name for field in fields(SiteDefaults)}
         if unknown := [*tables, *(table.keys() - known)]:
             raise InputError(

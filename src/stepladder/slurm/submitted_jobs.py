@@ -73,11 +73,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
         print_message(f"{path} cannot be written: {error.strerror}")
 
 
-def read_job_records(
-    path: Path,
-    job: str | None,
-    kind: type,
-) -> list[dict[str, Any]]:
+def read_job_records(path: Path, job: str | None, kind: type) -> list[dict[str, Any]]:
     """Return the records of one job, see `read_records`."""
     return [record for record in read_records(path, kind) if record["job"] == job]
 

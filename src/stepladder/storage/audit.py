@@ -54,12 +54,7 @@ class EpochCount:
     repeated: int = 0
     never_seen: int = 0
 
-    def add(
-        self,
-        num_lost: int = 0,
-        num_repeated: int = 0,
-        num_never_seen: int = 0,
-    ) -> None:
+    def add(self, num_lost: int = 0, num_repeated: int = 0, num_never_seen: int = 0) -> None:
         """Add to the counts."""
         self.lost += num_lost
         self.repeated += num_repeated
@@ -320,11 +315,7 @@ def compare_with_plan(
     for first, end in find_unrecorded(line, last):
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch
-            num_lost = count_samples(
-                plan,
-                max(first, begin),
-                min(end, begin + per_epoch),
-            )
+            num_lost = count_samples(plan, max(first, begin), min(end, begin + per_epoch))
             epoch.add(num_lost=num_lost)
     num_never_seen = count_samples(plan, last, len(epochs) * per_epoch)
     epochs[-1].add(num_never_seen=num_never_seen)

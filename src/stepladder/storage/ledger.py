@@ -91,12 +91,7 @@ def join_chains(chains: list[str]) -> str:
     return extend_chain("", "/".join(chains))
 
 
-def format_step(
-    step: int,
-    epoch: int,
-    count: int,
-    digest: int,
-) -> str:
+def format_step(step: int, epoch: int, count: int, digest: int) -> str:
     """Return the line of a step without its hash."""
     return f'{{"step": {step}, "epoch": {epoch}, "count": {count}, "digest": "{digest:016x}"'
 
@@ -152,11 +147,7 @@ class Ledger:
         folder = self.path.parent
         durable.make_folder(folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self.file = os.fdopen(
-            open_without_links(self.path, flags),
-            "wb",
-            buffering=0,
-        )
+        self.file = os.fdopen(open_without_links(self.path, flags), "wb", buffering=0)
         with name_file_in_errors(folder):
             durable.sync(folder)
         body = header.text
@@ -173,12 +164,7 @@ class Ledger:
                 num_written = self.file.write(data)
                 data = data[num_written:]
 
-    def record_step(
-        self,
-        step: int,
-        epoch: int,
-        indices: list[Indices],
-    ) -> None:
+    def record_step(self, step: int, epoch: int, indices: list[Indices]) -> None:
         """Record that a step is done.
 
         Args:

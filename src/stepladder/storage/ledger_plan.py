@@ -49,12 +49,7 @@ def compute_planned_steps(
         sizes.append(hi - lo)
     # Steps of one size are divided among the ranks alike.
     positions = {
-        size: locate_samples(
-            plan,
-            first + sizes.index(size),
-            world_size,
-            round_robin,
-        )
+        size: locate_samples(plan, first + sizes.index(size), world_size, round_robin)
         for size in set(sizes)
     }
     counts = np.array([[len(samples) for samples in positions[size]] for size in sizes])
@@ -72,12 +67,7 @@ def compute_planned_steps(
     return PlannedSteps(first, epochs, counts, digests)
 
 
-def locate_samples(
-    plan: Plan,
-    step: int,
-    world_size: int,
-    round_robin: bool,
-) -> list[Indices]:
+def locate_samples(plan: Plan, step: int, world_size: int, round_robin: bool) -> list[Indices]:
     """Return for each rank the positions of its samples in the order of a step."""
     positions = []
     for rank in range(world_size):
@@ -87,11 +77,7 @@ def locate_samples(
     return positions
 
 
-def iterate_indices(
-    plan: Plan,
-    first: int,
-    end: int,
-) -> Iterator[Indices]:
+def iterate_indices(plan: Plan, first: int, end: int) -> Iterator[Indices]:
     """Yield the data-set indices of the steps [first, end), in their order."""
     while first < end:
         epoch = plan.epoch_of_step(first)

@@ -24,13 +24,7 @@ from typing import Any
 import psutil
 
 from stepladder.core import typed_file
-from stepladder.core.errors import (
-    InputError,
-    StorageFault,
-    as_input_error,
-    get_reason,
-    to_one_line,
-)
+from stepladder.core.errors import InputError, StorageFault, as_input_error, get_reason, to_one_line
 from stepladder.rank.fd_store import find_stored_fd, store_fd
 
 JsonObject = dict[str, Any]
@@ -197,11 +191,7 @@ class RunDirLock:
         with as_input_error(f"{self.path} cannot be written", hint):
             # A damaged file may be longer, and would then not be read.
             os.ftruncate(self.file, LOCK_FILE_BYTES)
-            os.pwrite(
-                self.file,
-                self._describe(details).encode().ljust(LOCK_FILE_BYTES),
-                0,
-            )
+            os.pwrite(self.file, self._describe(details).encode().ljust(LOCK_FILE_BYTES), 0)
 
     def _describe(self, details: JsonObject) -> str:
         process = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -265,11 +255,7 @@ class RunDirLock:
 def open_lock_file(path: Path) -> int:
     """Open or create a lock file; raise InputError for a link, which could name any file."""
     try:
-        return os.open(
-            path,
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW,
-            0o666,
-        )
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

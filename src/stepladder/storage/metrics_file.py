@@ -52,11 +52,7 @@ def truncate_metrics(
         name_file_in_errors(path),
         path.open(errors="replace", encoding="utf-8") as file,
         durable.replace_file(path) as temporary,
-        os.fdopen(
-            open_without_links(temporary, os.O_WRONLY),
-            "w",
-            encoding="utf-8",
-        ) as new,
+        os.fdopen(open_without_links(temporary, os.O_WRONLY), "w", encoding="utf-8") as new,
     ):
         new.writelines(select_lines(file, step, steps_per_epoch))
         new.flush()
@@ -97,11 +93,7 @@ def truncate_recent_metrics(
         file.truncate(end)
 
 
-def select_lines(
-    file: Iterable[str],
-    step: int,
-    steps_per_epoch: int,
-) -> Iterator[str]:
+def select_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
     """Yield the lines of metrics.jsonl that remain when a run continues from `step`."""
     lines = iter(file)
     while texts := list(islice(lines, LINES_PER_PARSE)):

@@ -49,13 +49,7 @@ def open_config(run_dir: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def read_recipe_config(
-    run_dir: Path,
-    name: str,
-    kind: type[Kind],
-    lacks: str,
-    hint: str,
-) -> Kind:
+def read_recipe_config(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
     """Return the configuration of a run's recipe.
 
     Args:
@@ -175,12 +169,7 @@ def describe_environment(job_file: str | None = None, threads: int | None = None
 def _find_git_commit() -> str | None:
     command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
     try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:  # no git on this machine
         return None
     return result.stdout.strip() or None

@@ -69,12 +69,7 @@ class RunDir:
         fresh = fresh and not is_lock_in_launcher(path)
         if fresh:
             move_run_dir_aside(path, lock_wait, is_multi_node)
-        self._lock = open_lock(
-            path,
-            lock_wait,
-            NO_OWNER if fresh else None,
-            is_multi_node,
-        )
+        self._lock = open_lock(path, lock_wait, NO_OWNER if fresh else None, is_multi_node)
         if fresh and not _has_only_locks(path):
             # Another run started after the old one was moved, and has ended already.
             self._lock.release()
@@ -149,24 +144,11 @@ class RunDir:
                 " or --fresh to begin again",
             )
 
-    def truncate_metrics(
-        self,
-        step: int,
-        steps_per_epoch: int,
-    ) -> None:
+    def truncate_metrics(self, step: int, steps_per_epoch: int) -> None:
         """Remove the lines of metrics.jsonl after `step`, from which the run continues."""
-        metrics_file.truncate_metrics(
-            self.path,
-            step,
-            steps_per_epoch,
-            self.validate_ownership,
-        )
+        metrics_file.truncate_metrics(self.path, step, steps_per_epoch, self.validate_ownership)
 
-    def truncate_recent_metrics(
-        self,
-        step: int,
-        steps_per_epoch: int,
-    ) -> None:
+    def truncate_recent_metrics(self, step: int, steps_per_epoch: int) -> None:
         """Remove the same lines in an in-place recovery, without reading the whole file."""
         metrics_file.truncate_recent_metrics(
             self.path, step, steps_per_epoch, self.validate_ownership

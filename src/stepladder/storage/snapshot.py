@@ -26,12 +26,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from stepladder.core import typed_file
-from stepladder.core.errors import (
-    TRANSIENT_ERRNOS,
-    InputError,
-    StorageFault,
-    to_one_line,
-)
+from stepladder.core.errors import TRANSIENT_ERRNOS, InputError, StorageFault, to_one_line
 from stepladder.core.safe_open import create_file
 from stepladder.storage import snapshot_slices
 from stepladder.storage.run_files import (
@@ -101,11 +96,7 @@ class Snapshot:
             differences = differences or [to_one_line(error)]
             raise self._make_other_model_error(differences, hint) from error
 
-    def _make_other_model_error(
-        self,
-        differences: list[str],
-        hint: str,
-    ) -> InputError:
+    def _make_other_model_error(self, differences: list[str], hint: str) -> InputError:
         text = format_differences(differences)
         return InputError(f"snapshot {self.name} is of another model: {text}", hint)
 
@@ -192,12 +183,7 @@ def _read_verified(path: Path, expected: JsonObject) -> bytes:
     with typed_file.open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read() if size == expected["bytes"] else b""
-    snapshot_slices.verify_checksum(
-        path.name,
-        size,
-        hashlib.sha256(data).hexdigest(),
-        expected,
-    )
+    snapshot_slices.verify_checksum(path.name, size, hashlib.sha256(data).hexdigest(), expected)
     return data
 
 
@@ -208,10 +194,7 @@ def _raise_if_transient(path: Path, error: Exception) -> None:
 
 
 def write_snapshot_files(
-    folder: Path,
-    copies: JsonObject,
-    entries: JsonObject,
-    parts: list[JsonObject],
+    folder: Path, copies: JsonObject, entries: JsonObject, parts: list[JsonObject]
 ) -> None:
     """Write the model, the state and the manifest; the ranks have written the parts.
 

@@ -38,11 +38,7 @@ class BackgroundWrite:
     def start(self, work: Callable[[], object]) -> None:
         """Run a function in the thread, after the previous one has ended."""
         self.wait()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(work,),
-            name="snapshot",
-        )
+        self._thread = threading.Thread(target=self._run, args=(work,), name="snapshot")
         self._thread.start()
 
     def wait(self) -> None:
@@ -72,12 +68,7 @@ class PartWriter:
         self._buffers = HostBuffers()
         self._write = BackgroundWrite()
 
-    def save(
-        self,
-        folder: Path,
-        number: int,
-        slices: dict[str, TensorSlice],
-    ) -> None:
+    def save(self, folder: Path, number: int, slices: dict[str, TensorSlice]) -> None:
         """Copy the slices now, and write them as part `number` in the background.
 
         `wait_for_errno` must have been called for the previous part.
@@ -95,20 +86,12 @@ class PartWriter:
         return 0
 
 
-def write_part_and_note(
-    folder: Path,
-    number: int,
-    slices: dict[str, TensorSlice],
-) -> None:
+def write_part_and_note(folder: Path, number: int, slices: dict[str, TensorSlice]) -> None:
     """Write a part, and its note once the part is on disk; rank 0 may then rename the folder."""
     entry = write_part(folder, number, slices)
     durable.sync(folder / entry["name"])
     # Without fsync, which would open the folder again, when it may have been renamed.
-    durable.write(
-        note_path(folder, number),
-        json.dumps(entry),
-        fsync=False,
-    )
+    durable.write(note_path(folder, number), json.dumps(entry), fsync=False)
 
 
 def note_path(folder: Path, number: int) -> Path:
@@ -116,11 +99,7 @@ def note_path(folder: Path, number: int) -> Path:
     return folder / f"{PART_PREFIX}{number:05d}.json"
 
 
-def collect_parts(
-    folder: Path,
-    count: int,
-    abandoned: threading.Event,
-) -> list[JsonObject]:
+def collect_parts(folder: Path, count: int, abandoned: threading.Event) -> list[JsonObject]:
     """Wait for the notes of all parts, and delete them.
 
     Args:

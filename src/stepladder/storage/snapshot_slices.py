@@ -68,11 +68,7 @@ def get_local_slice(tensor: Tensor) -> TensorSlice:
     return TensorSlice(values, first, list(tensor.shape))
 
 
-def write_part(
-    folder: Path,
-    number: int,
-    slices: Mapping[str, TensorSlice],
-) -> JsonObject:
+def write_part(folder: Path, number: int, slices: Mapping[str, TensorSlice]) -> JsonObject:
     """Write part `number`; empty slices are left out.
 
     Returns:
@@ -105,12 +101,7 @@ def merge_parts(parts: Iterable[JsonObject]) -> tuple[JsonObject, JsonObject]:
     return files, slices
 
 
-def verify_checksum(
-    name: str,
-    size: int,
-    digest: str,
-    expected: JsonObject,
-) -> None:
+def verify_checksum(name: str, size: int, digest: str, expected: JsonObject) -> None:
     """Raise DamagedSnapshot if a file's size or SHA-256 is not the manifest's."""
     if size != expected["bytes"]:
         raise DamagedSnapshot(f"{name}: {size} bytes instead of {expected['bytes']}")
@@ -218,11 +209,7 @@ class SliceReader:
         """Return all whole tensors with this prefix, which the keys do not have."""
         return {name: self.read_tensor(prefix + name) for name in self.names(prefix)}
 
-    def fill_state(
-        self,
-        state: Any,
-        skip_prefix: str | None = None,
-    ) -> None:
+    def fill_state(self, state: Any, skip_prefix: str | None = None) -> None:
         """Put the tensors of the state into a nested dictionary.
 
         Args:

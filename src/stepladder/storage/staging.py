@@ -59,18 +59,10 @@ class HostBuffers:
             " which cannot be read back safely"
         )
 
-    def _copy_tensor(
-        self,
-        tensor: Tensor,
-        keys: Keys,
-    ) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, keys: Keys) -> Tensor:
         buffer = self.buffers.get(keys)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(
-                tensor.shape,
-                dtype=tensor.dtype,
-                pin_memory=tensor.is_cuda,
-            )
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self.buffers[keys] = buffer
         if not _is_large(tensor):
             return buffer.copy_(tensor.detach(), non_blocking=True)
@@ -98,9 +90,7 @@ def _copy_bytes(target: Tensor, source: Tensor) -> None:
     np.copyto(target.numpy(), source.numpy())  # it needs neither the GIL nor threads of its own
 
 
-def split_tied_tensors(
-    state: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def split_tied_tensors(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Separate tensors that share memory, which a safetensors file cannot contain twice.
 
     Sharded tensors are left out.
@@ -115,13 +105,7 @@ def split_tied_tensors(
     for name, tensor in state.items():
         if hasattr(tensor, "to_local"):
             continue
-        memory = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in names:
             aliases[name] = names[memory]
         else:

@@ -59,11 +59,7 @@ class Checkpoint:
         self.folder = folder
         pickled = typed_file.read_file(folder / METADATA, MAX_METADATA_BYTES)
         metadata = get_fields(Interpreter().run(pickled), METADATA_CLASS)
-        records = check_type(
-            metadata.get("state_dict_metadata"),
-            dict,
-            "state_dict_metadata",
-        )
+        records = check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
         # The metadata of each tensor. Other values of the checkpoint are pickles, which are not
         # read.
         self.tensors = {
@@ -75,11 +71,7 @@ class Checkpoint:
         self.shapes = {
             name: list(get_shape(fields, "size")) for name, fields in self.tensors.items()
         }
-        storage = check_type(
-            metadata.get("storage_data"),
-            dict,
-            "storage_data",
-        )
+        storage = check_type(metadata.get("storage_data"), dict, "storage_data")
         # The stored bytes of each chunk, by the tensor's name and the chunk's offsets.
         self.chunks = self._read_storage(storage)
 
@@ -95,17 +87,9 @@ class Checkpoint:
             chunks[name, offsets] = self._make_chunk(get_fields(info, STORAGE_CLASS), checked_files)
         return chunks
 
-    def _make_chunk(
-        self,
-        fields: Mapping[str, Any],
-        checked_files: set[str],
-    ) -> StoredChunk:
+    def _make_chunk(self, fields: Mapping[str, Any], checked_files: set[str]) -> StoredChunk:
         """Raise ValueError if the chunk's file is outside of the folder."""
-        file = check_type(
-            fields.get("relative_path"),
-            str,
-            "relative_path",
-        )
+        file = check_type(fields.get("relative_path"), str, "relative_path")
         if file not in checked_files:
             self._check_file(file)
             checked_files.add(file)
@@ -131,11 +115,7 @@ class Checkpoint:
 
         Raises OSError or ValueError if a chunk is missing, damaged, or is no tensor.
         """
-        records = check_type(
-            self.tensors[name].get("chunks"),
-            list,
-            "chunks",
-        )
+        records = check_type(self.tensors[name].get("chunks"), list, "chunks")
         chunks = [get_fields(record, CHUNK_CLASS) for record in records]
         sizes_by_offsets = {
             get_shape(chunk, "offsets"): get_shape(chunk, "sizes") for chunk in chunks
@@ -146,11 +126,7 @@ class Checkpoint:
             self._read_chunk(name, offsets, sizes, target)
 
     def _read_chunk(
-        self,
-        name: str,
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-        target: Tensor,
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], target: Tensor
     ) -> None:
         if (name, offsets) not in self.chunks or len(offsets) != target.ndim:
             raise ValueError(
@@ -174,11 +150,7 @@ def get_fields(value: Any, kind: str) -> dict[str, Any]:
     return value.fields or {}
 
 
-def check_type(
-    value: Any,
-    kind: type[Kind],
-    label: str,
-) -> Kind:
+def check_type(value: Any, kind: type[Kind], label: str) -> Kind:
     """Return the value if its type is exactly `kind`. Raises ValueError otherwise."""
     if not isinstance(value, kind) or type(value) is not kind:
         raise ValueError(f"{METADATA} describes no checkpoint: {label} is {type(value).__name__}")

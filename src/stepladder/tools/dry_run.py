@@ -54,11 +54,7 @@ class DryRun:
     Raises InputError as `train` does.
     """
 
-    def __init__(
-        self,
-        request: TrainRequest,
-        topology: Topology,
-    ) -> None:
+    def __init__(self, request: TrainRequest, topology: Topology) -> None:
         nodes, nproc = topology.parse_ranges()
         self.request = request
         self.num_nodes = nodes[1]
@@ -86,12 +82,7 @@ class DryRun:
         if shard == "full" and size > 1:
             # fully_shard changes the model for good, and for one number of processes.
             job = self.fake_builder.build(self.build)
-        return RunSpec.make(
-            job,
-            settings,
-            self.recipe,
-            self._make_comm(size),
-        )
+        return RunSpec.make(job, settings, self.recipe, self._make_comm(size))
 
     def _make_comm(self, size: int) -> FakeComm:
         is_on_one_node = self.num_nodes == 1 and self.device.type == "cpu"
@@ -119,11 +110,7 @@ class DryRun:
         for shard in SHARD_VALUES if size > 1 else SHARD_VALUES[:1]:
             try:
                 spec = self._make_spec(size, shard)
-                memory = estimate_memory(
-                    self.fake_builder,
-                    spec,
-                    self._make_comm(size),
-                )
+                memory = estimate_memory(self.fake_builder, spec, self._make_comm(size))
             except Exception:  # the job's own code may raise anything
                 if shard in ("none", self.request.settings.shard):
                     raise
@@ -156,18 +143,10 @@ class DryRun:
         """Return the run's effective values and its definition as config.json has them."""
         rates = sorted({group["lr"] for group in self.job.optimizer.param_groups})
         config = replace(self.spec, device=self.device).as_json()
-        return {
-            **config,
-            "steps": self.spec.num_steps,
-            "learning_rates": rates,
-        }
+        return {**config, "steps": self.spec.num_steps, "learning_rates": rates}
 
 
-def dry_run(
-    request: TrainRequest,
-    topology: Topology,
-    device_memory: int | None,
-) -> int:
+def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None) -> int:
     """Print the run and its memory. Returns the exit code.
 
     The device memory is in bytes; without it, that of the GPU counts, if there is one.
@@ -181,12 +160,7 @@ def dry_run(
     estimates: list[Estimate] = []
     try:
         estimates = run.estimate_sizes(device_memory)
-        advice = advise(
-            estimates,
-            run.requested_size,
-            request.settings.shard,
-            device_memory,
-        )
+        advice = advise(estimates, run.requested_size, request.settings.shard, device_memory)
     except InputError:
         raise
     except Exception as error:  # the job's own code may fail on tensors without values
@@ -207,12 +181,7 @@ def dry_run(
 
 
 def make_table(estimates: Iterable[Estimate], device_memory: int | None) -> Table:
-    table = Table(
-        title="memory of a process, MB",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    table = Table(title="memory of a process, MB", title_justify="left", box=None, pad_edge=False)
     columns = ["processes", "--shard", "weights", "optimizer", "data", "rest", "peak"]
     if device_memory is not None:
         columns.append("fits")
@@ -257,11 +226,7 @@ def advise(
     )
 
 
-def find_fitting_sizes(
-    estimates: list[Estimate],
-    shard: str,
-    device_memory: int,
-) -> str | None:
+def find_fitting_sizes(estimates: list[Estimate], shard: str, device_memory: int) -> str | None:
     """Return the numbers of processes that fit with a value of --shard, None if there are none."""
     fits_of_size = {
         estimate.nproc: estimate.fits_in(device_memory)

@@ -17,13 +17,7 @@ from stepladder.storage.snapshot import MODEL_FILE, read_newest_snapshot
 SAMPLE_HINT = "stepladder train gpt, then stepladder recipe sample runs/gpt --prompt ROMEO:"
 
 
-def sample(
-    run_dir: Path,
-    prompt: str,
-    count: int,
-    temperature: float,
-    seed: int,
-) -> dict[str, Any]:
+def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int) -> dict[str, Any]:
     """Return the prompt with the text that the model continues it with, as `--json` prints it.
 
     The run's data is not read.
@@ -41,13 +35,7 @@ def sample(
     """
     if not 0 <= temperature < math.inf:
         raise InputError(f"--temperature {temperature:g}", "--temperature 1")
-    config = read_recipe_config(
-        run_dir,
-        "gpt",
-        gpt.Config,
-        "writes no text",
-        SAMPLE_HINT,
-    )
+    config = read_recipe_config(run_dir, "gpt", gpt.Config, "writes no text", SAMPLE_HINT)
     snapshot = read_newest_snapshot(run_dir)
     with as_input_error(f"{run_dir} has no tokens", SAMPLE_HINT, (KeyError,)):
         character_tensor = load(snapshot.files[MODEL_FILE])["characters"]
@@ -55,12 +43,7 @@ def sample(
     model = gpt.GPT(config, character_tensor)
     snapshot.restore_model(model)
     torch.manual_seed(seed)
-    tokens = gpt.generate(
-        model,
-        encode(prompt, characters),
-        count,
-        temperature,
-    )
+    tokens = gpt.generate(model, encode(prompt, characters), count, temperature)
     text = decode(tokens.tolist(), characters)
     return {"schema": 1, "step": snapshot.step, "prompt": prompt, "text": text}
 

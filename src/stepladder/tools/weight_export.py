@@ -114,23 +114,13 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
     """Write each weight once: the format has no tied weights."""
     files = split_into_files(weights.meta_tensors)
     if len(files) == 1:
-        write_tensors(
-            folder / MODEL_FILE,
-            files[0],
-            weights.read,
-            {"format": "pt"},
-        )
+        write_tensors(folder / MODEL_FILE, files[0], weights.read, {"format": "pt"})
         return
     stem, _, suffix = MODEL_FILE.partition(".")
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         file = f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}"
-        write_tensors(
-            folder / file,
-            tensors,
-            weights.read,
-            {"format": "pt"},
-        )
+        write_tensors(folder / file, tensors, weights.read, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     index = {
         "metadata": {"total_size": weights.num_bytes},
@@ -164,12 +154,7 @@ def write_dcp(folder: Path, weights: StoredWeights) -> None:
     with raise_first_failure(), warnings.catch_warnings():
         # torch warns that there is only one process.
         warnings.simplefilter("ignore", UserWarning)
-        save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            no_dist=True,
-        )
+        save(tensors, storage_writer=writer, planner=planner, no_dist=True)
 
 
 class LazySavePlanner(DefaultSavePlanner):

@@ -85,12 +85,7 @@ def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
     tensors, aliases = split_tied_tensors(model.state_dict())
     manifest = {"step": 0, "aliases": aliases, "ledger": ""}
     with Snapshots(run_dir / SNAPSHOTS_FOLDER).create(0) as temporary:
-        write_snapshot_files(
-            temporary,
-            {"model": tensors, "state": {}},
-            manifest,
-            [],
-        )
+        write_snapshot_files(temporary, {"model": tensors, "state": {}}, manifest, [])
 
 
 def open_weights(folder: Path) -> WeightFolder:

@@ -29,11 +29,7 @@ class RunningStatistics(LoopListener):
     number of processes, up to the rounding of that sum.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        plan: Plan | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module | None, plan: Plan | None = None) -> None:
         """Keep the statistics of a model; of none where a rank computes its share in one pass."""
         self.plan = plan
         self.layers = find_batch_norms(model) if model is not None else []
@@ -49,20 +45,12 @@ class RunningStatistics(LoopListener):
         self.buffers_before: list[Tensor] = []  # empty when no step is under way
         self.counters_before: list[Tensor] = []
 
-    def begin_step(
-        self,
-        step: int,
-        backward: Backward,
-    ) -> Backward:
+    def begin_step(self, step: int, backward: Backward) -> Backward:
         """Prepare for the step's microbatches."""
         self.begin()
         return backward
 
-    def after_reduce(
-        self,
-        step: int,
-        result: StepResult,
-    ) -> None:
+    def after_reduce(self, step: int, result: StepResult) -> None:
         """Move the running statistics by what follows the loss in the step's extra values."""
         assert result.extra is not None and self.plan is not None
         first, end = self.plan.batch(step)

@@ -12,12 +12,7 @@ from torch import Tensor
 from stepladder.train.comm import Comm
 
 
-def broadcast_state(
-    comm: Comm,
-    state: Any,
-    source: int,
-    needed: bool,
-) -> Any:
+def broadcast_state(comm: Comm, state: Any, source: int, needed: bool) -> Any:
     """Send the state of rank `source` to all ranks. All ranks must call this function.
 
     Args:
@@ -50,10 +45,7 @@ def broadcast_state(
     return state
 
 
-def _map_tensors(
-    value: Any,
-    function: Callable[[Tensor], Any],
-) -> Any:
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Replace each tensor by what `function` returns for it, in one order on all ranks."""
     if isinstance(value, Tensor):
         return function(value)

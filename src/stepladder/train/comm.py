@@ -97,39 +97,20 @@ class Comm:
         if self.alone:
             return Pending(None)
         self.progress.record_collective("all_reduce", tensor.numel())
-        return self._start(
-            (self.shared_memory or dist).all_reduce,
-            tensor,
-            group=self.group,
-        )
+        return self._start((self.shared_memory or dist).all_reduce, tensor, group=self.group)
 
     def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
         """Start sending each rank its part of the flat `sent`; shared memory needs equal sizes."""
         self.progress.record_collective("all_to_all", VARYING_SIZE)
         if self.shared_memory is None:
-            return self._start(
-                dist.all_to_all_single,
-                received,
-                sent,
-                received_sizes,
-                sent_sizes,
-            )
+            return self._start(dist.all_to_all_single, received, sent, received_sizes, sent_sizes)
         return self._start(
             self.shared_memory.all_to_all, received, sent, received_sizes, sent_sizes
         )
 
-    def all_gather(
-        self,
-        gathered: Tensor,
-        part: Tensor,
-        block: str = "",
-    ) -> Pending:
+    def all_gather(self, gathered: Tensor, part: Tensor, block: str = "") -> Pending:
         """Start collecting every rank's flat `part`, of the model block `block`, in rank order."""
         if block:
             self.progress.record_block_collective("all_gather", block, part.numel())
@@ -140,23 +121,14 @@ class Comm:
         parts = gathered.split(part.numel())
         return self._start(self.shared_memory.all_gather, parts, part, block=block)
 
-    def reduce_scatter(
-        self,
-        result: Tensor,
-        tensor: Tensor,
-        block: str,
-    ) -> Pending:
+    def reduce_scatter(self, result: Tensor, tensor: Tensor, block: str) -> Pending:
         """Start adding the flat `tensor` over the ranks; `result` gets this rank's slice."""
         assert self.shared_memory is not None
         self.progress.record_block_collective("reduce_scatter", block, tensor.numel())
         return self._start(self.shared_memory.reduce_scatter, result, tensor, block=block)
 
     def combine(
-        self,
-        rows: Tensor,
-        rows_per_rank: tuple[int, ...],
-        length: int,
-        combine: CombineFunction,
+        self, rows: Tensor, rows_per_rank: tuple[int, ...], length: int, combine: CombineFunction
     ) -> Pending:
         """Start an all-reduce of rows of `length` elements, whose additions `combine` makes."""
         assert self.shared_memory is not None
@@ -196,11 +168,7 @@ class Comm:
         total_sum, count_sum = self.sum(np.array([total, count])).tolist()
         return total_sum / count_sum if count_sum else float("nan")
 
-    def broadcast(
-        self,
-        tensor: Tensor,
-        source: int = 0,
-    ) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with the tensor of rank `source`."""
         if not self.alone:
             self.progress.record_collective("broadcast", tensor.numel())
@@ -216,11 +184,7 @@ class Comm:
                 self.broadcast(dense)
                 tensor.copy_(dense)
 
-    def broadcast_bytes(
-        self,
-        data: bytes | None,
-        source: int = 0,
-    ) -> bytes:
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Return the bytes of rank `source` on every rank. The other ranks pass None."""
         if self.alone:
             return data or b""

@@ -49,18 +49,10 @@ def prepare_compiler() -> str:
 
     try:
         command = [get_cpp_compiler(), "--version"]
-        process = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
-        raise InputError(
-            "--compile: torch needs a C++ compiler, and finds none",
-            hint,
-        ) from error
+        raise InputError("--compile: torch needs a C++ compiler, and finds none", hint) from error
     return process.stdout.partition("\n")[0]
 
 

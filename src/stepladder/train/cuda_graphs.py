@@ -38,11 +38,7 @@ def validate_capturable(source: BatchSource, device: torch.device) -> None:
         )
 
 
-def make_loss_programs(
-    loss: Loss,
-    settings: Settings,
-    passes: list[Span],
-) -> dict[int, Loss]:
+def make_loss_programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
     """Return the compiled or captured loss for passes of the full length.
 
     Args:
@@ -122,12 +118,7 @@ class RecordableLoss(nn.Module):
         # the cache held when it was recorded.
         is_mixed = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
-        self.autocast = torch.autocast(
-            "cuda",
-            dtype,
-            enabled=is_mixed,
-            cache_enabled=False,
-        )
+        self.autocast = torch.autocast("cuda", dtype, enabled=is_mixed, cache_enabled=False)
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the loss sum, and the count if that is a tensor."""
@@ -144,11 +135,7 @@ class RecordableLoss(nn.Module):
         return (total,)
 
 
-def record_pass(
-    loss: Loss,
-    model: nn.Module,
-    batch: Any,
-) -> tuple[Any, Any]:
+def record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Record the forward and backward pass of a batch.
 
     The loss runs four times. Buffers and random numbers are restored afterwards.
@@ -172,11 +159,7 @@ def record_pass(
     sample = tree_map(torch.clone, batch)
     try:
         with torch.autocast("cuda", enabled=False):
-            program = torch.cuda.make_graphed_callables(
-                module,
-                (sample,),
-                allow_unused_input=True,
-            )
+            program = torch.cuda.make_graphed_callables(module, (sample,), allow_unused_input=True)
     except RuntimeError as error:
         raise_if_capture_failed(error)
         raise

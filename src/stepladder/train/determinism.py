@@ -19,10 +19,7 @@ MACHINE_NAME_BYTES = 256
 
 
 @contextmanager
-def deterministic(
-    enabled: bool,
-    device: torch.device,
-) -> Iterator[None]:
+def deterministic(enabled: bool, device: torch.device) -> Iterator[None]:
     """Allow only deterministic algorithms in the block: full fp32 precision, no autotuning.
 
     Args:
@@ -79,10 +76,7 @@ def _use_deterministic_algorithms(enabled: bool) -> None:
         torch.set_deterministic_debug_mode("error" if enabled else "default")
 
 
-def describe_machine(
-    device: torch.device,
-    compiles: bool = False,
-) -> str:
+def describe_machine(device: torch.device, compiles: bool = False) -> str:
     """Return what decides the bits of a result on this machine.
 
     Args:
@@ -111,10 +105,7 @@ def read_processor_model() -> str:
     return ""
 
 
-def validate_equal_machines(
-    comm: Comm,
-    compiles: bool = False,
-) -> None:
+def validate_equal_machines(comm: Comm, compiles: bool = False) -> None:
     """Check on all ranks that every rank computes on the same type of machine as rank 0.
 
     All ranks must call this function.

@@ -19,11 +19,7 @@ from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.generators import seed_generators
-from stepladder.train.return_values import (
-    find_doubtful_counts,
-    validate_counts,
-    validate_metrics,
-)
+from stepladder.train.return_values import find_doubtful_counts, validate_counts, validate_metrics
 
 Metrics = Callable[[nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 EVALUATION_EPOCH = 0  # always the same: a Dataset then draws the same random numbers each time
@@ -98,10 +94,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _compute_metrics(
-    model: nn.Module,
-    metrics: Metrics,
-    comm: Comm,
-    numbered_batches: Iterable[tuple[int, Any]],
+    model: nn.Module, metrics: Metrics, comm: Comm, numbered_batches: Iterable[tuple[int, Any]]
 ) -> list[dict[str, Any]]:
     """Return what `metrics` returns for each batch.
 

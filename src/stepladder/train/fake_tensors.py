@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stepladder.rank.torch_fixes import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    tree_leaves,
-)
+from stepladder.rank.torch_fixes import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from stepladder.train.job import Job
 
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # `.item()` and its like
@@ -47,10 +42,7 @@ class FakeModelBuilder:
         try:
             with warnings.catch_warnings():
                 # copy.deepcopy asks for the address of a storage.
-                warnings.filterwarnings(
-                    "ignore",
-                    "Accessing the data pointer of FakeTensor",
-                )
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 job = build()
         finally:
             hook.remove()
@@ -59,12 +51,7 @@ class FakeModelBuilder:
                 module._buffers[name] = None if buffer is None else self._make_fake(buffer)
         return job
 
-    def _register(
-        self,
-        _module: nn.Module,
-        _name: str,
-        param: Any,
-    ) -> Any:
+    def _register(self, _module: nn.Module, _name: str, param: Any) -> Any:
         return None if param is None else self._make_fake(param)
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
@@ -113,13 +100,7 @@ class StorageTally(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self.resize_storage  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch, and count the tensors that it returns."""
         if func is READ_NUMBER and isinstance(args[0], FakeTensor):
             return make_number(args[0].dtype)

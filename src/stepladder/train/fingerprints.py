@@ -45,12 +45,7 @@ def fingerprint_source(source: BatchSource | None) -> bytes:
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
     last = len(source) - 1
-    positions = torch.linspace(
-        0,
-        last,
-        MAX_SAMPLES_COMPARED,
-        dtype=torch.float64,
-    )
+    positions = torch.linspace(0, last, MAX_SAMPLES_COMPARED, dtype=torch.float64)
     indices = positions.long().to(source.device)
     samples = [tensor.index_select(0, indices) for tensor in source.tensors]
     return fingerprint([fingerprint(tensor) for tensor in samples])

@@ -12,10 +12,7 @@ from stepladder.train.batch_norm import find_batch_norms
 class BufferChanged(InputError):
     """Forward changes a buffer, and no rule combines its values over microbatches."""
 
-    def __init__(
-        self,
-        buffer: str,
-    ) -> None:
+    def __init__(self, buffer: str) -> None:
         self.buffer = buffer
         super().__init__(
             f"--sync exact: forward changes the buffer {buffer}, which no rule combines over"
@@ -27,10 +24,7 @@ class BufferChanged(InputError):
 class ForwardBuffers:
     """Detects buffers that forward changes: their values would depend on which rank ran it last."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         allowed = {id(buffer) for layer in find_batch_norms(model) for buffer in layer.buffers()}
         self.paths: list[tuple[str, nn.Module, str]] = []  # a buffer's path, module and name in it
         for prefix, module in model.named_modules():

@@ -33,12 +33,7 @@ class GpuSetup:
     def detect() -> GpuSetup:
         """Return the setup of this process."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return GpuSetup(
-            torch.__version__,
-            torch.version.cuda,
-            visible,
-            read_driver_version(),
-        )
+        return GpuSetup(torch.__version__, torch.version.cuda, visible, read_driver_version())
 
     def explain_absence(self) -> tuple[str, str]:
         """Return why torch sees no GPU, and what to type."""

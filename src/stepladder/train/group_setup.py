@@ -52,11 +52,7 @@ def init_process_group(
     ):  # after a loss, the other ranks continue in place
         os.environ |= NCCL_ERRORS_RAISE
     if is_torchrun:
-        wait_for_name(
-            "MASTER_ADDR",
-            first_host or "",
-            timeout_seconds,
-        )
+        wait_for_name("MASTER_ADDR", first_host or "", timeout_seconds)
     store = _open_file_store(world, timeout_seconds)
     backend = "gloo"
     nccl_device: torch.device | None = None
@@ -108,13 +104,7 @@ def join_shared_memory(
     numbers, pids = torch.stack(entries).T.tolist()
     if segment is None or NO_SEGMENT in numbers:
         return None
-    return SharedMemory(
-        segment,
-        world.rank,
-        pids,
-        max(numbers) + 1,
-        timeout_seconds,
-    )
+    return SharedMemory(segment, world.rank, pids, max(numbers) + 1, timeout_seconds)
 
 
 def set_collective_timeout(seconds: float) -> None:

@@ -61,11 +61,7 @@ def can_use_nccl(world: World, device: torch.device) -> bool:
     return device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
 
 
-def poll_work(
-    work: dist.Work,
-    by_nccl: bool,
-    deadline: float,
-) -> None:
+def poll_work(work: dist.Work, by_nccl: bool, deadline: float) -> None:
     """Wait a moment for a collective.
 
     NCCL's own wait would not end with a lost rank. A wait with a time limit would make the

@@ -38,11 +38,7 @@ def read_optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, 
     ]
 
 
-def describe_edits(
-    job_file: str | None,
-    job: Job,
-    built: list[dict[str, Any]],
-) -> list[str]:
+def describe_edits(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> list[str]:
     """Return the lines for a resume whose job file was edited.
 
     Args:

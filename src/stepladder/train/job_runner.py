@@ -81,17 +81,11 @@ def resolve_paths(settings: Settings, folder: Path) -> Settings:
         return settings
     make_end_file_absolute(folder)
     init_from = settings.init_from and str(folder / settings.init_from)
-    return replace(
-        settings,
-        run_dir=folder / settings.run_dir,
-        init_from=init_from,
-    )
+    return replace(settings, run_dir=folder / settings.run_dir, init_from=init_from)
 
 
 @contextmanager
-def join_process_group(
-    request: TrainRequest,
-) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
+def join_process_group(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
     """Join the ranks' process group for the length of the block.
 
     Args:
@@ -150,11 +144,7 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     validate_build_signature(path, module.build)
     config = config_class(**values)
     for field in fields(config):
-        validate_int_size(
-            path,
-            field.name,
-            getattr(config, field.name),
-        )
+        validate_int_size(path, field.name, getattr(config, field.name))
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
     seed_all(resolve_sizes(settings, recipe).seed)
@@ -209,11 +199,7 @@ def holds_foreign_weights(folder: Path) -> bool:
     return (folder / ".metadata").exists() or any(folder.glob("*.safetensors*"))
 
 
-def validate_config(
-    path: Path,
-    config_class: Any,
-    values: dict[str, Any],
-) -> None:
+def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:
     """Raise InputError if Config is no dataclass, or a field has neither default nor value."""
     if not (is_dataclass(config_class) and isinstance(config_class, type)):
         raise InputError(
@@ -238,11 +224,7 @@ def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
             ) from error
 
 
-def scale_learning_rate(
-    config: Any,
-    settings: Settings,
-    world: World,
-) -> None:
+def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
     """Scale the Config's `lr` for a global batch that grows with the ranks, as --lr-scale asks.
 
     Linear scaling is by Goyal et al. 2017, section 2.1, and square-root scaling by Krizhevsky 2014,

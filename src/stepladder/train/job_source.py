@@ -195,11 +195,7 @@ def _read_definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
     return {node.name: node for node in statements if isinstance(node, kinds)}
 
 
-def _read_field(
-    path: Path,
-    node: ast.AnnAssign,
-    lines: list[bytes],
-) -> ConfigField:
+def _read_field(path: Path, node: ast.AnnAssign, lines: list[bytes]) -> ConfigField:
     name = ast.unparse(node.target)
     if name.startswith("__"):
         raise InputError(
@@ -220,13 +216,7 @@ def _read_field(
             f"{path.name}: Config.{name} has type {annotation}",
             f"{name}: int, float, str, bool or Literal['a', 'b']",
         )
-    return ConfigField(
-        name,
-        FIELD_TYPES[annotation],
-        default,
-        (),
-        comment,
-    )
+    return ConfigField(name, FIELD_TYPES[annotation], default, (), comment)
 
 
 def _read_comment(lines: list[bytes], node: ast.AnnAssign) -> str:

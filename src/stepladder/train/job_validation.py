@@ -51,8 +51,7 @@ def is_classes(value: Any) -> bool:
 
 JOB_PARTS = {
     "model": PartRule(
-        lambda value: isinstance(value, nn.Module),
-        "torch.nn.Linear(20, 1), or another module",
+        lambda value: isinstance(value, nn.Module), "torch.nn.Linear(20, 1), or another module"
     ),
     "optimizer": PartRule(
         lambda value: isinstance(value, torch.optim.Optimizer),

@@ -19,13 +19,7 @@ from stepladder.core.numbers import validate_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
-from stepladder.data.sources import (
-    Batches,
-    Request,
-    find_chunks,
-    is_sorted_by_length,
-    open_source,
-)
+from stepladder.data.sources import Batches, Request, find_chunks, is_sorted_by_length, open_source
 from stepladder.train.loader_ledger import LoaderLedger
 from stepladder.train.process_group import get_world_of_script
 
@@ -161,13 +155,7 @@ class Loader:
         world = self._world or find_world()
         validate_shares(self._plan, world)
         if self._run_dir is not None:
-            self._ledger = LoaderLedger(
-                self._run_dir,
-                self._plan,
-                world,
-                self._step,
-                self._attempt,
-            )
+            self._ledger = LoaderLedger(self._run_dir, self._plan, world, self._step, self._attempt)
             self._attempt = self._ledger.attempt
         self._batches = self._source.batches(self._requests(world))
         OPEN_LOADERS.add(self)
@@ -259,8 +247,7 @@ def validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
     for name in ("step", "attempt"):
         if not is_count(state.get(name)):
             raise InputError(
-                f"the Loader's state has {name}={state.get(name)!r:.40}, not a number",
-                STATE_HINT,
+                f"the Loader's state has {name}={state.get(name)!r:.40}, not a number", STATE_HINT
             )
     for name, value in definition.items():
         stored = state.get(name)

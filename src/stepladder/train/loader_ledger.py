@@ -38,24 +38,12 @@ class LoaderLedger:
         InputError: The directory is in use, cannot be written, or holds another run.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        plan: Plan,
-        world: World,
-        step: int,
-        parent: int,
-    ) -> None:
+    def __init__(self, path: Path, plan: Plan, world: World, step: int, parent: int) -> None:
         self.path = path
         self.run_dir: RunDir | None = None
         self.attempt = self._agree_on_attempt(plan, world)
         header = LedgerHeader(
-            self.attempt,
-            world.rank,
-            world.world_size,
-            step,
-            chain="",
-            parent=parent,
+            self.attempt, world.rank, world.world_size, step, chain="", parent=parent
         )
         with translate_storage_errors(path):
             self.file = Ledger(path, header)
@@ -91,12 +79,7 @@ class LoaderLedger:
         self.run_dir = run_dir
         return run_dir.attempt
 
-    def record(
-        self,
-        step: int,
-        epoch: int,
-        indices: Indices,
-    ) -> None:
+    def record(self, step: int, epoch: int, indices: Indices) -> None:
         """Write the line of one batch: its step, counted from 1, its epoch and its samples."""
         with translate_storage_errors(self.path):
             self.file.record_step(step, epoch, [indices])

@@ -97,11 +97,7 @@ class FakeComm(Comm):
 class RepeatedBatches:
     """The batches of one step, which are read once and then repeated without their values."""
 
-    def __init__(
-        self,
-        source: BatchSource,
-        requests: Iterable[Request],
-    ) -> None:
+    def __init__(self, source: BatchSource, requests: Iterable[Request]) -> None:
         with open_batches(source, requests) as batches:
             self.batches_of_step = [(indices, batch) for indices, batch in batches]
 
@@ -116,10 +112,7 @@ class RepeatedBatches:
 
 
 @contextmanager
-def open_batches(
-    source: BatchSource,
-    requests: Iterable[Request],
-) -> Iterator[Batches]:
+def open_batches(source: BatchSource, requests: Iterable[Request]) -> Iterator[Batches]:
     """Read batches in a block, and close the reader at its end."""
     batches = source.batches(requests)
     try:
@@ -162,13 +155,7 @@ class FakeSession(LoopListener):
 
     def record_samples(self, indices: Any) -> None: ...
 
-    def record_step(
-        self,
-        loss: Any,
-        counted: float,
-        lr: float,
-        norm: Any = None,
-    ) -> None: ...
+    def record_step(self, loss: Any, counted: float, lr: float, norm: Any = None) -> None: ...
 
     def open(self, votes: list[bool]) -> None: ...
 
@@ -181,11 +168,7 @@ class FakeSession(LoopListener):
         return False
 
 
-def estimate_memory(
-    builder: FakeModelBuilder,
-    spec: RunSpec,
-    comm: Comm,
-) -> MemoryEstimate:
+def estimate_memory(builder: FakeModelBuilder, spec: RunSpec, comm: Comm) -> MemoryEstimate:
     """Return the memory that a rank needs in a run.
 
     Args:
@@ -235,12 +218,7 @@ def estimate_memory(
 
 def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
     """Return the run with the batches of its first step, and without run-time checks."""
-    settings = replace(
-        spec.settings,
-        fail_at=(),
-        guard_every=None,
-        replay_every=None,
-    )
+    settings = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
     spans = spec.plan.share(0, world.rank, world.world_size)
     if not spec.by_microbatch:
         spans = fuse_spans(spans)
@@ -250,10 +228,7 @@ def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
 
 
 @contextmanager
-def fake_process_group(
-    settings: Settings,
-    comm: Comm,
-) -> Iterator[None]:
+def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
     """For --shard full, provide a process group whose other ranks do not exist.
 
     fully_shard accepts no Comm. This rank is the first of the group, which has the most rows of

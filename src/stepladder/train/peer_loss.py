@@ -22,12 +22,7 @@ class RaisePeerLost(AbstractContextManager[None]):
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(
-        self,
-        _type: object,
-        error: BaseException | None,
-        _trace: object,
-    ) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         """Raise PeerLost in place of a collective's RuntimeError."""
         if isinstance(error, RuntimeError) and not str(error).startswith(WORKER_ENDED):
             raise PeerLost(

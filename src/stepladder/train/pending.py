@@ -26,11 +26,7 @@ class CollectiveOwner(Protocol):
 class Pending:
     """A collective that has started. Call `wait()` before its tensor is read."""
 
-    def __init__(
-        self,
-        work: dist.Work | Work | None,
-        comm: CollectiveOwner | None = None,
-    ) -> None:
+    def __init__(self, work: dist.Work | Work | None, comm: CollectiveOwner | None = None) -> None:
         self._work = work
         self._comm = comm
         self._number = 0

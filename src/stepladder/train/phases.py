@@ -95,12 +95,7 @@ class PhaseTimer(AbstractContextManager[None]):
 
     __slots__ = ("mark_context", "outer_column", "phase", "phases", "slots", "start")
 
-    def __init__(
-        self,
-        phases: Phases,
-        slots: Any,
-        phase: Phase,
-    ) -> None:
+    def __init__(self, phases: Phases, slots: Any, phase: Phase) -> None:
         self.phases = phases
         self.slots = slots
         self.phase = phase

@@ -9,10 +9,7 @@ import torch
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_autocast(
-    precision: str,
-    device: torch.device,
-) -> AbstractContextManager[None]:
+def make_autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Return the context in which a loss is computed in a precision."""
     dtype = AUTOCAST_DTYPES.get(precision)
     if dtype is None:
@@ -20,12 +17,6 @@ def make_autocast(
     return torch.autocast(device.type, dtype)
 
 
-def make_scaler(
-    precision: str,
-    device: torch.device,
-) -> torch.amp.GradScaler:
+def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Return what scales the loss, so that small gradients do not vanish; enabled for fp16."""
-    return torch.amp.GradScaler(
-        device.type,
-        enabled=precision == "fp16",
-    )
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -128,10 +128,6 @@ def get_world_of_script() -> World:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_rank=read_env_number(os.environ, "LOCAL_RANK", dist.get_rank()),
-        ranks_per_node=read_env_number(
-            os.environ,
-            "LOCAL_WORLD_SIZE",
-            dist.get_world_size(),
-        ),
+        ranks_per_node=read_env_number(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
         source="the script's own process group",
     )

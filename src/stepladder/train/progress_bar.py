@@ -24,13 +24,7 @@ class ProgressBar:
         unit: What the speed counts, such as "samples".
     """
 
-    def __init__(
-        self,
-        is_shown: bool,
-        num_steps: int,
-        first_step: int,
-        unit: str,
-    ) -> None:
+    def __init__(self, is_shown: bool, num_steps: int, first_step: int, unit: str) -> None:
         self.num_steps = num_steps
         self.unit = unit
         self.done = 0.0
@@ -51,13 +45,7 @@ class ProgressBar:
                 console=make_console(file=self.stream),
                 transient=True,
             )
-            self.bar.add_task(
-                "",
-                total=num_steps,
-                completed=first_step,
-                loss=0.0,
-                speed=0.0,
-            )
+            self.bar.add_task("", total=num_steps, completed=first_step, loss=0.0, speed=0.0)
             self.bar.start()
 
     def update(self, step: int, loss: float, done: float) -> None:
@@ -73,23 +61,13 @@ class ProgressBar:
         speed = self.done / max(now - self.start_time, 1e-9)
         if self.bar is not None:
             task = self.bar.task_ids[0]
-            self.bar.update(
-                task,
-                completed=step,
-                loss=loss,
-                speed=speed,
-            )
+            self.bar.update(task, completed=step, loss=loss, speed=speed)
         elif self.stream is not None and now - self.last_line_time > PLAIN_LINE_INTERVAL_S:
             self._show_line(
                 f"step {step}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} {self.unit}/s"
             )
 
-    def show_evaluation(
-        self,
-        step: int,
-        epoch: int,
-        metrics: dict[str, float],
-    ) -> None:
+    def show_evaluation(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
         """Show the metrics after the last step of an epoch, counted from 0."""
         values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._show_line(f"epoch {epoch + 1} done, step {step}/{self.num_steps}  {values}")
@@ -102,10 +80,6 @@ class ProgressBar:
     def _show_line(self, text: str) -> None:
         self.last_line_time = time.monotonic()
         if self.bar is not None:
-            self.bar.console.print(
-                make_printable(text),
-                highlight=False,
-                markup=False,
-            )
+            self.bar.console.print(make_printable(text), highlight=False, markup=False)
         else:
             write_text(text, self.stream)

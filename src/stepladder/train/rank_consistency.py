@@ -22,11 +22,7 @@ SAMPLE_COUNT_BYTES = 8
 SOURCE_BYTES = 16  # the number of samples, and a hash
 
 
-def validate_equal_settings(
-    comm: Comm,
-    settings: Settings,
-    recipe: Recipe,
-) -> None:
+def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
     """Check on all ranks that every rank was started with the same settings as rank 0.
 
     All ranks must call this function.
@@ -93,10 +89,7 @@ def describe_tensor(description: Any) -> str:
     return f"{name} of shape {shape}, {dtype}"
 
 
-def validate_equal_data(
-    comm: Comm,
-    sources: dict[str, BatchSource | None],
-) -> None:
+def validate_equal_data(comm: Comm, sources: dict[str, BatchSource | None]) -> None:
     """Check on all ranks that every rank sees the same data as rank 0.
 
     The number of samples is compared, and a few samples of data in memory. All ranks must call this

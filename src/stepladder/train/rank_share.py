@@ -23,12 +23,7 @@ class RankShare:
         layout: Says which passes this rank makes.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        world: World,
-        layout: StateLayout,
-    ) -> None:
+    def __init__(self, spec: RunSpec, world: World, layout: StateLayout) -> None:
         self.spec = spec
         self.world = world
         self.layout = layout

@@ -35,11 +35,7 @@ from stepladder.train.fingerprints import (
     format_ranks,
 )
 from stepladder.train.phases import READING, REPLAYING, WAITING_FOR_RANKS
-from stepladder.train.recompute_verdict import (
-    Mismatch,
-    MismatchReport,
-    find_wrong_ranks,
-)
+from stepladder.train.recompute_verdict import Mismatch, MismatchReport, find_wrong_ranks
 from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.step_listener import LoopListener
@@ -95,11 +91,7 @@ class RecomputeCheck(LoopListener):
         """Return whether this step is checked."""
         return (step + 1) % self.every == 0
 
-    def _choose_microbatch(
-        self,
-        step: int,
-        rank: int,
-    ) -> Span | None:
+    def _choose_microbatch(self, step: int, rank: int) -> Span | None:
         """Return the microbatch of a rank that is checked in this step, by the run's seed."""
         spans = self.plan.share(step, rank, self.comm.world.world_size)
         if not spans:
@@ -152,19 +144,10 @@ class RecomputeCheck(LoopListener):
         self.hashes = {}
         if span is not None:
             with self.comm.phases(REPLAYING), preserve_random_state(self.comm.device):
-                self.compute(
-                    span,
-                    self._read_batch(step, span),
-                    self._recompute_backward,
-                )
+                self.compute(span, self._read_batch(step, span), self._recompute_backward)
         return self._join_hashes()
 
-    def _recompute_backward(
-        self,
-        loss: Tensor,
-        count: float,
-        extra: Tensor | None,
-    ) -> None:
+    def _recompute_backward(self, loss: Tensor, count: float, extra: Tensor | None) -> None:
         assert extra is not None
         self.hashes[COUNT_ITEM] = fingerprint(count)
         self.sync.recompute_leaves(loss, extra, self._note_leaf)
@@ -204,23 +187,14 @@ class RecomputeCheck(LoopListener):
             if own_digest != checker_digest:
                 mismatched_owners.append(owner)
         mismatches = [
-            self._recompute_on_all(
-                step,
-                owner,
-                own_hashes,
-                peer_hashes,
-            )
+            self._recompute_on_all(step, owner, own_hashes, peer_hashes)
             for owner in mismatched_owners
         ]
         if mismatches:
             self._raise_error(step, mismatches)
 
     def _recompute_on_all(
-        self,
-        step: int,
-        owner: int,
-        own_hashes: bytes,
-        peer_hashes: bytes,
+        self, step: int, owner: int, own_hashes: bytes, peer_hashes: bytes
     ) -> Mismatch:
         """Recompute the owner's microbatch on all ranks, and collect what each rank has and had."""
         host = socket.gethostname().encode()[:HOST_NAME_BYTES].ljust(HOST_NAME_BYTES)
@@ -240,11 +214,7 @@ class RecomputeCheck(LoopListener):
             hosts=[message[3 * size :].decode(errors="replace").strip() for message in messages],
         )
 
-    def _raise_error(
-        self,
-        step: int,
-        mismatches: list[Mismatch],
-    ) -> None:
+    def _raise_error(self, step: int, mismatches: list[Mismatch]) -> None:
         """Raise this rank's error. Of several mismatches, one with a majority result counts."""
         verdicts = [find_wrong_ranks(case.first, case.recomputed) for case in mismatches]
         pairs = list(zip(mismatches, verdicts, strict=True))
@@ -270,10 +240,7 @@ class RecomputeCheck(LoopListener):
     def _compare_state(self, step: int) -> ReplicasDiffer | None:
         """Return how the ranks' weights or optimizer state differ. All ranks must call this."""
         try:
-            self.replicas.check(
-                step,
-                fingerprint_order(self.plan, self.plan.epoch_of_step(step)),
-            )
+            self.replicas.check(step, fingerprint_order(self.plan, self.plan.epoch_of_step(step)))
         except ReplicasDiffer as difference:
             return difference
         return None

@@ -43,10 +43,7 @@ class Mismatch(NamedTuple):
     hosts: list[str]
 
 
-def find_wrong_ranks(
-    first: list[Claim],
-    recomputed: list[bytes],
-) -> WrongRanks:
+def find_wrong_ranks(first: list[Claim], recomputed: list[bytes]) -> WrongRanks:
     """Return the ranks whose result, now or at first, is not the majority result.
 
     If two ranks still differ, a rank that does not repeat its own result is wrong. A single rank
@@ -162,11 +159,7 @@ class MismatchReport:
         """Return the ranks by their numbers in the launch."""
         return format_ranks([self.members[rank] for rank in ranks])
 
-    def _first_difference(
-        self,
-        hashes: bytes,
-        correct: bytes,
-    ) -> str:
+    def _first_difference(self, hashes: bytes, correct: bytes) -> str:
         """Return the first item whose hash differs."""
         pairs = zip(split_fingerprints(hashes), split_fingerprints(correct), strict=True)
         differs = [first != second for first, second in pairs]

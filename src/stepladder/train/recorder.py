@@ -69,12 +69,7 @@ class Recorder:
         self.state = state
         self.ledger = ledger
         folder = spec.settings.run_dir / "tensorboard"
-        tensorboard = SafeLogger(
-            "tensorboard",
-            partial(TensorBoard, folder),
-            {},
-            lambda: None,
-        )
+        tensorboard = SafeLogger("tensorboard", partial(TensorBoard, folder), {}, lambda: None)
         self.loggers = [*loggers, tensorboard]
         self.rows: list[Row] = []
         # Whether the recorded losses are sums over all ranks, not over this rank's samples alone.
@@ -108,12 +103,7 @@ class Recorder:
 
     def _make_progress_bar(self) -> ProgressBar:
         is_shown = self.spec.settings.progress and self.comm.world.is_first
-        return ProgressBar(
-            is_shown,
-            self.spec.num_steps,
-            self.state.step,
-            self.spec.job.unit,
-        )
+        return ProgressBar(is_shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
 
     def _append(self, name: str, text: str) -> None:
         """Append text to one of the files, past this process's buffer."""
@@ -134,11 +124,7 @@ class Recorder:
             indices: Of the data set, an array per batch.
         """
         step = self.state.step
-        self.ledger.record_step(
-            step + 1,
-            self.spec.plan.epoch_of_step(step),
-            indices,
-        )
+        self.ledger.record_step(step + 1, self.spec.plan.epoch_of_step(step), indices)
         if not self.comm.alone:
             self.ledger.flush()
 
@@ -211,31 +197,17 @@ class Recorder:
         num_finite = int(np.isfinite(means).cumprod().sum())  # before the first that is not finite
         if self.comm.world.is_first:
             norm_values = read_norms(norms)
-            lines = step_lines(
-                steps[:num_finite],
-                epochs,
-                means,
-                rates,
-                norm_values,
-            )
+            lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
             self._append(METRICS_FILE, lines)
             timing = make_timing_line(steps[-1], len(steps), seconds)
             self._append(TIMING_FILE, json.dumps(timing) + "\n")
-            self._log_scalars(
-                float(means.mean()),
-                rates[-1],
-                norm_values[-1],
-            )
+            self._log_scalars(float(means.mean()), rates[-1], norm_values[-1])
             done = sum(counts)
             if self.spec.job.unit == "samples":
                 done = len(steps) * self.spec.plan.global_batch
             self.progress_bar.update(steps[-1], float(means[-1]), done)
         if num_finite < len(steps):
-            raise loss_error(
-                steps[num_finite],
-                means[num_finite],
-                counts[num_finite],
-            )
+            raise loss_error(steps[num_finite], means[num_finite], counts[num_finite])
 
     def _sum_over_ranks(self, losses: Sequence[Loss]) -> tuple[np.ndarray, np.ndarray]:
         """Return losses and times of all ranks, added in one all-reduce.
@@ -254,12 +226,7 @@ class Recorder:
         loss_sums, all_seconds = np.split(sums, [len(losses)])
         return loss_sums, all_seconds.reshape(seconds.shape)
 
-    def _log_scalars(
-        self,
-        loss: float,
-        learning_rate: float,
-        norm: float | None,
-    ) -> None:
+    def _log_scalars(self, loss: float, learning_rate: float, norm: float | None) -> None:
         """Log one point of the training curves, unless the last one is too recent."""
         now = perf_counter()
         if now - self.last_scalars_time <= SCALARS_INTERVAL_S:
@@ -283,11 +250,7 @@ class Recorder:
             line = {"step": state.step, "epoch": epoch, **values}
             self._append(METRICS_FILE, json.dumps(line) + "\n")
             self._log({f"eval/{name}": value for name, value in state.metrics.items()})
-            self.progress_bar.show_evaluation(
-                state.step,
-                epoch,
-                values,
-            )
+            self.progress_bar.show_evaluation(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:
             state.clear_epoch()
 
@@ -336,14 +299,7 @@ def step_lines(
 ) -> str:
     """Return a line of metrics.jsonl for each of `steps`, without json.dumps, which is slower."""
     lines = []
-    rows = zip(
-        steps,
-        epochs,
-        means.tolist(),
-        rates,
-        norms,
-        strict=False,
-    )
+    rows = zip(steps, epochs, means.tolist(), rates, norms, strict=False)
     for step, epoch, mean, rate, norm in rows:
         line = f'"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}'
         if norm is not None:

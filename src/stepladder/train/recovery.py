@@ -137,11 +137,7 @@ class StepJournal(LoopListener):
     `rollback` restores the saved state.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        state: TrainState,
-    ) -> None:
+    def __init__(self, recorder: Recorder, state: TrainState) -> None:
         self.recorder = recorder
         self.state = state
         # The votes on the actions at the end of the last step, in the order of `Action`; None once
@@ -156,11 +152,7 @@ class StepJournal(LoopListener):
     def open(self, votes: list[bool]) -> None:
         """Save what the end of a step may change, before the agreed actions begin."""
         self.pending_actions = votes
-        self.entry = JournalEntry(
-            votes,
-            list(self.recorder.rows),
-            self.state.records(),
-        )
+        self.entry = JournalEntry(votes, list(self.recorder.rows), self.state.records())
 
     def commit(self) -> None:
         """Mark the agreed actions as done."""

@@ -53,14 +53,7 @@ class ReplicasDiffer(RanksDiffer):
         cause: The likely cause.
     """
 
-    def __init__(
-        self,
-        step: int,
-        kind: str,
-        tensor: str,
-        ranks: list[int],
-        cause: str,
-    ) -> None:
+    def __init__(self, step: int, kind: str, tensor: str, ranks: list[int], cause: str) -> None:
         self.at = step
         self.kind = kind
         self.tensor = tensor
@@ -131,28 +124,14 @@ class ReplicaCheck:
         for number, group in enumerate(self.optimizer.param_groups):
             rate = fingerprint(float(group["lr"]))
             yield Item("learning rate", f"learning rate of group {number}", rate)
-        yield Item(
-            "data order",
-            "data order of the epoch",
-            epoch_order_digest,
-        )
+        yield Item("data order", "data order of the epoch", epoch_order_digest)
 
-    def _find_difference(
-        self,
-        step: int,
-        items: list[Item],
-    ) -> ReplicasDiffer:
+    def _find_difference(self, step: int, items: list[Item]) -> ReplicasDiffer:
         """Return which ranks differ in what. All ranks call this once their totals differ."""
         names = [(item.kind, item.name) for item in items]
         if ranks := find_minority(self.comm.gather_bytes(fingerprint(names))):
             cause = "a model that is built by rank"
-            return ReplicasDiffer(
-                step,
-                "set of tensors",
-                "set of tensors",
-                ranks,
-                cause,
-            )
+            return ReplicasDiffer(step, "set of tensors", "set of tensors", ranks, cause)
         hashes = self.comm.gather_bytes(b"".join(item.digest for item in items))
         hashes_by_item = zip(*map(split_fingerprints, hashes), strict=True)
         ranks_by_item = {}
@@ -164,19 +143,10 @@ class ReplicaCheck:
         if self.is_first and "parameter" in kinds:
             kinds = kinds - {"parameter"} | {"start"}
         cause = next(text for kind, text in LIKELY_CAUSES.items() if kind in kinds)
-        return ReplicasDiffer(
-            step,
-            first.kind,
-            first.name,
-            ranks_by_item[first],
-            cause,
-        )
+        return ReplicasDiffer(step, first.kind, first.name, ranks_by_item[first], cause)
 
 
-def validate_finite_weights(
-    model: torch.nn.Module,
-    step: int,
-) -> None:
+def validate_finite_weights(model: torch.nn.Module, step: int) -> None:
     """Check that all weights are finite, since the loss may be a number even if they are not.
 
     Args:

@@ -85,11 +85,7 @@ def validate_counts(counts: np.ndarray, names: list[str]) -> None:
         raise make_error("metrics", result, METRICS_HINT)
 
 
-def find_doubtful_counts(
-    counts: np.ndarray,
-    sizes: list[int],
-    names: list[str],
-) -> list[str]:
+def find_doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str]) -> list[str]:
     """Return a line for each metric that may be the mean of a batch, with a count of 1.
 
     Means of batches cannot be averaged if the batches differ in size.

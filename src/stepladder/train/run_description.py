@@ -15,12 +15,7 @@ from stepladder.train.job import Job
 from stepladder.train.run_spec import RunSpec
 
 
-def describe_start(
-    spec: RunSpec,
-    world: World,
-    step: int,
-    has_snapshot: bool,
-) -> list[str]:
+def describe_start(spec: RunSpec, world: World, step: int, has_snapshot: bool) -> list[str]:
     """Return the lines that the first rank prints at the start of an attempt.
 
     Args:
@@ -42,11 +37,7 @@ def describe_start(
     return lines + describe_missed_failures(spec.settings, step)
 
 
-def describe_run(
-    spec: RunSpec,
-    world: World,
-    step: int = 0,
-) -> list[str]:
+def describe_run(spec: RunSpec, world: World, step: int = 0) -> list[str]:
     """Return the values of a run after a step, and what depends on the number of ranks."""
     plan = spec.plan
     settings = spec.settings
@@ -83,11 +74,7 @@ def describe_run(
     return lines
 
 
-def _describe_learning_rate(
-    job: Job,
-    settings: Settings,
-    step: int,
-) -> str:
+def _describe_learning_rate(job: Job, settings: Settings, step: int) -> str:
     rates = sorted({group["lr"] for group in job.optimizer.param_groups})
     moment = f"after step {step}" if step else "at the start"
     line = f"  learning rate {', '.join(f'{rate:g}' for rate in rates)} {moment}"

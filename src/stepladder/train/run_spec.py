@@ -15,12 +15,7 @@ from stepladder.core.order import derive_seed, find_largest_divisor
 from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
 from stepladder.core.settings import SETTING_FLAGS, Settings
-from stepladder.data.sources import (
-    BatchSource,
-    find_chunks,
-    is_sorted_by_length,
-    open_source,
-)
+from stepladder.data.sources import BatchSource, find_chunks, is_sorted_by_length, open_source
 from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.checkpoint_blocks import validate_checkpointable
 from stepladder.train.comm import Comm

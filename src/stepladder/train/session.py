@@ -125,11 +125,7 @@ class Session:
                 self.state.record_evaluation(self._evaluate(source, self.job.metrics))
         self.recorder.end_epoch()
 
-    def _evaluate(
-        self,
-        source: BatchSource,
-        function: Metrics,
-    ) -> dict[str, float]:
+    def _evaluate(self, source: BatchSource, function: Metrics) -> dict[str, float]:
         if not self.spec.by_microbatch:
             # Batch norm has seen only the samples of its own rank, so all ranks evaluate with the
             # buffers of rank 0.

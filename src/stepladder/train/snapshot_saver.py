@@ -57,13 +57,7 @@ class SnapshotSaver:
             num_parts = self.comm.world.world_size
             manifest = {**manifest, **state.layout.manifest_entry}
         if self.store is not None:
-            self.store.save(
-                state.step,
-                state.job.model,
-                state.state_dict(),
-                manifest,
-                num_parts,
-            )
+            self.store.save(state.step, state.job.model, state.state_dict(), manifest, num_parts)
 
     def wait(self) -> None:
         """Wait until the snapshot under way is on disk. A collective.

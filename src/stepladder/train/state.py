@@ -99,11 +99,7 @@ class TrainState:
 
     # -- losses and metrics ------------------------------------------------------------------------
 
-    def add_to_epoch(
-        self,
-        losses: Iterable[float],
-        counts: Sequence[float],
-    ) -> None:
+    def add_to_epoch(self, losses: Iterable[float], counts: Sequence[float]) -> None:
         """Add the losses of steps to the sums of the current epoch."""
         for loss in losses:  # one by one: the moment of a flush must not change the bits of the sum
             self.epoch_loss += loss
@@ -218,12 +214,7 @@ class TrainState:
         self.layout.load_state_dict(stored[OPTIMIZER])
         self.load_records(stored, step)
 
-    def load_records(
-        self,
-        stored: dict[str, Any],
-        step: int,
-        evaluated_step: int = -1,
-    ) -> None:
+    def load_records(self, stored: dict[str, Any], step: int, evaluated_step: int = -1) -> None:
         """Load all of the state but the optimizer's.
 
         Args:

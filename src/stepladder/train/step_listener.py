@@ -11,25 +11,14 @@ class LoopListener:
     A step calls `begin_step` and the three `after_` methods; if ranks are lost in it, `cancel`.
     """
 
-    def begin_step(
-        self,
-        step: int,
-        backward: Backward,
-    ) -> Backward:
+    def begin_step(self, step: int, backward: Backward) -> Backward:
         """Prepare for the step after `step` steps, and return the function that adds gradients."""
         return backward
 
-    def after_reduce(
-        self,
-        step: int,
-        result: StepResult,
-    ) -> None:
+    def after_reduce(self, step: int, result: StepResult) -> None:
         """Act once gradients are added over all ranks, before they move a weight."""
 
-    def after_update(
-        self,
-        votes: list[bool],
-    ) -> None:
+    def after_update(self, votes: list[bool]) -> None:
         """Act once this rank has stepped what it steps; `votes` are the agreed actions."""
 
     def after_gather(self) -> None:

@@ -202,12 +202,7 @@ class TrainingLoop:
             self._check_replicas(self.state.step)
         return self
 
-    def __exit__(
-        self,
-        _type: object,
-        error: BaseException | None,
-        _trace: object,
-    ) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         record_step(error, self.state.step + 1)
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
@@ -273,12 +268,7 @@ class TrainingLoop:
         self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
         return spans
 
-    def _run_pass(
-        self,
-        span: Span,
-        batch: Any,
-        backward: Backward,
-    ) -> tuple[Tensor, float]:
+    def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[Tensor, float]:
         """Compute forward and backward of one microbatch, or of the rank's whole share.
 
         Args:

@@ -49,11 +49,7 @@ class WeightAverage(LoopListener):
         """Add the weights after a step of the optimizer."""
         averages = list(self.values.values())
         with torch.no_grad():
-            torch._foreach_lerp_(
-                averages,
-                self._weights(),
-                self.weight,
-            )
+            torch._foreach_lerp_(averages, self._weights(), self.weight)
 
     def after_gather(self) -> None:
         """Add the weights of the step."""

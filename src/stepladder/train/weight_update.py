@@ -18,12 +18,7 @@ class WeightUpdate:
         sync: Its parameters have the gradients.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        state: TrainState,
-        sync: Sync,
-    ) -> None:
+    def __init__(self, spec: RunSpec, state: TrainState, sync: Sync) -> None:
         self.spec = spec
         self.job = spec.job
         self.optimizer = spec.job.optimizer

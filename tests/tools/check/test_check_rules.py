@@ -99,11 +99,7 @@ def sharded(events: Events, norm: float) -> Events:
 BEST = SAVED | {"path": "/w/best.tmp", "optimizer": False, "position": False, "bare": True}
 OF_A_PART = [SAVED | {"path": "/w/s.tmp", "numbered": True}, MOVED]
 CASES: dict[str, tuple[str, Events, Events]] = {
-    "a remainder without a step": (
-        "accumulation-mean",
-        accumulated(2, 2, 2, 2, 3, 2, 2, 3),
-        [],
-    ),
+    "a remainder without a step": ("accumulation-mean", accumulated(2, 2, 2, 2, 3, 2, 2, 3), []),
     "shards in an order of their own": (
         "overlapping-shards",
         shards("cabd", "abcd"),
@@ -119,11 +115,7 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [*sharded(steps(step(1)), 1.0), *OF_A_PART],
         sharded(steps(step(1, before={"w": "x"})), 1.0),
     ),
-    "the best of one share": (
-        "one-rank-metric",
-        [*eval_pass(1, ZERO), BEST],
-        eval_pass(1, ONE),
-    ),
+    "the best of one share": ("one-rank-metric", [*eval_pass(1, ZERO), BEST], eval_pass(1, ONE)),
     "the last one alone": ("sync-skipped", unsynced("a"), unsynced("b")),
     "other types": (
         "moved-after-wrapping",

@@ -452,15 +452,7 @@ def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    [
-        "patches_trainer",
-        "stop_early",
-        "flowers_keep",
-        "birds_resume",
-    ],
-)
+@pytest.mark.parametrize("name", ["patches_trainer", "stop_early", "flowers_keep", "birds_resume"])
 def test_a_script_that_is_checked_again_gets_the_same_report(name: str, tmp_path: Path) -> None:
     """One that hangs, two ranks that write one file, and one that is ended and resumed, are among
     them.

@@ -328,7 +328,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             replace(WELL, port=29500, port_error="Address already in use"),
             "port 29500",
             replace(WELL, port=29500),
-        ),
+        )
     ],
     "half-set": [(env(RANK="1", WORLD_SIZE="2"), "RANK=1 is set without", env(**TORCHRUN))],
     "slurm-and-torchrun": [

@@ -15,11 +15,7 @@ from stepladder.core.errors import InputError
 from stepladder.rank.stacks import ABORT_TEXT
 from stepladder.slurm.lab.lab import Lab, get_lab_folder
 from stepladder.slurm.lab.layout import Layout
-from stepladder.tools.learn.check import (
-    check_exercise,
-    check_lesson,
-    find_missing_requirement,
-)
+from stepladder.tools.learn.check import check_exercise, check_lesson, find_missing_requirement
 from stepladder.tools.learn.command import run_command
 from stepladder.tools.learn.course import Course, load_course, load_progress
 from stepladder.tools.learn.hang import StallMeter, explain_output

@@ -66,17 +66,8 @@ MNIST_MIRRORS = (
 )
 
 
-def mnist_file(
-    name: str,
-    size: int,
-    sha256: str,
-) -> RemoteFile:
-    return RemoteFile(
-        name,
-        size,
-        sha256,
-        tuple(mirror + name for mirror in MNIST_MIRRORS),
-    )
+def mnist_file(name: str, size: int, sha256: str) -> RemoteFile:
+    return RemoteFile(name, size, sha256, tuple(mirror + name for mirror in MNIST_MIRRORS))
 
 
 MNIST = DataSet(
@@ -121,18 +112,8 @@ MOVIELENS_CITATION = (
 )
 
 
-def movielens_zip(
-    name: str,
-    size: int,
-    sha256: str,
-) -> RemoteFile:
-    return RemoteFile(
-        name,
-        size,
-        sha256,
-        (MOVIELENS_URL + name,),
-        unpack=True,
-    )
+def movielens_zip(name: str, size: int, sha256: str) -> RemoteFile:
+    return RemoteFile(name, size, sha256, (MOVIELENS_URL + name,), unpack=True)
 
 
 MOVIELENS_SMALL = DataSet(
@@ -155,9 +136,7 @@ MOVIELENS_1M = DataSet(
     name="movielens-1m",
     files=(
         movielens_zip(
-            "ml-1m.zip",
-            5917549,
-            "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20",
+            "ml-1m.zip", 5917549, "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
         ),
     ),
     licence=(
@@ -198,7 +177,6 @@ def find_dataset(name: str) -> DataSet:
     if name not in CATALOG:
         known = ", ".join(CATALOG)
         raise InputError(
-            f"there is no data set {name!r}, known are: {known}",
-            "stepladder data get mnist",
+            f"there is no data set {name!r}, known are: {known}", "stepladder data get mnist"
         )
     return CATALOG[name]

@@ -16,18 +16,9 @@ from urllib.parse import urlsplit
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.fetch.local_source import Opener, open_source
-from stepladder.data.fetch.partial_file import (
-    BrokenTransfer,
-    PartialFile,
-    SourceError,
-)
+from stepladder.data.fetch.partial_file import BrokenTransfer, PartialFile, SourceError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, unpack
-from stepladder.data.local_files import (
-    FULL_DISK_HINT,
-    Feedback,
-    compute_sha256,
-    output_folder,
-)
+from stepladder.data.local_files import FULL_DISK_HINT, Feedback, compute_sha256, output_folder
 
 DOWNLOAD_TIMEOUT_S = 30.0  # without a byte from the server
 ATTEMPTS_PER_MIRROR = 5
@@ -86,11 +77,7 @@ def unpacked_folder(file: RemoteFile, target_dir: Path) -> Path:
     return target_dir / file.name.split(".")[0]
 
 
-def has_right_file(
-    file: RemoteFile,
-    path: Path,
-    feedback: Feedback,
-) -> bool:
+def has_right_file(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
     """Return whether the file exists with the right SHA-256, and tell the user."""
     if not path.is_file():
         return False
@@ -103,11 +90,7 @@ def has_right_file(
     return is_right
 
 
-def download(
-    dataset: DataSet,
-    part: PartialFile,
-    feedback: Feedback,
-) -> None:
+def download(dataset: DataSet, part: PartialFile, feedback: Feedback) -> None:
     """Download a file from the first mirror that has it.
 
     A transfer that breaks is tried again from its beginning.
@@ -131,11 +114,7 @@ def download(
     )
 
 
-def request_file(
-    url: str,
-    part: PartialFile,
-    feedback: Feedback,
-) -> None:
+def request_file(url: str, part: PartialFile, feedback: Feedback) -> None:
     """Request all bytes of the file once.
 
     Args:
@@ -175,12 +154,7 @@ def describe_error(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def copy(
-    source: Path,
-    opener: Opener,
-    part: PartialFile,
-    feedback: Feedback,
-) -> None:
+def copy(source: Path, opener: Opener, part: PartialFile, feedback: Feedback) -> None:
     """Copy a file of the source. Raises InputError when the source has another file."""
     try:
         with opener() as stream:

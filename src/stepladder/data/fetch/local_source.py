@@ -18,9 +18,7 @@ Opener = Callable[[], Any]  # returns a stream of bytes
 
 @contextmanager
 def open_source(
-    source: Path,
-    dataset: DataSet,
-    missing: list[RemoteFile],
+    source: Path, dataset: DataSet, missing: list[RemoteFile]
 ) -> Iterator[dict[str, Opener]]:
     """Open a source for the block.
 
@@ -37,8 +35,7 @@ def open_source(
     """
     if not source.exists():
         raise InputError(
-            f"there is no {source}",
-            "give --from a folder, an archive or the file itself",
+            f"there is no {source}", "give --from a folder, an archive or the file itself"
         )
     names = [file.name for file in dataset.files]
     with ExitStack() as stack:
@@ -62,11 +59,7 @@ def find_in_folder(folder: Path, names: list[str]) -> dict[str, Opener]:
     return {path.name: partial(path.open, "rb") for path in paths if path.is_file()}
 
 
-def find_in_file(
-    source: Path,
-    names: list[str],
-    stack: ExitStack,
-) -> dict[str, Opener]:
+def find_in_file(source: Path, names: list[str], stack: ExitStack) -> dict[str, Opener]:
     """Return openers for an archive's members, or for the file; `stack` closes the archive."""
     if source.name in names:
         return {source.name: partial(source.open, "rb")}

@@ -56,11 +56,7 @@ class PartialFile:
         self._hash = hashlib.sha256()
         self.size = 0
 
-    def fill(
-        self,
-        read: Callable[[int], bytes],
-        feedback: Feedback,
-    ) -> None:
+    def fill(self, read: Callable[[int], bytes], feedback: Feedback) -> None:
         """Write all that `read` returns, and give the file its final name.
 
         Raises:
@@ -68,11 +64,7 @@ class PartialFile:
         """
         while chunk := read(TRANSFER_BYTES):
             self._append(chunk)
-            feedback.on_progress(
-                self.file.name,
-                self.size,
-                self.file.bytes,
-            )
+            feedback.on_progress(self.file.name, self.size, self.file.bytes)
         self._finish()
 
     def _append(self, chunk: bytes) -> None:

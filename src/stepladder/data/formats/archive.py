@@ -21,13 +21,7 @@ from stepladder.data.local_files import FULL_DISK_HINT
 
 # What reading a damaged archive can raise. RuntimeError is zipfile's error for a password, and its
 # subclass NotImplementedError for a compression that it does not know.
-ARCHIVE_DAMAGE = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    zlib.error,
-    EOFError,
-    RuntimeError,
-)
+ARCHIVE_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError)
 ARCHIVE_ERRORS = (*ARCHIVE_DAMAGE, OSError)
 
 
@@ -90,12 +84,7 @@ def make_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveM
     file_type = stat.S_IFMT(info.external_attr >> 16)
     if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
         kind = "other"
-    return ArchiveMember(
-        info.filename,
-        info.file_size,
-        kind,
-        partial(archive.open, info),
-    )
+    return ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
 
 
 def make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveMember:
@@ -104,12 +93,7 @@ def make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveM
         kind = "file"
     elif info.isdir():
         kind = "folder"
-    return ArchiveMember(
-        info.name,
-        info.size,
-        kind,
-        partial(archive.extractfile, info),
-    )
+    return ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -157,11 +141,7 @@ def validate_members(archive: Path, members: list[ArchiveMember]) -> None:
             )
 
 
-def write_member(
-    archive: Path,
-    member: ArchiveMember,
-    target: Path,
-) -> None:
+def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
     """Write a member to a file.
 
     Args:
@@ -176,9 +156,7 @@ def write_member(
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         as_input_error(
-            f"cannot unpack {member.name} of {archive}",
-            "fetch it again",
-            ARCHIVE_DAMAGE,
+            f"cannot unpack {member.name} of {archive}", "fetch it again", ARCHIVE_DAMAGE
         ),
         member.open() as stream,
         target.open("wb") as output,

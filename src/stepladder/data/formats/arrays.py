@@ -17,13 +17,7 @@ import numpy as np
 
 from stepladder.data import table as tables
 from stepladder.data.formats import idx
-from stepladder.data.table import (
-    Block,
-    Column,
-    Table,
-    input_error,
-    report_damage,
-)
+from stepladder.data.table import Block, Column, Table, input_error, report_damage
 
 # What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
 ARRAY_DAMAGE = (
@@ -85,11 +79,7 @@ class ArrayReader:
                 yield block
 
 
-def array_table(
-    source: Path,
-    identity: dict[str, Any],
-    arrays: dict[str, StoredArray],
-) -> Table:
+def array_table(source: Path, identity: dict[str, Any], arrays: dict[str, StoredArray]) -> Table:
     """Return arrays as a table; a sample is one row of each array.
 
     Args:
@@ -111,28 +101,13 @@ def array_table(
     columns = {name: Column(array.dtype, array.shape[1:]) for name, array in arrays.items()}
     row_bytes = tables.row_bytes(columns)
     if row_bytes > MAX_ROW_BYTES:
-        raise input_error(
-            source,
-            f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}",
-        )
+        raise input_error(source, f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}")
     rows = next(iter(lengths.values()))
     reader = ArrayReader(source, arrays, rows)
-    return Table(
-        str(source),
-        columns,
-        identity,
-        reader,
-        rows * row_bytes,
-        rows=rows,
-    )
+    return Table(str(source), columns, identity, reader, rows * row_bytes, rows=rows)
 
 
-def read_rows(
-    stream: IO[bytes],
-    column: Column,
-    rows: int,
-    position: str,
-) -> np.ndarray:
+def read_rows(stream: IO[bytes], column: Column, rows: int, position: str) -> np.ndarray:
     size = rows * column.row_bytes
     data = stream.read(size)
     if len(data) != size:
@@ -165,11 +140,7 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
         arrays = {name: find_npy(path, f"{name}.npy") for name in selected}
     if not arrays:
         raise input_error(path, "it holds no arrays")
-    return array_table(
-        path,
-        tables.identify_files("npz", path),
-        arrays,
-    )
+    return array_table(path, tables.identify_files("npz", path), arrays)
 
 
 def find_npy(path: Path, member: str) -> StoredArray:
@@ -192,13 +163,7 @@ def find_npy(path: Path, member: str) -> StoredArray:
         problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
         raise input_error(path, problem)
     label = member.removesuffix(".npy")
-    return StoredArray(
-        label,
-        shape,
-        dtype,
-        start,
-        partial(open_npy, path, member),
-    )
+    return StoredArray(label, shape, dtype, start, partial(open_npy, path, member))
 
 
 class NpyHeader(NamedTuple):
@@ -238,11 +203,7 @@ def open_npy(path: Path, member: str) -> IO[bytes]:
 # -- IDX -------------------------------------------------------------------------------------------
 
 
-def idx_table(
-    files: dict[str, Path],
-    names: tuple[str, ...],
-    source: Path,
-) -> Table:
+def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> Table:
     """Return IDX files as a table.
 
     Args:
@@ -252,24 +213,14 @@ def idx_table(
     """
     selected = tables.select_columns(names, files, source)
     arrays = {name: find_idx(files[name]) for name in selected}
-    return array_table(
-        source,
-        tables.identify_files("idx", *files.values()),
-        arrays,
-    )
+    return array_table(source, tables.identify_files("idx", *files.values()), arrays)
 
 
 def find_idx(path: Path) -> StoredArray:
     with idx.report_errors(path), idx.open_decompressed(path) as stream:
         shape, start = idx.read_header(stream.read(idx.HEADER_BYTES), path)
     opener = partial(idx.open_decompressed, path)
-    return StoredArray(
-        path.name,
-        shape,
-        np.dtype(np.uint8),
-        start,
-        opener,
-    )
+    return StoredArray(path.name, shape, np.dtype(np.uint8), start, opener)
 
 
 def read_idx_magic(path: Path) -> int:

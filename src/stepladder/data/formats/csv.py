@@ -15,14 +15,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
-from stepladder.data.table import (
-    BLOCK_ROWS,
-    Block,
-    Column,
-    Table,
-    identify_files,
-    select_columns,
-)
+from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, identify_files, select_columns
 
 INT64 = np.dtype(np.int64)
 FLOAT32 = np.dtype(np.float32)
@@ -44,11 +37,7 @@ class CsvColumn:
         return [fields[self.index] for _, fields in rows]
 
 
-def csv_table(
-    path: Path,
-    names: tuple[str, ...],
-    dtypes: dict[str, str],
-) -> Table:
+def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
     """Return a CSV file as a table.
 
     Whole numbers become int64, others float32. The first 4,096 rows decide; a later value that is
@@ -74,46 +63,26 @@ def csv_table(
         else:
             columns[column.name] = Column(infer_dtype(column, first_rows))
     read = partial(read_csv, path, csv_columns)
-    return Table(
-        str(path),
-        columns,
-        identify_files("csv", path),
-        read,
-        path.stat().st_size,
-    )
+    return Table(str(path), columns, identify_files("csv", path), read, path.stat().st_size)
 
 
-def read_csv(
-    path: Path,
-    csv_columns: list[CsvColumn],
-    table: Table,
-) -> Iterator[Block]:
+def read_csv(path: Path, csv_columns: list[CsvColumn], table: Table) -> Iterator[Block]:
     with open_text(path) as text:
         lines = read_rows(path, text)
         next(lines)
         while rows := list(islice(lines, BLOCK_ROWS)):
             table.bytes_read = text.buffer.tell()
             yield {
-                column.name: parse_column(
-                    column,
-                    rows,
-                    table.columns[column.name].dtype,
-                )
+                column.name: parse_column(column, rows, table.columns[column.name].dtype)
                 for column in csv_columns
             }
 
 
 def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
     with as_input_error(
-        f"cannot read {path}",
-        "give a file that can be read",
-        (OSError, ValueError),
+        f"cannot read {path}", "give a file that can be read", (OSError, ValueError)
     ):
-        return TextIOWrapper(
-            open_to_read(path),
-            encoding="utf-8-sig",
-            newline="",
-        )
+        return TextIOWrapper(open_to_read(path), encoding="utf-8-sig", newline="")
 
 
 def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
@@ -125,11 +94,7 @@ def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
     Raises:
         InputError: A row is broken, or the file is empty.
     """  # noqa: DOC501 - line_error makes an InputError
-    reader = csv.reader(
-        text,
-        delimiter="\t" if path.suffix == ".tsv" else ",",
-        strict=True,
-    )
+    reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     header: list[str] = []
     try:
         for fields in reader:
@@ -159,24 +124,14 @@ def validate_header(path: Path, fields: list[str]) -> None:
         )
 
 
-def validate_width(
-    path: Path,
-    line: int,
-    fields: list[str],
-    header: list[str],
-) -> None:
+def validate_width(path: Path, line: int, fields: list[str], header: list[str]) -> None:
     if len(fields) != len(header):
         raise line_error(path, line, f"{len(fields)} columns, the header has {len(header)}")
 
 
-def line_error(
-    path: Path,
-    line: int,
-    problem: str,
-) -> InputError:
+def line_error(path: Path, line: int, problem: str) -> InputError:
     return InputError(
-        f"{path}, line {line}: {problem}",
-        f"correct that line: sed -n {line}p {path.name}",
+        f"{path}, line {line}: {problem}", f"correct that line: sed -n {line}p {path.name}"
     )
 
 
@@ -187,16 +142,11 @@ def parse_dtype(name: str, text: str) -> np.dtype[Any]:
     """Return the type of --dtype NAME=TEXT. Raises InputError if it is not a type of numbers."""
     try:
         dtype = np.dtype(text)
-    except (
-        TypeError,
-        ValueError,
-        SyntaxError,
-    ):  # NumPy parses "f8,(2,)f8" as Python
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses "f8,(2,)f8" as Python
         dtype = np.dtype(object)
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise InputError(
-            f"--dtype {name}={text} is not a type of numbers",
-            f"--dtype {name}=float32",
+            f"--dtype {name}={text} is not a type of numbers", f"--dtype {name}=float32"
         )
     return dtype
 
@@ -209,11 +159,7 @@ def infer_dtype(column: CsvColumn, rows: list[Row]) -> np.dtype[Any]:
     raise value_error(column, rows, FLOAT32)
 
 
-def parse_column(
-    column: CsvColumn,
-    rows: list[Row],
-    dtype: np.dtype[Any],
-) -> np.ndarray:
+def parse_column(column: CsvColumn, rows: list[Row], dtype: np.dtype[Any]) -> np.ndarray:
     """Return the numbers of a column. Raises InputError for the first one of another type."""
     try:
         return parse_numbers(column.fields(rows), dtype)
@@ -249,11 +195,7 @@ def is_number(fields: str | list[str], dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def value_error(
-    column: CsvColumn,
-    rows: list[Row],
-    dtype: np.dtype[Any],
-) -> InputError:
+def value_error(column: CsvColumn, rows: list[Row], dtype: np.dtype[Any]) -> InputError:
     """Make the error for the first value that is not of its column's type.
 
     Args:

@@ -66,8 +66,7 @@ def read_idx(path: Path) -> np.ndarray:
         shape_text = " x ".join(map(str, shape))
         actual = "more" if stored_bytes > size else stored_bytes
         raise damage_error(
-            path,
-            f"its header says {shape_text} = {size} bytes of data but it holds {actual}",
+            path, f"its header says {shape_text} = {size} bytes of data but it holds {actual}"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
 
@@ -85,8 +84,7 @@ def report_errors(path: Path) -> Iterator[None]:
         raise damage_error(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read {path}: {get_reason(error)}",
-            download_hint(path.parent),
+            f"cannot read {path}: {get_reason(error)}", download_hint(path.parent)
         ) from error
 
 
@@ -151,12 +149,7 @@ def read_mnist(data_dir: Path) -> Mnist:
     arrays = {name: read_idx(path) for name, path in paths.items()}
     for split in ("train", "test"):
         images, labels = f"{split}_images", f"{split}_labels"
-        validate_pair(
-            arrays[images],
-            arrays[labels],
-            paths[images],
-            paths[labels],
-        )
+        validate_pair(arrays[images], arrays[labels], paths[images], paths[labels])
     return Mnist(**arrays)
 
 
@@ -179,20 +172,14 @@ def find_mnist_files(data_dir: Path) -> dict[str, Path]:
 
 
 def validate_pair(
-    images: np.ndarray,
-    labels: np.ndarray,
-    images_path: Path,
-    labels_path: Path,
+    images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path
 ) -> None:
     if images.ndim != 3:
         raise damage_error(images_path, "it holds labels, images belong here")
     if labels.ndim != 1:
         raise damage_error(labels_path, "it holds images, labels belong here")
     if len(images) != len(labels):
-        raise damage_error(
-            labels_path,
-            f"it holds {len(labels)} labels for {len(images)} images",
-        )
+        raise damage_error(labels_path, f"it holds {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() > 9:
         raise damage_error(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
 

@@ -25,9 +25,7 @@ INPUT_KINDS = (
 
 
 def open_tables(
-    path: Path,
-    names: tuple[str, ...] = (),
-    dtypes: dict[str, str] | None = None,
+    path: Path, names: tuple[str, ...] = (), dtypes: dict[str, str] | None = None
 ) -> dict[str, Table]:
     """Return the tables of an input by the subfolder that their shards are written to.
 
@@ -43,8 +41,7 @@ def open_tables(
     """
     if not path.exists():
         raise InputError(
-            f"there is no {path}",
-            f"stepladder data shard INPUT --out DIR; INPUT is {INPUT_KINDS}",
+            f"there is no {path}", f"stepladder data shard INPUT --out DIR; INPUT is {INPUT_KINDS}"
         )
     if not path.is_dir():
         validate_readable(path)
@@ -58,11 +55,7 @@ def open_tables(
     return {"": open_table(path, names, dtypes or {})}
 
 
-def open_table(
-    path: Path,
-    names: tuple[str, ...],
-    dtypes: dict[str, str],
-) -> Table:
+def open_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
     """Return the table of an input whose kind its name tells, or else its first bytes."""
     if is_shards(path):
         return shards_table(path, names)
@@ -82,9 +75,7 @@ def open_table(
 
 def open_parquet(path: Path, names: tuple[str, ...]) -> Table:
     try:
-        from stepladder.data.formats.parquet import (
-            parquet_table,
-        )  # pyarrow is an extra
+        from stepladder.data.formats.parquet import parquet_table  # pyarrow is an extra
     except ImportError as error:
         raise InputError(f"{path} needs pyarrow", "pip install 'stepladder[parquet]'") from error
     return parquet_table(path, names)
@@ -96,14 +87,7 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
     files = tables.identify_files("hdf5", *(shard.path for shard in shards.shards))
     total_bytes = len(shards) * shards.row_bytes
     read = partial(read_shards, shards)
-    return Table(
-        str(path),
-        shards.columns,
-        files,
-        read,
-        total_bytes,
-        rows=len(shards),
-    )
+    return Table(str(path), shards.columns, files, read, total_bytes, rows=len(shards))
 
 
 def read_shards(shards: Shards, table: Table) -> Iterator[Block]:

@@ -45,13 +45,7 @@ def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
     }
     total_bytes = file.metadata.num_rows * row_bytes(columns)
     read = partial(read_parquet, path)
-    return Table(
-        str(path),
-        columns,
-        identify_files("parquet", path),
-        read,
-        total_bytes,
-    )
+    return Table(str(path), columns, identify_files("parquet", path), read, total_bytes)
 
 
 def read_parquet(path: Path, table: Table) -> Iterator[Block]:
@@ -61,13 +55,7 @@ def read_parquet(path: Path, table: Table) -> Iterator[Block]:
         file = pq.ParquetFile(path)
         for batch in file.iter_batches(block_rows, columns=list(table.columns)):
             block = {
-                name: convert_array(
-                    path,
-                    name,
-                    column,
-                    batch.column(name),
-                    num_rows,
-                )
+                name: convert_array(path, name, column, batch.column(name), num_rows)
                 for name, column in table.columns.items()
             }
             num_rows += len(batch)
@@ -75,11 +63,7 @@ def read_parquet(path: Path, table: Table) -> Iterator[Block]:
             yield block
 
 
-def parse_type(
-    path: object,
-    name: str,
-    arrow_type: Any,
-) -> Column:
+def parse_type(path: object, name: str, arrow_type: Any) -> Column:
     """Return the column of an Arrow type. Raises InputError if it has no numbers."""
     is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
     shape: tuple[int, ...] = ()
@@ -90,20 +74,11 @@ def parse_type(
     if not is_number and not types.is_boolean(value_type):
         problem = f"column {name} is {arrow_type}, not numbers or lists of them"
         raise input_error(path, problem, OMIT_HINT)
-    return Column(
-        np.dtype(value_type.to_pandas_dtype()),
-        shape,
-        is_list,
-    )
+    return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
 def convert_array(
-    path: object,
-    name: str,
-    column: Column,
-    array: Any,
-    first_row: int,
-    hint: str = OMIT_HINT,
+    path: object, name: str, column: Column, array: Any, first_row: int, hint: str = OMIT_HINT
 ) -> Any:
     """Return an Arrow array as NumPy array or Ragged. Raises InputError for an empty value."""
     has_lists = column.is_list or bool(column.shape)

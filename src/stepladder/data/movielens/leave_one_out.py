@@ -73,9 +73,7 @@ def has_leave_one_out_files(folder: Path) -> bool:
 
 
 def hold_out_latest(
-    ratings: Ratings,
-    num_negatives: int,
-    generator: np.random.Generator,
+    ratings: Ratings, num_negatives: int, generator: np.random.Generator
 ) -> LeaveOneOut:
     """Hold out each user's latest rating, and draw unrated items to rank it against.
 
@@ -95,8 +93,7 @@ def hold_out_latest(
     if counts.min() < 2:
         user = ratings.user_ids[counts.argmin()]
         raise InputError(
-            f"user {user} has a single rating, which leaves none to train on",
-            "omit such users",
+            f"user {user} has a single rating, which leaves none to train on", "omit such users"
         )
     train = np.setdiff1d(np.arange(len(ratings.users)), latest)
     is_rated = np.zeros((len(counts), len(ratings.item_ids)), dtype=bool)
@@ -119,9 +116,7 @@ def find_latest_rows(users: Ints, times: Ints) -> Ints:
 
 
 def draw_unrated_items(
-    is_rated: NDArray[np.bool_],
-    count: int,
-    generator: np.random.Generator,
+    is_rated: NDArray[np.bool_], count: int, generator: np.random.Generator
 ) -> Ints:
     """Draw `count` different unrated items for each user, uniformly.
 
@@ -173,11 +168,7 @@ def split_validation(data: LeaveOneOut, generator: np.random.Generator) -> Leave
         users=data.users[train],
         items=data.items[train],
         held_out=data.items[chosen],
-        negatives=draw_unrated_items(
-            is_rated,
-            data.negatives.shape[1],
-            generator,
-        ),
+        negatives=draw_unrated_items(is_rated, data.negatives.shape[1], generator),
         user_ids=data.user_ids,
         item_ids=data.item_ids,
     )
@@ -208,13 +199,11 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
     if len(wrong):
         line = wrong[0]
         raise InputError(
-            f"{test_path}, line {line + 1}: user {test[line, 0]}",
-            "one line a user, from 0 on",
+            f"{test_path}, line {line + 1}: user {test[line, 0]}", "one line a user, from 0 on"
         )
     if len(candidates) != len(test) or (candidates[:, :2] != test).any():
         raise InputError(
-            f"{negative_path} is not of the same users and items as {test_path}",
-            LEAVE_ONE_OUT_HINT,
+            f"{negative_path} is not of the same users and items as {test_path}", LEAVE_ONE_OUT_HINT
         )
     used_items = np.concatenate([train[:, 1], candidates[:, 1:].reshape(-1)])
     item_ids = read_item_ids(folder, prefix)
@@ -261,16 +250,12 @@ def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
         with open_decompressed(path) as stream:
             data = stream.read(MAX_TEXT_BYTES + 1)
         if len(data) > MAX_TEXT_BYTES:
-            raise InputError(
-                f"{path} holds more than {MAX_TEXT_BYTES:,} bytes",
-                LEAVE_ONE_OUT_HINT,
-            )
+            raise InputError(f"{path} holds more than {MAX_TEXT_BYTES:,} bytes", LEAVE_ONE_OUT_HINT)
         text = clean(data.decode())
     width = len(text.partition("\n")[0].split())
     if width < 2:
         raise InputError(
-            f"{path}, line 1 is broken: {width} columns, at least 2 belong here",
-            LEAVE_ONE_OUT_HINT,
+            f"{path}, line 1 is broken: {width} columns, at least 2 belong here", LEAVE_ONE_OUT_HINT
         )
     table = parse_table(text, path, list(range(width)), width)
     is_wrong = (table != np.floor(table)) | (table < 0)
@@ -283,12 +268,7 @@ def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     return table.astype(np.int64)
 
 
-def validate_indices(
-    kind: str,
-    used: Ints,
-    count: int,
-    path: Path,
-) -> None:
+def validate_indices(kind: str, used: Ints, count: int, path: Path) -> None:
     """Raise InputError unless the indices are those from 0 to count - 1, each of them used."""
     if used.max() >= count:
         raise InputError(

@@ -71,8 +71,7 @@ def read_1m_ratings(path: Path) -> Ints:
     if broken or not rows:
         line = broken[0] if broken else 1
         raise InputError(
-            f"{path}, line {line}: not UserID::MovieID::Rating::Timestamp",
-            GET_1M_HINT,
+            f"{path}, line {line}: not UserID::MovieID::Rating::Timestamp", GET_1M_HINT
         )
     return np.array(rows).astype(np.int64)
 
@@ -126,12 +125,7 @@ def validate_users(users: Ints) -> None:
         )
 
 
-def format_negatives(
-    users: Ints,
-    items: Ints,
-    test: Ints,
-    num_items: int,
-) -> str:
+def format_negatives(users: Ints, items: Ints, test: Ints, num_items: int) -> str:
     """Return a line for each user: (user,item) of the held-out item, and the negatives."""
     counts = np.bincount(users)
     items_by_user = items[np.argsort(users, kind="stable")]

@@ -88,8 +88,7 @@ def read_ratings(data_dir: Path) -> Ratings:
     path = data_dir if data_dir.is_file() else find_file(data_dir)
     if path is None:
         raise InputError(
-            f"{data_dir} holds no ratings.csv",
-            f"{GET_RATINGS_HINT} --data-dir {data_dir}",
+            f"{data_dir} holds no ratings.csv", f"{GET_RATINGS_HINT} --data-dir {data_dir}"
         )
     with as_input_error(f"cannot read the ratings in {path}", GET_RATINGS_HINT, TEXT_ERRORS):
         text = read_text(path)
@@ -105,27 +104,13 @@ def read_ratings(data_dir: Path) -> Ratings:
     if has_times:
         names.append("timestamp")
     columns = [header.index(name) for name in names]
-    table = parse_table(
-        text,
-        path,
-        columns,
-        len(header),
-        skip=1,
-        delimiter=",",
-    )
+    table = parse_table(text, path, columns, len(header), skip=1, delimiter=",")
     if not len(table):
         raise InputError(f"{path} holds no rating", GET_RATINGS_HINT)
     user_ids, users = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     item_ids, items = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
     times = table[:, 3].astype(np.int64) if has_times else np.arange(len(table))
-    return Ratings(
-        users,
-        items,
-        table[:, 2].astype(np.float32),
-        times,
-        user_ids,
-        item_ids,
-    )
+    return Ratings(users, items, table[:, 2].astype(np.float32), times, user_ids, item_ids)
 
 
 def parse_table(
@@ -157,11 +142,7 @@ def parse_table(
         return np.empty((0, len(columns)))
     try:
         table = np.loadtxt(
-            io.StringIO(text),
-            delimiter=delimiter,
-            skiprows=skip,
-            ndmin=2,
-            comments=None,
+            io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None
         )
     except ValueError:
         table = None
@@ -173,12 +154,7 @@ def parse_table(
 
 
 def parse_lines(
-    lines: list[str],
-    path: Path,
-    columns: list[int],
-    width: int,
-    skip: int,
-    delimiter: str | None,
+    lines: list[str], path: Path, columns: list[int], width: int, skip: int, delimiter: str | None
 ) -> Floats:
     """Parse a table line by line, which is slow. Raises InputError for the first bad line."""
     rows = []
@@ -194,12 +170,7 @@ def parse_lines(
     return np.array(rows)
 
 
-def parse_line(
-    line: str,
-    columns: list[int],
-    width: int,
-    delimiter: str | None,
-) -> list[float]:
+def parse_line(line: str, columns: list[int], width: int, delimiter: str | None) -> list[float]:
     fields = line.split(delimiter)
     if len(fields) != width:
         raise ValueError(f"{len(fields)} columns instead of {width}")
@@ -215,11 +186,7 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def compute_biases(
-    num_users: int,
-    num_items: int,
-    users: Ints,
-    items: Ints,
-    stars: NDArray[np.float32],
+    num_users: int, num_items: int, users: Ints, items: Ints, stars: NDArray[np.float32]
 ) -> tuple[float, Floats, Floats]:
     """Return the mean of the ratings, and how far each user's and each item's ratings are from it.
 
@@ -239,17 +206,9 @@ def compute_biases(
     user_counts = np.bincount(users, minlength=num_users) + BIAS_DAMPING
     item_counts = np.bincount(items, minlength=num_items) + BIAS_DAMPING
     for _ in range(BIAS_ROUNDS):
-        item_sums = np.bincount(
-            items,
-            stars - mean - user_bias[users],
-            num_items,
-        )
+        item_sums = np.bincount(items, stars - mean - user_bias[users], num_items)
         item_bias = item_sums / item_counts
-        user_sums = np.bincount(
-            users,
-            stars - mean - item_bias[items],
-            num_users,
-        )
+        user_sums = np.bincount(users, stars - mean - item_bias[items], num_users)
         user_bias = user_sums / user_counts
     return mean, user_bias, item_bias
 
@@ -273,12 +232,6 @@ def read_titles(path: Path) -> dict[int, str]:
         return {int(row["movieId"]): row["title"] for row in rows}
     except InputError as error:
         raise InputError(error.problem, TITLES_HINT) from error
-    except (
-        *ARCHIVE_ERRORS,
-        KeyError,
-        ValueError,
-        TypeError,
-        csv.Error,
-    ) as error:
+    except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
         problem = f"cannot read titles from {file}: {type(error).__name__}: {error}"
         raise InputError(problem, TITLES_HINT) from error

@@ -23,11 +23,7 @@ OPEN_RECORD_FILES = 32  # at once
 class ArrayRecordSource(FileRows):
     """Records of ArrayRecord files."""
 
-    def __init__(
-        self,
-        files: list[DataFile],
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         self.open_again = lru_cache(OPEN_RECORD_FILES)(lambda number: open_reader(files[number]))
         counts = [self.open_again(number).num_records() for number in range(len(files))]
         super().__init__("array_record", files, counts, options)
@@ -56,28 +52,14 @@ class ArrayRecordSource(FileRows):
                 try:
                     self._read_records(number, [row])
                 except InputError as error:
-                    yield Damage(
-                        self.files[number].name,
-                        row,
-                        1,
-                        error.problem,
-                    )
+                    yield Damage(self.files[number].name, row, 1, error.problem)
 
-    def _read_records(
-        self,
-        number: int,
-        rows: list[int],
-    ) -> list[bytes]:
+    def _read_records(self, number: int, rows: list[int]) -> list[bytes]:
         try:
             records: list[bytes] = self.open_again(number).read(rows)
         except (ValueError, IndexError, RuntimeError, OSError) as error:
             reason = get_reason(error)
-            raise Damage(
-                self.files[number].name,
-                rows[0],
-                len(rows),
-                reason,
-            ).as_error() from error
+            raise Damage(self.files[number].name, rows[0], len(rows), reason).as_error() from error
         return records
 
 

@@ -83,12 +83,7 @@ class ArraySource(FileRows):
     ) -> None:
         self.names = select_columns(options.columns or (), arrays[0], files[0].name)
         self.arrays = [
-            validate_arrays(
-                file,
-                self.names,
-                rows,
-                arrays[0],
-            )
+            validate_arrays(file, self.names, rows, arrays[0])
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
@@ -125,18 +120,9 @@ class ArraySource(FileRows):
                 for _ in read_pieces(file):
                     pass
             except InputError as error:
-                yield Damage(
-                    file.name,
-                    0,
-                    self.count_rows(number),
-                    error.problem,
-                )
+                yield Damage(file.name, 0, self.count_rows(number), error.problem)
 
-    def _read_column(
-        self,
-        name: str,
-        locations: list[list[int]],
-    ) -> torch.Tensor:
+    def _read_column(self, name: str, locations: list[list[int]]) -> torch.Tensor:
         """Return the values of a column in these rows, each named by its file and its number."""
         parts = bytearray()
         for number, row in locations:
@@ -152,10 +138,7 @@ class ArraySource(FileRows):
 
 
 def validate_arrays(
-    file: DataFile,
-    names: list[str],
-    arrays: dict[str, Rows],
-    expected: dict[str, Rows],
+    file: DataFile, names: list[str], arrays: dict[str, Rows], expected: dict[str, Rows]
 ) -> dict[str, Rows]:
     """Return the arrays of these names.
 
@@ -180,10 +163,7 @@ def validate_arrays(
         if rows.count and rows.end > file.size:
             num_complete = max(0, (file.size - rows.begin - rows.row_bytes) // rows.stride + 1)
             raise Damage(
-                file.name,
-                num_complete,
-                rows.count - num_complete,
-                "the file ends before",
+                file.name, num_complete, rows.count - num_complete, "the file ends before"
             ).as_error()
         selected[name] = rows
     counts = {name: rows.count for name, rows in selected.items()}
@@ -215,26 +195,11 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
             if len(head) < TOKEN_HEADER_BYTES:
                 raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
             count = int.from_bytes(head[8:12], "little")
-            rows = divide_tokens(
-                TOKEN_HEADER_BYTES,
-                count,
-                TOKEN_TYPES[magic],
-                block,
-            )
+            rows = divide_tokens(TOKEN_HEADER_BYTES, count, TOKEN_TYPES[magic], block)
         else:
-            rows = divide_tokens(
-                0,
-                file.size // np.dtype(dtype).itemsize,
-                dtype,
-                block,
-            )
+            rows = divide_tokens(0, file.size // np.dtype(dtype).itemsize, dtype, block)
         arrays.append({"tokens": rows})
-    return ArraySource(
-        "tokens",
-        files,
-        arrays,
-        options,
-    )
+    return ArraySource("tokens", files, arrays, options)
 
 
 def find_token_type(options: OpenOptions) -> str:
@@ -258,21 +223,10 @@ def require_block(file: DataFile, options: OpenOptions) -> int:
     return options.block
 
 
-def divide_tokens(
-    begin: int,
-    count: int,
-    dtype: str,
-    block: int,
-) -> Rows:
+def divide_tokens(begin: int, count: int, dtype: str, block: int) -> Rows:
     """Return blocks of tokens; the last token of a block is the first one of the next block."""
     size = np.dtype(dtype).itemsize
-    return Rows(
-        begin,
-        block * size,
-        max(0, (count - 1) // block),
-        (block + 1,),
-        dtype,
-    )
+    return Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
 
 
 def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
@@ -286,35 +240,11 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
     for file in files:
         begin, shape, dtype = find_numbers(file)
         if len(shape) == 1 and options.block is not None:
-            arrays.append(
-                {
-                    "tokens": divide_tokens(
-                        begin,
-                        shape[0],
-                        dtype,
-                        options.block,
-                    )
-                }
-            )
+            arrays.append({"tokens": divide_tokens(begin, shape[0], dtype, options.block)})
             continue
         row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-        arrays.append(
-            {
-                "array": Rows(
-                    begin,
-                    row_bytes,
-                    shape[0],
-                    shape[1:],
-                    dtype,
-                )
-            }
-        )
-    return ArraySource(
-        "npy",
-        files,
-        arrays,
-        options,
-    )
+        arrays.append({"array": Rows(begin, row_bytes, shape[0], shape[1:], dtype)})
+    return ArraySource("npy", files, arrays, options)
 
 
 def find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
@@ -366,20 +296,8 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
             count, *shape = map(int, entry["shape"])
             dtype = SAFETENSORS_TYPES[entry["dtype"]]
             begin = 8 + length + int(entry["data_offsets"][0])
-            rows = Rows(
-                begin,
-                0,
-                count,
-                tuple(shape),
-                dtype,
-            )
-            tensors[name] = Rows(
-                begin,
-                rows.row_bytes,
-                count,
-                tuple(shape),
-                dtype,
-            )
+            rows = Rows(begin, 0, count, tuple(shape), dtype)
+            tensors[name] = Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
     if not tensors:

@@ -10,11 +10,7 @@ import pyarrow as pa
 
 from stepladder.core.errors import InputError, get_reason
 from stepladder.data.formats.parquet import PARQUET_DAMAGE
-from stepladder.data.readers.arrow_stream import (
-    ARROW_FILE_MAGIC,
-    list_remote_parts,
-    read_schema,
-)
+from stepladder.data.readers.arrow_stream import ARROW_FILE_MAGIC, list_remote_parts, read_schema
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile, LocalFile
 from stepladder.data.readers.open_options import OpenOptions
@@ -48,13 +44,7 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
             raise InputError(problem, "files that belong together")
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
-    return TableSource(
-        "arrow",
-        files,
-        parts,
-        schemas[0],
-        options,
-    )
+    return TableSource("arrow", files, parts, schemas[0], options)
 
 
 def list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[TablePart]:
@@ -62,20 +52,9 @@ def list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[Tabl
     parts = []
     first_row = 0
     for batch in open_again().to_batches():
-        read = partial(
-            slice_table,
-            open_again,
-            first_row,
-            len(batch),
-        )
+        read = partial(slice_table, open_again, first_row, len(batch))
         if len(batch):
-            part = TablePart(
-                file.name,
-                first_row,
-                len(batch),
-                batch.nbytes,
-                read,
-            )
+            part = TablePart(file.name, first_row, len(batch), batch.nbytes, read)
             parts.append(part)
         first_row += len(batch)
     return parts
@@ -100,10 +79,7 @@ def map_arrow(file: DataFile) -> Any:
 
 
 def slice_table(
-    open_again: Callable[[], Any],
-    first_row: int,
-    rows: int,
-    columns: list[str],
+    open_again: Callable[[], Any], first_row: int, rows: int, columns: list[str]
 ) -> Any:
     """Return columns of some rows of a file."""
     return open_again().slice(first_row, rows).select(columns)

@@ -61,22 +61,8 @@ def list_remote_parts(file: DataFile, schema: Any) -> list[TablePart]:
     parts = []
     first_row = 0
     for begin, end, rows in load_index(file, find_batches).reshape(-1, 3).tolist():
-        read = partial(
-            read_batch,
-            file,
-            begin,
-            end,
-            schema,
-        )
-        parts.append(
-            TablePart(
-                file.name,
-                first_row,
-                rows,
-                end - begin,
-                read,
-            )
-        )
+        read = partial(read_batch, file, begin, end, schema)
+        parts.append(TablePart(file.name, first_row, rows, end - begin, read))
         first_row += rows
     return parts
 
@@ -111,13 +97,7 @@ def find_batches(file: DataFile) -> Iterator[IndexArray]:
             )
 
 
-def read_batch(
-    file: DataFile,
-    begin: int,
-    end: int,
-    schema: Any,
-    columns: list[str],
-) -> Any:
+def read_batch(file: DataFile, begin: int, end: int, schema: Any, columns: list[str]) -> Any:
     """Return columns of a record batch as a table."""
     batch = pa.ipc.read_record_batch(pa.py_buffer(file.read(begin, end)), schema)
     return pa.Table.from_batches([batch]).select(columns)
@@ -172,22 +152,13 @@ def read_message(file: DataFile, begin: int) -> Message | None:
     return Message(kind, rows, begin, end)
 
 
-def read_number(
-    metadata: bytes,
-    table: int,
-    field: int,
-    layout: str,
-) -> int:
+def read_number(metadata: bytes, table: int, field: int, layout: str) -> int:
     """Return a number of a table in a FlatBuffer; 0 where it is left out."""
     place = find_field(metadata, table, field)
     return int(struct.unpack_from(layout, metadata, place)[0]) if place else 0
 
 
-def find_field(
-    metadata: bytes,
-    table: int,
-    field: int,
-) -> int:
+def find_field(metadata: bytes, table: int, field: int) -> int:
     """Return where a field of a table in a FlatBuffer is; 0 where it is left out."""
     (distance,) = struct.unpack_from("<i", metadata, table)
     directory = table - distance  # its own size, the size of the table, a place for each field

@@ -45,12 +45,7 @@ class BlockCache:
         """Where the blocks are, a folder for each file."""
         return get_cache_folder() / "blocks"
 
-    def read_blocks(
-        self,
-        key: str,
-        numbers: list[int],
-        fetch: Fetch,
-    ) -> list[memoryview]:
+    def read_blocks(self, key: str, numbers: list[int], fetch: Fetch) -> list[memoryview]:
         """Return blocks of a file, and fetch those that are not here.
 
         Args:
@@ -93,10 +88,7 @@ class BlockCache:
         return path
 
     def _fetch_missing(
-        self,
-        folder: Path,
-        numbers: list[int],
-        fetch: Fetch,
+        self, folder: Path, numbers: list[int], fetch: Fetch
     ) -> dict[Path, memoryview | None]:
         """Return blocks that another process has written meanwhile, or that are fetched now."""
         paths = {number: folder / f"{number:08d}" for number in numbers}
@@ -127,11 +119,7 @@ class BlockCache:
             self.mapped.popitem(last=False)
         return block
 
-    def _write(
-        self,
-        path: Path,
-        data: bytes,
-    ) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with as_input_error(f"cannot write the cache in {self.folder}", SPACE_HINT):
             temporary.write_bytes(data + xxhash.xxh64_digest(data))
@@ -182,10 +170,5 @@ def lock_places(folder: Path, numbers: list[int], label: str) -> Iterator[None]:
     with file:
         with suppress(OSError):
             for number in sorted(numbers):
-                fcntl.lockf(
-                    file,
-                    fcntl.LOCK_EX,
-                    1,
-                    number,
-                )
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
         yield

@@ -19,11 +19,7 @@ class FilesSource:
     """Samples in files, in chunks that are read together."""
 
     def __init__(
-        self,
-        format_name: str,
-        files: list[DataFile],
-        edges: IndexArray,
-        options: OpenOptions,
+        self, format_name: str, files: list[DataFile], edges: IndexArray, options: OpenOptions
     ) -> None:
         """Set up the source.
 
@@ -74,11 +70,7 @@ class FileRows(FilesSource):
     """The samples of a source: the rows of its files, one file after the other."""
 
     def __init__(
-        self,
-        format_name: str,
-        files: list[DataFile],
-        counts: list[int],
-        options: OpenOptions,
+        self, format_name: str, files: list[DataFile], counts: list[int], options: OpenOptions
     ) -> None:
         """Divide the samples into chunks, which end with files.
 
@@ -102,14 +94,7 @@ class FileRows(FilesSource):
         edges = []
         first = 0
         for count in counts:
-            edges.append(
-                np.arange(
-                    first,
-                    first + count,
-                    rows,
-                    dtype=np.int64,
-                )
-            )
+            edges.append(np.arange(first, first + count, rows, dtype=np.int64))
             first += count
         edges.append(np.array([total], np.int64))
         super().__init__(format_name, files, np.concatenate(edges), options)

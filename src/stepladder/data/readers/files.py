@@ -31,19 +31,11 @@ class DataFile(Protocol):
     # A text that is another one when the contents have changed.
     identity: str
 
-    def read(
-        self,
-        begin: int,
-        end: int,
-    ) -> bytes:
+    def read(self, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end), all of which the file must have."""
         ...
 
-    def read_parts(
-        self,
-        begins: list[int],
-        ends: list[int],
-    ) -> list[bytes]:
+    def read_parts(self, begins: list[int], ends: list[int]) -> list[bytes]:
         """Return the bytes of several parts, each as `read` does."""
         ...
 
@@ -64,11 +56,7 @@ class LocalFile:
         self.modified_ns = status.st_mtime_ns
         self.identity = f"{path.resolve()} {status.st_size} {self.modified_ns}"
 
-    def read(
-        self,
-        begin: int,
-        end: int,
-    ) -> bytes:
+    def read(self, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end).
 
         Raises:
@@ -81,11 +69,7 @@ class LocalFile:
             data = b""  # the error is raised again below, where entering a block costs more time
         return data if len(data) == end - begin else self._read_pieces(begin, end)
 
-    def read_parts(
-        self,
-        begins: list[int],
-        ends: list[int],
-    ) -> list[bytes]:
+    def read_parts(self, begins: list[int], ends: list[int]) -> list[bytes]:
         """Return the bytes of several parts: by one call if they follow each other.
 
         Raises:
@@ -119,11 +103,7 @@ class LocalFile:
     def _open(self) -> io.FileIO:
         return open_file(self.name, self.size, self.modified_ns)
 
-    def _read_pieces(
-        self,
-        begin: int,
-        end: int,
-    ) -> bytes:
+    def _read_pieces(self, begin: int, end: int) -> bytes:
         """Return bytes that one call of the system does not give."""
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
             descriptor = self._open().fileno()
@@ -138,11 +118,7 @@ class LocalFile:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def open_file(
-    name: str,
-    size: int,
-    modified_ns: int,
-) -> io.FileIO:
+def open_file(name: str, size: int, modified_ns: int) -> io.FileIO:
     """Return the open file; it is closed when many others were opened since, and nobody reads.
 
     Args:
@@ -158,12 +134,7 @@ def open_file(
     return file
 
 
-def validate_unchanged(
-    name: str,
-    status: os.stat_result,
-    size: int,
-    modified_ns: int,
-) -> None:
+def validate_unchanged(name: str, status: os.stat_result, size: int, modified_ns: int) -> None:
     """Raise InputError if a file is not the one of this size and time."""
     if (status.st_size, status.st_mtime_ns) != (size, modified_ns):
         raise make_change_error(name)
@@ -189,11 +160,7 @@ class FileView(io.RawIOBase):
         """Return the position of the next byte."""
         return self.position
 
-    def seek(
-        self,
-        offset: int,
-        whence: int = os.SEEK_SET,
-    ) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to a position, and return it."""
         origins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.file.size}
         self.position = max(0, origins[whence] + offset)

@@ -25,12 +25,7 @@ OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 class ImageFolder:
     """Images by the names of their folders: image (height, width, 3), label, path."""
 
-    def __init__(
-        self,
-        folder: str,
-        paths: list[str],
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, folder: str, paths: list[str], options: OpenOptions) -> None:
         """Sort images by class.
 
         Args:
@@ -119,17 +114,8 @@ class ImageFolder:
             raise ValueError(error.problem) from error
         return decode_image(data)
 
-    def _make_damage(
-        self,
-        index: int,
-        error: ValueError,
-    ) -> Damage:
-        return Damage(
-            self._path(index),
-            index,
-            1,
-            str(error),
-        )
+    def _make_damage(self, index: int, error: ValueError) -> Damage:
+        return Damage(self._path(index), index, 1, str(error))
 
     def _open(self, index: int) -> DataFile:
         return self.open_again(self._path(index))
@@ -141,11 +127,7 @@ class ImageFolder:
         return self.folder + text.decode()
 
 
-def open_images(
-    paths: list[str],
-    names: list[str],
-    options: OpenOptions,
-) -> ImageFolder:
+def open_images(paths: list[str], names: list[str], options: OpenOptions) -> ImageFolder:
     """Return the images below a folder.
 
     Raises:

@@ -85,11 +85,7 @@ class ValueType:
     shape: tuple[int, ...] = ()
     is_ragged: bool = False
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return the values of the column as an array, as Ragged, or as the same list.
 
         Raises:

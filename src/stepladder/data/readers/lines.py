@@ -35,11 +35,7 @@ TYPED_RECORDS = 256  # from which the types of columns are known
 MAX_HEADER_BYTES = 1 << 20
 
 
-def find_lines(
-    file: DataFile,
-    has_quotes: bool,
-    first_byte: int = 0,
-) -> Iterator[IndexArray]:
+def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterator[IndexArray]:
     """Yield where lines begin, and where the last one ends. Empty lines belong to the one before.
 
     Args:
@@ -72,11 +68,7 @@ class JsonLines(IndexedFiles):
 
     name = "jsonl"
 
-    def __init__(
-        self,
-        files: list[DataFile],
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
@@ -84,12 +76,7 @@ class JsonLines(IndexedFiles):
             first = self.parse_first(parse_object, TYPED_RECORDS)
             self.types = {name: find_value_type(first, name) for name in collect_names(first)}
 
-    def parse(
-        self,
-        number: int,
-        data: bytes,
-        names: frozenset[str] | None,
-    ) -> Sample:
+    def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the object.
 
         Raises:
@@ -97,11 +84,7 @@ class JsonLines(IndexedFiles):
         """
         return parse_object(data)
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return values of a column as one array; lists of several lengths as Ragged.
 
         Raises:
@@ -115,11 +98,7 @@ class CsvLines(IndexedFiles):
 
     name = "csv"
 
-    def __init__(
-        self,
-        files: list[DataFile],
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         super().__init__(files, self._find_rows, options)
         suffix = PurePath(files[0].name).suffix
         self.delimiter = "\t" if suffix.lower() == ".tsv" else ","
@@ -128,12 +107,7 @@ class CsvLines(IndexedFiles):
         if options.decode is None:  # which takes texts
             self.types = self._find_types()
 
-    def parse(
-        self,
-        number: int,
-        data: bytes,
-        names: frozenset[str] | None,
-    ) -> Sample:
+    def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a line as texts.
 
         Raises:
@@ -144,11 +118,7 @@ class CsvLines(IndexedFiles):
             raise ValueError(f"it has {len(values)} values, the header {len(self.header)}")
         return dict(zip(self.header, values, strict=True))
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return texts, or an array of the numbers that they are.
 
         Raises:

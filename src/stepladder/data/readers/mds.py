@@ -76,11 +76,7 @@ class MdsSamples:
 
     name = "mds"
 
-    def __init__(
-        self,
-        files: list[DataFile],
-        shards: list[MdsShard],
-    ) -> None:
+    def __init__(self, files: list[DataFile], shards: list[MdsShard]) -> None:
         self.files = files
         self.shards = shards
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._read_offsets)
@@ -93,12 +89,7 @@ class MdsSamples:
         """Return the number of samples of each shard."""
         return [shard.samples for shard in self.shards]
 
-    def parse(
-        self,
-        number: int,
-        data: bytes,
-        names: frozenset[str] | None,
-    ) -> Sample:
+    def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a sample; before them are the lengths of those without a fixed one.
 
         Raises:
@@ -122,19 +113,11 @@ class MdsSamples:
             position += size
         return sample
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return values of a column as one; arrays that say their own shape as Ragged."""
         return join_lists(values) if name in self.ragged else stack_values(name, values)
 
-    def _decode(
-        self,
-        name: str,
-        data: bytes,
-    ) -> Any:
+    def _decode(self, name: str, data: bytes) -> Any:
         try:
             return self.decoders[name](data)
         except (IndexError, TypeError, RecursionError) as error:
@@ -149,23 +132,14 @@ class MdsSamples:
         offsets = numbers[1:]
         is_whole = len(numbers) == count + 2 and numbers[0] == count
         if not is_whole or offsets[-1] > file.size or (np.diff(offsets) < 0).any():
-            raise Damage(
-                file.name,
-                0,
-                count,
-                "where its samples begin is damaged",
-            ).as_error()
+            raise Damage(file.name, 0, count, "where its samples begin is damaged").as_error()
         return offsets
 
 
 class MdsSource(RecordSource):
     """A source over MDS shards, which have checksums of whole files."""
 
-    def __init__(
-        self,
-        samples: MdsSamples,
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, samples: MdsSamples, options: OpenOptions) -> None:
         super().__init__(samples.files, samples, options)
         self.shards = samples.shards
 
@@ -174,12 +148,7 @@ class MdsSource(RecordSource):
         for number, shard in enumerate(self.shards):
             problem = verify_file(self.files[number], shard.raw_data)
             if problem:
-                yield Damage(
-                    self.files[number].name,
-                    0,
-                    shard.samples,
-                    problem,
-                )
+                yield Damage(self.files[number].name, 0, shard.samples, problem)
             else:
                 yield from self.find_damage_in(number)
 
@@ -228,11 +197,7 @@ def open_mds(folders: list[str], options: OpenOptions) -> MdsSource:
     return MdsSource(MdsSamples(files, shards), options)
 
 
-def validate_shard(
-    index: str,
-    shard: MdsShard,
-    first: MdsShard,
-) -> None:
+def validate_shard(index: str, shard: MdsShard, first: MdsShard) -> None:
     """Raise InputError for a shard that is not read."""
     name = shard.raw_data.basename
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -252,11 +217,7 @@ def validate_shard(
         raise InputError(f"{index}: the columns of {name} are damaged", DAMAGE_HINT)
 
 
-def find_decoder(
-    encoding: str,
-    file: str,
-    column: str,
-) -> Callable[[bytes], Any]:
+def find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], Any]:
     """Return the function that makes a value of bytes.
 
     Raises:
@@ -311,9 +272,7 @@ def decode_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def decode_array(
-    dtype: np.dtype[Any] | None,
-    shape: tuple[int, ...] | None,
-    data: bytes,
+    dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes
 ) -> np.ndarray:
     """Return an array, whose type and shape stand before its values unless they are fixed.
 
@@ -328,12 +287,7 @@ def decode_array(
     if shape is None:
         dimensions = data[position] >> 2
         length_type = np.dtype(f"<u{1 << (data[position] & 3)}")
-        lengths = np.frombuffer(
-            data,
-            length_type,
-            dimensions,
-            position + 1,
-        )
+        lengths = np.frombuffer(data, length_type, dimensions, position + 1)
         shape = tuple(int(length) for length in lengths)
         position += 1 + lengths.nbytes
     return np.frombuffer(data, dtype, offset=position).reshape(shape).copy()

@@ -152,11 +152,7 @@ def list_given(path: str | Path | Sequence[str | Path]) -> list[str]:
     return paths
 
 
-def open_named(
-    paths: list[str],
-    format: str | None,
-    options: OpenOptions,
-) -> OpenedSource:
+def open_named(paths: list[str], format: str | None, options: OpenOptions) -> OpenedSource:
     """Return the source of all files that paths name.
 
     Raises:
@@ -183,11 +179,7 @@ def open_named(
     return open_files(file_format, [options.open_file(name) for name in names], options)
 
 
-def select_names(
-    names: list[str],
-    paths: list[str],
-    chosen: str,
-) -> list[str]:
+def select_names(names: list[str], paths: list[str], chosen: str) -> list[str]:
     """Return the files of the chosen format.
 
     Raises:
@@ -201,9 +193,7 @@ def select_names(
 
 
 def open_files(
-    file_format: FileFormat,
-    files: list[DataFile],
-    options: OpenOptions,
+    file_format: FileFormat, files: list[DataFile], options: OpenOptions
 ) -> OpenedSource:
     """Return the source of files of one format, whose module may need a library."""
     try:

@@ -53,11 +53,7 @@ class OpenOptions:
 
         return UrlFile(name, self.cache)
 
-    def make_fingerprint(
-        self,
-        kind: str,
-        files: Iterable[DataFile],
-    ) -> str | None:
+    def make_fingerprint(self, kind: str, files: Iterable[DataFile]) -> str | None:
         """Return a text that is another one when files, or what is read of them, have changed.
 
         Args:

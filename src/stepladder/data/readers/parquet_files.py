@@ -43,13 +43,7 @@ def open_parquet_files(files: list[DataFile], options: OpenOptions) -> TableSour
         parts += list_row_groups(file.name, opened, partial(open_again, number))
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
-    return TableSource(
-        "parquet",
-        files,
-        parts,
-        schema,
-        options,
-    )
+    return TableSource("parquet", files, parts, schema, options)
 
 
 def open_parquet_file(file: DataFile) -> Any:
@@ -60,11 +54,7 @@ def open_parquet_file(file: DataFile) -> Any:
         return pq.ParquetFile(FileView(file), page_checksum_verification=True)
 
 
-def list_row_groups(
-    name: str,
-    opened: Any,
-    open_again: Callable[[], Any],
-) -> list[TablePart]:
+def list_row_groups(name: str, opened: Any, open_again: Callable[[], Any]) -> list[TablePart]:
     """Return the row groups of a file that have rows."""
     parts = []
     first_row = 0
@@ -72,22 +62,12 @@ def list_row_groups(
         group = opened.metadata.row_group(number)
         if group.num_rows:
             read = partial(read_row_group, open_again, number)
-            part = TablePart(
-                name,
-                first_row,
-                group.num_rows,
-                group.total_byte_size,
-                read,
-            )
+            part = TablePart(name, first_row, group.num_rows, group.total_byte_size, read)
             parts.append(part)
         first_row += group.num_rows
     return parts
 
 
-def read_row_group(
-    open_again: Callable[[], Any],
-    number: int,
-    columns: list[str],
-) -> Any:
+def read_row_group(open_again: Callable[[], Any], number: int, columns: list[str]) -> Any:
     """Return columns of a row group as a table."""
     return open_again().read_row_group(number, columns=columns)

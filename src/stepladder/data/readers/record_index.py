@@ -29,11 +29,7 @@ ENDS_BYTES = 4096  # of the first and last bytes of the data file, by which an i
 FindOffsets = Callable[[DataFile], Iterator[IndexArray]]
 
 
-def load_index(
-    file: DataFile,
-    find_offsets: FindOffsets,
-    beside: bool = False,
-) -> IndexArray:
+def load_index(file: DataFile, find_offsets: FindOffsets, beside: bool = False) -> IndexArray:
     """Return where the records of a file begin, and where the last one ends; shape (n + 1,).
 
     The index beside the file is taken, or that in the cache; without one it is made. Of several
@@ -68,10 +64,7 @@ def load_index(
 
 
 def make_index(
-    identity: str,
-    size: int,
-    find_parts: Callable[[], Iterator[IndexArray]],
-    message: str,
+    identity: str, size: int, find_parts: Callable[[], Iterator[IndexArray]], message: str
 ) -> IndexArray:
     """Return the index of what an identity stands for, from the cache; without one it is made.
 
@@ -121,11 +114,7 @@ def make_header(file: DataFile) -> bytes:
     return INDEX_HEADER.pack(INDEX_MAGIC, file.size, xxhash.xxh64_digest(head + tail))
 
 
-def map_index(
-    path: Path,
-    header: bytes,
-    oldest_ns: int = 0,
-) -> IndexArray | None:
+def map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | None:
     """Return the positions of an index file, in the kernel's memory; None if it is not that.
 
     Args:
@@ -145,11 +134,7 @@ def map_index(
     return np.frombuffer(mapped, np.int64, offset=len(header))
 
 
-def write_index(
-    path: Path,
-    header: bytes,
-    parts: Iterator[IndexArray],
-) -> None:
+def write_index(path: Path, header: bytes, parts: Iterator[IndexArray]) -> None:
     """Write an index file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as temporary, temporary.open("wb") as out:

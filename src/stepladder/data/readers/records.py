@@ -13,11 +13,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.local_files import make_change_error
-from stepladder.data.readers.batches import (
-    DECODE_HINT,
-    Sample,
-    collate_decoded,
-)
+from stepladder.data.readers.batches import DECODE_HINT, Sample, collate_decoded
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
@@ -46,12 +42,7 @@ class RecordFormat(Protocol):
         """Return the number of records of each file."""
         ...
 
-    def parse(
-        self,
-        number: int,
-        data: bytes,
-        names: frozenset[str] | None,
-    ) -> Sample:
+    def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a record by column.
 
         Args:
@@ -64,11 +55,7 @@ class RecordFormat(Protocol):
         """
         ...
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return the values of one column as an array, as Ragged, or as the same list.
 
         Raises:
@@ -86,10 +73,7 @@ class IndexedFiles:
     """
 
     def __init__(
-        self,
-        files: list[DataFile],
-        find_offsets: FindOffsets,
-        options: OpenOptions,
+        self, files: list[DataFile], find_offsets: FindOffsets, options: OpenOptions
     ) -> None:
         self.files = files
         self.find_offsets = find_offsets
@@ -132,10 +116,7 @@ class RecordSource(FileRows):
     """A source that reads each record of its files by itself."""
 
     def __init__(
-        self,
-        files: list[DataFile],
-        record_format: RecordFormat,
-        options: OpenOptions,
+        self, files: list[DataFile], record_format: RecordFormat, options: OpenOptions
     ) -> None:
         super().__init__(record_format.name, files, record_format.get_counts(), options)
         # How the format divides the files into records.
@@ -185,12 +166,7 @@ class RecordSource(FileRows):
                     for name in sample.keys() & self.names:
                         self.records.make_column(name, [sample[name]])
             except ValueError as error:
-                yield Damage(
-                    self.files[number].name,
-                    row,
-                    1,
-                    str(error),
-                )
+                yield Damage(self.files[number].name, row, 1, str(error))
 
     def _find_readable(self) -> IndexArray:
         """Return the first record that can be read, of the first MAX_FIRST_RECORDS; shape (1,).
@@ -209,11 +185,7 @@ class RecordSource(FileRows):
                 return number
         raise errors[0]
 
-    def _read_samples(
-        self,
-        indices: IndexArray,
-        names: frozenset[str] | None,
-    ) -> list[Sample]:
+    def _read_samples(self, indices: IndexArray, names: frozenset[str] | None) -> list[Sample]:
         """Return the samples in the order of their indices, with at least these columns."""
         samples: list[Sample] = [{}] * len(indices)
         for number, positions, rows in self.locate(indices):
@@ -225,34 +197,20 @@ class RecordSource(FileRows):
                 for data in parts:
                     parsed.append(self.records.parse(number, data, names))
             except ValueError as error:
-                damage = Damage(
-                    self.files[number].name,
-                    int(rows[len(parsed)]),
-                    1,
-                    str(error),
-                )
+                damage = Damage(self.files[number].name, int(rows[len(parsed)]), 1, str(error))
                 raise damage.as_error() from error
             for position, sample in zip(positions.tolist(), parsed, strict=True):
                 samples[position] = sample
         return samples
 
-    def _read_sample(
-        self,
-        number: int,
-        row: int,
-    ) -> Sample:
+    def _read_sample(self, number: int, row: int) -> Sample:
         """Return the record in a row of a file. Raises ValueError if it is damaged."""
         offsets = self.records.get_offsets(number)
         begin = int(offsets[row])
         data = self.files[number].read(begin, int(offsets[row + 1]))
         return self.records.parse(number, data, None)
 
-    def _make_column(
-        self,
-        name: str,
-        samples: list[Sample],
-        indices: IndexArray,
-    ) -> Any:
+    def _make_column(self, name: str, samples: list[Sample], indices: IndexArray) -> Any:
         """Return one column of samples. An error names a record that is the cause."""
         try:
             return self.records.make_column(name, [sample[name] for sample in samples])
@@ -268,23 +226,13 @@ class RecordSource(FileRows):
                 self._validate_value(name, sample, index)
             raise  # each value alone makes a column, and only together they do not
 
-    def _validate_value(
-        self,
-        name: str,
-        sample: Sample,
-        index: np.int64,
-    ) -> None:
+    def _validate_value(self, name: str, sample: Sample, index: np.int64) -> None:
         """Raise InputError, which names a record, if its value alone makes no column."""
         try:
             self.records.make_column(name, [sample[name]])
         except ValueError as error:
             file, row = self._find_record(index)
-            damage = Damage(
-                file,
-                row,
-                1,
-                str(error),
-            )
+            damage = Damage(file, row, 1, str(error))
             raise damage.as_error() from error
 
     def _find_record(self, index: np.int64) -> tuple[str, int]:

@@ -46,9 +46,7 @@ class FileSystems:
                 import fsspec  # an extra, as aiohttp for HTTP
 
                 self.by_process[key] = fsspec.filesystem(
-                    protocol,
-                    skip_instance_cache=True,
-                    **make_http_options(),
+                    protocol, skip_instance_cache=True, **make_http_options()
                 )
             except ImportError as error:
                 raise InputError(f"{url}: {get_reason(error)}", INSTALL_HINT) from error
@@ -63,14 +61,9 @@ def make_http_options() -> dict[str, Any]:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(
-        total=None,
-        sock_connect=HTTP_CONNECT_TIMEOUT_S,
-        sock_read=HTTP_READ_TIMEOUT_S,
+        total=None, sock_connect=HTTP_CONNECT_TIMEOUT_S, sock_read=HTTP_READ_TIMEOUT_S
     )
-    return {
-        "client_kwargs": {"timeout": timeout, "trust_env": True},
-        "headers": PLAIN_BYTES,
-    }
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}, "headers": PLAIN_BYTES}
 
 
 def list_urls(url: str) -> list[str]:
@@ -93,11 +86,7 @@ def list_urls(url: str) -> list[str]:
 class UrlFile:
     """A file behind a URL. Its blocks are fetched once, as long as the cache holds them."""
 
-    def __init__(
-        self,
-        url: str,
-        cache: BlockCache,
-    ) -> None:
+    def __init__(self, url: str, cache: BlockCache) -> None:
         self.name = url
         self.cache = cache
         info = call_again(url, lambda: FILE_SYSTEMS.get(url).info(url))
@@ -109,11 +98,7 @@ class UrlFile:
         self.identity = f"{url} {self.size} {version}"
         self.key = shorten(self.identity)
 
-    def read(
-        self,
-        begin: int,
-        end: int,
-    ) -> bytes:
+    def read(self, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end).
 
         Args:
@@ -137,11 +122,7 @@ class UrlFile:
         last_end = end - numbers[-1] * BLOCK_BYTES
         return b"".join([blocks[0][begin - offset :], *blocks[1:-1], blocks[-1][:last_end]])
 
-    def read_parts(
-        self,
-        begins: list[int],
-        ends: list[int],
-    ) -> list[bytes]:
+    def read_parts(self, begins: list[int], ends: list[int]) -> list[bytes]:
         """Return the bytes of several parts, whose blocks are fetched several at once."""
         numbers: set[int] = set()
         for begin, end in zip(begins, ends, strict=True):
@@ -203,11 +184,7 @@ class UrlFile:
         is_strong = self.etag and not self.etag.startswith("W/")
         return {"headers": PLAIN_BYTES | {"If-Match": self.etag}} if is_strong else {}
 
-    def _validate(
-        self,
-        answer: bytes,
-        length: int,
-    ) -> None:
+    def _validate(self, answer: bytes, length: int) -> None:
         if len(answer) > length:
             raise InputError(
                 f"{self.name}: the server sends the whole file in place of a part",

@@ -118,18 +118,9 @@ class TableSource(FilesSource):
                     try:
                         decode_struct(value)
                     except ValueError as error:
-                        yield Damage(
-                            part.file,
-                            part.first_row + row,
-                            1,
-                            f"column {name}: {error}",
-                        )
+                        yield Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
 
-    def _take(
-        self,
-        number: int,
-        rows: IndexArray,
-    ) -> dict[str, Any]:
+    def _take(self, number: int, rows: IndexArray) -> dict[str, Any]:
         part = self.parts[number]
         try:
             loaded = self._load(number)
@@ -150,23 +141,11 @@ class TableSource(FilesSource):
             for name in self.names
         }
 
-    def _convert(
-        self,
-        part: TablePart,
-        name: str,
-        array: Any,
-    ) -> Any:
+    def _convert(self, part: TablePart, name: str, array: Any) -> Any:
         column = self.numbers[name]
         if column is None:
             return array
-        return convert_array(
-            part.file,
-            name,
-            column,
-            array,
-            part.first_row,
-            DECODE_HINT,
-        )
+        return convert_array(part.file, name, column, array, part.first_row, DECODE_HINT)
 
 
 def find_numbers(name: str, arrow_type: Any) -> Column | None:
@@ -177,12 +156,7 @@ def find_numbers(name: str, arrow_type: Any) -> Column | None:
         return None
 
 
-def take_rows(
-    part: TablePart,
-    name: str,
-    column: Any,
-    rows: IndexArray,
-) -> Any:
+def take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:
     """Return rows of a column: an array, or a list."""
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -198,12 +172,7 @@ def take_rows(
         try:
             images.append(decode_struct(value))
         except ValueError as error:
-            damage = Damage(
-                part.file,
-                part.first_row + row,
-                1,
-                f"column {name}: {error}",
-            )
+            damage = Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
             raise damage.as_error() from error
     return images
 
@@ -243,11 +212,7 @@ class TakenRows:
         self.count = count
         self.columns: dict[str, Any] = {}
 
-    def add(
-        self,
-        places: IndexArray,
-        taken: dict[str, Any],
-    ) -> None:
+    def add(self, places: IndexArray, taken: dict[str, Any]) -> None:
         """Put rows of one table to their places in the batch."""
         for name, values in taken.items():
             if isinstance(values, np.ndarray):
@@ -260,11 +225,7 @@ class TakenRows:
             for place, value in zip(places.tolist(), values, strict=True):
                 items[place] = value
 
-    def finish(
-        self,
-        name: str,
-        is_list: bool,
-    ) -> Any:
+    def finish(self, name: str, is_list: bool) -> Any:
         """Return a column of the batch; lists of numbers become Ragged."""
         values = self.columns[name]
         if isinstance(values, np.ndarray):

@@ -54,19 +54,10 @@ class TarSamples(IndexedFiles):
 
     name = "webdataset"
 
-    def __init__(
-        self,
-        files: list[DataFile],
-        options: OpenOptions,
-    ) -> None:
+    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         super().__init__(files, find_samples, options)
 
-    def parse(
-        self,
-        number: int,
-        data: bytes,
-        names: frozenset[str] | None,
-    ) -> Sample:
+    def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the fields of a sample, decoded by their suffix, and its `__key__`.
 
         Raises:
@@ -81,11 +72,7 @@ class TarSamples(IndexedFiles):
                 sample[member.suffix] = decode_field(member.suffix, contents)
         return sample
 
-    def make_column(
-        self,
-        name: str,
-        values: list[Any],
-    ) -> Any:
+    def make_column(self, name: str, values: list[Any]) -> Any:
         """Return the fields of one suffix as an array, or as the list that they are."""
         return stack_values(name, values)
 
@@ -146,12 +133,7 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
                 yield np.array(starts, np.int64)
                 starts = []
     except ValueError as error:
-        raise Damage(
-            file.name,
-            max(0, count - 1),
-            1,
-            str(error),
-        ).as_error() from error
+        raise Damage(file.name, max(0, count - 1), 1, str(error)).as_error() from error
     yield np.array([*starts, end], np.int64)
 
 
@@ -165,11 +147,7 @@ class FileBytes:
         return self.file.read(part.start, min(part.stop, self.file.size))
 
 
-def list_members(
-    data: Any,
-    begin: int,
-    end: int,
-) -> Iterator[Member]:
+def list_members(data: Any, begin: int, end: int) -> Iterator[Member]:
     """Yield the files between two positions of a tar file; hidden ones are left out.
 
     Args:
@@ -194,13 +172,7 @@ def list_members(
         match = KEY.match(name)
         is_hidden = Path(name).name.startswith("_")
         if header.kind in FILE_TYPES and match and not is_hidden:
-            yield Member(
-                match[1],
-                match[2].lower(),
-                first_header,
-                contents,
-                last,
-            )
+            yield Member(match[1], match[2].lower(), first_header, contents, last)
         begin = round_up(last)
         first_header = begin
         attributes = {}
@@ -214,11 +186,7 @@ class Header(NamedTuple):
     kind: bytes
 
 
-def read_header(
-    data: Any,
-    begin: int,
-    end: int,
-) -> Header | None:
+def read_header(data: Any, begin: int, end: int) -> Header | None:
     """Return the header at a position; None at the end of the archive.
 
     Raises:
@@ -230,12 +198,7 @@ def read_header(
     return parse_header(header) if any(header) else None
 
 
-def find_end(
-    name: str,
-    begin: int,
-    size: int,
-    end: int,
-) -> int:
+def find_end(name: str, begin: int, size: int, end: int) -> int:
     """Return where contents end. Raises ValueError if that is not before the end of the file."""
     if size < 0:  # which would lead back to an earlier header, for ever
         raise ValueError(f"{name} has {size} bytes")

@@ -35,9 +35,7 @@ class Shards:
 
     @validate_arguments
     def __init__(
-        self,
-        path: str | Path,
-        columns: tuple[str, ...] | list[str] | None = None,
+        self, path: str | Path, columns: tuple[str, ...] | list[str] | None = None
     ) -> None:
         """Check that the data set can be read; no file stays open.
 

@@ -47,14 +47,7 @@ class StoredShard:
         checksums = {
             name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in self.checksums.items()
         }
-        return Shard(
-            folder / self.file,
-            self.rows,
-            chunk_rows,
-            self.bytes,
-            self.sha256,
-            checksums,
-        )
+        return Shard(folder / self.file, self.rows, chunk_rows, self.bytes, self.sha256, checksums)
 
 
 @dataclass(frozen=True)
@@ -128,8 +121,7 @@ def validate_shard(shard: Shard, columns: dict[str, Column]) -> None:
         raise shards_error(folder, f"{index} lists {shard.path.name}, which is missing") from None
     if size != shard.bytes:
         raise shards_error(
-            folder,
-            f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {SHARD_INDEX}",
+            folder, f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {SHARD_INDEX}"
         )
     for name in columns:
         if len(shard.checksums.get(name, ())) != shard.num_chunks:

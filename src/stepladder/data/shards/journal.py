@@ -18,11 +18,7 @@ from typing import Any
 from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.local_files import open_locked
-from stepladder.data.shards.shard import (
-    SHARD_INDEX,
-    SHARD_JOURNAL,
-    find_h5_files,
-)
+from stepladder.data.shards.shard import SHARD_INDEX, SHARD_JOURNAL, find_h5_files
 from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings
 
 
@@ -38,8 +34,7 @@ def open_journal_file(folder: Path) -> io.FileIO:
     with durable.name_write_errors(folder, CONTINUE_HINT):
         if not (folder / SHARD_JOURNAL).exists() and find_h5_files(folder):
             raise InputError(
-                f"{folder} holds HDF5 files that this command did not write",
-                "another --out DIR",
+                f"{folder} holds HDF5 files that this command did not write", "another --out DIR"
             )
         return open_locked(folder / SHARD_JOURNAL)
 
@@ -47,12 +42,7 @@ def open_journal_file(folder: Path) -> io.FileIO:
 class ShardJournal:
     """The complete shards of a folder, recorded in a locked file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: ShardSettings,
-        file: io.FileIO,
-    ) -> None:
+    def __init__(self, folder: Path, settings: ShardSettings, file: io.FileIO) -> None:
         """Read the journal, and remove the temporary files of a killed writer.
 
         Args:
@@ -86,16 +76,8 @@ class ShardJournal:
             return
         problem = f"cannot use {self.folder / SHARD_JOURNAL}"
         hint = f"rm -r {shlex.quote(str(self.folder))}"
-        with as_input_error(
-            problem,
-            hint,
-            (ValueError, KeyError, TypeError, RecursionError),
-        ):
-            validate_settings(
-                json.loads(lines[0]),
-                self.settings,
-                self.folder,
-            )
+        with as_input_error(problem, hint, (ValueError, KeyError, TypeError, RecursionError)):
+            validate_settings(json.loads(lines[0]), self.settings, self.folder)
             for line in lines[1:]:
                 entry = json.loads(line)
                 if not self._has_file(entry):
@@ -146,11 +128,7 @@ class ShardJournal:
         return path
 
 
-def validate_settings(
-    stored: Any,
-    settings: ShardSettings,
-    folder: Path,
-) -> None:
+def validate_settings(stored: Any, settings: ShardSettings, folder: Path) -> None:
     """Check that the folder's shards come from the same input and settings as this command's.
 
     Args:

@@ -18,12 +18,7 @@ import xxhash
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import IndexArray
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.shard import (
-    H5_ERRORS,
-    SHARD_INDEX,
-    Shard,
-    shards_error,
-)
+from stepladder.data.shards.shard import H5_ERRORS, SHARD_INDEX, Shard, shards_error
 from stepladder.data.table import Column, Ragged, concatenate_blocks
 
 MAX_OPEN_FILES = 32
@@ -107,10 +102,7 @@ class ShardReader:
             needed = np.unique(chunks)
             if len(needed) > self.num_slots:
                 middle = len(indices) // 2
-                halves = [
-                    self.read(indices[:middle]),
-                    self.read(indices[middle:]),
-                ]
+                halves = [self.read(indices[:middle]), self.read(indices[middle:])]
                 return concatenate_blocks(halves)
             self._load(needed)
             slots = self.slot_of[chunks]
@@ -125,12 +117,7 @@ class ShardReader:
                 block[name] = self._gather_lists(name, slots, rows_in_chunk)
         return block
 
-    def _gather_lists(
-        self,
-        name: str,
-        slots: IndexArray,
-        rows_in_chunk: IndexArray,
-    ) -> Ragged:
+    def _gather_lists(self, name: str, slots: IndexArray, rows_in_chunk: IndexArray) -> Ragged:
         column_lists = self.lists[name]
         parts = [np.empty(0, self.shards.columns[name].dtype)]
         lengths = [0]
@@ -177,23 +164,12 @@ class ShardReader:
                     self._read_array(shard_index, name, lo, target)
                     digest = xxhash.xxh3_64_intdigest(target.data)
             except H5_ERRORS as error:
-                raise chunk_error(
-                    shard,
-                    chunk_in_shard,
-                    name,
-                    to_one_line(error),
-                ) from error
+                raise chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
             if shard.checksums is not None and digest != shard.checksums[name][chunk_in_shard]:
                 problem = "its bytes are not those that were written (checksum)"
                 raise chunk_error(shard, chunk_in_shard, name, problem)
 
-    def _read_array(
-        self,
-        shard_index: int,
-        name: str,
-        lo: int,
-        target: np.ndarray,
-    ) -> None:
+    def _read_array(self, shard_index: int, name: str, lo: int, target: np.ndarray) -> None:
         """Read rows from `lo` on into `target`, as many as it has."""
         extent = self._extent(shard_index, name)
         if extent.offsets is None:
@@ -214,11 +190,7 @@ class ShardReader:
             done += count
 
     def _read_lists(
-        self,
-        shard_index: int,
-        name: str,
-        lo: int,
-        hi: int,
+        self, shard_index: int, name: str, lo: int, hi: int
     ) -> tuple[IndexArray, np.ndarray]:
         """Return where the lists lo to hi end in their values, from 0 on, and the values."""
         group = self.get_h5(shard_index)[name]
@@ -245,11 +217,7 @@ class ShardReader:
     def _open_h5(self, shard_index: int) -> Any:
         import h5py
 
-        return h5py.File(
-            self.shards.shards[shard_index].find(),
-            "r",
-            locking=False,
-        )
+        return h5py.File(self.shards.shards[shard_index].find(), "r", locking=False)
 
 
 def validate_process(process: int, source: object) -> None:
@@ -293,12 +261,7 @@ def find_extent(h5: Any, dataset: Any) -> Extent:
     return Extent(chunk_rows, offsets if is_complete else None)
 
 
-def validate_dataset(
-    shard: Shard,
-    name: str,
-    column: Column,
-    dataset: Any,
-) -> None:
+def validate_dataset(shard: Shard, name: str, column: Column, dataset: Any) -> None:
     """Raise InputError if the file has another array than the index says."""
     rows = len(dataset)
     shape = tuple(dataset.shape[1:])
@@ -311,12 +274,7 @@ def validate_dataset(
         )
 
 
-def chunk_error(
-    shard: Shard,
-    chunk: int,
-    name: str,
-    problem: str,
-) -> InputError:
+def chunk_error(shard: Shard, chunk: int, name: str, problem: str) -> InputError:
     lo, hi = shard.chunk_range(chunk)
     position = f"chunk {chunk} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}"
     return shards_error(shard.path.parent, f"{shard.path} is damaged in {position}: {problem}")

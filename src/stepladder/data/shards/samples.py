@@ -58,29 +58,19 @@ def infer_column(name: str, value: Any) -> Column:
     is_list = isinstance(value, list)
     if array.dtype.kind not in "biuf" or (is_list and array.ndim != 1):
         raise InputError(
-            f"sample 0: {name} is a {type(value).__name__} of {array.dtype}",
-            VALUES_HINT,
+            f"sample 0: {name} is a {type(value).__name__} of {array.dtype}", VALUES_HINT
         )
     if is_list:
         has_floats = (
             len(value) > 0 and array.dtype.kind == "f"
         )  # NumPy makes floats of an empty list
-        return Column(
-            np.dtype(np.float32 if has_floats else np.int64),
-            (),
-            is_list=True,
-        )
+        return Column(np.dtype(np.float32 if has_floats else np.int64), (), is_list=True)
     if isinstance(value, float):
         return Column(np.dtype(np.float32), array.shape)
     return Column(array.dtype.newbyteorder("="), array.shape)
 
 
-def collect_column(
-    name: str,
-    column: Column,
-    samples: list[Sample],
-    first_number: int,
-) -> Any:
+def collect_column(name: str, column: Column, samples: list[Sample], first_number: int) -> Any:
     """Return one column of several samples.
 
     Args:

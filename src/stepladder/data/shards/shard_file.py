@@ -45,11 +45,7 @@ class ShardSettings:
 
 
 def write_shard(
-    path: Path,
-    table: Table,
-    settings: ShardSettings,
-    chunks: Iterable[Block],
-    feedback: Feedback,
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
 ) -> dict[str, Any]:
     """Write a shard.
 
@@ -63,21 +59,14 @@ def write_shard(
     Returns:
         The shard's entry in the index, and the bytes of the longest lists of a chunk.
     """
-    with (
-        durable.name_write_errors(path, CONTINUE_HINT),
-        durable.replace_file(path) as temporary,
-    ):
+    with durable.name_write_errors(path, CONTINUE_HINT), durable.replace_file(path) as temporary:
         entry = write_h5(temporary, table, settings, chunks, feedback)
         entry["sha256"] = compute_sha256(temporary)
     return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
 
 def write_h5(
-    path: Path,
-    table: Table,
-    settings: ShardSettings,
-    chunks: Iterable[Block],
-    feedback: Feedback,
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
 ) -> dict[str, Any]:
     """Write chunks into a new HDF5 file; return its rows, list bytes and checksums."""
     import h5py
@@ -97,11 +86,7 @@ def write_h5(
                 file.raise_failure()
                 rows += count_rows(block)
                 list_bytes = max(list_bytes, count_list_bytes(block))
-                feedback.on_progress(
-                    table.name,
-                    table.bytes_read,
-                    table.total_bytes,
-                )
+                feedback.on_progress(table.name, table.bytes_read, table.total_bytes)
         file.raise_failure()
     texts = {}
     for name, values in checksums.items():
@@ -117,12 +102,7 @@ class GrowingDataset:
     """An HDF5 dataset that rows are appended to."""
 
     def __init__(
-        self,
-        group: Any,
-        name: str,
-        column: Column,
-        chunk_rows: int,
-        compress: bool,
+        self, group: Any, name: str, column: Column, chunk_rows: int, compress: bool
     ) -> None:
         options: dict[str, Any] = {}
         if compress:
@@ -147,21 +127,9 @@ class GrowingDataset:
 class ArrayWriter:
     """Appends chunks of a column of arrays to a shard."""
 
-    def __init__(
-        self,
-        h5: Any,
-        name: str,
-        column: Column,
-        settings: ShardSettings,
-    ) -> None:
+    def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
         self.column = column
-        self.rows = GrowingDataset(
-            h5,
-            name,
-            column,
-            settings.chunk_rows,
-            settings.compress,
-        )
+        self.rows = GrowingDataset(h5, name, column, settings.chunk_rows, settings.compress)
 
     def append(self, part: Any) -> int:
         """Write the rows of a chunk, and return their checksum, as the reader computes it."""
@@ -173,31 +141,13 @@ class ArrayWriter:
 class ListWriter:
     """Appends chunks of a column of lists to a shard."""
 
-    def __init__(
-        self,
-        h5: Any,
-        name: str,
-        column: Column,
-        settings: ShardSettings,
-    ) -> None:
+    def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
         group = h5.create_group(name)
         ends = Column(np.dtype(np.int64))
         values = Column(column.dtype)
         self.column = column
-        self.ends = GrowingDataset(
-            group,
-            "ends",
-            ends,
-            settings.chunk_rows,
-            settings.compress,
-        )
-        self.values = GrowingDataset(
-            group,
-            "values",
-            values,
-            VALUES_PER_CHUNK,
-            settings.compress,
-        )
+        self.ends = GrowingDataset(group, "ends", ends, settings.chunk_rows, settings.compress)
+        self.values = GrowingDataset(group, "values", values, VALUES_PER_CHUNK, settings.compress)
 
     def append(self, part: Ragged) -> int:
         """Write the lists of a chunk, and return their checksum, as the reader computes it."""

@@ -47,10 +47,7 @@ def inspect_files(
 
 
 def validate_same_columns(
-    first_columns: dict[str, Column],
-    first_file: Path,
-    columns: dict[str, Column],
-    file: Path,
+    first_columns: dict[str, Column], first_file: Path, columns: dict[str, Column], file: Path
 ) -> None:
     for name in {**first_columns, **columns}:
         if columns.get(name) != first_columns.get(name):
@@ -79,21 +76,13 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
         if len(set(lengths.values())) != 1:
             texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
             problem = ", ".join(texts) or "it has no arrays"
-            raise input_error(
-                file,
-                problem,
-                "give every array one row per sample",
-            )
+            raise input_error(file, problem, "give every array one row per sample")
         largest = max(columns, key=lambda name: columns[name].row_bytes)
         chunk_rows = choose_chunk_rows(arrays[largest], row_bytes(columns))
     return columns, Shard(file, lengths[largest], chunk_rows, modified_ns=modified_ns)
 
 
-def find_column(
-    file: Path,
-    name: str,
-    array: Any,
-) -> Column:
+def find_column(file: Path, name: str, array: Any) -> Column:
     if array.ndim == 0 or array.dtype.kind not in "biuf":
         kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
         raise InputError(

@@ -16,11 +16,7 @@ from pathlib import Path
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.local_files import Feedback, output_folder
-from stepladder.data.shards.journal import (
-    ShardJournal,
-    open_journal_file,
-    validate_settings,
-)
+from stepladder.data.shards.journal import ShardJournal, open_journal_file, validate_settings
 from stepladder.data.shards.samples import Sample, samples_table
 from stepladder.data.shards.shard import (
     SHARD_INDEX,
@@ -28,11 +24,7 @@ from stepladder.data.shards.shard import (
     find_h5_files,
     recommend_chunk_rows,
 )
-from stepladder.data.shards.shard_file import (
-    CONTINUE_HINT,
-    ShardSettings,
-    write_shard,
-)
+from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings, write_shard
 from stepladder.data.table import Table, rechunk, row_bytes
 
 SHARD_BYTES = 64 << 20  # the size of a file, where the user names no number of rows
@@ -71,13 +63,7 @@ def write_shards(
     Raises:
         InputError: A sample does not fit, or the folder has something else or cannot be written.
     """
-    return write_table(
-        samples_table(samples),
-        Path(out),
-        chunk_rows,
-        rows_per_shard,
-        compress,
-    )
+    return write_table(samples_table(samples), Path(out), chunk_rows, rows_per_shard, compress)
 
 
 def write_table(
@@ -132,11 +118,7 @@ def validate_finished(out: Path, settings: ShardSettings) -> None:
     validate_settings(made_from, settings, out)
 
 
-def write_remaining(
-    table: Table,
-    journal: ShardJournal,
-    feedback: Feedback,
-) -> Path:
+def write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> Path:
     """Write the shards after those of the journal, and the index."""
     out = journal.folder
     settings = journal.settings
@@ -160,10 +142,7 @@ def write_remaining(
 
 
 def validate_free_space(
-    table: Table,
-    settings: ShardSettings,
-    out: Path,
-    rows_written: int,
+    table: Table, settings: ShardSettings, out: Path, rows_written: int
 ) -> None:
     """Check that the remaining rows can fit on the disk: a sparse input can claim any size.
 
@@ -190,10 +169,7 @@ def validate_free_space(
 
 
 def make_settings(
-    table: Table,
-    chunk_rows: int | None,
-    rows_per_shard: int | None,
-    compress: bool,
+    table: Table, chunk_rows: int | None, rows_per_shard: int | None, compress: bool
 ) -> ShardSettings:
     """Return the settings, with sizes for the table's columns where the user gave none."""
     validate_positive("--chunk-rows", chunk_rows)
@@ -216,11 +192,7 @@ def make_settings(
     if rows_per_shard is None:
         rows_per_shard = max(1, SHARD_BYTES // max(chunk_rows, chunk_bytes)) * chunk_rows
     stored_columns = {
-        name: {
-            "dtype": column.dtype.name,
-            "shape": list(column.shape),
-            "is_list": column.is_list,
-        }
+        name: {"dtype": column.dtype.name, "shape": list(column.shape), "is_list": column.is_list}
         for name, column in table.columns.items()
     }
     return ShardSettings(
@@ -249,8 +221,7 @@ def validate_columns(table: Table) -> None:
             )
         if not column.row_bytes:
             raise InputError(
-                f"{table.name}: the rows of column {name} hold nothing",
-                "--columns without it",
+                f"{table.name}: the rows of column {name} hold nothing", "--columns without it"
             )
 
 

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepladder.launcher.diagnose.explanation import Explanation
-from stepladder.launcher.diagnose.hang import (
-    LOCK_FILES,
-    MAX_LOCK_DEPTH,
-    explain_hang,
-    is_in_lock,
-)
+from stepladder.launcher.diagnose.hang import LOCK_FILES, MAX_LOCK_DEPTH, explain_hang, is_in_lock
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Stack
 

@@ -66,12 +66,7 @@ class RecordedCollective:
         for frame in self.entry.get("frames", []):
             frames.append(Frame(frame["name"], frame["filename"], int(frame["line"])))
         caller = find_user_frame(frames) or UNKNOWN_CALLER
-        return CallSite(
-            caller.function,
-            caller.file,
-            caller.line,
-            self.name,
-        )
+        return CallSite(caller.function, caller.file, caller.line, self.name)
 
     @property
     def size(self) -> int:
@@ -168,8 +163,4 @@ def _make_progress(collectives: list[RecordedCollective]) -> RankProgress:
     for collective in collectives[-RING_SIZE:]:
         recent.append((collective.number, (collective.call_site, collective.size)))
     awaited = 0 if last.is_completed else last.number
-    return RankProgress(
-        num_collectives=last.number,
-        awaited=awaited,
-        recent=tuple(recent),
-    )
+    return RankProgress(num_collectives=last.number, awaited=awaited, recent=tuple(recent))

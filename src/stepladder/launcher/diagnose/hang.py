@@ -13,11 +13,7 @@ from dataclasses import replace
 
 from stepladder.launcher.diagnose import causes
 from stepladder.launcher.diagnose.explanation import Explanation
-from stepladder.launcher.diagnose.mismatch import (
-    describe_step,
-    find_mismatch,
-    select_newest_group,
-)
+from stepladder.launcher.diagnose.mismatch import describe_step, find_mismatch, select_newest_group
 from stepladder.launcher.diagnose.rank_status import (
     QUEUE_FILES,
     ProcessState,
@@ -106,13 +102,7 @@ def _find_early_end(statuses: Sequence[RankStatus]) -> Explanation | None:
         f"{_name_ranks(finished)} ended well (exit code 0){after};"
         f" {witness} {verb}{step} {position}"
     )
-    return Explanation(
-        finished[0].rank,
-        sentence,
-        causes.ENDED_EARLY,
-        statuses,
-        left_early=True,
-    )
+    return Explanation(finished[0].rank, sentence, causes.ENDED_EARLY, statuses, left_early=True)
 
 
 def _as_running(status: RankStatus) -> RankStatus:
@@ -142,13 +132,7 @@ def _find_abort(statuses: Sequence[RankStatus]) -> Explanation | None:
         cause = causes.DIFFERENT_SHAPES
     else:
         cause = f"{causes.DIFFERENT_ORDER}; or {causes.DIFFERENT_SHAPES}"
-    return Explanation(
-        aborted.rank,
-        sentence,
-        cause,
-        statuses,
-        is_abort=True,
-    )
+    return Explanation(aborted.rank, sentence, cause, statuses, is_abort=True)
 
 
 def _find_behind(statuses: Sequence[RankStatus]) -> Explanation | None:
@@ -173,12 +157,7 @@ def _find_behind(statuses: Sequence[RankStatus]) -> Explanation | None:
         f"{_name_ranks(behind)} {verb} not reached {name} {min_count + 1}"
         f"{describe_step(statuses)}: {_describe_positions(behind)}; the others wait"
     )
-    return Explanation(
-        behind[0].rank,
-        sentence,
-        find_cause(behind[0]),
-        statuses,
-    )
+    return Explanation(behind[0].rank, sentence, find_cause(behind[0]), statuses)
 
 
 def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
@@ -208,12 +187,7 @@ def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
         f"{_name_ranks(missing)}{_describe_own_step(missing[0])}:"
         f" {_describe_positions(missing)}; the others wait {awaited}"
     )
-    return Explanation(
-        missing[0].rank,
-        sentence,
-        find_cause(missing[0]),
-        statuses,
-    )
+    return Explanation(missing[0].rank, sentence, find_cause(missing[0]), statuses)
 
 
 def _find_different_collectives(statuses: Sequence[RankStatus]) -> Explanation | None:
@@ -242,12 +216,7 @@ def _explain_ended_ranks(statuses: Sequence[RankStatus]) -> Explanation | None:
         return None
     verb = _inflect(ended, "has", "have")
     sentence = f"{_name_ranks(ended)} {verb} ended; the others still run"
-    return Explanation(
-        ended[0].rank,
-        sentence,
-        causes.ENDED,
-        statuses,
-    )
+    return Explanation(ended[0].rank, sentence, causes.ENDED, statuses)
 
 
 def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool) -> Explanation:
@@ -298,11 +267,7 @@ def _describe_awaited(status: RankStatus) -> str:
     return f"{site.name} {number}{step} ({site})"
 
 
-def _inflect(
-    statuses: Sequence[RankStatus],
-    singular: str,
-    plural: str,
-) -> str:
+def _inflect(statuses: Sequence[RankStatus], singular: str, plural: str) -> str:
     return singular if len(statuses) == 1 else plural
 
 

@@ -96,10 +96,5 @@ def _compare(
             f"{second.status} passes {second.size} numbers to {first.site.name} {number}{step}"
             f" ({second.site}), {first.status} passes {first.size}"
         )
-        return Explanation(
-            second.status.rank,
-            sentence,
-            causes.DIFFERENT_SHAPES,
-            statuses,
-        )
+        return Explanation(second.status.rank, sentence, causes.DIFFERENT_SHAPES, statuses)
     return None

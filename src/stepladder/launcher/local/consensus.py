@@ -57,11 +57,7 @@ class Quorum:
     failed_step: int | None = None
 
 
-def form_quorum(
-    group_number: int,
-    votes: Mapping[int, NodeVote],
-    lost_nodes: int = 0,
-) -> Quorum:
+def form_quorum(group_number: int, votes: Mapping[int, NodeVote], lost_nodes: int = 0) -> Quorum:
     """Return the next group of ranks, or that there is none.
 
     Args:
@@ -81,19 +77,9 @@ def form_quorum(
     reasons = [reason for vote in votes.values() for reason in vote.loss_reasons]
     if lost_nodes:
         reasons.append("1 node was lost" if lost_nodes == 1 else f"{lost_nodes} nodes were lost")
-    membership = Membership(
-        group_number,
-        members,
-        nodes,
-        url,
-        reasons[:MAX_LOSS_REASONS],
-    )
+    membership = Membership(group_number, members, nodes, url, reasons[:MAX_LOSS_REASONS])
     failed_steps = [v.failed_step for v in votes.values() if v.failed_step is not None]
-    return Quorum(
-        membership,
-        lost_count,
-        max(failed_steps, default=None),
-    )
+    return Quorum(membership, lost_count, max(failed_steps, default=None))
 
 
 def _can_form_group(votes: Collection[NodeVote], lost_count: int) -> bool:

@@ -142,11 +142,7 @@ class InPlaceRecovery:
             if channel in ready:
                 self._receive_from(rank, channel)
 
-    def _receive_from(
-        self,
-        rank: int,
-        channel: socket.socket,
-    ) -> None:
+    def _receive_from(self, rank: int, channel: socket.socket) -> None:
         message = b""
         with suppress(OSError):
             message = channel.recv(MAX_MESSAGE_BYTES)
@@ -168,11 +164,7 @@ class InPlaceRecovery:
         for rank in list(self._channels):
             self._close_channel(rank)
 
-    def can_continue_without(
-        self,
-        member: RankProcess,
-        alive: set[int],
-    ) -> bool:
+    def can_continue_without(self, member: RankProcess, alive: set[int]) -> bool:
         """Return whether the other ranks may continue without a rank that has failed.
 
         Args:
@@ -305,11 +297,7 @@ class InPlaceRecovery:
         self._form_group(quorum, quorum.membership, len(view.training))
         return True
 
-    def _make_vote(
-        self,
-        failures: list[Failure],
-        trained_count: int,
-    ) -> NodeVote:
+    def _make_vote(self, failures: list[Failure], trained_count: int) -> NodeVote:
         errors = [failure.error for failure in failures if isinstance(failure, Raised)]
         failed_steps = [error.step for error in errors if error.step is not None]
         return NodeVote(
@@ -324,12 +312,7 @@ class InPlaceRecovery:
             loss_reasons=[failure.summary for failure in failures],
         )
 
-    def _form_group(
-        self,
-        quorum: Quorum,
-        membership: Membership,
-        trained_count: int,
-    ) -> None:
+    def _form_group(self, quorum: Quorum, membership: Membership, trained_count: int) -> None:
         """Send the waiting ranks the next group, and replace the ranks that were lost."""
         failed = self.failed
         self.failed = []
@@ -357,20 +340,12 @@ class InPlaceRecovery:
                 self._replacement_count = 0
             self._reply(rank, membership)
 
-    def _reply(
-        self,
-        rank: int,
-        membership: Membership | None,
-    ) -> None:
+    def _reply(self, rank: int, membership: Membership | None) -> None:
         """Send a waiting rank the members of the next group, or None if there is none."""
         send_membership(self._channels[rank], membership)
         del self._leave_reasons[rank]
 
-    def _needs_replacement(
-        self,
-        member: RankProcess,
-        trained_count: int,
-    ) -> bool:
+    def _needs_replacement(self, member: RankProcess, trained_count: int) -> bool:
         if self._min_ranks is None or trained_count < self._min_ranks:
             return True
         if not self._policy.is_repeated_failure(member.local_rank):

@@ -79,12 +79,7 @@ class LocalGroup:
         """The signal that asked the group to stop; 0 if there was none."""
         return self._context.stop_request.signal_number
 
-    def run(
-        self,
-        nproc: int,
-        attempt: int = 0,
-        min_nproc: int | None = None,
-    ) -> Outcome:
+    def run(self, nproc: int, attempt: int = 0, min_nproc: int | None = None) -> Outcome:
         """Run ranks 0 to nproc - 1 of a single node until they end.
 
         Args:
@@ -101,12 +96,7 @@ class LocalGroup:
             pass
         return self.attempt.end()
 
-    def start_single_node(
-        self,
-        nproc: int,
-        attempt: int = 0,
-        min_nproc: int | None = None,
-    ) -> None:
+    def start_single_node(self, nproc: int, attempt: int = 0, min_nproc: int | None = None) -> None:
         """Start ranks 0 to nproc - 1 of a single node, as described at `run`."""
         variables = {
             "WORLD_SIZE": str(nproc),

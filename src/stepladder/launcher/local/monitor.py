@@ -15,11 +15,7 @@ from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.observed_ranks import ObservedRanks
-from stepladder.launcher.local.process_stats import (
-    IdleKind,
-    IdleMeter,
-    read_cpu_seconds,
-)
+from stepladder.launcher.local.process_stats import IdleKind, IdleMeter, read_cpu_seconds
 from stepladder.rank import progress
 
 MONITOR_INTERVAL_S = 0.2
@@ -178,11 +174,7 @@ class Monitor:
             return None
         return Hang(explain_hang(statuses, self._ranks.has_all_ranks), waiting)
 
-    def _may_inspect(
-        self,
-        alive: Collection[int],
-        enough_polls: int,
-    ) -> bool:
+    def _may_inspect(self, alive: Collection[int], enough_polls: int) -> bool:
         """Return whether ranks have been idle for long enough to be asked for their stacks."""
         counts = [self._ranks[local_rank].idle_meter.max_count for local_rank in alive]
         if max(counts) < enough_polls:
@@ -287,11 +279,7 @@ class Monitor:
         return not is_starting and self._is_stalled_for(self._limits.timeout + TIMEOUT_GRACE_S)
 
 
-def _find_wait(
-    status: RankStatus,
-    meter: IdleMeter,
-    enough_polls: int,
-) -> IdleKind | None:
+def _find_wait(status: RankStatus, meter: IdleMeter, enough_polls: int) -> IdleKind | None:
     """Return how a rank is idle if it has waited for others for so many polls."""
     if status.is_waiting and meter.count(IdleKind.ASLEEP) >= enough_polls:
         return IdleKind.ASLEEP

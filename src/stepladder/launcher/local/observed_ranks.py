@@ -30,12 +30,7 @@ class ObservedRank:
         pid: Its process id; 0 before the process is started.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        stack_file: MemoryFile,
-        pid: int = 0,
-    ) -> None:
+    def __init__(self, rank: int, stack_file: MemoryFile, pid: int = 0) -> None:
         self.rank = rank
         self.stack_file = stack_file
         self.pid = pid
@@ -72,12 +67,7 @@ class ObservedRanks:
         world_size: The number of ranks on all nodes; 0 if all are on this one.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        dump_prefix: Path,
-        world_size: int = 0,
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], dump_prefix: Path, world_size: int = 0) -> None:
         self.has_all_ranks = world_size <= len(ranks)
         self._dump_prefix = dump_prefix
         self._progress_file = MemoryFile("progress")
@@ -103,11 +93,7 @@ class ObservedRanks:
     def _ranks(self) -> list[int]:
         return [observed.rank for observed in self._observed]
 
-    def make_variables(
-        self,
-        rank: int,
-        local_rank: int,
-    ) -> dict[str, str]:
+    def make_variables(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the environment variables that tell a rank where to write its progress."""
         files = progress.RankFiles(
             rank,
@@ -123,12 +109,7 @@ class ObservedRanks:
         observed = self._observed[local_rank]
         self._observed[local_rank] = ObservedRank(observed.rank, observed.stack_file, pid)
 
-    def replace_rank(
-        self,
-        local_rank: int,
-        rank: int,
-        pid: int,
-    ) -> None:
+    def replace_rank(self, local_rank: int, rank: int, pid: int) -> None:
         """Observe the replacement of a lost rank, which has a new number."""
         progress.clear_slots(self._progress_file.path, local_rank)
         stack_file = self._observed[local_rank].stack_file
@@ -136,22 +117,12 @@ class ObservedRanks:
 
     def request_regroup(self, local_rank: int) -> None:
         """Ask a local rank to leave its group after the current step: another rank joins."""
-        progress.write_slot(
-            self._progress_file.path,
-            local_rank,
-            progress.REGROUP,
-            1,
-        )
+        progress.write_slot(self._progress_file.path, local_rank, progress.REGROUP, 1)
 
     def list_ended(self) -> list[RankStatus]:
         """Return the last progress that each rank wrote, without a look at its process."""
         return [
-            RankStatus(
-                observed.rank,
-                observed.pid,
-                ProcessState.ENDED,
-                written,
-            )
+            RankStatus(observed.rank, observed.pid, ProcessState.ENDED, written)
             for observed, written in zip(self._observed, self._read_progress(), strict=True)
         ]
 
@@ -220,11 +191,7 @@ class ObservedRanks:
         return bool(find_dumps(self._dump_prefix, self._ranks))
 
     def _read_progress(self) -> list[progress.RankProgress]:
-        return progress.read_progress(
-            self._progress_file.path,
-            self._sites_file.path,
-            self._ranks,
-        )
+        return progress.read_progress(self._progress_file.path, self._sites_file.path, self._ranks)
 
     def _read_best_progress(self) -> list[progress.RankProgress]:
         """Return the progress that ranks wrote, or, for scripts, that the flight recorder did."""

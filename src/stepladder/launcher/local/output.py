@@ -73,10 +73,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        prefix: bytes,
-        target: int,
-        log: Callable[[bytes], None] = lambda _: None,
+        self, prefix: bytes, target: int, log: Callable[[bytes], None] = lambda _: None
     ) -> None:
         self._prefix = prefix
         self._target = target
@@ -145,12 +142,7 @@ class Output:
         self._shown = shown
 
     @contextmanager
-    def open_pipes(
-        self,
-        name: str,
-        rank: int,
-        local_rank: int,
-    ) -> Iterator[Sequence[OpenFile]]:
+    def open_pipes(self, name: str, rank: int, local_rank: int) -> Iterator[Sequence[OpenFile]]:
         """Make pipes for a rank that is started in the block.
 
         Args:
@@ -168,12 +160,7 @@ class Output:
             for pipe in set(pipes):
                 pipe.close()  # the rank has its own copy
 
-    def _make_pipes(
-        self,
-        name: str,
-        rank: int,
-        local_rank: int,
-    ) -> Sequence[OpenFile]:
+    def _make_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
         if not self._prefixed and self._logs is None:
             return ()
         targets = [number if self._shown(local_rank, number) else 0 for number in (STDOUT, STDERR)]
@@ -263,12 +250,7 @@ class LogFiles(Output):
         self._has_begun = False
         self._pending: list[tuple[str, bytes]] = []  # names of files, and data for them
 
-    def _make_pipes(
-        self,
-        name: str,
-        rank: int,
-        local_rank: int,
-    ) -> Sequence[OpenFile]:
+    def _make_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
         if rank == 0:
             return ()
         pipe = self._make_pipe(RawStream(partial(self.append, f"{name}.log")))

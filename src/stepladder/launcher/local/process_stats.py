@@ -17,11 +17,7 @@ POLLS_LOST_BY_NOISE = 10
 IDLE_CPU_S = 0.015  # between two polls: at most one tick of the kernel's clock
 
 
-def query_process(
-    pid: int,
-    query: Callable[[psutil.Process], T],
-    default: T,
-) -> T:
+def query_process(pid: int, query: Callable[[psutil.Process], T], default: T) -> T:
     """Return the result of a query of a process, or the default if the process has ended."""
     import psutil  # late: it would take a third of the time of `train --help`
 
@@ -32,29 +28,17 @@ def query_process(
 
 def is_alive(pid: int) -> bool:
     """Return whether a process runs, and is no zombie."""
-    return query_process(
-        pid,
-        lambda process: process.status() != "zombie",
-        False,
-    )
+    return query_process(pid, lambda process: process.status() != "zombie", False)
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether SIGSTOP or Ctrl-Z has stopped the process. A debugger does not count."""
-    return query_process(
-        pid,
-        lambda process: process.status() == "stopped",
-        False,
-    )
+    return query_process(pid, lambda process: process.status() == "stopped", False)
 
 
 def read_cpu_seconds(pid: int) -> float:
     """Return the time that a process has computed, in user and system mode."""
-    return query_process(
-        pid,
-        lambda process: sum(process.cpu_times()[:2]),
-        0.0,
-    )
+    return query_process(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
 
 
 def read_busy_seconds(pid: int) -> float:
@@ -76,11 +60,7 @@ def count_context_switches(pid: int) -> tuple[int, int]:
 
     The two numbers, of voluntary and involuntary switches, do not change while the thread sleeps.
     """
-    return query_process(
-        pid,
-        lambda process: tuple(process.num_ctx_switches()),
-        (0, 0),
-    )
+    return query_process(pid, lambda process: tuple(process.num_ctx_switches()), (0, 0))
 
 
 def sleeps(pid: int) -> bool:
@@ -98,11 +78,7 @@ def sleeps(pid: int) -> bool:
 
 def find_children(pid: int) -> list[int]:
     """Return the child processes of a process."""
-    return query_process(
-        pid,
-        lambda process: sorted(child.pid for child in process.children()),
-        [],
-    )
+    return query_process(pid, lambda process: sorted(child.pid for child in process.children()), [])
 
 
 def count_oom_kills() -> int:

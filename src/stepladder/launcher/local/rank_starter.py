@@ -79,8 +79,7 @@ class RankStarter:
         shared = SharedResources(self._fd_store, rank_channel, segment)
         with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
             process = self._context.Process(
-                target=run_rank,
-                args=(self._work, env, errors, pipes, shared, self._spec.is_script),
+                target=run_rank, args=(self._work, env, errors, pipes, shared, self._spec.is_script)
             )
             continue_fork_server()
             oom_kills = count_oom_kills()

@@ -21,11 +21,7 @@ class RestartPolicy:
         report: What is called with each failure; None prints it.
     """
 
-    def __init__(
-        self,
-        has_steps: bool,
-        report: Callable[[Failure], None] | None = None,
-    ) -> None:
+    def __init__(self, has_steps: bool, report: Callable[[Failure], None] | None = None) -> None:
         self.has_steps = has_steps
         self.report: Callable[[Failure], None] = report or self._print
         self._printed_traces: set[str] = set()

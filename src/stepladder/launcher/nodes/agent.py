@@ -205,8 +205,7 @@ class Agent:
         recovers_in_place = self.group.spec.recovers_in_place
         self._liveness = LivenessConnections(self.rendezvous.address if recovers_in_place else "")
         self.node.update_info(
-            liveness_address=self._liveness.address,
-            node_id=self.rendezvous_record.node_ids.own_id,
+            liveness_address=self._liveness.address, node_id=self.rendezvous_record.node_ids.own_id
         )
 
     def _poll(self) -> View:

@@ -51,12 +51,7 @@ class RunningStart:
 def announce_start(peers: Peers, known: NodeInfo) -> None:
     """Publish, on the first node, that other nodes can join this start."""
     if peers.index == 0:
-        start = RunningStart(
-            known.attempt,
-            peers.node_count,
-            peers.world_size,
-            known.failed,
-        )
+        start = RunningStart(known.attempt, peers.node_count, peers.world_size, known.failed)
         board = SignedBoard(peers.shared_store, LAUNCH_SCOPE, peers.secret)
         board.write(CURRENT_START_KEY, json.dumps(asdict(start)))
 
@@ -99,11 +94,7 @@ def join_running_start(
     return peers, known
 
 
-def join_running_ranks(
-    node: LocalNode,
-    rendezvous: OpenRendezvous,
-    check: Check,
-) -> Peers | None:
+def join_running_ranks(node: LocalNode, rendezvous: OpenRendezvous, check: Check) -> Peers | None:
     """Join a start whose ranks train already.
 
     Args:
@@ -132,10 +123,7 @@ def join_running_ranks(
 
 
 def introduce_node(
-    node: LocalNode,
-    rendezvous: OpenRendezvous,
-    generation: int,
-    check: Check,
+    node: LocalNode, rendezvous: OpenRendezvous, generation: int, check: Check
 ) -> Peers:
     """Wait until enough nodes have come for a new start, and exchange infos with them.
 
@@ -150,11 +138,7 @@ def introduce_node(
     """
     info = wait_interruptibly(rendezvous.handler.next_rendezvous, check)
     peers = Peers(
-        info.store,
-        info.rank,
-        info.world_size,
-        rendezvous.secret,
-        shared_store=rendezvous.store,
+        info.store, info.rank, info.world_size, rendezvous.secret, shared_store=rendezvous.store
     )
     node.update_info(master=rendezvous.choose_master(info))
     own_info = node.info

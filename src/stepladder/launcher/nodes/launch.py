@@ -148,11 +148,7 @@ def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
     return wait_interruptibly(lambda: open_store(spec.host, spec.port, serves=False), check)
 
 
-def train_on_nodes(
-    node: LocalNode,
-    rendezvous: RunDirRendezvous,
-    nodes: tuple[int, int],
-) -> int:
+def train_on_nodes(node: LocalNode, rendezvous: RunDirRendezvous, nodes: tuple[int, int]) -> int:
     """Run this node's part of a job.
 
     Args:
@@ -293,11 +289,7 @@ def make_rendezvous(
         join=timedelta(seconds=limits["join_timeout"]),
         last_call=timedelta(seconds=limits["last_call_timeout"]),
     )
-    backend = SignedBackend(
-        C10dRendezvousBackend(store, name),
-        secret,
-        name,
-    )
+    backend = SignedBackend(C10dRendezvousBackend(store, name), secret, name)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         name,
         store,

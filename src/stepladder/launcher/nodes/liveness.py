@@ -37,11 +37,7 @@ class LivenessConnections:
             return
         with suppress(OSError):
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server(
-                (host, 0),
-                family=family,
-                backlog=LISTEN_BACKLOG,
-            )
+            self._listener = socket.create_server((host, 0), family=family, backlog=LISTEN_BACKLOG)
             self.address = (host, self._listener.getsockname()[1])
 
     def set_peers(self, addresses: Mapping[int, Address]) -> None:

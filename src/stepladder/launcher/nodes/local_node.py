@@ -81,11 +81,7 @@ class LocalNode:
 
 
 @contextmanager
-def open_local_node(
-    group: LocalGroup,
-    nproc: int,
-    max_restarts: int,
-) -> Iterator[LocalNode]:
+def open_local_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterator[LocalNode]:
     """Handle signals for the group, and prepare torchelastic for the block.
 
     Meanwhile the process from which ranks are forked imports torch, too.
@@ -128,11 +124,7 @@ def wait_interruptibly(wait: Callable[[], T], check: Callable[[], object]) -> T:
         except BaseException as error:
             value.set_exception(error)
 
-    threading.Thread(
-        target=call,
-        name=WAIT_THREAD_NAME,
-        daemon=True,
-    ).start()
+    threading.Thread(target=call, name=WAIT_THREAD_NAME, daemon=True).start()
     while not value.done():
         futures.wait([value], WAIT_CHECK_INTERVAL_S)
         check()

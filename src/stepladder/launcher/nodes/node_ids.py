@@ -60,12 +60,7 @@ class NodeIds:
         if sum(is_locked(self._file, node_id) for node_id in candidates) >= self.max_nodes:
             return False
         os.ftruncate(self._file, next_id + 1)
-        fcntl.lockf(
-            self._file,
-            fcntl.LOCK_EX | fcntl.LOCK_NB,
-            1,
-            next_id,
-        )
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, next_id)
         self.own_id = next_id
         return True
 

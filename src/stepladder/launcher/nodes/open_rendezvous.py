@@ -67,11 +67,7 @@ class OpenRendezvous:
         assert bootstrap is not None
         return str(bootstrap.master_addr), bootstrap.master_port
 
-    def make_rank_variables(
-        self,
-        peers: Peers,
-        known: NodeInfo,
-    ) -> dict[str, str]:
+    def make_rank_variables(self, peers: Peers, known: NodeInfo) -> dict[str, str]:
         """Return the environment variables that all ranks of a node share."""
         host, port = known.master
         return {

@@ -30,11 +30,7 @@ ENDED_KEY = "ended"
 FAILED_KEY = "failed"
 
 
-def open_start_board(
-    shared_store: Store,
-    attempt: int,
-    secret: str,
-) -> SignedBoard:
+def open_start_board(shared_store: Store, attempt: int, secret: str) -> SignedBoard:
     """Return the board for the values of one start."""
     return SignedBoard(shared_store, f"{LAUNCH_SCOPE}/start-{attempt}", secret)
 
@@ -153,11 +149,7 @@ class Peers:
                 raise DistError("a node of this start does not introduce itself")
             time.sleep(INTRODUCTION_POLL_INTERVAL_S)
 
-    def register_peer(
-        self,
-        node: int,
-        info: Mapping[str, Any],
-    ) -> None:
+    def register_peer(self, node: int, info: Mapping[str, Any]) -> None:
         """Store what is needed of a node's `NodeInfo` after the start."""
         self.liveness_addresses[node] = tuple(info["liveness_address"])
         self.node_ids[node] = info["node_id"]
@@ -324,11 +316,7 @@ class Peers:
             return self._wait_for(have_ended, timeout)
         return True
 
-    def _wait_for(
-        self,
-        condition: Callable[[], bool],
-        timeout: Callable[[], float],
-    ) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], timeout: Callable[[], float]) -> bool:
         started_at = self.clock()
         while not condition():
             if self.clock() - started_at >= timeout():

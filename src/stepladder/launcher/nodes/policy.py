@@ -207,11 +207,7 @@ DECISIONS: dict[Status, Callable[[View], Decision]] = {
 }
 
 
-def peers_end_timeout(
-    can_resume: bool,
-    stop_asked: bool,
-    time_limited: bool,
-) -> float:
+def peers_end_timeout(can_resume: bool, stop_asked: bool, time_limited: bool) -> float:
     """Return the seconds that ranks which ended well wait for those of other nodes to end.
 
     Args:

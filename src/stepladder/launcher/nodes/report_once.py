@@ -23,13 +23,7 @@ def should_report(text: str) -> bool:
     if PROGRESS_VARIABLE in os.environ:  # our own launcher started it, and prints its ranks' errors
         return True
     # If the ranks cannot connect, each one reports.
-    with suppress(
-        InputError,
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ):
+    with suppress(InputError, ImportError, OSError, RuntimeError, ValueError):
         world = World.detect()
         if world.world_size > 1:
             return is_first_to_report(text, _open_store(world), world)
@@ -47,10 +41,4 @@ def _open_store(world: World) -> Any:
         raise ValueError
     serves = world.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=REPORT_TIMEOUT_S)
-    return TCPStore(
-        host,
-        port,
-        is_master=serves,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    return TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)

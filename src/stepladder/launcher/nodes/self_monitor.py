@@ -65,11 +65,7 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
     monitor = SelfMonitor(world, explain_after, stack_file)
     if stack_file >= 0:
         answer_stack_signal_into(stack_file)
-        thread = threading.Thread(
-            target=monitor.run,
-            name=SELF_MONITOR_THREAD_NAME,
-            daemon=True,
-        )
+        thread = threading.Thread(target=monitor.run, name=SELF_MONITOR_THREAD_NAME, daemon=True)
         atexit.register(monitor.stop, thread)
         thread.start()
     return monitor
@@ -78,12 +74,7 @@ def start_self_monitor(world: World, explain_after: float | None) -> SelfMonitor
 class SelfMonitor:
     """The monitor of one rank, in its own process."""
 
-    def __init__(
-        self,
-        world: World,
-        explain_after: float,
-        stack_file: int,
-    ) -> None:
+    def __init__(self, world: World, explain_after: float, stack_file: int) -> None:
         """Set up the monitor.
 
         Args:
@@ -233,12 +224,7 @@ class SelfMonitor:
                 time.sleep(EXIT_NOTICE_POLL_INTERVAL_S)
         return False
 
-    def _print_early_exit(
-        self,
-        board: SignedBoard,
-        error: RankError,
-        exited: list[int],
-    ) -> None:
+    def _print_early_exit(self, board: SignedBoard, error: RankError, exited: list[int]) -> None:
         name = str(self.world.rank)
         if board.write_if_absent("left", name) != name:
             return
@@ -256,11 +242,7 @@ class SelfMonitor:
         # torch puts `[rank0]:` before what goes to sys.stderr.
         write_text(f"stepladder: {explanation.with_cause}", sys.__stderr__)
 
-    def _print_explanation(
-        self,
-        board: SignedBoard,
-        ranks: list[RankStatus],
-    ) -> None:
+    def _print_explanation(self, board: SignedBoard, ranks: list[RankStatus]) -> None:
         """Print why ranks wait.
 
         Args:
@@ -279,11 +261,7 @@ class SelfMonitor:
         waited = time.monotonic() - self._waiting_since
         print_message(explanation.format_report("other ranks have waited", waited))
 
-    def _inspect_peer(
-        self,
-        board: SignedBoard,
-        rank: int,
-    ) -> RankStatus:
+    def _inspect_peer(self, board: SignedBoard, rank: int) -> RankStatus:
         """Return the state of a rank that has not answered."""
         if board.has(f"left-{rank}"):
             return RankStatus(

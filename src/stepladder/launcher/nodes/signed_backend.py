@@ -57,12 +57,7 @@ class SignedBackend(RendezvousBackend):
         name: The name of the rendezvous.
     """
 
-    def __init__(
-        self,
-        backend: RendezvousBackend,
-        secret: str,
-        name: str,
-    ) -> None:
+    def __init__(self, backend: RendezvousBackend, secret: str, name: str) -> None:
         self.backend = backend
         self.secret = secret
         # The key that states are signed for.

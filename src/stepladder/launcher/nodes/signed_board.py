@@ -27,12 +27,7 @@ class SignedBoard:
         secret: The secret of the launch, which signs the values.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        scope: str,
-        secret: str,
-    ) -> None:
+    def __init__(self, store: Store, scope: str, secret: str) -> None:
         self.store = store
         self.scope = scope
         self.secret = secret
@@ -63,11 +58,7 @@ class SignedBoard:
         Raises:
             ForgedError: It was not signed for this key.
         """
-        self.store.compare_set(
-            self._full_key(key),
-            "",
-            self._sign(key, text),
-        )
+        self.store.compare_set(self._full_key(key), "", self._sign(key, text))
         return self.read(key)
 
     def read(self, key: str) -> str:

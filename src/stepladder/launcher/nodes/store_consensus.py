@@ -42,12 +42,7 @@ class StoreConsensus(Consensus):
         liveness: Connections to the other agents.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        min_nodes: int,
-        liveness: LivenessConnections,
-    ) -> None:
+    def __init__(self, peers: Peers, min_nodes: int, liveness: LivenessConnections) -> None:
         self.peers = peers
         # The values of the start.
         self.board = peers.board

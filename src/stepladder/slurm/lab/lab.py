@@ -234,11 +234,7 @@ class Lab:
     def read_states(self) -> dict[str, str]:
         """Return each node's state in Slurm: idle, mixed, down; down* if it does not answer."""
         output = self.run_slurm(
-            "sinfo",
-            "--noheader",
-            "--Node",
-            "--partition=lab",
-            "--format=%N %T",
+            "sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N %T"
         )
         states = dict(line.split() for line in output.splitlines())
         return {node.name: states.get(node.name, "unknown") for node in self.layout.all_nodes}
@@ -319,11 +315,7 @@ class Lab:
             )
             self._start_node(node)
 
-    def run_command(
-        self,
-        command: list[str],
-        name: str | None,
-    ) -> None:
+    def run_command(self, command: list[str], name: str | None) -> None:
         """Replace this process by a command.
 
         Args:
@@ -332,11 +324,7 @@ class Lab:
         """
         if name is not None:
             self._require_networks("exec --node")
-            command = machine.make_node_command(
-                self.layout,
-                self.find_node(name),
-                command,
-            )
+            command = machine.make_node_command(self.layout, self.find_node(name), command)
         os.environ["SLURM_CONF"] = str(self.layout.conf)
         with as_input_error(command[0], "stepladder lab exec -- srun -N2 hostname"):
             os.execvp(command[0], command)

@@ -53,11 +53,7 @@ class Daemon:
         """Return the daemon of a running process."""
         return Daemon(pid, _read_start_time(pid))
 
-    def find_process(
-        self,
-        program: str,
-        conf: Path,
-    ) -> psutil.Process | None:
+    def find_process(self, program: str, conf: Path) -> psutil.Process | None:
         """Return the process, None if it has ended or is not this program.
 
         A recorded id may be wrong, so the program and its SLURM_CONF are compared too.
@@ -90,11 +86,7 @@ def make_search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN_FOLDERS])
 
 
-def start_daemon(
-    command: list[str],
-    log: Path,
-    env: dict[str, str],
-) -> Daemon:
+def start_daemon(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
     """Start a process that outlives this one.
 
     Args:
@@ -135,12 +127,7 @@ def find_plain_node_processes(name: str, folder: Path) -> list[psutil.Process]:
     return list(processes)
 
 
-def _is_on_plain_node(
-    process: psutil.Process,
-    name: str,
-    conf: str,
-    log: str,
-) -> bool:
+def _is_on_plain_node(process: psutil.Process, name: str, conf: str, log: str) -> bool:
     try:
         # A slurmstepd overwrites its environment with its title; it has the node's log open.
         if process.name() == "slurmstepd":
@@ -190,12 +177,7 @@ def run_ip(*arguments: str) -> None:
     Raises:
         InputError: If it fails, as it does without the necessary rights.
     """
-    process = subprocess.run(
-        ["ip", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if process.returncode != 0:
         raise InputError(
             f"`ip {' '.join(arguments)}` failed: {process.stderr.strip()}", NO_NETWORKS_HINT
@@ -232,26 +214,11 @@ def create_networks(layout: Layout) -> None:
         _create_node_network(node, bridge, with_ipv6)
 
 
-def _create_node_network(
-    node: Node,
-    bridge: str,
-    with_ipv6: bool,
-) -> None:
+def _create_node_network(node: Node, bridge: str, with_ipv6: bool) -> None:
     device = node.device
     inside = ["-n", device]
     run_ip("netns", "add", device)
-    run_ip(
-        "link",
-        "add",
-        device,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth0",
-        "netns",
-        device,
-    )
+    run_ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", device)
     run_ip("link", "set", device, "master", bridge, "up")
     run_ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
     if with_ipv6:
@@ -277,18 +244,10 @@ def remove_networks(layout: Layout) -> None:
 
     for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
         if device in existing:
-            subprocess.run(
-                ["ip", "link", "del", device],
-                capture_output=True,
-                check=False,
-            )
+            subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
     # `ip netns add` has created this folder, as a mount.
     if NAMESPACES_FOLDER.exists() and not any(NAMESPACES_FOLDER.iterdir()):
-        subprocess.run(
-            ["umount", NAMESPACES_FOLDER],
-            capture_output=True,
-            check=False,
-        )
+        subprocess.run(["umount", NAMESPACES_FOLDER], capture_output=True, check=False)
         NAMESPACES_FOLDER.rmdir()
 
 
@@ -300,11 +259,7 @@ def set_cable(node: Node, up: bool) -> None:
     run_ip("link", "set", node.device, "up" if up else "down")
 
 
-def make_node_command(
-    layout: Layout,
-    node: Node,
-    command: list[str],
-) -> list[str]:
+def make_node_command(layout: Layout, node: Node, command: list[str]) -> list[str]:
     """Return the command that runs `command` on a node, with its network and its host name."""
     enter_network = ["nsenter", f"--net={NAMESPACES_FOLDER / node.device}"]
     new_namespaces = ["unshare", "--uts", "--mount", "--"]

@@ -128,11 +128,7 @@ class Check:
             the report says of it does not depend on the moment at which it was certain.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        on_finding: OnFinding,
-    ) -> None:
+    def __init__(self, request: Request, on_finding: OnFinding) -> None:
         self.request = request
         self.on_finding = on_finding
         self.script = request.script.absolute()
@@ -242,17 +238,9 @@ class Check:
             report = self.check_in_sandbox(scratch_folder, sandbox)
             isolation = summarize(sandbox)
         not_checked = blame_refusal(report.not_checked, isolation)
-        return replace(
-            report,
-            not_checked=not_checked,
-            isolation=isolation,
-        )
+        return replace(report, not_checked=not_checked, isolation=isolation)
 
-    def check_in_sandbox(
-        self,
-        scratch_folder: Path,
-        sandbox: Sandbox,
-    ) -> Report:
+    def check_in_sandbox(self, scratch_folder: Path, sandbox: Sandbox) -> Report:
         runs = ScriptRuns(self.source, self.watch)
         run = runs.run(self.make_launch(scratch_folder, sandbox))
         self.notes += runs.notes
@@ -262,46 +250,23 @@ class Check:
         findings = apply_rules(evidence)
         self.preliminary_findings = findings
         if needs_one_node(evidence, run.launch):
-            launch = launch_in_new_copy(
-                replace(run.launch, nodes=1),
-                scratch_folder,
-                "one-node",
-            )
-            on_one_node = runs.read_run(
-                launch,
-                run_ranks(launch, "one-node"),
-            )
+            launch = launch_in_new_copy(replace(run.launch, nodes=1), scratch_folder, "one-node")
+            on_one_node = runs.read_run(launch, run_ranks(launch, "one-node"))
             findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
             self.notes.append(RAN_ON_ONE_NODE)
         not_checked = self.reason_not_checked(run, findings)
         if self.request.resume and not not_checked:
-            launch = launch_in_new_copy(
-                run.launch,
-                scratch_folder,
-                "again",
-            )
-            resume_findings, note = compare_resumed_run(
-                evidence,
-                launch,
-                self.request.resume_args,
-            )
+            launch = launch_in_new_copy(run.launch, scratch_folder, "again")
+            resume_findings, note = compare_resumed_run(evidence, launch, self.request.resume_args)
             resume_findings = drop_suppressed(resume_findings, self.source)
             findings = add_measured_damage(findings, resume_findings)
             findings = drop_consequences([*findings, *resume_findings])
             if note:
                 self.notes.append(note)
         self.add_findings(findings)
-        return Report(
-            not_checked=not_checked,
-            run_summary=summarize_run(run),
-            notes=self.notes,
-        )
+        return Report(not_checked=not_checked, run_summary=summarize_run(run), notes=self.notes)
 
-    def make_launch(
-        self,
-        scratch_folder: Path,
-        sandbox: Sandbox,
-    ) -> RankLaunch:
+    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
         """Return how the script is started first."""
         request = self.request
         settings = ProbeSettings(
@@ -347,11 +312,7 @@ class Check:
         """Pass on what is certain while the script still runs."""
         self.tell_early(apply_rules(RunEvidence(recording, self.source), early=True))
 
-    def reason_not_checked(
-        self,
-        run: ScriptRun,
-        findings: list[Finding],
-    ) -> NotChecked | None:
+    def reason_not_checked(self, run: ScriptRun, findings: list[Finding]) -> NotChecked | None:
         """Return why a run proves nothing, unless a finding explains how it ended."""
         outcome = run.outcome
         is_explained = any(finding.rule in EXPLAINS_A_HANG for finding in findings)

@@ -26,11 +26,7 @@ MAX_COPIED_FILES = 20_000
 MAX_COPIED_BYTES = 4 << 30
 
 
-def copy_folder(
-    source: Path,
-    target: Path,
-    writable_folders: Sequence[Path] = (),
-) -> None:
+def copy_folder(source: Path, target: Path, writable_folders: Sequence[Path] = ()) -> None:
     """Copy a working folder. Links to folders stay links, because data may be there.
 
     Args:
@@ -52,10 +48,7 @@ def copy_folder(
                 shutil.copy2(file, folder_copy / file.name)
 
 
-def validate_size(
-    source: Path,
-    writable_folders: Sequence[Path],
-) -> None:
+def validate_size(source: Path, writable_folders: Sequence[Path]) -> None:
     """Raise InputError where a folder is too large to be copied."""
     count = 0
     size = 0

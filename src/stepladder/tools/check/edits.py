@@ -31,10 +31,7 @@ class Edit:
 Edits = list[Edit]
 
 
-def overlap(
-    first: Edit,
-    second: Edit,
-) -> bool:
+def overlap(first: Edit, second: Edit) -> bool:
     """Return whether two edits change the same place; two insertions at one place do not."""
     if first == second:
         return True
@@ -43,26 +40,16 @@ def overlap(
     return starts_before and ends_after
 
 
-def apply_edits(
-    text: str,
-    edits: Edits,
-) -> str:
+def apply_edits(text: str, edits: Edits) -> str:
     lines = text.encode().splitlines(keepends=True)
-    for edit in sorted(
-        edits,
-        key=lambda edit: (edit.line, edit.column),
-        reverse=True,
-    ):
+    for edit in sorted(edits, key=lambda edit: (edit.line, edit.column), reverse=True):
         before = lines[edit.line - 1][: edit.column]
         after = lines[edit.end_line - 1][edit.end_column :]
         lines[edit.line - 1 : edit.end_line] = [before + edit.text.encode() + after]
     return b"".join(lines).decode()
 
 
-def format_diff(
-    file: SourceFile,
-    text: str,
-) -> str:
+def format_diff(file: SourceFile, text: str) -> str:
     lines = difflib.unified_diff(
         file.text.splitlines(keepends=True),
         text.splitlines(keepends=True),
@@ -74,57 +61,25 @@ def format_diff(
     )
 
 
-def replace_node(
-    node: ast.expr,
-    text: str,
-) -> Edit:
+def replace_node(node: ast.expr, text: str) -> Edit:
     end_line = node.end_lineno or node.lineno
     end_column = node.end_col_offset or node.col_offset
-    return Edit(
-        node.lineno,
-        node.col_offset,
-        end_line,
-        end_column,
-        text,
-    )
+    return Edit(node.lineno, node.col_offset, end_line, end_column, text)
 
 
-def insert_before(
-    file: SourceFile,
-    line: int,
-    statement: str,
-) -> Edit:
+def insert_before(file: SourceFile, line: int, statement: str) -> Edit:
     """Return the edit that puts a statement before a line, as deep as that line."""
     indent = indentation(file, line)
-    return Edit(
-        line,
-        0,
-        line,
-        0,
-        f"{indent}{statement}\n",
-    )
+    return Edit(line, 0, line, 0, f"{indent}{statement}\n")
 
 
-def insert_after(
-    file: SourceFile,
-    statement: ast.stmt,
-    text: str,
-) -> Edit:
+def insert_after(file: SourceFile, statement: ast.stmt, text: str) -> Edit:
     indent = indentation(file, statement.lineno)
     end_line = statement.end_lineno or statement.lineno
     end_column = statement.end_col_offset or 0
-    return Edit(
-        end_line,
-        end_column,
-        end_line,
-        end_column,
-        f"\n{indent}{text}",
-    )
+    return Edit(end_line, end_column, end_line, end_column, f"\n{indent}{text}")
 
 
-def indentation(
-    file: SourceFile,
-    line: int,
-) -> str:
+def indentation(file: SourceFile, line: int) -> str:
     text = file.line(line)
     return text[: len(text) - len(text.lstrip())]

@@ -20,10 +20,7 @@ CHECK_PREFIX = str(Path(__file__).parent) + os.sep
 PARITY_PREFIX = str(Path(__file__).parents[1] / "parity") + os.sep
 MAX_OUTPUT_CHARACTERS = 4000  # of a failed rank, in JSON
 TRACEBACK = "Traceback (most recent call last):"
-CHAINED = (
-    "During handling of the above exception",
-    "The above exception was the direct cause",
-)
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, in ')
 # torch puts it before each line where there is a process group.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
@@ -114,17 +111,10 @@ class Folders:
 
     def show_original(self, text: str) -> str:
         """Return a text with the original folder in place of the copy."""
-        return text.replace(
-            self.copy,
-            self.original,
-        )
+        return text.replace(self.copy, self.original)
 
 
-def classify_failure(
-    output: str,
-    folders: Folders,
-    simulates: bool,
-) -> NotChecked:
+def classify_failure(output: str, folders: Folders, simulates: bool) -> NotChecked:
     """Return why a rank failed.
 
     Args:
@@ -133,32 +123,14 @@ def classify_failure(
         simulates: Whether CUDA and NCCL were simulated in this run.
     """
     for traceback in last_traceback_chain(output):
-        if is_caused_by_check(
-            traceback,
-            folders,
-            simulates,
-        ):
+        if is_caused_by_check(traceback, folders, simulates):
             line = f"this check cannot run it: {exception_line(traceback)}"
-            return NotChecked(
-                "check",
-                folders.show_original(line),
-                folders.show_original(output),
-            )
-    shown = hide_check_frames(
-        output,
-        folders,
-    )
-    return NotChecked(
-        "script",
-        describe_failure(output),
-        shown,
-    )
+            return NotChecked("check", folders.show_original(line), folders.show_original(output))
+    shown = hide_check_frames(output, folders)
+    return NotChecked("script", describe_failure(output), shown)
 
 
-def choose_exit_code(
-    findings: Iterable[Finding],
-    not_checked: NotChecked | None,
-) -> int:
+def choose_exit_code(findings: Iterable[Finding], not_checked: NotChecked | None) -> int:
     """Return 130 after Ctrl-C, 1 for an error or a warning, 3 if a run proves nothing, else 0."""
     if not_checked and not_checked.cause == "stopped":
         return INTERRUPTED
@@ -214,34 +186,19 @@ def last_traceback_chain(output: str) -> list[str]:
 
 def frames_of(traceback: str) -> Iterator[TracebackFrame]:
     lines = traceback.splitlines()
-    for line, source in zip_longest(
-        lines,
-        lines[1:],
-        fillvalue="",
-    ):
+    for line, source in zip_longest(lines, lines[1:], fillvalue=""):
         if match := FRAME.match(line):
-            yield TracebackFrame(
-                match["file"],
-                RANK_PREFIX.sub("", source).strip(),
-            )
+            yield TracebackFrame(match["file"], RANK_PREFIX.sub("", source).strip())
 
 
-def is_caused_by_check(
-    traceback: str,
-    folders: Folders,
-    simulates: bool,
-) -> bool:
+def is_caused_by_check(traceback: str, folders: Folders, simulates: bool) -> bool:
     """Return whether the innermost frame that decides it is this check's own.
 
     A wrapper of the probe that only calls the wrapped function does not decide it: the frame
     outside of it does.
     """
     frames = list(frames_of(traceback))
-    if simulates and lacks_simulation(
-        traceback,
-        frames,
-        folders,
-    ):
+    if simulates and lacks_simulation(traceback, frames, folders):
         return True
     for frame in reversed(frames):
         if frame.file.startswith((CHECK_PREFIX, PARITY_PREFIX)):
@@ -252,11 +209,7 @@ def is_caused_by_check(
     return False
 
 
-def lacks_simulation(
-    traceback: str,
-    frames: list[TracebackFrame],
-    folders: Folders,
-) -> bool:
+def lacks_simulation(traceback: str, frames: list[TracebackFrame], folders: Folders) -> bool:
     """Return whether the script failed because something of CUDA is not simulated."""
     is_raised_by_user = False
     if frames:
@@ -273,13 +226,7 @@ def exception_line(traceback: str) -> str:
     frame_numbers = [number for number, line in enumerate(lines) if FRAME.match(line)]
     after_frames = lines[frame_numbers[-1] + 1 :] if frame_numbers else lines
     exceptions = (line for line in after_frames if line and not line[0].isspace())
-    exception = OWN_MODULE.sub(
-        "",
-        next(
-            exceptions,
-            "",
-        ),
-    ).strip()
+    exception = OWN_MODULE.sub("", next(exceptions, "")).strip()
     if exception == "AssertionError":  # without a message: the line says what was expected
         sources = [frame.source for frame in frames_of(traceback)]
         return ": ".join([exception, *sources[-1:]])

@@ -67,19 +67,12 @@ def make_patch(findings: Iterable[Finding], folder: Path) -> Patch:
     return Patch("".join(texts), tuple(fixed))
 
 
-def find_fix(
-    file: SourceFile,
-    finding: Finding,
-) -> Edits:
+def find_fix(file: SourceFile, finding: Finding) -> Edits:
     """Return the edits that fix a finding; none if its line is not of a known form."""
     return next(filter(None, list_fixes(file, finding.rule, finding.location.line)), [])
 
 
-def list_fixes(
-    file: SourceFile,
-    rule: str,
-    line: int,
-) -> Iterator[Edits]:
+def list_fixes(file: SourceFile, rule: str, line: int) -> Iterator[Edits]:
     """Yield the edits for each call that a line is part of, and each statement that it begins."""
     if rule in CALL_FIXES:
         for call in find_nodes(file.tree, ast.Call):
@@ -91,10 +84,7 @@ def list_fixes(
                 yield STATEMENT_FIXES[rule](file, statement)
 
 
-def set_epoch_number(
-    file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def set_epoch_number(file: SourceFile, call: ast.Call) -> Edits:
     """Give set_epoch the number of the epoch."""
     epoch = find_epoch_name(file, call)
     if last_name(call.func) == "set_epoch" and len(call.args) == 1 and epoch:
@@ -102,10 +92,7 @@ def set_epoch_number(
     return []
 
 
-def call_set_epoch(
-    file: SourceFile,
-    loop: ast.stmt,
-) -> Edits:
+def call_set_epoch(file: SourceFile, loop: ast.stmt) -> Edits:
     """Call set_epoch before the loop over the loader."""
     epoch = find_epoch_name(file, loop)
     if not isinstance(loop, ast.For) or not epoch:
@@ -129,10 +116,7 @@ def find_epoch_name(file: SourceFile, node: ast.AST) -> str:
     return ""
 
 
-def clear_gradients(
-    file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def clear_gradients(file: SourceFile, call: ast.Call) -> Edits:
     """Call zero_grad after the optimizer's step."""
     statement = file.parents.get(call)
     if (
@@ -145,10 +129,7 @@ def clear_gradients(
     return [insert_after(file, statement, f"{ast.unparse(optimizer)}.zero_grad()")]
 
 
-def replace_after_save(
-    file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def replace_after_save(file: SourceFile, call: ast.Call) -> Edits:
     """Write a snapshot under another name, and then rename it."""
     statement = file.parents.get(call)
     is_save = ast.unparse(call.func) == "torch.save" and len(call.args) == 2
@@ -174,10 +155,7 @@ def import_os(file: SourceFile) -> Edits:
     return [insert_before(file, min(lines, default=1), "import os")]
 
 
-def load_weights_only(
-    _file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def load_weights_only(_file: SourceFile, call: ast.Call) -> Edits:
     """Load tensors, and no other objects, whose code would run."""
     value = keyword_value(call, "weights_only")
     if last_name(call.func) == "load" and value and constant_value(value) is False:
@@ -185,10 +163,7 @@ def load_weights_only(
     return []
 
 
-def write_on_rank_0(
-    file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def write_on_rank_0(file: SourceFile, call: ast.Call) -> Edits:
     """Ask for the rank in place of the local rank, around the line that writes."""
     conditions = (node for node in file.parents_of(call) if isinstance(node, ast.If))
     for condition in conditions:
@@ -208,10 +183,7 @@ def find_distributed_name(file: SourceFile) -> str:
     return "torch.distributed"
 
 
-def disable_gradients(
-    file: SourceFile,
-    call: ast.Call,
-) -> Edits:
+def disable_gradients(file: SourceFile, call: ast.Call) -> Edits:
     """Put `@torch.no_grad()` on the function that evaluates, if it trains nothing."""
     function = file.enclosing_function(call)
     if not isinstance(function, ast.FunctionDef) or ".backward(" in ast.unparse(function):
@@ -220,10 +192,7 @@ def disable_gradients(
     return [insert_before(file, first, "@torch.no_grad()")]
 
 
-def add_loss_as_number(
-    _file: SourceFile,
-    statement: ast.stmt,
-) -> Edits:
+def add_loss_as_number(_file: SourceFile, statement: ast.stmt) -> Edits:
     """Add a loss as a number, without its graph."""
     if not isinstance(statement, ast.AugAssign) or not isinstance(statement.value, ast.Name):
         return []

@@ -11,11 +11,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.script_source import (
-    ScriptSource,
-    constant_value,
-    keyword_value,
-)
+from stepladder.tools.check.script_source import ScriptSource, constant_value, keyword_value
 from stepladder.tools.findings.finding import Finding
 
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(?P<top>\w+)")
@@ -66,21 +62,14 @@ class LaunchStyle:
     def __str__(self) -> str:
         return f"python {' '.join(self.python_args)} in {self.folder}, with a copy of {self.root}"
 
-    def with_shown_path(
-        self,
-        finding: Finding,
-    ) -> Finding:
+    def with_shown_path(self, finding: Finding) -> Finding:
         """Return a finding whose file is named as seen from the working folder."""
         if os.path.isabs(finding.location.file):  # noqa: PTH117  # a name, which may be no path
             return finding
         return finding.moved_to(os.path.relpath(self.root / finding.location.file, self.folder))
 
 
-def find_styles(
-    script: Path,
-    working_folder: Path,
-    root: Path | None,
-) -> list[LaunchStyle]:
+def find_styles(script: Path, working_folder: Path, root: Path | None) -> list[LaunchStyle]:
     """Return the ways to start a script, in the order in which they are tried.
 
     Args:
@@ -92,46 +81,18 @@ def find_styles(
     if root is None and not script.is_relative_to(folder):
         folder = script.parent
     if root is not None:
-        validate_root(
-            root,
-            script,
-            folder,
-        )
+        validate_root(root, script, folder)
     first_root = root or folder
-    styles = [
-        LaunchStyle(
-            script,
-            first_root,
-            folder,
-        )
-    ]
-    styles += as_modules(
-        script,
-        first_root,
-        folder,
-    )
+    styles = [LaunchStyle(script, first_root, folder)]
+    styles += as_modules(script, first_root, folder)
     repository = find_repository(folder)
     if root is None and repository is not None and script.is_relative_to(repository):
-        styles.append(
-            LaunchStyle(
-                script,
-                repository,
-                working_folder,
-            )
-        )
-        styles += as_modules(
-            script,
-            repository,
-            working_folder,
-        )
+        styles.append(LaunchStyle(script, repository, working_folder))
+        styles += as_modules(script, repository, working_folder)
     return list(dict.fromkeys(styles))
 
 
-def validate_root(
-    root: Path,
-    script: Path,
-    folder: Path,
-) -> None:
+def validate_root(root: Path, script: Path, folder: Path) -> None:
     for path in (script, folder):
         if not path.is_relative_to(root):
             raise InputError(
@@ -140,11 +101,7 @@ def validate_root(
             )
 
 
-def as_modules(
-    script: Path,
-    root: Path,
-    folder: Path,
-) -> Iterator[LaunchStyle]:
+def as_modules(script: Path, root: Path, folder: Path) -> Iterator[LaunchStyle]:
     """Yield the ways to start a script with `python -m`: from the folder, and above its package."""
     package = script.parent
     while (package / "__init__.py").is_file() and package.is_relative_to(root):
@@ -153,12 +110,7 @@ def as_modules(
         if script.is_relative_to(start) and start.is_relative_to(root) and script.parent != start:
             parts = script.relative_to(start).with_suffix("").parts
             if all(part.isidentifier() for part in parts):
-                yield LaunchStyle(
-                    script,
-                    root,
-                    start,
-                    ".".join(parts),
-                )
+                yield LaunchStyle(script, root, start, ".".join(parts))
 
 
 def find_repository(folder: Path) -> Path | None:
@@ -169,10 +121,7 @@ def find_repository(folder: Path) -> Path | None:
     return None
 
 
-def finds_what_is_missing(
-    style: LaunchStyle,
-    failure: NotChecked | None,
-) -> bool:
+def finds_what_is_missing(style: LaunchStyle, failure: NotChecked | None) -> bool:
     """Return whether a way to start a script finds the module or the file that it has missed."""
     if failure is None or failure.cause != "script":
         return False
@@ -184,10 +133,7 @@ def finds_what_is_missing(
     return bool(style.module) and IMPORTS_FROM_ITS_PACKAGE in failure.output
 
 
-def has_module(
-    style: LaunchStyle,
-    name: str,
-) -> bool:
+def has_module(style: LaunchStyle, name: str) -> bool:
     """Return whether a module is where this style looks, or where a script may add it to the path.
 
     A script adds folders beside its own, as in `sys.path.append("..")`.
@@ -200,10 +146,7 @@ def has_module(
     return any((folder / name).is_dir() or (folder / f"{name}.py").is_file() for folder in folders)
 
 
-def local_rank_option(
-    source: ScriptSource,
-    args: tuple[str, ...],
-) -> str:
+def local_rank_option(source: ScriptSource, args: tuple[str, ...]) -> str:
     """Return the option by which a script wants its local rank; empty if it reads the variable.
 
     torch.distributed.launch passed it before torchrun set LOCAL_RANK.

@@ -191,11 +191,7 @@ class RankLaunch:
             options.append(f"{self.local_rank_option}={rank % self.ranks_per_node}")
         return [sys.executable, "-u", *self.python_args, *options, *self.args]
 
-    def torchrun_variables(
-        self,
-        rank: int,
-        port: int,
-    ) -> Variables:
+    def torchrun_variables(self, rank: int, port: int) -> Variables:
         """Return the variables that torchrun sets for one rank."""
         ranks_per_node = self.ranks_per_node
         return {
@@ -216,9 +212,7 @@ class RankLaunch:
 
 
 def run_ranks(
-    launch: RankLaunch,
-    name: str,
-    watch: Callable[[Path], None] = lambda _: None,
+    launch: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None
 ) -> LaunchOutcome:
     """Run the script until it ends, stalls, or has to be started differently.
 
@@ -254,11 +248,7 @@ def run_ranks(
             kill_with_children(process)
 
 
-def start_rank(
-    launch: RankLaunch,
-    rank: int,
-    port: int,
-) -> subprocess.Popen[bytes]:
+def start_rank(launch: RankLaunch, rank: int, port: int) -> subprocess.Popen[bytes]:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
     # In a mount namespace the copy is at the path of the original too, where `..` leads to the
     # user's own folders.
@@ -287,11 +277,7 @@ class RunningRanks:
         launch: How they were started.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        launch: RankLaunch,
-    ) -> None:
+    def __init__(self, processes: Processes, launch: RankLaunch) -> None:
         self.processes = processes
         self.launch = launch
         self.observed = ObservedProcesses(Path(launch.settings.folder))
@@ -385,11 +371,7 @@ class RunningRanks:
             deadlock = None
             if not has_raised:
                 deadlock = self.observed.explain_failure()
-            outcome = replace(
-                outcome,
-                has_raised=has_raised,
-                deadlock=deadlock,
-            )
+            outcome = replace(outcome, has_raised=has_raised, deadlock=deadlock)
         has_stalled = outcome.has_stalled or outcome.deadlock is not None
         return replace(outcome, codes=self.codes, has_stalled=has_stalled)
 

@@ -255,10 +255,7 @@ class Recording:
         )
 
 
-def group_events(
-    events: Iterable[E],
-    field_name: str,
-) -> dict[Any, list[E]]:
+def group_events(events: Iterable[E], field_name: str) -> dict[Any, list[E]]:
     """Return events grouped by one of their fields, in the order of their first event."""
     groups: dict[Any, list[E]] = defaultdict(list)
     for event in events:
@@ -266,11 +263,7 @@ def group_events(
     return groups
 
 
-def read_recording(
-    folder: Path,
-    original: str = "",
-    copy: str = "",
-) -> Recording:
+def read_recording(folder: Path, original: str = "", copy: str = "") -> Recording:
     """Return all recordings of a folder, as far as they are written."""
     # Ranks before the processes that made them; else in the order in which they were started.
     paths = sorted(folder.glob("*.jsonl"), key=process_of)
@@ -299,13 +292,7 @@ def read_recording(
         ranks = other_processes[:1]
         other_processes = other_processes[1:]
     world_size = max((size for size in world_sizes if size > 0), default=1)
-    return Recording(
-        ranks,
-        world_size,
-        original,
-        copy,
-        other_processes=other_processes,
-    )
+    return Recording(ranks, world_size, original, copy, other_processes=other_processes)
 
 
 def process_of(path: Path) -> int:

@@ -22,12 +22,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
-from stepladder.tools.check.recording import (
-    LoaderPass,
-    RankLog,
-    Recording,
-    read_recording,
-)
+from stepladder.tools.check.recording import LoaderPass, RankLog, Recording, read_recording
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.model import first_difference, replicas_differ
 from stepladder.tools.check.rules.samples import recorded_training_calls
@@ -74,9 +69,7 @@ class ResumedRun:
 
 
 def compare_resumed_run(
-    evidence: RunEvidence,
-    launch: RankLaunch,
-    resume_args: tuple[str, ...] = (),
+    evidence: RunEvidence, launch: RankLaunch, resume_args: tuple[str, ...] = ()
 ) -> tuple[list[Finding], str]:
     """Halt and resume the script, and return what differs, and a note where nothing is comparable.
 
@@ -95,26 +88,14 @@ def compare_resumed_run(
         launch = replace(launch, settings=replace(launch.settings, enough_after_s=math.inf))
     resumed = run_ranks(replace(launch, args=(*launch.args, *resume_args)), "resumed")
     original = evidence.run.original
-    resumed_recording = read_recording(
-        resumed.folder,
-        original,
-        launch.settings.copy,
-    )
+    resumed_recording = read_recording(resumed.folder, original, launch.settings.copy)
     if resumed.failed:
         return [failed_resume(evidence, resumed_recording, resumed)], ""
-    halted_recording = read_recording(
-        halted.folder,
-        original,
-        launch.settings.copy,
-    )
+    halted_recording = read_recording(halted.folder, original, launch.settings.copy)
     return compare(evidence, halted_recording, resumed_recording)
 
 
-def failed_resume(
-    evidence: RunEvidence,
-    resumed: Recording,
-    outcome: LaunchOutcome,
-) -> Finding:
+def failed_resume(evidence: RunEvidence, resumed: Recording, outcome: LaunchOutcome) -> Finding:
     """Return the finding of a resumed script that failed."""
     outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
     causes = filter(has_own_error, outputs)  # the others tell of the rank that was lost
@@ -124,25 +105,16 @@ def failed_resume(
     rule = "module-prefix" if is_prefixed else "resume-differs"
     line = loads[-1][1].at
     text = f"the resumed script fails: {last_line}"
-    return with_copy_of(evidence, resumed).finding(
-        rule,
-        line,
-        text,
-    )
+    return with_copy_of(evidence, resumed).finding(rule, line, text)
 
 
-def with_copy_of(
-    evidence: RunEvidence,
-    resumed: Recording,
-) -> RunEvidence:
+def with_copy_of(evidence: RunEvidence, resumed: Recording) -> RunEvidence:
     """Return the evidence with the copy of another run, so that its lines are found."""
     return RunEvidence(replace(evidence.run, copy=resumed.copy), evidence.source)
 
 
 def compare(
-    evidence: RunEvidence,
-    halted: Recording,
-    resumed: Recording,
+    evidence: RunEvidence, halted: Recording, resumed: Recording
 ) -> tuple[list[Finding], str]:
     """Return what differs between the unbroken run and the halted and resumed one.
 
@@ -237,10 +209,7 @@ def compare_orders(run: ResumedRun, epochs: int) -> Finding | None:
     )
 
 
-def compare_epoch_counts(
-    run: ResumedRun,
-    epochs: int,
-) -> Finding | None:
+def compare_epoch_counts(run: ResumedRun, epochs: int) -> Finding | None:
     """Compare the number of epochs, if both runs have ended by themselves."""
     was_cut_short = run.evidence.run.was_cut_short or run.resumed.select(EnoughPasses)
     if was_cut_short or not run.unbroken.has_ended or not run.resumed.has_ended:
@@ -317,10 +286,7 @@ def compare_inputs(run: ResumedRun) -> Finding | None:
     )
 
 
-def samples_in(
-    batches: list[Batch],
-    by_index: bool,
-) -> set[int] | set[str]:
+def samples_in(batches: list[Batch], by_index: bool) -> set[int] | set[str]:
     """Return the samples of batches, as indices or as hashes of rows."""
     if by_index:
         return {index for batch in batches for index in batch.indices or []}
@@ -362,11 +328,7 @@ def compare_learning_rates(run: ResumedRun) -> Finding | None:
 
 def is_reproducible(run: ResumedRun) -> bool:
     """Return whether two runs of the script have the same weights up to the stop."""
-    pairs = zip(
-        run.unbroken.select(OptimizerStep),
-        run.halted.select(OptimizerStep),
-        strict=False,
-    )
+    pairs = zip(run.unbroken.select(OptimizerStep), run.halted.select(OptimizerStep), strict=False)
     weights = [(a.after, b.after) for a, b in pairs if a.after and b.after]
     return bool(weights) and all(first == second for first, second in weights)
 

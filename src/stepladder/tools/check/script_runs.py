@@ -32,20 +32,11 @@ from stepladder.tools.check.failure import (
     misses_a_gpu,
 )
 from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX
-from stepladder.tools.check.rank_processes import (
-    LaunchOutcome,
-    RankLaunch,
-    run_ranks,
-)
+from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording, read_recording, read_refused_paths
 from stepladder.tools.check.script_source import ScriptSource
 
-WRAPS_ON_GPUS = (
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "fully_shard",
-    "nccl",
-)
+WRAPS_ON_GPUS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "nccl")
 ASKS_FOR_GPUS = ("is_available", "current_accelerator")
 CHOOSES_THE_DEVICE = (
     "accelerate",
@@ -55,13 +46,7 @@ CHOOSES_THE_DEVICE = (
     "transformers",
 )
 KNOWS_ITS_NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")
-MAKES_A_GROUP = (
-    "init_process_group",
-    "accelerate",
-    "lightning",
-    "deepspeed",
-    "transformers",
-)
+MAKES_A_GROUP = ("init_process_group", "accelerate", "lightning", "deepspeed", "transformers")
 COMMUNICATES_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
 TRAINING_EVENTS = (OptimizerStep, Backward, AutogradCall)
 WORKING_EVENTS = (Forward, Backward, OptimizerStep, ScriptCollective)
@@ -148,11 +133,7 @@ class ScriptRun:
             code = self.outcome.codes[rank] or 0
             if code < 0 or not output:
                 output = f"{output}\nexit code {code}".lstrip()
-            failure = classify_failure(
-                output,
-                self.folders,
-                self.launch.simulates_gpus,
-            )
+            failure = classify_failure(output, self.folders, self.launch.simulates_gpus)
             failures.append(failure)
         if not failures:
             return None
@@ -206,12 +187,7 @@ class ScriptRuns:
                 run = second
         return self.rerun_if_separate(run)
 
-    def run_on_nodes(
-        self,
-        launch: RankLaunch,
-        name: str,
-        is_last: bool,
-    ) -> ScriptRun:
+    def run_on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
         """Run the script on two simulated nodes.
 
         If that fails, and the script knows its node, run it on one.
@@ -223,12 +199,7 @@ class ScriptRuns:
             run = self.run_once(replace(launch, nodes=1), f"{name}-one-node", is_last)
         return run
 
-    def run_once(
-        self,
-        launch: RankLaunch,
-        name: str,
-        is_last: bool,
-    ) -> ScriptRun:
+    def run_once(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
         """Run the script, and once more if it was started in a wrong way.
 
         It is started again as one process if it makes its ranks itself, and with more overlays if
@@ -239,27 +210,15 @@ class ScriptRuns:
         if outcome.spawns and not launch.is_alone:
             name_alone = f"{name}-alone"
             launch = self.with_fresh_copy(replace(launch, is_alone=True), name_alone)
-            outcome = run_ranks(
-                launch,
-                name_alone,
-                self.make_watcher(launch, is_last),
-            )
+            outcome = run_ranks(launch, name_alone, self.make_watcher(launch, is_last))
         refused = read_refused_paths(outcome.folder)
         if launch.sandbox.can_cover(refused):
             name_overlaid = f"{name}{OVERLAID_SUFFIX}"
             launch = self.with_fresh_copy(launch, name_overlaid, refused)
-            outcome = run_ranks(
-                launch,
-                name_overlaid,
-                self.make_watcher(launch, is_last),
-            )
+            outcome = run_ranks(launch, name_overlaid, self.make_watcher(launch, is_last))
         return self.read_run(launch, outcome)
 
-    def read_run(
-        self,
-        launch: RankLaunch,
-        outcome: LaunchOutcome,
-    ) -> ScriptRun:
+    def read_run(self, launch: RankLaunch, outcome: LaunchOutcome) -> ScriptRun:
         """Return a start that is over, with its recording."""
         recording = replace(
             self.read_recording(outcome.folder, launch),
@@ -271,10 +230,7 @@ class ScriptRuns:
         return ScriptRun(launch, outcome, recording)
 
     def with_fresh_copy(
-        self,
-        launch: RankLaunch,
-        name: str,
-        written_paths: Sequence[str] = (),
+        self, launch: RankLaunch, name: str, written_paths: Sequence[str] = ()
     ) -> RankLaunch:
         """Return a launch in a copy without the files that an earlier start has written.
 
@@ -307,11 +263,7 @@ class ScriptRuns:
         if is_certain or not self.are_separate(run.recording):
             return run
         note = RAN_ALONE
-        alone = self.run_once(
-            replace(run.launch, is_alone=True),
-            "one-process",
-            is_last=True,
-        )
+        alone = self.run_once(replace(run.launch, is_alone=True), "one-process", is_last=True)
         if alone.outcome.failed:
             note = RANKS_NOT_COMPARED
             alone = run
@@ -319,11 +271,7 @@ class ScriptRuns:
             self.notes.append(note)
         return alone
 
-    def make_watcher(
-        self,
-        launch: RankLaunch,
-        is_last: bool,
-    ) -> Callable[[Path], None]:
+    def make_watcher(self, launch: RankLaunch, is_last: bool) -> Callable[[Path], None]:
         """Return a function that passes on the recording of a run, unless it will be repeated."""
 
         def read_and_watch(folder: Path) -> None:
@@ -339,16 +287,8 @@ class ScriptRuns:
 
         return read_and_watch
 
-    def read_recording(
-        self,
-        folder: Path,
-        launch: RankLaunch,
-    ) -> Recording:
-        recording = read_recording(
-            folder,
-            launch.settings.original,
-            launch.settings.copy,
-        )
+    def read_recording(self, folder: Path, launch: RankLaunch) -> Recording:
+        recording = read_recording(folder, launch.settings.original, launch.settings.copy)
         recording = replace(recording, is_single_process=launch.is_alone)
         if self.are_separate(recording) or recording.select(ModelDivided):
             return recording.as_single_process()

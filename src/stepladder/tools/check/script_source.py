@@ -36,12 +36,7 @@ class SourceFile:
             InputError: It cannot be read, or is no Python.
         """
         tree = parse_source(path)
-        return SourceFile(
-            path,
-            name,
-            tree,
-            path.read_text(encoding="utf-8", errors="replace"),
-        )
+        return SourceFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
 
     @cached_property
     def lines(self) -> list[str]:
@@ -118,10 +113,7 @@ class ScriptSource:
             imported.update(imported_packages(file.tree))
         return not imported.isdisjoint(packages)
 
-    def nodes(
-        self,
-        kind: type[Node],
-    ) -> Iterator[tuple[SourceFile, Node]]:
+    def nodes(self, kind: type[Node]) -> Iterator[tuple[SourceFile, Node]]:
         """Yield the nodes of one type, each with its file."""
         for file in self.files:
             for node in find_nodes(file.tree, kind):
@@ -130,12 +122,7 @@ class ScriptSource:
     def calls(self, *names: str) -> list[tuple[SourceFile, ast.Call]]:
         return [(file, call) for file in self.files for call in file.calls(*names)]
 
-    def is_suppressed(
-        self,
-        rule: str,
-        name: str,
-        line: int,
-    ) -> bool:
+    def is_suppressed(self, rule: str, name: str, line: int) -> bool:
         file = self.file(name)
         return file is not None and file.is_suppressed(rule, line)
 

@@ -55,11 +55,7 @@ class ObservedProcesses:
         self.known_busy_s = 0.0
         self.worked_at = self.polled_at = self.examined_at = time.monotonic()
 
-    def add_events(
-        self,
-        path: Path,
-        lines: bytes,
-    ) -> None:
+    def add_events(self, path: Path, lines: bytes) -> None:
         """Learn from new lines of a recording which rank its process is."""
         pid = int(path.stem)
         for line in lines.splitlines():
@@ -86,10 +82,7 @@ class ObservedProcesses:
         self.polled_at = now
         self.measure_work(now)
         for pid in filter(is_alive, self.pids.values()):
-            self.meters.setdefault(
-                pid,
-                IdleMeter(),
-            ).poll(pid)
+            self.meters.setdefault(pid, IdleMeter()).poll(pid)
         is_early = now - self.examined_at < PAUSE_S
         if is_early or not self.are_quiet():
             return None
@@ -141,19 +134,9 @@ class ObservedProcesses:
 
     def inspect(self) -> list[RankStatus]:
         """Return the status of each rank, with its stack."""
-        return [
-            self.inspect_rank(
-                rank,
-                pid,
-            )
-            for rank, pid in sorted(self.pids.items())
-        ]
+        return [self.inspect_rank(rank, pid) for rank, pid in sorted(self.pids.items())]
 
-    def inspect_rank(
-        self,
-        rank: int,
-        pid: int,
-    ) -> RankStatus:
+    def inspect_rank(self, rank: int, pid: int) -> RankStatus:
         if not is_alive(pid):
             return self.inspect_ended(rank)
         state = ProcessState.STOPPED if is_stopped(pid) else ProcessState.RUNNING
@@ -165,17 +148,9 @@ class ObservedProcesses:
             elif not is_alive(child):
                 ended.append("a process of the rank")
         status = RankStatus(
-            rank,
-            NO_PID,
-            state,
-            threads=self.read_stacks(pid),
-            workers=workers,
-            ended=ended,
+            rank, NO_PID, state, threads=self.read_stacks(pid), workers=workers, ended=ended
         )
-        self.meters.setdefault(
-            pid,
-            IdleMeter(),
-        ).reset(pid)
+        self.meters.setdefault(pid, IdleMeter()).reset(pid)
         return status
 
     def inspect_ended(self, rank: int) -> RankStatus:
@@ -187,30 +162,19 @@ class ObservedProcesses:
         if not threads or (is_at_exit and raised):
             threads = raised
             state = ProcessState.ENDED if raised else ProcessState.DONE
-        return RankStatus(
-            rank,
-            NO_PID,
-            state,
-            threads=threads,
-        )
+        return RankStatus(rank, NO_PID, state, threads=threads)
 
     def output_of(self, rank: int) -> str:
         """Return what a rank has printed; empty where the script has made it itself."""
         output = self.folder / f"rank-{rank}.out"
         if not output.exists():
             return ""
-        text = output.read_text(
-            encoding="utf-8",
-            errors="replace",
-        )
+        text = output.read_text(encoding="utf-8", errors="replace")
         lines = [RANK_PREFIX.sub("", line) for line in text.splitlines()]
         return "\n".join(lines)
 
     def read_stacks(self, pid: int) -> list[Stack]:
-        return read_stacks(
-            pid,
-            self.stacks_of(pid),
-        )
+        return read_stacks(pid, self.stacks_of(pid))
 
     def stacks_of(self, pid: int) -> Path:
         """Return the file into which a process writes its stacks."""

@@ -9,11 +9,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.scratch import temporary_folder
 from stepladder.tools.diff.record_comparison import RecordComparison
 from stepladder.tools.diff.recorded_run import RecordedRun
-from stepladder.tools.diff.verdict import (
-    DiffVerdict,
-    explain_by_records,
-    explain_without_rerun,
-)
+from stepladder.tools.diff.verdict import DiffVerdict, explain_by_records, explain_without_rerun
 
 
 def compare(

@@ -73,11 +73,7 @@ class RecordComparison:
     `settings`, `environment` (versions and processor) and `remaining` have the values that differ.
     """
 
-    def __init__(
-        self,
-        first: RecordedRun,
-        second: RecordedRun,
-    ) -> None:
+    def __init__(self, first: RecordedRun, second: RecordedRun) -> None:
         self.runs = (first, second)
         self.is_exact = first.is_exact and second.is_exact
         self.tolerance = max(first.tolerance, second.tolerance)
@@ -147,11 +143,7 @@ class RecordComparison:
             step = first["step"]
             self.common_steps += 1
             self.last_common_step = step
-            is_same_loss = math.isclose(
-                first["loss"],
-                second["loss"],
-                rel_tol=self.tolerance,
-            )
+            is_same_loss = math.isclose(first["loss"], second["loss"], rel_tol=self.tolerance)
             if is_same_loss and first["lr"] == second["lr"]:
                 continue
             kind = "learning rate" if is_same_loss else "loss"
@@ -199,12 +191,7 @@ class RecordComparison:
             if step > last_step:
                 break
             paths = (first[step], second[step])
-            tensors = compare_tensors(
-                step,
-                paths,
-                self.tolerance,
-                first_run.problems,
-            )
+            tensors = compare_tensors(step, paths, self.tolerance, first_run.problems)
             values = tensors.values
             self.of_zero_gradient |= dict.fromkeys(tensors.of_zero_gradient)
             if values:
@@ -237,10 +224,7 @@ class TensorComparison:
 
 
 def compare_tensors(
-    step: int,
-    paths: tuple[Path, Path],
-    tolerance: float,
-    problems: list[str],
+    step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]
 ) -> TensorComparison:
     """Return what differs in two snapshots: a few tensors, and all settings of the optimizer.
 

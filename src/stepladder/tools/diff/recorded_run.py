@@ -62,12 +62,7 @@ class RecordedRun:
     def surviving_steps(self) -> list[SurvivingSteps]:
         """The steps of each attempt that the final weights contain."""
         chains = read_snapshot_chains(self.run_dir)
-        _, attempts = verify_ledgers(
-            self.run_dir,
-            self.plan,
-            chains,
-            self.problems,
-        )
+        _, attempts = verify_ledgers(self.run_dir, self.plan, chains, self.problems)
         return find_surviving_steps(attempts, self.problems)
 
     def world_size_at(self, step: int) -> int | None:

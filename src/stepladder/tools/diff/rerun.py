@@ -43,11 +43,7 @@ class Rerun:
     events: list[Event]
 
 
-def train_and_record(
-    request: TrainRequest,
-    start: int,
-    first: int,
-) -> int:
+def train_and_record(request: TrainRequest, start: int, first: int) -> int:
     """Train on this rank, write the events of all steps from `first` on, and return 0."""
     with open_training(request) as training:
         recorder = EventRecorder(training.job, start, first)
@@ -72,12 +68,7 @@ def find_start(run: RecordedRun, step: int) -> int:
     return 0
 
 
-def rerun_steps(
-    run: RecordedRun,
-    start: int,
-    steps: StepRange,
-    folder: Path,
-) -> Rerun:
+def rerun_steps(run: RecordedRun, start: int, steps: StepRange, folder: Path) -> Rerun:
     """Train the steps of a run after `start` again, in a new run directory.
 
     Raises:
@@ -93,11 +84,7 @@ def rerun_steps(
     return Rerun(folder, start, events)
 
 
-def make_request(
-    run: RecordedRun,
-    last_step: int,
-    folder: Path,
-) -> TrainRequest:
+def make_request(run: RecordedRun, last_step: int, folder: Path) -> TrainRequest:
     """Return the request that trains a run's first steps again on one process."""
     job_path, config, settings = load_stored_job(run.run_dir)
     validate_rerun(run, job_path, settings, last_step)

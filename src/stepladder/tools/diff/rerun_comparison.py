@@ -21,14 +21,7 @@ from stepladder.tools.diff.verdict import Cause, DiffVerdict, explain_without_re
 
 MAX_RECORDED_STEPS = 8  # a rerun trains the steps before these without recording them
 # Stands for an event that one of the runs does not have.
-NO_EVENT = Event(
-    step=0,
-    microbatch=0,
-    kind="",
-    name="",
-    digest="nothing",
-    description="nothing",
-)
+NO_EVENT = Event(step=0, microbatch=0, kind="", name="", digest="nothing", description="nothing")
 NOT_REPEATABLE = "not repeatable"
 WRONG_RESULT = "wrong result"
 NOT_REPRODUCED = "not reproduced"
@@ -54,12 +47,7 @@ class RerunComparison:
         folder: The folder for the run directories of the reruns.
     """
 
-    def __init__(
-        self,
-        records: RecordComparison,
-        verdict: DiffVerdict,
-        folder: Path,
-    ) -> None:
+    def __init__(self, records: RecordComparison, verdict: DiffVerdict, folder: Path) -> None:
         self.records = records
         self.verdict = replace(verdict, was_rerun=True)
         self.folder = folder
@@ -125,29 +113,15 @@ class RerunComparison:
                 return steps, reruns
             last = steps.first - 1
 
-    def _rerun(
-        self,
-        run: RecordedRun,
-        start: int,
-        steps: StepRange,
-    ) -> Rerun:
+    def _rerun(self, run: RecordedRun, start: int, steps: StepRange) -> Rerun:
         self.num_reruns += 1
         return rerun_steps(run, start, steps, self.folder / f"training-{self.num_reruns}")
 
-    def _find_unrepeated_step(
-        self,
-        run: RecordedRun,
-        rerun: Rerun,
-        last: int,
-    ) -> int | None:
+    def _find_unrepeated_step(self, run: RecordedRun, rerun: Rerun, last: int) -> int | None:
         """Return the first step whose result in the rerun differs from the run's own records."""
         lines = pair_by_step(run.step_lines(), read_step_lines(rerun.folder))
         for recorded, repeated in lines:
-            if not math.isclose(
-                recorded["loss"],
-                repeated["loss"],
-                rel_tol=run.tolerance,
-            ):
+            if not math.isclose(recorded["loss"], repeated["loss"], rel_tol=run.tolerance):
                 return int(recorded["step"])
         recorded_snapshot = find_snapshots(run.run_dir).get(last)
         rerun_snapshot = find_snapshots(rerun.folder).get(last)
@@ -158,11 +132,7 @@ class RerunComparison:
             return last
         return None
 
-    def _blame_event(
-        self,
-        difference: EventPair,
-        unrepeated: list[RecordedRun],
-    ) -> DiffVerdict:
+    def _blame_event(self, difference: EventPair, unrepeated: list[RecordedRun]) -> DiffVerdict:
         event = get_event(difference)
         reason = self._describe(difference)
         if unrepeated:
@@ -171,11 +141,7 @@ class RerunComparison:
         verdict = self._add_event(difference)
         return verdict.with_cause(Cause(event.kind, event.name), reason)
 
-    def _blame_nondeterminism(
-        self,
-        run: RecordedRun,
-        difference: EventPair,
-    ) -> DiffVerdict:
+    def _blame_nondeterminism(self, run: RecordedRun, difference: EventPair) -> DiffVerdict:
         run_dir = str(run.run_dir)
         cause = Cause(NOT_REPEATABLE, get_event(difference).name, run_dir)
         reason = (
@@ -195,11 +161,7 @@ class RerunComparison:
     def _add_event(self, difference: EventPair) -> DiffVerdict:
         """Return the verdict with the step of an event and a table row for it."""
         values = [*self.verdict.values, make_value(difference)]
-        return replace(
-            self.verdict,
-            step=get_event(difference).step,
-            values=values,
-        )
+        return replace(self.verdict, step=get_event(difference).step, values=values)
 
 
 def has_other_weights(difference: EventPair) -> bool:

@@ -64,30 +64,13 @@ class EventRecorder(JobListener):
                 param.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
         job.optimizer.register_step_pre_hook(self._record_update)
 
-    def record(
-        self,
-        kind: str,
-        name: str,
-        value: Any,
-        description: str = "",
-    ) -> None:
+    def record(self, kind: str, name: str, value: Any, description: str = "") -> None:
         if self.step >= self.first:
             digest = compute_digest(value)
-            event = Event(
-                self.step,
-                self.microbatch,
-                kind,
-                name,
-                digest,
-                description,
-            )
+            event = Event(self.step, self.microbatch, kind, name, digest, description)
             self.events.append(event)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        batch: Any,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
         """Compute the job's loss, and record the batch, the random generator and the loss."""
         self.microbatch += 1
         self.on_gpu = next(model.parameters()).is_cuda
@@ -102,46 +85,20 @@ class EventRecorder(JobListener):
         state = torch.cuda.get_rng_state() if self.on_gpu else torch.get_rng_state()
         self.record(RANDOMNESS, f"the random generator before {name}", state)
 
-    def _record_input(
-        self,
-        name: str,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
+    def _record_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = name or "the model"
         self.record(OPERATION, f"the input of {name}", [*args, *kwargs.values()])
         if is_leaf(module):
             self._record_generator(name)
 
-    def _record_output(
-        self,
-        name: str,
-        module: nn.Module,
-        _args: Any,
-        output: Any,
-    ) -> None:
+    def _record_output(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         description = repr(module) if is_leaf(module) else type(module).__name__
-        self.record(
-            OPERATION,
-            name or "the model",
-            output,
-            description,
-        )
+        self.record(OPERATION, name or "the model", output, description)
 
-    def _record_gradient(
-        self,
-        name: str,
-        param: Tensor,
-    ) -> None:
+    def _record_gradient(self, name: str, param: Tensor) -> None:
         self.record(GRADIENT_KIND, name, param.grad)
 
-    def _record_update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        _args: Any,
-        _kwargs: Any,
-    ) -> None:
+    def _record_update(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record the gradients of the whole step and the optimizer's settings before its update."""
         self.microbatch = 0
         for name, param in self.job.model.named_parameters():
@@ -166,12 +123,7 @@ class EventRecorder(JobListener):
             self.record(kind, name, tensor)
         # The class comes before the optimizer's state, which some classes have from the start.
         optimizer_class = type(self.job.optimizer).__name__
-        self.record(
-            OPTIMIZER,
-            "the optimizer's class",
-            optimizer_class,
-            optimizer_class,
-        )
+        self.record(OPTIMIZER, "the optimizer's class", optimizer_class, optimizer_class)
         names: dict[Any, str] = {param: name for name, param in self.job.model.named_parameters()}
         for param, state in self.job.optimizer.state.items():
             param_name = names.get(param, "a parameter")

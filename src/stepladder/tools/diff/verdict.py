@@ -83,11 +83,7 @@ class DiffVerdict:
         if self.was_rerun:
             fact = f"the runs diverge at step {self.step}"
         sentence = f"{fact} ({cause.kind}): {reason}"
-        return replace(
-            self,
-            cause=cause,
-            sentence=" ".join(sentence.split()),
-        )
+        return replace(self, cause=cause, sentence=" ".join(sentence.split()))
 
 
 def make_table(verdict: DiffVerdict) -> Table:
@@ -103,11 +99,7 @@ def make_table(verdict: DiffVerdict) -> Table:
 
 def shorten(value: Any) -> str:
     """Return a value as one line in which each SHA-256 is cut to 16 digits."""
-    return re.sub(
-        r"\b[0-9a-f]{64}\b",
-        lambda match: match[0][:16],
-        to_one_line(str(value)),
-    )
+    return re.sub(r"\b[0-9a-f]{64}\b", lambda match: match[0][:16], to_one_line(str(value)))
 
 
 def explain_by_records(records: RecordComparison) -> DiffVerdict:

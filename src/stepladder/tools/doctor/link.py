@@ -140,11 +140,7 @@ def measure_link(nproc: int) -> tuple[Link | None, list[Finding]]:
             link = measure_as_rank()
         else:
             with redirect_stdout(sys.stderr):  # what ranks print is no part of the answer
-                link = launch(
-                    measure_as_rank,
-                    nproc=nproc,
-                    timeout=MEASUREMENT_TIMEOUT_S,
-                )[0]
+                link = launch(measure_as_rank, nproc=nproc, timeout=MEASUREMENT_TIMEOUT_S)[0]
     except RuntimeError as lost:  # so are torch's own errors, PeerLost and RankFailed
         return None, [unreachable_ranks_finding(world, str(lost))]
     return link, list(link.findings()) if link else []
@@ -173,16 +169,7 @@ def measure_as_rank() -> Link | None:
         limits = [limit for limit in gather_values(comm, slowest_interface_speed()) if limit]
     limit = min(limits) if nodes > 1 and limits else None
     skew = round(max(clocks) - min(clocks), 3)
-    link = Link(
-        world.world_size,
-        nodes,
-        backend,
-        speeds,
-        limit,
-        skew,
-        within,
-        stream,
-    )
+    link = Link(world.world_size, nodes, backend, speeds, limit, skew, within, stream)
     return link if world.is_first else None
 
 
@@ -204,11 +191,7 @@ def gather_values(comm: Any, value: float) -> list[float]:
     return list(comm.sum(row).tolist())
 
 
-def measure_speeds(
-    comm: Any,
-    among: Any,
-    ranks: int,
-) -> tuple[Speed, ...]:
+def measure_speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
     """Measure sizes up to the first one that takes long: each is four times the one before.
 
     Args:
@@ -225,12 +208,7 @@ def measure_speeds(
     return tuple(speeds)
 
 
-def measure_speed(
-    comm: Any,
-    among: Any,
-    ranks: int,
-    size: int,
-) -> Speed:
+def measure_speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
     """Measure one size in as many rounds as fit the time, the same number on all ranks."""
     import torch
 
@@ -292,11 +270,7 @@ def open_listener(host: str, is_one_machine: bool) -> socket.socket:
                 family = socket.AF_INET if address.version == 4 else socket.AF_INET6
                 return socket.create_server((str(address), 0), family=family)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0),
-            family=socket.AF_INET6,
-            dualstack_ipv6=True,
-        )
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0), family=socket.AF_INET)
 
 

@@ -66,14 +66,7 @@ def find_interfaces() -> tuple[Interface, ...]:
         is_up = name in stats and stats[name].isup
         # By ioctl: /sys may show another network namespace's devices, as in a container.
         speed_mbit = stats[name].speed if name in stats else None
-        interfaces.append(
-            Interface(
-                name,
-                tuple(ip_addresses),
-                is_up,
-                speed_mbit or None,
-            )
-        )
+        interfaces.append(Interface(name, tuple(ip_addresses), is_up, speed_mbit or None))
     return tuple(interfaces)
 
 
@@ -102,11 +95,7 @@ def find_port_error(port: int | None) -> str:
         return ""
     with socket.socket() as listener:
         try:
-            listener.setsockopt(
-                socket.SOL_SOCKET,
-                socket.SO_REUSEADDR,
-                1,
-            )
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", port))
             listener.listen(1)
         except (OSError, OverflowError) as error:

@@ -196,12 +196,7 @@ def parse_smi(text: str, query: tuple[str, ...] = SMI_QUERY) -> tuple[Gpu, ...]:
     A value that a device does not have is [N/A] or [Not Supported].
     """
     gpus = []
-    for row in csv.DictReader(
-        text.splitlines(),
-        query,
-        restval="",
-        skipinitialspace=True,
-    ):
+    for row in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
         index = parse_whole_number(row["index"])
         if index is not None:
             capability = row.get("compute_cap", "")
@@ -236,11 +231,7 @@ def parse_nvcc(text: str) -> str:
 
 def inspect_torch() -> Torch:
     completed = run_with_import_times(TORCH_PROGRAM)
-    match = re.search(
-        r"^stepladder:(.*)",
-        completed.stdout,
-        re.MULTILINE,
-    )
+    match = re.search(r"^stepladder:(.*)", completed.stdout, re.MULTILINE)
     if match is None:
         return Torch(error=find_last_error(completed.stderr))
     facts: dict[str, Any] = json.loads(match[1])
@@ -260,12 +251,7 @@ def inspect_script_imports(path: Path | None) -> Imports:
     completed = run_with_import_times("\n".join(lines), PYTHONPATH=os.pathsep.join(python_path))
     seconds = sum_import_times(completed.stderr)
     error = find_last_error(completed.stderr) if completed.returncode else ""
-    return Imports(
-        sum(seconds.values()),
-        find_slowest_packages(seconds),
-        error,
-        path.name,
-    )
+    return Imports(sum(seconds.values()), find_slowest_packages(seconds), error, path.name)
 
 
 def list_imports(tree: ast.Module) -> list[str]:

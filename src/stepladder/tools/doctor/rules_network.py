@@ -86,10 +86,7 @@ def named_interface(facts: Facts) -> Findings:
 
 
 def check_named_interface(
-    facts: Facts,
-    library: str,
-    selection: str,
-    selected: list[str],
+    facts: Facts, library: str, selection: str, selected: list[str]
 ) -> Findings:
     """Check that a library finds interfaces, and that they lead to the peer.
 

@@ -66,12 +66,7 @@ def known_errors() -> list[KnownError]:
     """Return all errors of errors.toml, in its order."""
     text = files(__package__).joinpath("errors.toml").read_text(encoding="utf-8")
     return [
-        KnownError(
-            entry["from"],
-            tuple(entry["text"]),
-            entry["cause"],
-            entry["do"],
-        )
+        KnownError(entry["from"], tuple(entry["text"]), entry["cause"], entry["do"])
         for entry in tomllib.loads(text)["error"]
     ]
 
@@ -106,12 +101,7 @@ def score(terms: set[str], error: KnownError) -> Score:
         (len(terms & significant_terms(f"{error.source} {text}")), text) for text in error.texts
     )
     all_terms = significant_terms(f"{error.source} {message} {error.cause}")
-    return Score(
-        len(terms & all_terms),
-        shared_with_message,
-        message,
-        error,
-    )
+    return Score(len(terms & all_terms), shared_with_message, message, error)
 
 
 def significant_terms(text: str) -> set[str]:

@@ -134,11 +134,7 @@ class Catalogue:
         if values:
             texts = tuple(part.format_map(values) for part in texts)  # type: ignore[assignment]
         return Finding(
-            rule.partition(".")[0],
-            severity or text.severity,
-            location,
-            *texts,
-            text.what,
+            rule.partition(".")[0], severity or text.severity, location, *texts, text.what
         )
 
 

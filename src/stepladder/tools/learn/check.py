@@ -38,21 +38,12 @@ class Verdict:
     text: str
 
 
-def check_item(
-    course: Course,
-    item: Lesson | Exercise,
-    echo: Echo,
-) -> Verdict:
+def check_item(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
     """Check a lesson or an exercise, and save whether it passed."""
     if isinstance(item, Lesson):
         verdict = check_lesson(course, item, echo)
     else:
-        verdict = check_exercise(
-            course,
-            item,
-            load_progress().exercise_file(course, item),
-            echo,
-        )
+        verdict = check_exercise(course, item, load_progress().exercise_file(course, item), echo)
     progress = load_progress()  # only now: another terminal may have changed it during the check
     if verdict.passed:
         progress.passed.add(item.key)
@@ -70,11 +61,7 @@ def find_next_item(course: Course, progress: CourseProgress) -> Lesson | Exercis
     return None
 
 
-def check_lesson(
-    course: Course,
-    lesson: Lesson,
-    echo: Echo,
-) -> Verdict:
+def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
     """Run a lesson's command; it passes with exit code 0 and a line that its claim holds."""
     result = run_lesson(course, lesson, (), echo, get_timeout_s(lesson))
     claim = result.find_last_line(CLAIM_PREFIX)
@@ -84,12 +71,7 @@ def check_lesson(
     return Verdict(True, claim)
 
 
-def check_exercise(
-    course: Course,
-    exercise: Exercise,
-    file: Path,
-    echo: Echo,
-) -> Verdict:
+def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -> Verdict:
     """Run the learner's file, whose check must be the shipped one."""
     solution = course.get_solution_file(exercise).read_text(encoding="utf-8")
     if extract_check(read_source(file)) != extract_check(solution):
@@ -98,14 +80,7 @@ def check_exercise(
             restore = f"git checkout {file}"
         problem = f"the part below `# -- the check` in {file} was changed"
         return Verdict(False, f"{problem}. HINT: mv {file} {file}.old && {restore}")
-    result = run_exercise(
-        exercise,
-        file,
-        (),
-        echo,
-        get_timeout_s(exercise),
-        HANG_TIMEOUT_S,
-    )
+    result = run_exercise(exercise, file, (), echo, get_timeout_s(exercise), HANG_TIMEOUT_S)
     success = result.find_last_line(PASSED_PREFIX).removeprefix(PASSED_PREFIX)
     if success and not result.failure:
         return Verdict(True, success)
@@ -138,13 +113,7 @@ def run_lesson(
     command = [*shlex.split(lesson.command), *args]
     # Buffered: otherwise print() writes a line and its end separately, and the lines of several
     # ranks would be mixed. Lessons flush.
-    return run_command(
-        command,
-        course.root,
-        echo,
-        timeout_s,
-        PYTHONUNBUFFERED="",
-    )
+    return run_command(command, course.root, echo, timeout_s, PYTHONUNBUFFERED="")
 
 
 def run_exercise(
@@ -157,11 +126,4 @@ def run_exercise(
 ) -> CommandResult:
     command = [*exercise.launcher.split(), str(file), *args]
     # Unbuffered: a file that hangs is killed, and would lose its buffered output.
-    return run_command(
-        command,
-        file.parent,
-        echo,
-        timeout_s,
-        hang_timeout_s,
-        PYTHONUNBUFFERED="1",
-    )
+    return run_command(command, file.parent, echo, timeout_s, hang_timeout_s, PYTHONUNBUFFERED="1")

@@ -79,10 +79,7 @@ def make_item_result(item: Lesson | Exercise, passed: bool | None, text: str) ->
     return ItemResult(item.key, label, passed, text)
 
 
-def make_learner_results(
-    items: Sequence[ItemResult],
-    num_unchecked: int = 0,
-) -> LearnerResults:
+def make_learner_results(items: Sequence[ItemResult], num_unchecked: int = 0) -> LearnerResults:
     """Return the results of the user of this machine, with the time of now."""
     checked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     try:

@@ -94,11 +94,7 @@ class Course:
             )
             if is_its_number or name == item.key:
                 return item
-        similar = difflib.get_close_matches(
-            name,
-            [item.key for item in self],
-            1,
-        )
+        similar = difflib.get_close_matches(name, [item.key for item in self], 1)
         hint = "stepladder learn  lists them all"
         if similar:
             hint = f"stepladder learn show {similar[0]}"
@@ -134,11 +130,7 @@ def load_course() -> Course:
             "cd into a checkout of the stepladder repository, or pip install stepladder",
         )
     lessons = read_tables(ladder, "lesson", Lesson)
-    exercises = read_tables(
-        ladder.with_name("exercises.toml"),
-        "exercise",
-        Exercise,
-    )
+    exercises = read_tables(ladder.with_name("exercises.toml"), "exercise", Exercise)
     return Course(ladder.parents[1], lessons, exercises)
 
 
@@ -156,18 +148,10 @@ def find_ladder() -> Path:
     return find_file_above(LADDER) or next(existing, installed)
 
 
-def read_tables(
-    path: Path,
-    name: str,
-    kind: type[Kind],
-) -> tuple[Kind, ...]:
+def read_tables(path: Path, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
     """Return the tables of a name in a TOML file; keys that are no field of `kind` are ignored."""
     with as_input_error(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
-        tables = typed_file.convert(
-            typed_file.read_toml(path).get(name),
-            list,
-            name,
-        )
+        tables = typed_file.convert(typed_file.read_toml(path).get(name), list, name)
         return tuple(typed_file.convert(table, kind, name) for table in tables)
 
 
@@ -212,11 +196,7 @@ class CourseProgress:
     folder: Path | None = None  # of the learner's copies of the exercises
     course: Path | None = None  # the folder into which the course of a wheel was laid out
 
-    def exercise_file(
-        self,
-        course: Course,
-        exercise: Exercise,
-    ) -> Path:
+    def exercise_file(self, course: Course, exercise: Exercise) -> Path:
         """Return the learner's copy, or without `learn start` the file in the checkout."""
         if self.folder is None and course.is_packaged:
             raise InputError(
@@ -234,11 +214,7 @@ class CourseProgress:
             )
         return file
 
-    def copy_exercises(
-        self,
-        course: Course,
-        folder: Path,
-    ) -> tuple[int, int]:
+    def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
         """Copy the exercises to a folder, but keep existing files.
 
         Returns how many were copied, and how many kept.

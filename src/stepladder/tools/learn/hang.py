@@ -102,11 +102,7 @@ def find_ranks(members: Sequence[psutil.Process]) -> dict[int, int]:
 
 
 def explain_output(
-    output: str,
-    members: Sequence[int],
-    ranks: dict[int, int],
-    lead: str,
-    seconds: float,
+    output: str, members: Sequence[int], ranks: dict[int, int], lead: str, seconds: float
 ) -> str:
     """Return where processes were, from what they printed as they were aborted; "" if unknown.
 

@@ -82,32 +82,18 @@ class Figure:
     values: Sequence[Sequence[str]] = ()
 
 
-def make_text(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "start",
-    **attributes: Any,
-) -> Mark:
+def make_text(x: float, y: float, text: str, anchor: str = "start", **attributes: Any) -> Mark:
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def make_scale(
-    lo: float,
-    hi: float,
-    lo_pixel: float,
-    hi_pixel: float,
-) -> Scale:
+def make_scale(lo: float, hi: float, lo_pixel: float, hi_pixel: float) -> Scale:
     """Return the linear scale that maps lo and hi to two pixels; an empty range has length 1."""
     pixels_per_unit = (hi_pixel - lo_pixel) / ((hi - lo) or 1)
     return lambda value: lo_pixel + (value - lo) * pixels_per_unit
 
 
 def draw_bars(
-    name: str,
-    rows: Mapping[str, Mapping[str, float]],
-    unit: str,
-    colours: Mapping[str, str],
+    name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]
 ) -> Figure:
     """Draw a stacked bar per row, with a legend of its parts.
 
@@ -152,11 +138,7 @@ def format_amount(amount: float) -> str:
 
 
 def draw_heat_map(
-    name: str,
-    labels: Sequence[str],
-    x_values: Sequence[float],
-    values: np.ndarray,
-    unit: str,
+    name: str, labels: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str
 ) -> Figure:
     """Draw one line of cells per label: the strength of the colour grows with the value, from 0.
 
@@ -196,11 +178,7 @@ def draw_heat_map(
     return Figure(name, marks, int(below) + 34, values=numbers)
 
 
-def draw_colour_scale(
-    y: float,
-    hi: float,
-    unit: str,
-) -> list[Mark]:
+def draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
     """Return the colours of a heat map from 0 to its greatest value, with the numbers."""
     marks = [make_text(LEFT, y + 11, "0")]
     cell_width = 16.0
@@ -219,11 +197,7 @@ def draw_colour_scale(
     return [*marks, make_text(right, y + 11, f"{hi:.3g} {unit}")]
 
 
-def draw_spans(
-    name: str,
-    rows: Sequence[tuple[str, float, float, str]],
-    x_name: str,
-) -> Figure:
+def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
     """Draw a horizontal bar per row (label, first, last, text inside) over a common axis."""
     first = min(row[1] for row in rows)
     last = max(row[2] for row in rows)
@@ -267,12 +241,7 @@ def choose_ticks(lo: float, hi: float) -> list[float]:
     return [float(round(index * step, 12)) for index in range(first, last + 1)]
 
 
-def draw_axis_ends(
-    y: float,
-    x_name: str,
-    first: float,
-    last: float,
-) -> list[Mark]:
+def draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
     """Return the labels of both ends of an axis without ticks."""
     return [
         make_text(LEFT, y, f"{x_name} {first:g}"),

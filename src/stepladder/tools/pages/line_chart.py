@@ -94,12 +94,7 @@ def draw_lines(
     return replace(figure, values=values)
 
 
-def draw_curve(
-    pixels: Points,
-    colour: str,
-    dashes: str,
-    has_dots: bool,
-) -> list[Mark]:
+def draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:
     """Return a line through points, with a dot at each of them if there shall be dots."""
     curve = Mark(
         "polyline",
@@ -123,11 +118,7 @@ def describe_points(series: Mapping[str, Points], x_name: str) -> str:
 
 
 def draw_axes(
-    points: np.ndarray,
-    x_scale: Scale,
-    top: float,
-    x_name: str,
-    y_name: str,
+    points: np.ndarray, x_scale: Scale, top: float, x_name: str, y_name: str
 ) -> tuple[list[Mark], Scale]:
     """Return linear axes for all points, and the scale of y, whose highest value is at `top`.
 
@@ -173,12 +164,7 @@ def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark
     return marks, min(TOP + LABEL_ROW_HEIGHT * len(ends), (TOP + PLOT_BOTTOM) / 2)
 
 
-def draw_event(
-    event: ChartEvent,
-    x: float,
-    is_near_end: bool,
-    y: float,
-) -> Mark:
+def draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mark:
     """Return a dashed line with its label, which tells what happened under the pointer."""
     label = make_text(
         x - 4 if is_near_end else x + 4,

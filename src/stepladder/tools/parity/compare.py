@@ -7,21 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples
-from stepladder.tools.parity.tolerance import (
-    SINGLE_EPSILON,
-    Deviation,
-    NoiseHistory,
-    TensorTriple,
-)
+from stepladder.tools.parity.tolerance import SINGLE_EPSILON, Deviation, NoiseHistory, TensorTriple
 
 Quantity = Literal[
-    "initial weight",
-    "samples",
-    "learning rate",
-    "steps",
-    "loss",
-    "gradient",
-    "weight",
+    "initial weight", "samples", "learning rate", "steps", "loss", "gradient", "weight"
 ]
 SAME_RATE = 1e-6  # relative: schedules round, too
 
@@ -37,9 +26,7 @@ class Runs:
     def step(self, number: int) -> StepTriple:
         index = number - 1
         return StepTriple(
-            self.reference.steps[index],
-            self.compared.steps[index],
-            self.perturbed.steps[index],
+            self.reference.steps[index], self.compared.steps[index], self.perturbed.steps[index]
         )
 
     @property
@@ -127,10 +114,7 @@ class FirstDifference:
 def find_difference(runs: Runs) -> FirstDifference | None:
     """Return the first difference beyond rounding, or None."""
     initial = TensorTriple(
-        runs.reference.initial,
-        runs.compared.initial,
-        runs.perturbed.initial,
-        SINGLE_EPSILON,
+        runs.reference.initial, runs.compared.initial, runs.perturbed.initial, SINGLE_EPSILON
     )
     beyond = first_beyond(initial.deviations())
     if beyond is not None:
@@ -153,11 +137,7 @@ class Histories:
     weights: NoiseHistory = field(default_factory=NoiseHistory)
 
 
-def compare_step(
-    number: int,
-    triple: StepTriple,
-    histories: Histories,
-) -> FirstDifference | None:
+def compare_step(number: int, triple: StepTriple, histories: Histories) -> FirstDifference | None:
     reference = triple.reference
     compared = triple.compared
     is_reproducible = samples_agree(reference.samples, triple.perturbed.samples)

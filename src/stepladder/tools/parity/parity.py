@@ -170,12 +170,7 @@ class Parity:
             return self.validate(self.runs.run(launch), compared)
 
     def run_size(
-        self,
-        name: str,
-        launch: RankLaunch,
-        size: Size,
-        neutral: bool,
-        perturbed: bool = False,
+        self, name: str, launch: RankLaunch, size: Size, neutral: bool, perturbed: bool = False
     ) -> ScriptRun:
         """Run the script on one size, started as another run of it."""
         launch = replace(launch, nproc=size.nproc, args=size.args)

@@ -38,12 +38,7 @@ class TensorEvidence:
     def backward_line(self) -> CodeLine | None:
         return self.compared.first.backward_line
 
-    def cause(
-        self,
-        rule: str,
-        evidence: str,
-        line: CodeLine | None = None,
-    ) -> NamedCause:
+    def cause(self, rule: str, evidence: str, line: CodeLine | None = None) -> NamedCause:
         """Return a cause, at the line of the backward pass if no other is given."""
         text = f"step {self.compared.number}: {evidence}"
         return NamedCause(rule, text, line or self.backward_line)

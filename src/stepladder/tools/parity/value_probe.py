@@ -26,12 +26,7 @@ from stepladder.tools.check.probe.hooks_train import (
     named_parameters_of,
     training_tracker,
 )
-from stepladder.tools.check.probe.patching import (
-    NestingDepth,
-    default_on_error,
-    get_argument,
-    wrap,
-)
+from stepladder.tools.check.probe.patching import NestingDepth, default_on_error, get_argument, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.parity.events import StepValues, ValueSettings
 
@@ -197,11 +192,7 @@ def perturb_in_place(gradient: Any) -> None:
 def make_forward_hook(recorder: ValueRecorder) -> Any:
     """Return the hook of all modules, which notes and perturbs the outputs of the innermost."""
 
-    def observe_output(
-        module: Any,
-        _: Any,
-        output: Any,
-    ) -> Any:
+    def observe_output(module: Any, _: Any, output: Any) -> Any:
         is_innermost = next(module.children(), None) is None
         if not is_innermost or not isinstance(output, Tensor) or not output.requires_grad:
             return None
@@ -294,11 +285,7 @@ def make_batch_norm_wrapper(recorder: ValueRecorder) -> Any:
     return around
 
 
-def fetch_with_own_seeds(
-    original: Any,
-    fetcher: Any,
-    indices: Any,
-) -> Any:
+def fetch_with_own_seeds(original: Any, fetcher: Any, indices: Any) -> Any:
     """Fetch each sample with random numbers of its own, whichever rank fetches it."""
     if not isinstance(indices, (list, tuple)):
         return original(fetcher, indices)

@@ -36,11 +36,7 @@ def make_listener_variables(listener: type[StepListener], **arguments: object) -
 
     Paths arrive in the rank as text.
     """
-    description = {
-        "module": listener.__module__,
-        "name": listener.__name__,
-        "arguments": arguments,
-    }
+    description = {"module": listener.__module__, "name": listener.__name__, "arguments": arguments}
     return {
         "PYTHONPATH": prepend_startup_folder(os.environ.get("PYTHONPATH", "")),
         OBSERVER_VARIABLE: json.dumps(description, default=str),

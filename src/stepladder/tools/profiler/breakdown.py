@@ -238,13 +238,7 @@ class Breakdown:
         self.unknown = {name for name, part in known_parts.items() if part is None}
         self.backward = parts["backward"]
         self.line = Timeline(
-            steps,
-            computing,
-            communicating,
-            in_operators,
-            waits,
-            *parts.values(),
-            *kernels.values(),
+            steps, computing, communicating, in_operators, waits, *parts.values(), *kernels.values()
         )
         covered = self.line.covered_by
         self.in_steps = covered(steps)

@@ -12,11 +12,7 @@ from pathlib import Path
 
 from stepladder.core.process_count import count_cores
 from stepladder.tools.probe.job_listener import JobListener
-from stepladder.tools.probe.ranks import (
-    end_script_after,
-    get_rank_and_world_size,
-    write_step_count,
-)
+from stepladder.tools.probe.ranks import end_script_after, get_rank_and_world_size, write_step_count
 from stepladder.tools.probe.step_clock import RunQueue
 
 METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to torch's own keys
@@ -37,13 +33,7 @@ class Capture(JobListener):
     rank, its peak memory, its threads and cores, and the time that each step waited for a core.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        warmup: int,
-        steps: int,
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, warmup: int, steps: int) -> None:
         import torch
         from torch.profiler import (
             ProfilerActivity,

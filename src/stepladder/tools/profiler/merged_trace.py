@@ -13,11 +13,7 @@ IDS_PER_RANK = 2**40  # ids of arrows and streams are unique only within a rank
 PROCESSES_PER_RANK = 1000
 
 
-def write_merged_trace(
-    traces: list[Trace],
-    clock: str,
-    path: Path,
-) -> None:
+def write_merged_trace(traces: list[Trace], clock: str, path: Path) -> None:
     """Write the traces to one file, whose time begins with the first recorded step."""
     start = min(float(trace.steps.min()) for trace in traces)
     events: list[Event] = []
@@ -35,11 +31,7 @@ def write_merged_trace(
     write_output(path, json.dumps(content), "--out")
 
 
-def renumber_events(
-    trace: Trace,
-    index: int,
-    start: float,
-) -> list[Event]:
+def renumber_events(trace: Trace, index: int, start: float) -> list[Event]:
     """Return a rank's events, with ids of processes and arrows that are unique among the ranks."""
     rank_pid = trace.step_annotations[0]["pid"]
     new_pids: dict[Any, int] = {rank_pid: index}

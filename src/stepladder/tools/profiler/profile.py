@@ -76,12 +76,7 @@ class ProfileResult:
         yield f"{self.out / TENSORBOARD}: a trace per rank, for TensorBoard with torch-tb-profiler"
 
 
-def record_profile(
-    name: str,
-    run: Run,
-    out: Path,
-    world: World,
-) -> ProfileResult | int:
+def record_profile(name: str, run: Run, out: Path, world: World) -> ProfileResult | int:
     """Run the ranks, and write their profile to `out`.
 
     This process may be one of several ranks that another launcher has started on several machines.
@@ -113,11 +108,7 @@ def record_profile(
                 parent.rmdir()
 
 
-def examine_traces(
-    name: str,
-    folder: Path,
-    out: Path,
-) -> ProfileResult:
+def examine_traces(name: str, folder: Path, out: Path) -> ProfileResult:
     """Make the profile of a folder's traces, and move them to `out`; replace a profile there."""
     paths = sorted(folder.glob("*.pt.trace.json"))
     traces = sorted(map(Trace, paths), key=lambda trace: trace.rank)
@@ -141,11 +132,7 @@ def examine_traces(
         shutil.move(path, out / TENSORBOARD / path.name)
     write_merged_trace(traces, clock, out / MERGED)
     # Last, because this file marks the folder as a profile that may be replaced.
-    write_output(
-        out / RESULT,
-        json.dumps(result.as_json(), indent=1),
-        "--out",
-    )
+    write_output(out / RESULT, json.dumps(result.as_json(), indent=1), "--out")
     return result
 
 

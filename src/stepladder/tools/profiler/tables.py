@@ -13,15 +13,7 @@ from stepladder.tools.profiler.advice import Profile
 from stepladder.tools.profiler.breakdown import RankProfile
 from stepladder.tools.profiler.profile import ProfileResult
 
-PARTS_SHOWN = (
-    "data",
-    "forward",
-    "backward",
-    "communication",
-    "waiting",
-    "optimizer",
-    "other",
-)
+PARTS_SHOWN = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
 MAX_RANK_COLUMNS = 12  # of more ranks, the spread and the latest are shown
 NUM_LATEST_SHOWN = 3
 MAX_OPERATOR_NAME = 70

@@ -41,10 +41,7 @@ def make_spans(pairs: Iterable[Span]) -> Spans:
     return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
 
 
-def contains(
-    spans: Spans,
-    time: float,
-) -> bool:
+def contains(spans: Spans, time: float) -> bool:
     """Return whether a time lies in one of these spans, edges included."""
     has_begun = spans[:, 0] <= time
     has_not_ended = time <= spans[:, 1]
@@ -62,20 +59,14 @@ class Timeline:
         self.lengths = np.diff(edges)
         self.middles = (edges[:-1] + edges[1:]) / 2
 
-    def covered_by(
-        self,
-        spans: Spans,
-    ) -> Mask:
+    def covered_by(self, spans: Spans) -> Mask:
         """Return the intervals that at least one of these spans covers."""
         begun = np.searchsorted(np.sort(spans[:, 0]), self.middles)
         ended = np.searchsorted(np.sort(spans[:, 1]), self.middles)
         mask: Mask = begun > ended
         return mask
 
-    def length(
-        self,
-        mask: Mask,
-    ) -> float:
+    def length(self, mask: Mask) -> float:
         return float(self.lengths[mask].sum())
 
 
@@ -90,10 +81,7 @@ class Collective(NamedTuple):
 class Trace:
     """One rank's trace in microseconds; the ranks' traces are comparable after `shift_by`."""
 
-    def __init__(
-        self,
-        path: Path,
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.content = json.loads(path.read_bytes())
         self.metadata: dict[str, Any] = self.content[METADATA_KEY]
         self.rank = int(self.metadata["rank"])
@@ -116,10 +104,7 @@ class Trace:
     def _events_of(self, *categories: str) -> list[Event]:
         return [event for event in self.events if event.get("cat") in categories]
 
-    def shift_by(
-        self,
-        microseconds: float,
-    ) -> None:
+    def shift_by(self, microseconds: float) -> None:
         """Move all times of this trace."""
         self.shift += microseconds
 
@@ -133,22 +118,13 @@ class Trace:
         queued_s = self.metadata["queued_s"] or [0.0] * len(self.step_annotations)
         return 1e6 * np.array(queued_s, dtype=np.float64)
 
-    def spans(
-        self,
-        events: Iterable[Event],
-    ) -> Spans:
+    def spans(self, events: Iterable[Event]) -> Spans:
         return make_spans((self.begin(event), self.end(event)) for event in events)
 
-    def begin(
-        self,
-        event: Event,
-    ) -> float:
+    def begin(self, event: Event) -> float:
         return float(event["ts"] + self.shift)
 
-    def end(
-        self,
-        event: Event,
-    ) -> float:
+    def end(self, event: Event) -> float:
         return float(event["ts"] + event["dur"] + self.shift)
 
     @property
@@ -156,11 +132,7 @@ class Trace:
         """The collectives that moved data, by begin: on a thread of gloo or as a kernel of NCCL."""
         events = [*self.annotations, *self.gpu_events]
         return sorted(
-            Collective(
-                self.begin(event),
-                self.end(event),
-                event["name"],
-            )
+            Collective(self.begin(event), self.end(event), event["name"])
             for event in events
             if COLLECTIVE.match(event["name"])
         )
@@ -283,10 +255,7 @@ class Trace:
         """Return the microseconds of each operator without the operators that it calls."""
         self_times = {id(op): op["dur"] for op in self.operators}
         stacks: dict[Any, list[Event]] = defaultdict(list)  # per thread
-        for op in sorted(
-            self.operators,
-            key=lambda op: (op["ts"], -op["dur"]),
-        ):
+        for op in sorted(self.operators, key=lambda op: (op["ts"], -op["dur"])):
             stack = stacks[op["tid"]]
             while stack and stack[-1]["ts"] + stack[-1]["dur"] <= op["ts"]:
                 stack.pop()

@@ -34,13 +34,7 @@ QUIET_KINETO = {
 }  # Kineto of torch 2.13 prints two lines per rank otherwise
 
 
-def profile_job(
-    request: TrainRequest,
-    warmup: int,
-    steps: int,
-    nproc: int,
-    folder: Path,
-) -> int:
+def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, folder: Path) -> int:
     request = make_trial_request(request, folder / "run", steps=warmup + steps, epochs=None)
     train = partial(train_profiled, request, warmup, steps, folder)
     with temporary_environment(**QUIET_KINETO):
@@ -51,12 +45,7 @@ def profile_job(
         return run_local(LocalGroup(train, threads, Limits(request.settings.timeout)), nproc)
 
 
-def train_profiled(
-    request: TrainRequest,
-    warmup: int,
-    steps: int,
-    folder: Path,
-) -> int:
+def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path) -> int:
     """Train `warmup` steps on this rank, and `steps` more under the profiler."""
     from stepladder.tools.trial.training import open_training  # late: torch
 

@@ -61,11 +61,7 @@ def validate_script_run_dir(run_dir: Path) -> None:
     validate_run_dir_writable(run_dir)
 
 
-def run_recorded(
-    run_dir: Path,
-    script: str,
-    work: Callable[[], int],
-) -> int:
+def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """Record the launch, and the times of steps on the ranks that `work()` starts.
 
     Earlier launches in the folder are kept, as those of a script that resumes by itself.

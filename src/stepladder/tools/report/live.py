@@ -114,11 +114,7 @@ def poll_job(number: str, follow: Callable[[Path], Follower]) -> RunView:
     return RunView(lines, job.is_over)
 
 
-def show(
-    updates: Iterator[list[str]],
-    once: bool,
-    console: Console,
-) -> None:
+def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
     """Show the updates in place in a terminal; elsewhere print lines when they change."""
     if once:
         updates = islice(updates, 1)
@@ -126,20 +122,11 @@ def show(
         shown: list[str] = []
         for lines in updates:
             if lines != shown:
-                console.print(
-                    "\n".join(lines),
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+                console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
             shown = lines
         return
     first = next(updates)  # an InputError comes before the display begins
-    with Live(
-        Text("\n".join(first)),
-        console=console,
-        refresh_per_second=4,
-    ) as live:
+    with Live(Text("\n".join(first)), console=console, refresh_per_second=4) as live:
         for lines in updates:
             live.update(Text("\n".join(lines)))
 

@@ -178,12 +178,7 @@ class RunReader:
         for line in self._metrics_reader.read_new():
             self._metrics.add(line)
         for window in group_timing_lines(self._timing_reader.read_new()):
-            self._times.add(
-                window.last_step,
-                window.steps,
-                window.rows,
-                window.world_size,
-            )
+            self._times.add(window.last_step, window.steps, window.rows, window.world_size)
         starts = list(read_starts(self.run_dir / LEDGER_FOLDER))
         result = read_result(self.run_dir / RESULT_FILE)
         is_running = result is None and is_locked(self.run_dir)
@@ -269,12 +264,7 @@ def make_window(group: list[Line]) -> TimingWindow:
     rows: dict[Label, list[float]] = {}
     for line in group:
         rows.update(get_timing_rows(line))
-    return TimingWindow(
-        first["step"],
-        first["steps"],
-        first.get("world_size", len(rows)),
-        rows,
-    )
+    return TimingWindow(first["step"], first["steps"], first.get("world_size", len(rows)), rows)
 
 
 def read_result(path: Path) -> ResultSummary | None:
@@ -307,9 +297,4 @@ def read_start(path: Path, match: re.Match[str]) -> RunStart | None:
     for line in read_last_lines(path, MAX_LEDGER_LINE_BYTES):
         if is_count(line.get("step")):
             last = line["step"]
-    return RunStart(
-        header.number,
-        header.world_size,
-        header.start,
-        last,
-    )
+    return RunStart(header.number, header.world_size, header.start, last)

@@ -69,11 +69,7 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
         curves=list(draw_curves(record, events)),
         events=events,
         throughput=draw_lines(
-            "throughput",
-            {"samples": samples_per_s},
-            "step",
-            "samples per second",
-            events=events,
+            "throughput", {"samples": samples_per_s}, "step", "samples per second", events=events
         ),
         ranks=compare_ranks(record.times),
         starts=starts and draw_spans("starts", starts, "step"),

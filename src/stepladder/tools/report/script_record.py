@@ -130,14 +130,7 @@ class ScriptRunReader:
             warnings += reader.describe_damage(is_growing=state == "running")
         starts, times = combine_ranks(self._starts_of_rank)
         name = Path(launches[-1].script).name
-        return ScriptRecord(
-            launches,
-            state,
-            name,
-            starts,
-            times,
-            warnings,
-        )
+        return ScriptRecord(launches, state, name, starts, times, warnings)
 
     def _read_rank(self, rank: int, path: Path) -> None:
         reader = self._readers.setdefault(rank, JsonlReader(path, is_step_line))
@@ -192,12 +185,7 @@ def combine_ranks(
             _add_windows(times, parts, earlier_steps)
         starts.append(
             ScriptStart(
-                start.world_size,
-                start.last_step,
-                start.begun,
-                start.ended,
-                missing,
-                start.has_gpu,
+                start.world_size, start.last_step, start.begun, start.ended, missing, start.has_gpu
             )
         )
         earlier_steps += start.last_step
@@ -210,18 +198,10 @@ def _find_same_start(start: RankStart, candidates: list[RankStart]) -> RankStart
     Two starts with the same port have the same name; the one nearest in time is returned.
     """
     same_name = [candidate for candidate in candidates if candidate.start == start.start]
-    return min(
-        same_name,
-        key=lambda part: abs(part.begun - start.begun),
-        default=None,
-    )
+    return min(same_name, key=lambda part: abs(part.begun - start.begun), default=None)
 
 
-def _add_windows(
-    times: RankTimes,
-    parts: list[RankStart],
-    earlier_steps: int,
-) -> None:
+def _add_windows(times: RankTimes, parts: list[RankStart], earlier_steps: int) -> None:
     """Add the windows of rank 0's lines, up to the step that all ranks have reached.
 
     Other ranks write at other steps: the steps within one of their lines count as equally long.
@@ -232,12 +212,7 @@ def _add_windows(
     seconds = np.diff(sums, axis=1)  # (ranks, windows, phases)
     for window, (first, last) in enumerate(pairwise(edges)):
         rows: dict[int | str, list[float]] = dict(enumerate(seconds[:, window].tolist()))
-        times.add(
-            earlier_steps + last,
-            last - first,
-            rows,
-            len(parts),
-        )
+        times.add(earlier_steps + last, last - first, rows, len(parts))
 
 
 def _interpolate_sums(part: RankStart, edges: list[int]) -> np.ndarray:

@@ -90,11 +90,7 @@ class RankTimes:
         self._free_windows = 0  # windows that still go into the last column
 
     def add(
-        self,
-        last_step: int,
-        steps: int,
-        rows: Mapping[Label, Sequence[float]],
-        world_size: int,
+        self, last_step: int, steps: int, rows: Mapping[Label, Sequence[float]], world_size: int
     ) -> None:
         """Add a window of so many steps up to `last_step`: the seconds by phase of some ranks."""
         rank_rows = [row for label, row in rows.items() if label not in SPREAD]
@@ -176,11 +172,7 @@ class RankTimes:
         cells = np.concatenate([spread, self.get_cells(slowest)])
         return names, cells
 
-    def _get_median_busy_times(
-        self,
-        labels: Sequence[Label],
-        start_column: int = 0,
-    ) -> list[float]:
+    def _get_median_busy_times(self, labels: Sequence[Label], start_column: int = 0) -> list[float]:
         """Return the busy seconds per step of each label, the median of its columns.
 
         A label that is in fewer than half of the columns has 0.

@@ -111,10 +111,7 @@ def measure(
 
 
 def measure_locally(
-    subject: TimedJob | TimedScript,
-    sizes: list[int],
-    rounds: int,
-    report: Callable[[str], None],
+    subject: TimedJob | TimedScript, sizes: list[int], rounds: int, report: Callable[[str], None]
 ) -> list[SizeResult]:
     """Measure on these numbers of processes; raise InputError if they are too many."""
     validate_process_count(max(sizes))
@@ -171,12 +168,7 @@ class TimedJob:
 
     def run(self, nproc: int, folder: Path) -> Round:
         start_time = time.time()
-        function = partial(
-            time_steps,
-            self._make_request(folder),
-            self.weak,
-            self.warmup,
-        )
+        function = partial(time_steps, self._make_request(folder), self.weak, self.warmup)
         run_on_ranks(function, nproc, self.request)
         return self.read(nproc, folder, start_time)
 
@@ -188,12 +180,7 @@ class TimedJob:
         args = ["run", "-m", "stepladder.tools.scaling.step_times", str(file)]
         return args, {"OMP_NUM_THREADS": str(self.threads)}
 
-    def read(
-        self,
-        nproc: int,
-        folder: Path,
-        start_time: float,
-    ) -> Round:
+    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
         try:
             content = np.load(folder / "run" / TIMES_FILE)
         except OSError as error:
@@ -267,12 +254,7 @@ class TimedScript:
         env = self._make_listener(folder) | {"OMP_NUM_THREADS": str(self.threads)}
         return ["run", self.script.name, *self.script.args], env
 
-    def read(
-        self,
-        nproc: int,
-        folder: Path,
-        start_time: float,
-    ) -> Round:
+    def read(self, nproc: int, folder: Path, start_time: float) -> Round:
         if not self._is_measured(folder, nproc):
             raise self._make_incomplete_error(nproc, folder)
         results = [np.load(times_path(folder, rank)) for rank in range(nproc)]
@@ -299,11 +281,7 @@ class TimedScript:
     def _is_measured(self, folder: Path, nproc: int) -> bool:
         return all(times_path(folder, rank).exists() for rank in range(nproc))
 
-    def _make_incomplete_error(
-        self,
-        nproc: int,
-        folder: Path,
-    ) -> InputError:
+    def _make_incomplete_error(self, nproc: int, folder: Path) -> InputError:
         """Return the error of a script that has ended without failure before it was measured."""
         counts = read_step_counts(folder, nproc)
         processes = format_count(nproc, "process")

@@ -150,9 +150,7 @@ def describe_useful_range(sizes: list[SizeResult]) -> str:
 
 
 def describe_size(
-    size: SizeResult,
-    baseline: SizeResult,
-    meanings: dict[str, tuple[str, str]] = STEP_PARTS,
+    size: SizeResult, baseline: SizeResult, meanings: dict[str, tuple[str, str]] = STEP_PARTS
 ) -> str:
     """Return the speed-up, and the parts of a step that lost time, the largest first."""
     efficiency = size.efficiency(baseline)
@@ -242,12 +240,7 @@ def render_scaling_page(scaling: Scaling) -> str:
         lost=_make_loss_section(scaling) if len(sizes) > 1 else None,
         times=_make_times_section(scaling),
         speed_up=_draw_speedups(sizes),
-        steps=draw_bars(
-            "a step's time by part",
-            _make_step_bars(sizes),
-            "ms",
-            PART_COLOURS,
-        ),
+        steps=draw_bars("a step's time by part", _make_step_bars(sizes), "ms", PART_COLOURS),
     )
 
 
@@ -266,12 +259,7 @@ def _make_loss_section(scaling: Scaling) -> dict[str, object]:
         for name, share in sort_by_share(last.lost_shares(baseline)).items()
     ]
     return {
-        "figure": draw_bars(
-            "where the efficiency went, by part",
-            bars,
-            "",
-            PART_COLOURS,
-        ),
+        "figure": draw_bars("where the efficiency went, by part", bars, "", PART_COLOURS),
         "nproc": last.nproc,
         "milliseconds": format_amount(1e3 * last.seconds),
         "rows": rows,
@@ -303,13 +291,7 @@ def _draw_speedups(sizes: list[SizeResult]) -> Figure:
         "fitted law": [(float(n), law.speedup(n) / start) for n in fitted_counts],
         "measured": [(float(size.nproc), size.speedup(baseline)) for size in sizes],
     }
-    return draw_lines(
-        "speed-up",
-        curves,
-        "processes",
-        "times as fast",
-        dots=["measured"],
-    )
+    return draw_lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
 
 
 def _make_step_bars(sizes: list[SizeResult]) -> dict[str, dict[str, float]]:

@@ -8,11 +8,7 @@ import time
 from pathlib import Path
 
 from stepladder.core import durable
-from stepladder.tools.probe.ranks import (
-    end_script_after,
-    get_rank_and_world_size,
-    write_step_count,
-)
+from stepladder.tools.probe.ranks import end_script_after, get_rank_and_world_size, write_step_count
 from stepladder.tools.probe.step_clock import COLUMNS, StepClock, has_gpu
 
 

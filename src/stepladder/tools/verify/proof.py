@@ -100,11 +100,7 @@ def prove(
     if steps is not None and steps < 2:
         raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
     validate_process_count(max(sizes or DEFAULT_SIZES))
-    settings = replace(
-        settings,
-        steps=None,
-        threads=settings.threads or 1,
-    )
+    settings = replace(settings, steps=None, threads=settings.threads or 1)
     request = TrainRequest(job_file, config, settings)
     with temporary_folder() as folder:
         return Comparison(folder, request, steps, report).run(sizes)
@@ -114,11 +110,7 @@ class Comparison:
     """Compares trainings with the first one, the reference, and deletes those that are equal."""
 
     def __init__(
-        self,
-        folder: Path,
-        request: TrainRequest,
-        steps: int | None,
-        report: Callable[[str], None],
+        self, folder: Path, request: TrainRequest, steps: int | None, report: Callable[[str], None]
     ) -> None:
         self.folder = folder
         self.request = request
@@ -144,13 +136,7 @@ class Comparison:
             if difference is None and len(resume_sizes) > 1:
                 difference = self.compare(reference, resume_sizes)
                 resumed = [list(pair) for pair in pairwise(resume_sizes)]
-        return Proof(
-            trained,
-            resumed,
-            reference.steps,
-            difference,
-            reference.weights_sha256,
-        )
+        return Proof(trained, resumed, reference.steps, difference, reference.weights_sha256)
 
     def find_possible_sizes(self, reference: Trial) -> list[int]:
         """Return the default sizes of which each process has at least one microbatch."""
@@ -170,11 +156,7 @@ class Comparison:
         self.report(f"{sizes:<12} {trial.steps:>5}  {last_loss:<20.12g} {weights}  ok")
         return None
 
-    def compare(
-        self,
-        reference: Trial,
-        sizes: list[int],
-    ) -> Difference | None:
+    def compare(self, reference: Trial, sizes: list[int]) -> Difference | None:
         """Train on `sizes` and compare; a difference comes with its likely cause."""
         trial = self.train(sizes)
         inner = self.check_trial(trial)
@@ -200,24 +182,14 @@ class Comparison:
             shutil.rmtree(rerun.folder)
         return None
 
-    def add_cause(
-        self,
-        difference: Difference,
-        reference: Trial,
-        trial: Trial,
-    ) -> Difference:
+    def add_cause(self, difference: Difference, reference: Trial, trial: Trial) -> Difference:
         if difference.cause:
             return difference
         results: list[ProbeResult] = []
         for size in sorted({*reference.sizes, *trial.sizes}):
             results += self.probe(size)
         is_resumed = len(trial.sizes) > 1
-        symptoms = Symptoms(
-            difference,
-            results,
-            self.request.settings,
-            is_resumed,
-        )
+        symptoms = Symptoms(difference, results, self.request.settings, is_resumed)
         return replace(difference, cause=find_likely_cause(symptoms))
 
     def train(self, sizes: list[int]) -> Trial:

@@ -137,18 +137,10 @@ def train_part(
 
 def _write_guard_report(run_dir: Path, **fields: Any) -> None:
     """Write fields of Difference atomically, as several ranks may write at once."""
-    durable.write(
-        run_dir / GUARD_REPORT_FILE,
-        json.dumps(fields),
-        fsync=False,
-    )
+    durable.write(run_dir / GUARD_REPORT_FILE, json.dumps(fields), fsync=False)
 
 
-def choose_num_steps(
-    plan: Plan,
-    num_steps: int,
-    requested_steps: int | None,
-) -> int:
+def choose_num_steps(plan: Plan, num_steps: int, requested_steps: int | None) -> int:
     """Return about 12, or one step past the first epoch if its short last batch is near."""
     steps = TRIAL_STEPS
     if plan.steps_per_epoch < 2 * TRIAL_STEPS:
@@ -170,11 +162,7 @@ def hash_tensors(model: torch.nn.Module) -> dict[str, list[str]]:
     }
 
 
-def find_first_difference(
-    first: Trial,
-    second: Trial,
-    tolerance: float,
-) -> Difference | None:
+def find_first_difference(first: Trial, second: Trial, tolerance: float) -> Difference | None:
     """Return the first step and tensor in which two trainings differ, None if they are equal.
 
     A loss may differ by `tolerance`, relative to its size, and a tensor by
@@ -185,12 +173,7 @@ def find_first_difference(
     kinds = {name: kind for name, (kind, _) in (second_tensors | tensors).items()}
     for name, kind in kinds.items():
         if tensors.get(name) != second_tensors.get(name):
-            return Difference(
-                0,
-                name,
-                kind,
-                [first.size_at(0), second.size_at(0)],
-            )
+            return Difference(0, name, kind, [first.size_at(0), second.size_at(0)])
     losses = first.read_losses()
     second_losses = second.read_losses()
     snapshots = find_snapshots(first.folder)
@@ -229,10 +212,7 @@ class SnapshotComparison:
 
 
 def compare_snapshots(
-    first_path: Path,
-    second_path: Path,
-    tolerance: float,
-    kinds: dict[str, str] | None = None,
+    first_path: Path, second_path: Path, tolerance: float, kinds: dict[str, str] | None = None
 ) -> SnapshotComparison:
     """Compare the tensors and the optimizer's state of two snapshots.
 
@@ -309,11 +289,7 @@ def pair_optimizer_values(
         second_state = second["state"].get(index, {})
         for name, value in state.items():
             yield "optimizer", f"{name} of parameter {index}", value, second_state.get(name)
-    groups = zip(
-        first["param_groups"],
-        second["param_groups"],
-        strict=False,
-    )
+    groups = zip(first["param_groups"], second["param_groups"], strict=False)
     for index, (group, second_group) in enumerate(groups):
         for name, value in group.items():
             yield "optimizer", f"{name} of group {index}", value, second_group.get(name)

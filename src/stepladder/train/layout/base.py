@@ -165,10 +165,7 @@ class StateLayout:
         return self.model.state_dict(), None
 
     def catch_up(
-        self,
-        weights: dict[str, Tensor],
-        step: list[Any] | None,
-        optimizer_state: dict[str, Any],
+        self, weights: dict[str, Tensor], step: list[Any] | None, optimizer_state: dict[str, Any]
     ) -> None:
         """Bring this rank to the step of the rank whose state this is."""
         self.model.load_state_dict(weights)

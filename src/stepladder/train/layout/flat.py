@@ -33,10 +33,7 @@ class FlatGroup:
     Each view begins at a multiple of ALIGNMENT, since kernels round by where a tensor begins.
     """
 
-    def __init__(
-        self,
-        group: dict[str, Any],
-    ) -> None:
+    def __init__(self, group: dict[str, Any]) -> None:
         self.params = [param for param in group["params"] if param.requires_grad]
         self.sizes = [round_up(param.numel()) for param in self.params]
         self.vector = self.params[0].detach().new_zeros(sum(self.sizes))
@@ -113,11 +110,7 @@ class Flat(StateLayout):
     vectors' state.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        comm: Comm,
-    ) -> None:
+    def __init__(self, job: Job, comm: Comm) -> None:
         super().__init__(job, comm)
         self.groups = [FlatGroup(group) for group in self.optimizer.param_groups]
         self.bare_step = BareStep(self.optimizer)
@@ -127,12 +120,7 @@ class Flat(StateLayout):
         self.adopt_state()
 
     @classmethod
-    def choose(
-        cls,
-        settings: Settings,
-        job: Job,
-        comm: Comm,
-    ) -> type[StateLayout]:
+    def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
         """Return this class if it helps and gives the same bits."""
         scales_loss = settings.precision == "fp16"
         return (
@@ -192,10 +180,7 @@ class Flat(StateLayout):
         return all(map(FlatGroup.copy_gradients, self.groups))
 
 
-def is_flattenable(
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> bool:
+def is_flattenable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether steps of vectors help and give the bits of steps of each parameter."""
     kind = type(optimizer)
     is_from_torch = kind.__module__.startswith("torch.optim.")
@@ -219,10 +204,7 @@ def is_flattenable(
     return size <= FIRST_BUCKET_BYTES
 
 
-def can_be_flat(
-    param: torch.nn.Parameter,
-    dtype: torch.dtype,
-) -> bool:
+def can_be_flat(param: torch.nn.Parameter, dtype: torch.dtype) -> bool:
     """Return whether a parameter can be a view of a vector of this type."""
     has_right_type = param.dtype == dtype and not param.is_complex()
     is_dense = param.layout == torch.strided and param.is_contiguous()

@@ -47,11 +47,7 @@ class AlignedRows:
         # Flat tensors with gradients: the rows between the ends, then the padded ends.
         self.parts = self.cut(get_local_slice(param).values)
         if param.grad is not None:
-            for part, grad in zip(
-                self.parts,
-                self.cut(param.grad.to_local()),
-                strict=True,
-            ):
+            for part, grad in zip(self.parts, self.cut(param.grad.to_local()), strict=True):
                 part.grad = grad
 
     def cut(self, rows: Tensor) -> list[Tensor]:
@@ -66,11 +62,7 @@ class AlignedRows:
             parts.append(padded)
         return parts
 
-    def store(
-        self,
-        parts: list[Tensor],
-        rows: Tensor,
-    ) -> None:
+    def store(self, parts: list[Tensor], rows: Tensor) -> None:
         """Copy the parts of `cut`, or new parts of their shapes, into the rows."""
         flat = rows.view(-1)
         for cut, part in zip(self.cuts, parts, strict=True):
@@ -139,11 +131,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
         for piece in pieces:  # one weight after the other, which takes less memory
             self._store(piece, [state.pop(part, {}) for part in piece.parts])
 
-    def _store(
-        self,
-        piece: AlignedRows,
-        states: list[dict[str, Any]],
-    ) -> None:
+    def _store(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
         """Store the stepped values of a weight, and the state of each of its parts."""
         values = get_local_slice(piece.param).values
         piece.store(piece.parts, values)
@@ -154,10 +142,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
                 stored[piece.param][name] = value
                 continue
             if not is_distributed(stored[piece.param].get(name)):
-                stored[piece.param][name] = distribute_like(
-                    piece.param,
-                    values.to(value.dtype),
-                )
+                stored[piece.param][name] = distribute_like(piece.param, values.to(value.dtype))
             rows = stored[piece.param][name].to_local()
             piece.store([state[name] for state in states], rows)
 

@@ -43,23 +43,14 @@ class ShardPiece(NamedTuple):
 class ShardBucket:
     """Some parameters of one type: the pieces that each rank has, and how to gather them."""
 
-    def __init__(
-        self,
-        pieces: list[list[ShardPiece]],
-        rank: int,
-    ) -> None:
+    def __init__(self, pieces: list[list[ShardPiece]], rank: int) -> None:
         self.pieces_by_rank = pieces
         self.own_pieces = pieces[rank]
         self.peer_pieces = [(peer, pieces[peer]) for peer in range(len(pieces)) if peer != rank]
         self.width = max(count_elements(rank_pieces) for rank_pieces in pieces)
         self.like = next(rank_pieces[0].values for rank_pieces in pieces if rank_pieces)
 
-    def gather(
-        self,
-        comm: Comm,
-        sent: Tensor,
-        gathered: Tensor,
-    ) -> None:
+    def gather(self, comm: Comm, sent: Tensor, gathered: Tensor) -> None:
         """Copy the other ranks' values of their pieces, by way of the two buffers."""
         ranks = len(self.pieces_by_rank)
         if ranks == 1:
@@ -142,20 +133,14 @@ def pack_pieces(pieces: list[ShardPiece], flat: Tensor) -> None:
         torch._foreach_copy_(split_like(flat, values), values)
 
 
-def unpack_pieces(
-    flat: Tensor,
-    pieces: list[ShardPiece],
-) -> None:
+def unpack_pieces(flat: Tensor, pieces: list[ShardPiece]) -> None:
     """Copy a flat vector into the pieces that lie in it one after the other."""
     if pieces:
         values = [piece.values for piece in pieces]
         torch._foreach_copy_(values, split_like(flat, values))
 
 
-def split_like(
-    flat: Tensor,
-    tensors: list[Tensor],
-) -> list[Tensor]:
+def split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Return views of a flat vector, one after the other, in the shapes of the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)
@@ -164,9 +149,7 @@ def split_like(
 
 @contextmanager
 def substitute_params(
-    optimizer: torch.optim.Optimizer,
-    params_by_group: list[list[Tensor]],
-    state: Any,
+    optimizer: torch.optim.Optimizer, params_by_group: list[list[Tensor]], state: Any
 ) -> Iterator[Callable[[], object]]:
     """Give an optimizer other parameters, and their state, for the length of the block."""
     groups = optimizer.param_groups
@@ -183,10 +166,7 @@ def substitute_params(
             group["params"] = params
 
 
-def clone_with_strides(
-    values: Tensor,
-    param: Tensor,
-) -> Tensor:
+def clone_with_strides(values: Tensor, param: Tensor) -> Tensor:
     """Return a copy on the parameter's device, with the parameter's strides.
 
     A fused step goes through the parameter and its state in the order of their memory.

@@ -133,10 +133,7 @@ class Replicated(Zero1):
         return unsharded, None if step is None else list(step)
 
     def catch_up(
-        self,
-        weights: dict[str, Tensor],
-        step: list[Any] | None,
-        optimizer_state: dict[str, Any],
+        self, weights: dict[str, Tensor], step: list[Any] | None, optimizer_state: dict[str, Any]
     ) -> None:
         """Take the step that another rank has taken, if this rank has slices of an earlier group.
 
@@ -154,11 +151,7 @@ class Replicated(Zero1):
         self.model.load_state_dict(weights, strict=False)
         self.optimizer.load_state_dict(optimizer_state)
 
-    def _set_rates_and_gradients(
-        self,
-        rates: list[Any],
-        gradients: list[Tensor | None],
-    ) -> None:
+    def _set_rates_and_gradients(self, rates: list[Any], gradients: list[Tensor | None]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for param, grad in zip(self.optimizer_slices.params, gradients, strict=True):
@@ -229,12 +222,7 @@ class Replicated(Zero1):
                 else:
                     new_state[name] = self._copy_scalar(param, name, value)
 
-    def _copy_scalar(
-        self,
-        param: torch.nn.Parameter,
-        name: str,
-        value: Any,
-    ) -> Any:
+    def _copy_scalar(self, param: torch.nn.Parameter, name: str, value: Any) -> Any:
         """Copy a value to the device where load_state_dict of torch.optim puts it."""
         if not isinstance(value, Tensor):
             return value
@@ -249,22 +237,13 @@ class Replicated(Zero1):
         raise KeyError("the optimizer has no such parameter")
 
 
-def pack_piece(
-    slices: OptimizerSlices,
-    piece: ShardPiece,
-) -> list[Any]:
+def pack_piece(slices: OptimizerSlices, piece: ShardPiece) -> list[Any]:
     """Return a piece for other ranks: the parameter's number, the elements, values and state."""
     state = dict(slices.state.get(piece.values, {}))
     return [piece.number, piece.lo, piece.hi, piece.values, state]
 
 
-def copy_overlap(
-    target: Tensor,
-    piece: ShardPiece,
-    value: Tensor,
-    lo: int,
-    hi: int,
-) -> None:
+def copy_overlap(target: Tensor, piece: ShardPiece, value: Tensor, lo: int, hi: int) -> None:
     """Copy elements [lo, hi) of a parameter's state into what a piece has of them."""
     if target.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
         target.copy_(value)  # also where its strides are not contiguous, as of channels_last

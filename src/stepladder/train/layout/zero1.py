@@ -55,12 +55,7 @@ class OptimizerSlices:
     slice, and with copies=2 also the slice of the rank before it.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        comm: Comm,
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, copies: int = 1) -> None:
         self.optimizer = optimizer
         self.comm = comm
         self.rank = comm.world.rank
@@ -176,12 +171,7 @@ class OptimizerSlices:
                     shape = list(piece.param.shape)
                     slices[name] = TensorSlice(value.reshape(-1), piece.lo, shape, flat=True)
                 elif piece.lo == 0:  # a value that all pieces share is written once
-                    slices[name] = TensorSlice(
-                        value.reshape(-1),
-                        0,
-                        list(value.shape),
-                        flat=True,
-                    )
+                    slices[name] = TensorSlice(value.reshape(-1), 0, list(value.shape), flat=True)
         return slices
 
     def load_slices(self, reader: SliceReader) -> None:
@@ -195,11 +185,7 @@ class OptimizerSlices:
                 name = f"{PREFIX}{piece.number}/{key}"
                 shape = reader.shape(name)
                 if shape == list(piece.param.shape):
-                    values = reader.read_elements(
-                        name,
-                        piece.lo,
-                        piece.hi,
-                    ).view(piece.values.shape)
+                    values = reader.read_elements(name, piece.lo, piece.hi).view(piece.values.shape)
                     self.state[piece.values][key] = clone_with_strides(values, piece.values)
                 elif shape:  # a value without shape is a count of steps, which is loaded already
                     self.state[piece.values][key] = reader.read_tensor(name).to(piece.values.device)

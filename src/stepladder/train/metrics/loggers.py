@@ -135,12 +135,7 @@ class Wandb:
                 "wandb login, or export WANDB_MODE=offline",
             )
 
-    def __init__(
-        self,
-        state: dict[str, Any],
-        run_dir: Path,
-        config: dict[str, Any],
-    ) -> None:
+    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
 
         state.setdefault("id", uuid.uuid4().hex[:12])
@@ -154,11 +149,7 @@ class Wandb:
                 name=run_dir.name,
                 config=config,
                 dir=run_dir,
-                settings=wandb.Settings(
-                    silent=True,
-                    console="off",
-                    **WANDB_TIMEOUTS,
-                ),
+                settings=wandb.Settings(silent=True, console="off", **WANDB_TIMEOUTS),
             )
         finally:
             sys.argv = arguments
@@ -177,12 +168,7 @@ class Mlflow:
 
     validate = staticmethod(partial(validate_installed, "mlflow"))
 
-    def __init__(
-        self,
-        state: dict[str, Any],
-        run_dir: Path,
-        config: dict[str, Any],
-    ) -> None:
+    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
         for name, value in MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         from mlflow.entities import Metric, Param
@@ -244,11 +230,7 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(
-            wall_time=time.time(),
-            step=step,
-            summary=Summary(value=scalars),
-        )
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
         self.writer.write(event.SerializeToString())
 
     def close(self) -> None:

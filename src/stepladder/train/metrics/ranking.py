@@ -14,11 +14,7 @@ from torch import Tensor
 MetricSums = dict[str, tuple[Tensor, int]]
 
 
-def rank_among(
-    scores: Tensor,
-    held_out: Tensor,
-    candidates: Tensor,
-) -> Tensor:
+def rank_among(scores: Tensor, held_out: Tensor, candidates: Tensor) -> Tensor:
     """Return how many candidates are not scored below the held-out item: its rank from 0.
 
     The held-out item among its own candidates costs no rank: 156 rows of the MovieLens 1M file have
@@ -35,11 +31,7 @@ def rank_among(
     return is_ahead.sum(1)
 
 
-def rank_in_catalogue(
-    scores: Tensor,
-    held_out: Tensor,
-    rated: Tensor,
-) -> Tensor:
+def rank_in_catalogue(scores: Tensor, held_out: Tensor, rated: Tensor) -> Tensor:
     """Return the held-out item's rank from 0 among all items that the user has not rated.
 
     Args:
@@ -68,10 +60,7 @@ def ndcg(ranks: Tensor, k: int) -> tuple[Tensor, int]:
 
 
 def ranking_metrics(
-    scores: Tensor,
-    held_out: Tensor,
-    candidates: Tensor,
-    rated: Tensor,
+    scores: Tensor, held_out: Tensor, candidates: Tensor, rated: Tensor
 ) -> MetricSums:
     """Return hit rates and NDCG among the candidates, and among the catalogue as `..._all`.
 

@@ -17,12 +17,7 @@ SYNC_CLASSES: dict[str, type[Sync]] = {
 }
 
 
-def make_sync(
-    mode: str,
-    model: torch.nn.Module,
-    comm: Comm,
-    extra_size: int = 0,
-) -> Sync:
+def make_sync(mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> Sync:
     """Return the Sync of a mode.
 
     Args:

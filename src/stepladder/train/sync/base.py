@@ -45,12 +45,7 @@ class Sync:
     in all microbatches of all ranks. This base class reduces nothing itself.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        comm: Comm,
-        extra_size: int = 0,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         self.comm = comm
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.microbatches_left = 0  # microbatches of this rank that are to come in this step
@@ -71,12 +66,7 @@ class Sync:
         if self.extra is not None:
             self.extra.zero_()
 
-    def backward(
-        self,
-        loss: Tensor,
-        count: float,
-        extra: Tensor | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, count: float, extra: Tensor | None = None) -> None:
         """Add the gradient of one microbatch.
 
         Args:
@@ -90,12 +80,7 @@ class Sync:
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(
-        self,
-        count: float,
-        votes: list[bool],
-        loss: Tensor | None = None,
-    ) -> StepResult:
+    def finish(self, count: float, votes: list[bool], loss: Tensor | None = None) -> StepResult:
         """Add the gradients over the ranks and divide them by the global count.
 
         Args:
@@ -129,12 +114,7 @@ class Sync:
         if total_count:
             self._divide_gradients(total_count)
         agreed = [votes_for > 0 for votes_for in results[1:users_begin]]
-        return StepResult(
-            total_count,
-            agreed,
-            self.extra,
-            results[-1] if is_on_cpu else loss,
-        )
+        return StepResult(total_count, agreed, self.extra, results[-1] if is_on_cpu else loss)
 
     def _has_gradient(self) -> list[bool]:
         return [param.grad is not None for param in self.params]
@@ -166,12 +146,7 @@ class Sync:
 class SingleProcessSync(Sync):
     """One process without exchange; if a step has one microbatch, backward computes the mean."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        comm: Comm,
-        extra_size: int = 0,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
         self.has_one_microbatch = False
         self.inverse_count = torch.ones(())
@@ -182,12 +157,7 @@ class SingleProcessSync(Sync):
         super().begin(first, count, total)
         self.has_one_microbatch = total == 1
 
-    def backward(
-        self,
-        loss: Tensor,
-        count: float,
-        extra: Tensor | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, count: float, extra: Tensor | None = None) -> None:
         """Add the gradient of one microbatch, or compute the mean if it is the only one."""
         if not self.has_one_microbatch:
             super().backward(loss, count, extra)
@@ -200,12 +170,7 @@ class SingleProcessSync(Sync):
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(
-        self,
-        count: float,
-        votes: list[bool],
-        loss: Tensor | None = None,
-    ) -> StepResult:
+    def finish(self, count: float, votes: list[bool], loss: Tensor | None = None) -> StepResult:
         """Return the step's result; divide the gradients unless backward has done so."""
         if self.has_one_microbatch:
             return StepResult(count, votes, self.extra, loss)

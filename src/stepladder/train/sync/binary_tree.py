@@ -85,20 +85,14 @@ def split_into_blocks(lo: int, hi: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def split_by_rank(
-    total: int,
-    world_size: int,
-) -> list[list[int]]:
+def split_by_rank(total: int, world_size: int) -> list[list[int]]:
     """Return the sizes of the blocks that each rank holds of `total` microbatches."""
     shares = [split_evenly(total, rank, world_size) for rank in range(world_size)]
     return [split_into_blocks(lo, hi) for lo, hi in shares]
 
 
 @lru_cache(maxsize=16)
-def plan_additions(
-    total: int,
-    world_size: int,
-) -> list[tuple[int, int]]:
+def plan_additions(total: int, world_size: int) -> list[tuple[int, int]]:
     """Plan the additions that complete the tree from the blocks of all ranks.
 
     Args:
@@ -125,11 +119,7 @@ def plan_additions(
     return pairs
 
 
-def add_in_order(
-    blocks: Iterable[Tensor],
-    pairs: list[tuple[int, int]],
-    out: Tensor,
-) -> None:
+def add_in_order(blocks: Iterable[Tensor], pairs: list[tuple[int, int]], out: Tensor) -> None:
     """Add all blocks in the order of `pairs`, and store the sum in `out`; no block is changed."""
     sums = list(blocks)
     for first, second in pairs[:-1]:

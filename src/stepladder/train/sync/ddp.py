@@ -21,11 +21,7 @@ BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough
 FIRST_BUCKET_BYTES = 2**20  # small, so that its all-reduce starts early
 
 
-def allocate_shared_zeros(
-    comm: Comm,
-    length: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def allocate_shared_zeros(comm: Comm, length: int, dtype: torch.dtype) -> Tensor:
     """Return a vector of zeros, in memory that the ranks share if it is large enough to profit.
 
     It is for a vector that is reduced in every step. All ranks must call this function, in the same
@@ -42,11 +38,7 @@ def allocate_shared_zeros(
 class Bucket:
     """The gradients of some parameters, as views of one flat tensor that one all-reduce adds."""
 
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        comm: Comm,
-    ) -> None:
+    def __init__(self, params: list[nn.Parameter], comm: Comm) -> None:
         self.params = params
         sizes = [param.numel() for param in params]
         self.flat = allocate_shared_zeros(comm, sum(sizes), params[0].dtype)
@@ -91,10 +83,7 @@ def make_fixed_buckets(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def register_gradient_hooks(
-    sync: Sync,
-    on_gradient: Callable[[Tensor], None],
-) -> list[Any]:
+def register_gradient_hooks(sync: Sync, on_gradient: Callable[[Tensor], None]) -> list[Any]:
     """Call a function with each parameter as soon as its gradient is complete, where that helps.
 
     It lets gradients be sent while backward still runs. Shared memory sends nothing during
@@ -117,12 +106,7 @@ class BucketedSync(Sync):
     ranks whose control flow differs must still call the same collectives in the same order.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        extra_size: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
         self.buckets = [Bucket(params, comm) for params in make_fixed_buckets(self.params)]
         self.bucket_and_index = {

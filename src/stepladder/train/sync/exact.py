@@ -41,11 +41,7 @@ class TreeBucket:
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        params: list[nn.Parameter],
-        like: Tensor,
-        extra_size: int = 0,
+        self, comm: Comm, params: list[nn.Parameter], like: Tensor, extra_size: int = 0
     ) -> None:
         """Create a bucket.
 
@@ -183,10 +179,7 @@ class TreeBucket:
         received_sizes = [len(sizes) * self.slice_size for sizes in self.block_sizes]
         sent_sizes = [len(blocks) * self.slice_size] * world_size
         self.pending = self.comm.all_to_all(
-            self.receive_buffer,
-            self.send_buffer,
-            received_sizes,
-            sent_sizes,
+            self.receive_buffer, self.send_buffer, received_sizes, sent_sizes
         )
 
     def _join_blocks(self, blocks: list[Tensor]) -> Tensor:
@@ -204,12 +197,7 @@ class TreeBucket:
         add_in_order(block_slices, self.additions, self.summed_slice)
         return self.comm.all_gather(self.out, self.summed_slice)
 
-    def _combine(
-        self,
-        block_parts: list[Tensor],
-        lo: int,
-        hi: int,
-    ) -> None:
+    def _combine(self, block_parts: list[Tensor], lo: int, hi: int) -> None:
         """Finish the tree for the elements [lo, hi) of `out`, from these elements of all blocks."""
         is_everything = hi - lo == self.out.numel()
         target = self.out if is_everything else self.out[lo:hi]
@@ -233,12 +221,7 @@ class ExactSync(Sync):
     the exchange of a bucket overlaps with the rest of backward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        extra_size: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, extra_size: int) -> None:
         super().__init__(model, comm)
         groups = make_fixed_buckets(self.params)
         # The last bucket also holds the extra values, which are float32.
@@ -247,12 +230,7 @@ class ExactSync(Sync):
         extra_sizes = [0] * (len(groups) - 1) + [extra_size]
         float32 = torch.zeros(0, device=comm.device)
         self.buckets = [
-            TreeBucket(
-                comm,
-                params,
-                params[0].detach() if params else float32,
-                size,
-            )
+            TreeBucket(comm, params, params[0].detach() if params else float32, size)
             for params, size in zip(groups, extra_sizes, strict=True)
         ]
         self.bucket_and_index = {
@@ -288,12 +266,7 @@ class ExactSync(Sync):
         for bucket in self.buckets:
             bucket.open_leaf()
 
-    def backward(
-        self,
-        loss: Tensor,
-        count: float,
-        extra: Tensor | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, count: float, extra: Tensor | None = None) -> None:
         """Add the gradient of one microbatch, and its extra values, to the tree."""
         if extra is not None:  # before backward, since its hooks push a leaf once it is full
             self.buckets[-1].leaf_extra.copy_(extra)
@@ -311,12 +284,7 @@ class ExactSync(Sync):
         for bucket in self.buckets:
             bucket.leaf_observer = observer
 
-    def recompute_leaves(
-        self,
-        loss: Tensor,
-        extra: Tensor,
-        observer: LeafObserver,
-    ) -> None:
+    def recompute_leaves(self, loss: Tensor, extra: Tensor, observer: LeafObserver) -> None:
         """Compute a microbatch's leaves once more, without adding them to the tree.
 
         Call it after `finish` of the step. It keeps the step's gradients in `param.grad`.
@@ -365,12 +333,7 @@ class ExactSync(Sync):
     def _has_gradient(self) -> list[bool]:
         return [id(param) in self.used for param in self.params]
 
-    def finish(
-        self,
-        count: float,
-        votes: list[bool],
-        loss: Tensor | None = None,
-    ) -> StepResult:
+    def finish(self, count: float, votes: list[bool], loss: Tensor | None = None) -> StepResult:
         """Finish the tree over all ranks and divide by the global count."""
         result = super().finish(count, votes, loss)
         return result._replace(extra=self.buckets[-1].extra_sum)

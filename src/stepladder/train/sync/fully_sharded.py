@@ -36,12 +36,7 @@ class FullyShardedSync(Sync):
     their calls before the optimizer changes a weight.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        extra_size: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
         self.calls: list[int] = []  # the blocks called in this step, by their index in `blocks`
         self.blocks: list[str] = []
@@ -121,13 +116,7 @@ class RowTree:
         if self.is_expecting:
             raise self._make_error("has no gradient after a microbatch")
 
-    def allocate(
-        self,
-        size: Any,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **_named: Any) -> None:
@@ -172,12 +161,7 @@ class RowTree:
 class FullyShardedExactSync(FullyShardedSync):
     """Adds the gradients of each block by a RowTree. All ranks make equally many passes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        extra_size: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm)
         self.trees = list(make_row_trees(model, comm))
         self.total = 0  # microbatches of the step
@@ -190,12 +174,7 @@ class FullyShardedExactSync(FullyShardedSync):
         for tree in self.trees:
             tree.begin(total)
 
-    def backward(
-        self,
-        loss: Tensor,
-        count: float,
-        extra: Tensor | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, count: float, extra: Tensor | None = None) -> None:
         for tree in self.trees:
             tree.begin_pass()
         super().backward(loss, count)
@@ -226,10 +205,7 @@ class FullyShardedExactSync(FullyShardedSync):
                 param.grad.to_local().div_(count)  # type: ignore[attr-defined]
 
 
-def make_row_trees(
-    model: nn.Module,
-    comm: Comm,
-) -> Iterator[RowTree]:
+def make_row_trees(model: nn.Module, comm: Comm) -> Iterator[RowTree]:
     """Make a tree for each module that fully_shard gathers.
 
     Each module's reduce-scatter is replaced by its tree.

@@ -50,11 +50,7 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         program_guard.guard_event(raise_program_refusal, guard_path, event, args)
 
 
-def guard_open(
-    path: Any,
-    mode: Any,
-    flags: Any,
-) -> None:
+def guard_open(path: Any, mode: Any, flags: Any) -> None:
     writes_by_mode = isinstance(mode, str) and not set(mode).isdisjoint("wax+")
     writes_by_flags = bool((flags or 0) & WRITING_FLAGS)
     if (writes_by_mode or writes_by_flags) and not isinstance(path, int):
@@ -62,10 +58,7 @@ def guard_open(
 
 
 def guard_path(
-    path: Any,
-    folder: int = WORKING_FOLDER,
-    follow: bool = True,
-    must_exist: bool = False,
+    path: Any, folder: int = WORKING_FOLDER, follow: bool = True, must_exist: bool = False
 ) -> None:
     """Raise OSError where a path is not below a folder that may be written.
 
@@ -95,11 +88,7 @@ def guard_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
         guard_path(real, follow=False)
 
 
-def real_path(
-    path: Any,
-    folder: int,
-    follow: bool,
-) -> str | None:
+def real_path(path: Any, folder: int, follow: bool) -> str | None:
     """Return the real path; None for a pipe, a socket or an argument that is no path."""
     try:
         if isinstance(path, int):
@@ -168,12 +157,7 @@ def guard_rename(
     source_folder: int = WORKING_FOLDER,
     target_folder: int = WORKING_FOLDER,
 ) -> None:
-    guard_path(
-        source,
-        source_folder,
-        follow=False,
-        must_exist=True,
-    )
+    guard_path(source, source_folder, follow=False, must_exist=True)
     source_exists = os.path.lexists(real_path(source, source_folder, follow=False) or "")
     if source_exists or mechanism() == "namespace":
         guard_path(target, target_folder, follow=False)
@@ -230,34 +214,19 @@ def guard_calls_without_event() -> None:
     original_mkfifo = os.mkfifo
     original_mknod = os.mknod
 
-    def guarded_open(
-        path: Any,
-        flags: int,
-        mode: int = 0o777,
-        *,
-        dir_fd: int | None = None,
-    ) -> int:
+    def guarded_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if dir_fd is not None and flags & WRITING_FLAGS:
             guard_path(path, dir_fd)
             path = real_path(path, dir_fd, follow=False)
             dir_fd = None
         return original_open(path, flags, mode, dir_fd=dir_fd)
 
-    def guarded_mkfifo(
-        path: Any,
-        mode: int = 0o666,
-        *,
-        dir_fd: int | None = None,
-    ) -> None:
+    def guarded_mkfifo(path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
         guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mkfifo(path, mode, dir_fd=dir_fd)
 
     def guarded_mknod(
-        path: Any,
-        mode: int = 0o600,
-        device: int = 0,
-        *,
-        dir_fd: int | None = None,
+        path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None
     ) -> None:
         guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
         original_mknod(path, mode, device, dir_fd=dir_fd)

@@ -77,11 +77,7 @@ def set_namespace(fd: int, kind: int) -> None:
 
 def map_own_user(uid: int, gid: int) -> None:
     """Map this user and group to themselves in a new user namespace, so that they are not root."""
-    tables = {
-        "setgroups": "deny",
-        "uid_map": f"{uid} {uid} 1",
-        "gid_map": f"{gid} {gid} 1",
-    }
+    tables = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
     for name, text in tables.items():
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
@@ -89,19 +85,11 @@ def map_own_user(uid: int, gid: int) -> None:
 
 
 def mount(
-    source: str | None,
-    target: str,
-    kind: str | None,
-    flags: int,
-    data: str | None = None,
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
 ) -> None:
     """Call mount(2); `kind` is the type of the file system."""
     result = libc.mount(
-        encode(source),
-        encode(target),
-        encode(kind),
-        ctypes.c_ulong(flags),
-        encode(data),
+        encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)
     )
     check_result(result, f"mount on {target}")
 
@@ -128,12 +116,7 @@ class MountAttributes(ctypes.Structure):
     )
 
 
-def set_mount_attributes(
-    path: str,
-    set_bits: int,
-    clear_bits: int,
-    recursive: bool,
-) -> None:
+def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: bool) -> None:
     attributes = MountAttributes(set_bits, clear_bits, 0, 0)
     result = libc.syscall(
         ctypes.c_long(SYS_MOUNT_SETATTR),
@@ -161,23 +144,13 @@ def read_mounts() -> list[Mount]:
     mounts = []
     for fields in lines:
         kind = fields[fields.index("-") + 1]
-        mounts.append(
-            Mount(
-                unescape(fields[4]),
-                kind,
-                tuple(fields[5].split(",")),
-            )
-        )
+        mounts.append(Mount(unescape(fields[4]), kind, tuple(fields[5].split(","))))
     return mounts
 
 
 def unescape(path: str) -> str:
     """Decode spaces, tabs, newlines and backslashes as mountinfo writes them."""
-    return re.sub(
-        r"\\([0-7]{3})",
-        lambda match: chr(int(match[1], 8)),
-        path,
-    )
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def set_readonly_everywhere(by_remount: bool = False) -> None:
@@ -189,12 +162,7 @@ def set_readonly_everywhere(by_remount: bool = False) -> None:
     """
     if not by_remount:
         with suppress(OSError):
-            set_mount_attributes(
-                "/",
-                MOUNT_ATTR_RDONLY,
-                0,
-                recursive=True,
-            )
+            set_mount_attributes("/", MOUNT_ATTR_RDONLY, 0, recursive=True)
             return
     for mounted in read_mounts():
         remount(mounted, MS_RDONLY)
@@ -270,11 +238,7 @@ def restrict_writes(folders: list[str]) -> None:
         add_landlock_rule(ruleset, folder, handled)
     for path in devices():
         add_landlock_rule(ruleset, path, write_only)
-    add_landlock_rule(
-        ruleset,
-        "/dev/shm",
-        write_only | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE,
-    )
+    add_landlock_rule(ruleset, "/dev/shm", write_only | LANDLOCK_MAKE_FILE | LANDLOCK_REMOVE_FILE)
     check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     result = libc.syscall(
         ctypes.c_long(SYS_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint(0)
@@ -295,11 +259,7 @@ def create_landlock_ruleset(handled: int) -> int:
     return check_result(result, "landlock_create_ruleset")
 
 
-def add_landlock_rule(
-    ruleset: int,
-    path: str,
-    access: int,
-) -> None:
+def add_landlock_rule(ruleset: int, path: str, access: int) -> None:
     fd = os.open(path, os.O_PATH)
     rule = PathBeneath(access, fd)
     result = libc.syscall(

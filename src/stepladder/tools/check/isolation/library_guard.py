@@ -20,12 +20,7 @@ def attach(guard_path: Callable[..., None]) -> None:
     """Have `guard_path` called with the path before a library writes it."""
 
     def guard_safetensors(module: Any) -> None:
-        wrap(
-            module,
-            "serialize_file",
-            1,
-            lambda path, *_: guard_path(path),
-        )
+        wrap(module, "serialize_file", 1, lambda path, *_: guard_path(path))
 
     def guard_h5py(module: Any) -> None:
         def check_mode(path: Any, mode: str = "r", *_: Any) -> None:
@@ -41,12 +36,7 @@ def attach(guard_path: Callable[..., None]) -> None:
     sys.meta_path.insert(0, AfterImport(callbacks))
 
 
-def wrap(
-    module: Any,
-    name: str,
-    first: int,
-    check: Callable[..., Any],
-) -> None:
+def wrap(module: Any, name: str, first: int, check: Callable[..., Any]) -> None:
     """Have `check` called before each call of a function, with its arguments from the first on."""
     original = getattr(module, name)
 

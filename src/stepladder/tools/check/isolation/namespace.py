@@ -68,11 +68,7 @@ def main(descriptor: str) -> None:
     namespaces = [os.open("/proc/self/ns/mnt", os.O_RDONLY)]
     if has_user_namespace:
         namespaces.append(os.open("/proc/self/ns/user", os.O_RDONLY))
-    socket.send_fds(
-        channel,
-        [json.dumps({"upper_layers": upper_layers}).encode()],
-        namespaces,
-    )
+    socket.send_fds(channel, [json.dumps({"upper_layers": upper_layers}).encode()], namespaces)
 
 
 def enter_new_namespaces() -> bool:
@@ -93,11 +89,7 @@ def enter_new_namespaces() -> bool:
 class NamespaceBuilder:
     """Mounts what a plan names. Paths are opened before anything covers them."""
 
-    def __init__(
-        self,
-        plan: NamespacePlan,
-        has_user_namespace: bool,
-    ) -> None:
+    def __init__(self, plan: NamespacePlan, has_user_namespace: bool) -> None:
         self.plan = plan
         self.has_user_namespace = has_user_namespace
         self.upper_layers: dict[str, str] = {}
@@ -132,11 +124,7 @@ class NamespaceBuilder:
             if folder not in opened:  # removed since the plan was made
                 continue
             with suppress(OSError):
-                self.mount_overlay(
-                    folder,
-                    opened[folder],
-                    self.next_layer(),
-                )
+                self.mount_overlay(folder, opened[folder], self.next_layer())
                 self.restore_mounts_below(folder, {**opened, plan.scratch: scratch})
         bind_in_place(copy, plan.original)
         for folder in plan.excluded:
@@ -155,12 +143,7 @@ class NamespaceBuilder:
         self.num_layers += 1
         return f"{self.plan.layers}/{self.num_layers}"
 
-    def mount_excluded(
-        self,
-        folder: str,
-        lower: int,
-        has_overlays: bool,
-    ) -> None:
+    def mount_excluded(self, folder: str, lower: int, has_overlays: bool) -> None:
         """Mount a folder of the original that the copy lacks: with an overlay, or read-only."""
         os.makedirs(folder, exist_ok=True)
         if has_overlays:
@@ -182,25 +165,14 @@ class NamespaceBuilder:
         for in_memory in (False, True):
             with suppress(OSError):
                 if in_memory:
-                    kernel.mount(
-                        "tmpfs",
-                        self.plan.layers,
-                        "tmpfs",
-                        0,
-                        "mode=0700",
-                    )
+                    kernel.mount("tmpfs", self.plan.layers, "tmpfs", 0, "mode=0700")
                 self.mount_overlay(trial, open_path(trial), f"{self.plan.layers}/trial")
                 kernel.unmount(trial)
                 del self.upper_layers[trial]
                 return True
         return False
 
-    def mount_overlay(
-        self,
-        folder: str,
-        lower: int,
-        layer: str,
-    ) -> None:
+    def mount_overlay(self, folder: str, lower: int, layer: str) -> None:
         upper, work = make_layer(layer, lower)
         options = f"lowerdir={path_of(lower)},upperdir={path_of(upper)},workdir={path_of(work)}"
         if self.has_user_namespace:
@@ -208,30 +180,16 @@ class NamespaceBuilder:
         kernel.mount("overlay", folder, "overlay", 0, options)
         self.upper_layers[folder] = f"{layer}/upper"
 
-    def mount_shared_memory(
-        self,
-        lower: int,
-        has_overlays: bool,
-    ) -> None:
+    def mount_shared_memory(self, lower: int, has_overlays: bool) -> None:
         """Give the ranks a writable /dev/shm, in which the machine's files can be read."""
         memory = tempfile.mkdtemp(prefix="memory-", dir=self.plan.scratch)
         kernel.mount("tmpfs", memory, "tmpfs", 0, "mode=0700")
         if has_overlays:
             self.mount_overlay(SHARED_MEMORY, lower, f"{memory}/layer")
         else:
-            kernel.mount(
-                "tmpfs",
-                SHARED_MEMORY,
-                "tmpfs",
-                0,
-                "mode=1777",
-            )
+            kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", 0, "mode=1777")
 
-    def restore_mounts_below(
-        self,
-        folder: str,
-        opened: dict[str, int],
-    ) -> None:
+    def restore_mounts_below(self, folder: str, opened: dict[str, int]) -> None:
         """Mount again, read-only, what the overlay of a folder has covered."""
         for path in [*self.covered_mounts, self.plan.scratch]:
             if is_strictly_below(path, [folder]):
@@ -281,12 +239,7 @@ def path_of(descriptor: int) -> str:
 
 
 def bind(source: int, target: str) -> None:
-    kernel.mount(
-        path_of(source),
-        target,
-        None,
-        kernel.MS_BIND | kernel.MS_REC,
-    )
+    kernel.mount(path_of(source), target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
 def bind_in_place(source: int, target: str) -> None:

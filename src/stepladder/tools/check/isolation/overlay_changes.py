@@ -24,10 +24,7 @@ def main(text: str) -> None:
     print(json.dumps(changes))
 
 
-def walk(
-    folder: str,
-    upper: str,
-) -> Iterator[tuple[str, list[str], list[str]]]:
+def walk(folder: str, upper: str) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield each folder with changes, the names that were written, and those that were removed."""
     for path, folders, files in os.walk(upper):
         written = []

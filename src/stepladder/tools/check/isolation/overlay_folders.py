@@ -98,10 +98,7 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def choose_folders(
-    paths: Iterable[str],
-    rules: OverlayRules,
-) -> list[str]:
+def choose_folders(paths: Iterable[str], rules: OverlayRules) -> list[str]:
     """Return the folders that need an overlay so that these paths can be written, parents first."""
     chosen: set[str] = set()
     for path in paths:
@@ -123,10 +120,7 @@ def find_existing_folder(path: str) -> str | None:
     return real
 
 
-def find_overlay_folders(
-    folder: str,
-    rules: OverlayRules,
-) -> Iterator[str]:
+def find_overlay_folders(folder: str, rules: OverlayRules) -> Iterator[str]:
     """Yield the folders on which overlays make everything in this folder writable.
 
     It is the highest folder above which belongs to the user, so that few overlays cover all paths.
@@ -156,11 +150,7 @@ def list_subfolders(folder: str) -> list[str]:
         return []
 
 
-def is_covered(
-    folder: str,
-    chosen: set[str],
-    rules: OverlayRules,
-) -> bool:
+def is_covered(folder: str, chosen: set[str], rules: OverlayRules) -> bool:
     """Return whether an overlay on a higher folder makes this folder writable too.
 
     It does not if a folder between the two belongs to another user, which an overlay cannot copy
@@ -174,9 +164,7 @@ def is_covered(
 
 
 def guess_written_paths(
-    folder: Path,
-    args: Iterable[str],
-    mounts: Iterable[Mount],
+    folder: Path, args: Iterable[str], mounts: Iterable[Mount]
 ) -> Iterator[str]:
     """Yield paths outside of the folder that the script may write.
 

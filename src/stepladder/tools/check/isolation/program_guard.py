@@ -32,12 +32,7 @@ WRITING_FUNCTIONS_OF_C = {
 UNWRITTEN_DATABASE_OPTIONS = ("mode=ro", "immutable=1", "mode=memory")
 
 
-def check_program(
-    refuse: Refuse,
-    program: Any,
-    args: Any = (),
-    env: Any = None,
-) -> None:
+def check_program(refuse: Refuse, program: Any, args: Any = (), env: Any = None) -> None:
     """Refuse a program unless it changes no file, or is Python with the guard."""
     name = os.fsdecode(program)
     if os.path.basename(name) in READING_PROGRAMS:
@@ -76,12 +71,7 @@ def starts_with_guard(python_path: str) -> bool:
     return first_folder.endswith(os.path.join("tools", "probe", "startup"))
 
 
-def program_of_popen(
-    program: Any,
-    args: Any,
-    _folder: Any,
-    env: Any,
-) -> tuple[Any, ...]:
+def program_of_popen(program: Any, args: Any, _folder: Any, env: Any) -> tuple[Any, ...]:
     argv = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
     return argv[0] if program is None else program, argv, env
 
@@ -100,16 +90,9 @@ def check_database(guard_path: Refuse, path: Any) -> None:
     guard_path(name)
 
 
-def check_socket(
-    guard_path: Refuse,
-    _socket: Any,
-    address: Any,
-) -> None:
+def check_socket(guard_path: Refuse, _socket: Any, address: Any) -> None:
     """Refuse a Unix socket outside, which is a file unless its address begins with a zero byte."""
-    if isinstance(address, (str, bytes)) and os.fsencode(address)[:1] not in (
-        b"",
-        b"\0",
-    ):
+    if isinstance(address, (str, bytes)) and os.fsencode(address)[:1] not in (b"", b"\0"):
         guard_path(address)
 
 
@@ -130,12 +113,7 @@ C_FUNCTION_EVENT = "ctypes.dlsym"
 GUARDED_EVENTS = {*PROGRAM_EVENTS, *PATH_EVENTS, C_FUNCTION_EVENT}
 
 
-def guard_event(
-    refuse: Refuse,
-    guard_path: Refuse,
-    event: str,
-    args: Sequence[Any],
-) -> None:
+def guard_event(refuse: Refuse, guard_path: Refuse, event: str, args: Sequence[Any]) -> None:
     """Refuse what one of GUARDED_EVENTS announces if it could change a file outside."""
     if event in PROGRAM_EVENTS:
         check_program(refuse, *PROGRAM_EVENTS[event](*args))

@@ -101,11 +101,7 @@ class Sandbox:
 
     def open(self) -> None:
         folders = self.folders
-        copy_folder(
-            folders.original,
-            folders.copy,
-            folders.writable_folders,
-        )
+        copy_folder(folders.original, folders.copy, folders.writable_folders)
         forced = os.environ.get(MECHANISM_VARIABLE, "")
         namespace = open_namespace(folders) if forced in ("", "namespace") else None
         if namespace is not None:
@@ -122,10 +118,7 @@ class Sandbox:
         self.mechanism = "landlock" if has_landlock else "audit"
 
     def move_to(
-        self,
-        copy: Path,
-        written_paths: Iterable[str] = (),
-        keep_changes: bool = False,
+        self, copy: Path, written_paths: Iterable[str] = (), keep_changes: bool = False
     ) -> None:
         """Start again in a fresh copy, without anything that was written outside.
 
@@ -138,9 +131,7 @@ class Sandbox:
             self.earlier_changes += self.read_changes()
         self.close()
         self.folders = replace(
-            self.folders,
-            copy=copy,
-            written_paths=(*self.folders.written_paths, *written_paths),
+            self.folders, copy=copy, written_paths=(*self.folders.written_paths, *written_paths)
         )
         self.open()
 
@@ -157,11 +148,7 @@ class Sandbox:
         real = (self.folders.scratch, *self.folders.writable_folders)
         return tuple(str(folder.resolve()) for folder in real)
 
-    def command(
-        self,
-        command: Sequence[str],
-        folder: Path | None = None,
-    ) -> list[str]:
+    def command(self, command: Sequence[str], folder: Path | None = None) -> list[str]:
         """Return the command that runs another command in the sandbox.
 
         Args:
@@ -211,13 +198,7 @@ class Sandbox:
             # A folder that was there, in which files came and went, is no change.
             written = [name for name in names if not Path(folder, name).is_dir()]
             if written or removed:
-                changes.append(
-                    FolderChanges(
-                        folder,
-                        tuple(written),
-                        tuple(removed),
-                    )
-                )
+                changes.append(FolderChanges(folder, tuple(written), tuple(removed)))
         return changes
 
     def close(self) -> None:
@@ -231,22 +212,10 @@ class Sandbox:
 def make_module_command(module: str, text: str) -> list[str]:
     """Return the command that calls `main(text)` of a module of this package, in a bare Python."""
     name = f"stepladder.tools.check.isolation.{module}"
-    return [
-        sys.executable,
-        "-I",
-        "-S",
-        "-B",
-        "-c",
-        RUN_MODULE,
-        PACKAGE_ROOT,
-        name,
-        text,
-    ]
+    return [sys.executable, "-I", "-S", "-B", "-c", RUN_MODULE, PACKAGE_ROOT, name, text]
 
 
-def open_namespace(
-    folders: SandboxFolders,
-) -> tuple[tuple[int, ...], dict[str, str]] | None:
+def open_namespace(folders: SandboxFolders) -> tuple[tuple[int, ...], dict[str, str]] | None:
     """Make a mount namespace.
 
     Returns:

@@ -27,10 +27,7 @@ MECHANISM_TEXTS = {
     ),
 }
 # Texts of the errors in guard.py.
-REFUSAL_TEXTS = (
-    "stepladder check changes nothing there",
-    "no kernel keeps it from that here",
-)
+REFUSAL_TEXTS = ("stepladder check changes nothing there", "no kernel keeps it from that here")
 # What Python and torch keep in TMPDIR themselves, under names that are new in each run.
 OWN_TEMPORARY = re.compile(r"^(?:torchinductor_|pymp-|listener-|pytorch-errorfile-|torch_|tmp)")
 READ_ONLY_TEXT = os.strerror(errno.EROFS)  # of a program in C
@@ -119,31 +116,17 @@ def drop_own_temporary(changes: FolderChanges) -> FolderChanges:
     if not folder.is_relative_to(temporary):
         return changes
     written = tuple(name for name in changes.written if not OWN_TEMPORARY.match(name))
-    return replace(
-        changes,
-        written=written,
-    )
+    return replace(changes, written=written)
 
 
 def merge_changes(all_changes: Sequence[FolderChanges]) -> list[FolderChanges]:
     """Return changes with one entry for each folder, sorted."""
     merged: dict[str, FolderChanges] = {}
     for changes in all_changes:
-        known = merged.get(
-            changes.folder,
-            FolderChanges(
-                changes.folder,
-                (),
-                (),
-            ),
-        )
+        known = merged.get(changes.folder, FolderChanges(changes.folder, (), ()))
         written = sorted({*known.written, *changes.written})
         removed = sorted({*known.removed, *changes.removed})
-        merged[changes.folder] = FolderChanges(
-            changes.folder,
-            tuple(written),
-            tuple(removed),
-        )
+        merged[changes.folder] = FolderChanges(changes.folder, tuple(written), tuple(removed))
     return [merged[folder] for folder in sorted(merged)]
 
 
@@ -155,16 +138,9 @@ def events_of_last_starts(recordings: Path) -> Iterator[ProbeEvent]:
                 yield from read_events(path)
 
 
-def blame_refusal(
-    reason: NotChecked | None,
-    isolation: Isolation,
-) -> NotChecked | None:
+def blame_refusal(reason: NotChecked | None, isolation: Isolation) -> NotChecked | None:
     """Return the reason, with the check at fault if the script failed because of a refusal."""
     if reason is None or reason.cause != "script" or not isolation.may_explain(reason.output):
         return reason
     line = "the script failed, as above, where a change outside the copy was refused"
-    return replace(
-        reason,
-        cause="check",
-        line=line,
-    )
+    return replace(reason, cause="check", line=line)

@@ -176,10 +176,7 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 @default_on_error(dict)
 def random_states() -> Digests:
     """Return hashes of the random states of torch, Python and, where it is loaded, NumPy."""
-    states = {
-        "torch": digest(torch.get_rng_state()),
-        "python": short_hash(repr(random.getstate())),
-    }
+    states = {"torch": digest(torch.get_rng_state()), "python": short_hash(repr(random.getstate()))}
     if "numpy" in sys.modules:
         state = sys.modules["numpy"].random.get_state()
         states["numpy"] = short_hash(state[1].tobytes() + repr(state[2:]).encode())

@@ -21,11 +21,7 @@ class GatheredFeatures:
         self.rows: list[tuple[torch.Tensor, CodeLine | None]] = []
 
     @default_on_error(lambda: None)
-    def add(
-        self,
-        features: torch.Tensor,
-        at: CodeLine | None,
-    ) -> None:
+    def add(self, features: torch.Tensor, at: CodeLine | None) -> None:
         """Remember features of this rank, [samples, features], if they have a graph."""
         has_graph = features.requires_grad and torch.is_grad_enabled()
         if has_graph and features.dim() == 2 and features.shape[1] > 1 and len(features):
@@ -61,10 +57,7 @@ def nearest_nodes(loss: Any) -> Iterator[Any]:
         nodes += [node for node in inputs if node not in (None, *nodes)]
 
 
-def holds_row(
-    operand: torch.Tensor,
-    row: torch.Tensor,
-) -> bool:
+def holds_row(operand: torch.Tensor, row: torch.Tensor) -> bool:
     """Return whether a matrix has this row, or this column."""
     if operand.dim() != 2:
         return False

@@ -18,11 +18,7 @@ def attach() -> None:
 
 
 def watch_loaders(module: Any) -> None:
-    wrap(
-        module.DataLoaderShard,
-        "__iter__",
-        read_ahead,
-    )
+    wrap(module.DataLoaderShard, "__iter__", read_ahead)
 
 
 def read_ahead(original: Any, loader: Any) -> Iterator[Any]:

@@ -119,13 +119,7 @@ def record_collective(name: str, original: Any, *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     log = current_log()
     fields = describe_call(name, args, kwargs)
-    record(
-        ScriptCollective(
-            op=name,
-            way=log.user_stack(),
-            **fields,
-        )
-    )
+    record(ScriptCollective(op=name, way=log.user_stack(), **fields))
     if name in GATHERS_TENSORS:
         gathered_features.add(get_argument(args, kwargs, 1, GATHERS_TENSORS[name]), log.user_line())
     with running_collective:
@@ -135,11 +129,7 @@ def record_collective(name: str, original: Any, *args: Any, **kwargs: Any) -> An
 
 
 @default_on_error(lambda: {"group": "?"})
-def describe_call(
-    name: str,
-    args: Arguments,
-    kwargs: Fields,
-) -> Fields:
+def describe_call(name: str, args: Arguments, kwargs: Fields) -> Fields:
     """Return the group of a collective, and the shape and the (few) values of its tensor."""
     group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
     ranks = "" if group is None else str(dist.get_process_group_ranks(group))
@@ -162,11 +152,7 @@ def first_of_type(values: Arguments, kind: Any) -> Any:
 
 def describe_tensor(tensor: Tensor) -> Fields:
     count = tensor.numel()
-    fields: Fields = {
-        "shape": list(tensor.shape),
-        "ptr": tensor.data_ptr(),
-        "count": count,
-    }
+    fields: Fields = {"shape": list(tensor.shape), "ptr": tensor.data_ptr(), "count": count}
     if count <= MAX_RECORDED_VALUES and not tensor.is_complex():
         fields["value"] = tensor.detach().reshape(-1).double().tolist()
     return fields | {"mean_of": known_means.get(tensor)}

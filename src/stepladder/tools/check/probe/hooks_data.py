@@ -160,13 +160,7 @@ def record_sampling(original: Any, sampler: Any) -> Any:
     if not current_log().is_called_by_user():
         return original(sampler)
     indices = list(original(sampler))
-    record(
-        Sampled(
-            indices=indices,
-            length=len(sampler.dataset),
-            shuffle=bool(sampler.shuffle),
-        )
-    )
+    record(Sampled(indices=indices, length=len(sampler.dataset), shuffle=bool(sampler.shuffle)))
     return iter(indices)
 
 
@@ -344,12 +338,7 @@ def record_pass_end(state: PassState, cut: bool) -> None:
 
 
 @default_on_error(lambda: None)
-def record_open_files(
-    owner: Any,
-    line: Any,
-    path: str = "dataset",
-    depth: int = 0,
-) -> None:
+def record_open_files(owner: Any, line: Any, path: str = "dataset", depth: int = 0) -> None:
     """Record the open files of a data set, which the workers will share with this process.
 
     Args:

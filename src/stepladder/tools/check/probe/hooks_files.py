@@ -84,11 +84,7 @@ def attach() -> None:
         call_after_import(module, partial(record_metrics, *names))
 
 
-def record_metrics(
-    class_name: str,
-    function: str,
-    module: Any,
-) -> None:
+def record_metrics(class_name: str, function: str, module: Any) -> None:
     owner = getattr(module, class_name, module)
     record_user_calls(owner, function, metric_event)
 
@@ -103,10 +99,7 @@ def search_event(path: Any, *_: Any, **__: Any) -> PathSearch | None:
 
 
 def move_event(source: Any, target: Any, **_: Any) -> FileMove:
-    return FileMove(
-        source=path_in_copy(source),
-        target=path_in_copy(target),
-    )
+    return FileMove(source=path_in_copy(source), target=path_in_copy(target))
 
 
 def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:

@@ -41,11 +41,7 @@ def attach() -> None:
 class RecordingEnumerate(enumerate):  # type: ignore[type-arg]
     """An `enumerate` that records the values of lists before the first pass over a loader."""
 
-    def __new__(
-        cls,
-        iterable: Iterable[Any],
-        start: int = 0,
-    ) -> RecordingEnumerate:
+    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> RecordingEnumerate:
         is_early = numberings.count < MAX_NUMBERINGS and pass_counters.passes == 0
         if is_early and current_log().is_called_by_user():
             record_numbering(iterable)

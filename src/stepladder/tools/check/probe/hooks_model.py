@@ -99,19 +99,11 @@ def division_event(*_: Any, **__: Any) -> ModelDivided:
 
 
 def watch_tensor_parallel(module: Any) -> None:
-    record_calls(
-        module,
-        "parallelize_module",
-        division_event,
-    )
+    record_calls(module, "parallelize_module", division_event)
 
 
 def watch_pipelining(module: Any) -> None:
-    record_calls(
-        module.PipelineStage,
-        "__init__",
-        division_event,
-    )
+    record_calls(module.PipelineStage, "__init__", division_event)
 
 
 def wrap_module_calls(name: str) -> None:
@@ -154,11 +146,7 @@ def name_of(parameter: Any) -> str:
     return called_models.names.get(id(parameter), "")
 
 
-def record_forward(
-    module: Any,
-    args: Any,
-    kwargs: Any,
-) -> None:
+def record_forward(module: Any, args: Any, kwargs: Any) -> None:
     keeps_graph = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     is_first_evaluation = called_models.begin_call(module, keeps_graph)
     calls = called_models.calls
@@ -309,9 +297,4 @@ def load_event(
     if not model_keys & file_keys:
         more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
         fewer = len(model_keys & {f"module.{key}" for key in file_keys})
-    return StateDictLoad(
-        strict=strict,
-        own=len(model_keys),
-        more=more,
-        fewer=fewer,
-    )
+    return StateDictLoad(strict=strict, own=len(model_keys), more=more, fewer=fewer)

@@ -74,11 +74,7 @@ def draw_event(name: str, *_: Any, generator: Any = None, **__: Any) -> Draw | N
     return Draw(fn=name, state=state)
 
 
-def record_fetch(
-    original: Any,
-    fetcher: Any,
-    indices: Any,
-) -> Any:
+def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     """Record the generators whose states change while samples are fetched."""
     fetch_counts[id(fetcher)] += 1
     if fetch_counts[id(fetcher)] > MAX_FETCHES:

@@ -160,11 +160,7 @@ def is_position(name: str, item: Any) -> bool:
     return any(word in name for word in NAMES_OF_POSITIONS)
 
 
-def nested_items(
-    value: Any,
-    name: str = "",
-    depth: int = 0,
-) -> Iterator[tuple[str, Any]]:
+def nested_items(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield a value, and all values in nested dicts and lists, each with its name."""
     yield name, value
     if isinstance(value, dict) and depth < 3 and is_container(value):

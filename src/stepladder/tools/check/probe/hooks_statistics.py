@@ -25,11 +25,7 @@ class Statistics:
         self.count = 0
 
     @default_on_error(lambda: None)
-    def record(
-        self,
-        result: Any,
-        is_mean: bool,
-    ) -> None:
+    def record(self, result: Any, is_mean: bool) -> None:
         """Record a result with one number; None, more numbers and those of a graph are left out."""
         is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
         if is_number and self.count < MAX_STATISTICS and not torch.compiler.is_compiling():

@@ -34,16 +34,8 @@ from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.gathered_features import gathered_features
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
-from stepladder.tools.check.probe.layer_outputs import (
-    is_not_finite,
-    layer_outputs,
-    name_of_value,
-)
-from stepladder.tools.check.probe.loss_graph import (
-    activation_of,
-    scale_of,
-    target_weight_of,
-)
+from stepladder.tools.check.probe.layer_outputs import is_not_finite, layer_outputs, name_of_value
+from stepladder.tools.check.probe.loss_graph import activation_of, scale_of, target_weight_of
 from stepladder.tools.check.probe.patching import (
     Fields,
     NestingDepth,
@@ -148,16 +140,8 @@ def attach() -> None:
         is_schedule = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
         if is_schedule and "step" in vars(cls):
             wrap(cls, "step", record_schedule_step)
-    wrap(
-        lr_scheduler.LRScheduler,
-        "_initial_step",
-        ignore_initial_step,
-    )
-    wrap(
-        lr_scheduler.ReduceLROnPlateau,
-        "__init__",
-        ignore_initial_step,
-    )
+    wrap(lr_scheduler.LRScheduler, "_initial_step", ignore_initial_step)
+    wrap(lr_scheduler.ReduceLROnPlateau, "__init__", ignore_initial_step)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -214,11 +198,7 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     return result
 
 
-def record_not_finite(
-    what: str,
-    value: str,
-    origin: str,
-) -> None:
+def record_not_finite(what: str, value: str, origin: str) -> None:
     """Record the first value of this process that is not finite."""
     if not layer_outputs.is_reported:
         layer_outputs.mark_reported()
@@ -348,11 +328,7 @@ def compare_with_models(parameters: list[Any]) -> Fields:
     with_gradient = [p for p in of_models if p.requires_grad and p.grad is not None]
     unheld = {name_of(p) for p in with_gradient if id(p) not in held_ids}
     strangers = [p for p in parameters if id(p) not in ids_of_models and p.grad is None]
-    return {
-        "unheld": sorted(unheld),
-        "strangers": len(strangers),
-        "held": len(parameters),
-    }
+    return {"unheld": sorted(unheld), "strangers": len(strangers), "held": len(parameters)}
 
 
 def state_digest(state: Any) -> str:

@@ -25,29 +25,16 @@ class WrappedModels:
         self.wrapped: set[int] = set()  # ids of parameters
         self.devices: dict[int, str] = {}  # by the id of a parameter
 
-    def add_wrapped(
-        self,
-        module: Any,
-    ) -> None:
+    def add_wrapped(self, module: Any) -> None:
         self.wrapped.update(id(parameter) for parameter in module.parameters())
 
-    def is_wrapped(
-        self,
-        parameter: Any,
-    ) -> bool:
+    def is_wrapped(self, parameter: Any) -> bool:
         return id(parameter) in self.wrapped
 
-    def device_of(
-        self,
-        parameter: Any,
-    ) -> str:
+    def device_of(self, parameter: Any) -> str:
         return self.devices.get(id(parameter), str(parameter.device.type))
 
-    def set_device(
-        self,
-        module: Any,
-        device: str,
-    ) -> None:
+    def set_device(self, module: Any, device: str) -> None:
         for parameter in module.parameters():
             self.devices[id(parameter)] = device
 
@@ -83,10 +70,7 @@ def describe_place(module: Any) -> str:
 
 
 @default_on_error(str)
-def requested_device(
-    name: str,
-    arguments: tuple[Any, ...],
-) -> str:
+def requested_device(name: str, arguments: tuple[Any, ...]) -> str:
     """Return the kind of device that a call asks for; an empty text where it asks for none."""
     if name in ("cuda", "cpu"):
         return name

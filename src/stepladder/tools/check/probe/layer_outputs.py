@@ -27,22 +27,14 @@ class LayerOutputs:
         self.outputs: list[tuple[Any, Tensor]] = []
         self.is_reported = False
 
-    def begin(
-        self,
-        model: Any,
-        inputs: Any,
-    ) -> None:
+    def begin(self, model: Any, inputs: Any) -> None:
         """Forget an earlier call, and keep the inputs of this one."""
         self.forget()
         if torch.is_grad_enabled() and not self.is_reported:
             self.model = model
             self.inputs = list(floating_tensors(inputs))
 
-    def add(
-        self,
-        layer: Any,
-        output: Any,
-    ) -> None:
+    def add(self, layer: Any, output: Any) -> None:
         """Keep what a layer without layers inside has returned."""
         if self.model is None or layer._modules or len(self.outputs) >= MAX_KEPT_OUTPUTS:
             return
@@ -58,10 +50,7 @@ class LayerOutputs:
         self.is_reported = True
 
     @default_on_error(str)
-    def find_origin(
-        self,
-        value: str,
-    ) -> str:
+    def find_origin(self, value: str) -> str:
         """Return in words where the first value comes from that is not finite."""
         if self.model is None:
             return "which layer it comes from is not known"

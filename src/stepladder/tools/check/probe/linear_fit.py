@@ -46,12 +46,7 @@ class FittedRows:
         targets = as_targets(batch[1])
         if inputs is None or targets is None:
             return
-        rows = zip(
-            hashes,
-            inputs,
-            targets,
-            strict=False,
-        )
+        rows = zip(hashes, inputs, targets, strict=False)
         for digest, row, target in rows:
             half = int(digest, 16) % 2
             self.inputs[half].append(row)

@@ -29,11 +29,7 @@ Fields = dict[str, Any]  # of an event, or arguments by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def wrap(
-    owners: Any,
-    name: str,
-    around: Callable[..., Any],
-) -> None:
+def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace `owner.name` by a call of `around(original, *args, **kwargs)`.
 
     Args:
@@ -58,10 +54,7 @@ def wrap(
 
 
 def record_calls(
-    owners: Any,
-    name: str,
-    make_event: Callable[..., ProbeEvent | None],
-    by_user_only: bool = False,
+    owners: Any, name: str, make_event: Callable[..., ProbeEvent | None], by_user_only: bool = False
 ) -> None:
     """Record each call of `owner.name`, or only those by the user's own code.
 
@@ -86,12 +79,7 @@ def record_calls(
 record_user_calls = partial(record_calls, by_user_only=True)
 
 
-def get_argument(
-    args: Arguments,
-    kwargs: Fields,
-    index: int,
-    name: str,
-) -> Any:
+def get_argument(args: Arguments, kwargs: Fields, index: int, name: str) -> Any:
     """Return an argument that is passed by position or by name, or None."""
     if len(args) > index:
         return args[index]

@@ -11,11 +11,7 @@ import sys
 from types import FrameType
 
 from stepladder.tools.check.events import GroupJoined, ProcessStart
-from stepladder.tools.check.probe_settings import (
-    PROBE_SETTINGS,
-    RANK_AND_WORLD_SIZE,
-    ProbeSettings,
-)
+from stepladder.tools.check.probe_settings import PROBE_SETTINGS, RANK_AND_WORLD_SIZE, ProbeSettings
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 CHECK_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,PTH120  # pathlib is slow to import
@@ -47,11 +43,7 @@ class ProbeLog:
     def open(self) -> int:
         """Open the file of this process, and return its descriptor."""
         path = f"{self.settings.folder}/{self.pid}.jsonl"
-        return os.open(
-            path,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-            0o600,
-        )
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def reopen_after_fork(self) -> None:
         self.pid = os.getpid()
@@ -77,11 +69,7 @@ class ProbeLog:
         self.rank = rank
         self.write(ProcessStart(rank=rank))
 
-    def write(
-        self,
-        event: ProbeEvent,
-        at: CodeLine | None = None,
-    ) -> None:
+    def write(self, event: ProbeEvent, at: CodeLine | None = None) -> None:
         self.count += 1
         os.write(self.file, event.to_line(self.count, at))
 
@@ -118,10 +106,7 @@ class ProbeLog:
         """Return the innermost frame of the user's code."""
         return self.find_user_frame(sys._getframe(1))
 
-    def find_user_frame(
-        self,
-        frame: FrameType | None,
-    ) -> FrameType | None:
+    def find_user_frame(self, frame: FrameType | None) -> FrameType | None:
         """Return this frame, or the innermost one outside of it, that is of the user's code."""
         while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             frame = frame.f_back

@@ -20,10 +20,7 @@ MODULES = [
 DAMAGE_OF_A_SNAPSHOT = ("resume-samples", "resume-lr", "resume-differs")
 
 
-def apply_rules(
-    evidence: RunEvidence,
-    early: bool = False,
-) -> list[Finding]:
+def apply_rules(evidence: RunEvidence, early: bool = False) -> list[Finding]:
     """Return the findings of all rules, or only of those that are certain early."""
     if not evidence.ranks:
         return []
@@ -34,10 +31,7 @@ def apply_rules(
     return drop_consequences(drop_suppressed(unique_findings(findings), evidence.source))
 
 
-def apply_source_rules(
-    source: ScriptSource,
-    static: bool = True,
-) -> list[Finding]:
+def apply_source_rules(source: ScriptSource, static: bool = True) -> list[Finding]:
     """Return the findings of the rules that read the source alone.
 
     Args:
@@ -59,10 +53,7 @@ def unique_findings(findings: Iterable[Finding]) -> list[Finding]:
     return list(by_key.values())
 
 
-def drop_suppressed(
-    findings: list[Finding],
-    source: ScriptSource,
-) -> list[Finding]:
+def drop_suppressed(findings: list[Finding], source: ScriptSource) -> list[Finding]:
     """Return the findings that no comment in the source suppresses."""
     return [finding for finding in findings if not source.is_suppressed(*finding.key)]
 

@@ -16,13 +16,7 @@ from stepladder.tools.check.events import (
     PassEnd,
     PassStart,
 )
-from stepladder.tools.check.rules.evidence import (
-    Findings,
-    RunEvidence,
-    align,
-    rank_rule,
-    run_rule,
-)
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.source_patterns import is_trained_on
 from stepladder.tools.check.script_source import ScriptSource, dotted_name
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -163,10 +157,7 @@ def same_draws(evidence: RunEvidence) -> Findings:
         )
 
 
-def is_for_training(
-    evidence: RunEvidence,
-    draw: Draw,
-) -> bool:
+def is_for_training(evidence: RunEvidence, draw: Draw) -> bool:
     file = evidence.source_file(draw.at)
     if draw.at is None or file is None:
         return True

@@ -113,10 +113,7 @@ def all_batch_means(file: SourceFile) -> Iterator[BatchMeans]:
             )
 
 
-def names_of_collected(
-    file: SourceFile,
-    collected: Comprehension,
-) -> Iterator[str]:
+def names_of_collected(file: SourceFile, collected: Comprehension) -> Iterator[str]:
     """Yield how the means of a comprehension are written: as itself, and as a name."""
     yield ast.unparse(collected)
     parent = file.parents.get(collected)
@@ -145,10 +142,7 @@ def quotients(nodes: Iterable[ast.AST]) -> Iterator[Quotient]:
     yield from filter(None, map(quotient_of, nodes))
 
 
-def line_divided_by_length(
-    file: SourceFile,
-    loop_line: int,
-) -> int | None:
+def line_divided_by_length(file: SourceFile, loop_line: int) -> int | None:
     """Return the first line after a loop, in its function, that divides by the length of all."""
     for loop in find_nodes(file.tree, ast.For):
         if loop.lineno == loop_line:
@@ -194,10 +188,7 @@ def bare_count(divisor: ast.expr) -> str:
     return ast.unparse(divisor)
 
 
-def divides_by_batches(
-    quotient: Quotient,
-    means: BatchMeans,
-) -> bool:
+def divides_by_batches(quotient: Quotient, means: BatchMeans) -> bool:
     """Return whether a sum of batch means is divided by the number of batches."""
     for values in means.values:
         if quotient.dividend in (f"sum({values})", f"sum({values}).item()"):
@@ -205,10 +196,7 @@ def divides_by_batches(
     return quotient.dividend in means.values and quotient.divisor in means.divisors
 
 
-def divides_by_samples(
-    quotient: Quotient,
-    means: BatchMeans,
-) -> bool:
+def divides_by_samples(quotient: Quotient, means: BatchMeans) -> bool:
     """Return whether a sum of batch means is divided by a number of samples."""
     sums = [text for values in means.values for text in (values, f"sum({values})")]
     if SUM_OVER_RANKS.sub(r"\1", quotient.dividend) not in sums:
@@ -217,10 +205,7 @@ def divides_by_samples(
     return quotient.divisor in samples
 
 
-def is_mean_of(
-    node: ast.AST,
-    values: tuple[str, ...],
-) -> bool:
+def is_mean_of(node: ast.AST, values: tuple[str, ...]) -> bool:
     """Return whether a node is `mean(values)`, or `tensor(values).mean()`, of one of these."""
     if not isinstance(node, ast.Call) or last_name(node.func) not in ("mean", "fmean"):
         return False
@@ -252,19 +237,13 @@ def unweighted_sums(loop: ast.For) -> Iterator[str]:
             yield ast.unparse(node.func).removesuffix(".append")
 
 
-def is_mean_appended(
-    call: ast.Call,
-    loop: ast.For,
-) -> bool:
+def is_mean_appended(call: ast.Call, loop: ast.For) -> bool:
     """Return whether a call is `values.append(mean)`."""
     is_append = isinstance(call.func, ast.Attribute) and call.func.attr == "append"
     return is_append and len(call.args) == 1 and is_mean(call.args[0], loop)
 
 
-def is_mean(
-    value: ast.expr,
-    loop: ast.AST,
-) -> bool:
+def is_mean(value: ast.expr, loop: ast.AST) -> bool:
     """Return whether a value is the mean of a loss over a batch."""
     text = ast.unparse(own_value(value))
     if "sum" in text or has_product(value):

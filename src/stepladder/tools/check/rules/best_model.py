@@ -14,22 +14,11 @@ from stepladder.tools.check.rules.metrics import (
     has_collective_after,
     one_rank_metric,
 )
-from stepladder.tools.check.rules.source_patterns import (
-    assignments,
-    has_load,
-    resumes,
-)
-from stepladder.tools.check.script_source import (
-    SourceFile,
-    constant_value,
-    lines_of,
-)
+from stepladder.tools.check.rules.source_patterns import assignments, has_load, resumes
+from stepladder.tools.check.script_source import SourceFile, constant_value, lines_of
 from stepladder.tools.probe.events import CodeLine
 
-LEAVES_A_FUNCTION = (
-    ast.Return,
-    ast.Raise,
-)
+LEAVES_A_FUNCTION = (ast.Return, ast.Raise)
 
 
 @rank_rule("one-rank-metric.best")
@@ -97,11 +86,7 @@ def sets_to_better(update: ast.Assign, parent: ast.AST) -> bool:
     return name in test and value in test
 
 
-def is_loaded_to_go_on(
-    evidence: RunEvidence,
-    log: RankLog,
-    paths: set[str],
-) -> bool:
+def is_loaded_to_go_on(evidence: RunEvidence, log: RankLog, paths: set[str]) -> bool:
     """Return whether the training begins with what one of these files holds, where it is there.
 
     A file of the best model is mostly kept for a test at the end, or for another program. Some
@@ -120,10 +105,7 @@ def is_loaded_to_go_on(
     return any(map(resumes, evidence.source.files))
 
 
-def loads_if_found(
-    evidence: RunEvidence,
-    search: CodeLine | None,
-) -> bool:
+def loads_if_found(evidence: RunEvidence, search: CodeLine | None) -> bool:
     """Return whether the source loads a file where it has looked for one, on this line."""
     file = evidence.source_file(search)
     if search is None or file is None:

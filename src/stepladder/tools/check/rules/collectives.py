@@ -120,28 +120,19 @@ def collective_order(evidence: RunEvidence) -> Findings:
         yield from unanswered_backward(evidence)
 
 
-def have_different_shapes(
-    first: ScriptCollective,
-    second: ScriptCollective,
-) -> bool:
+def have_different_shapes(first: ScriptCollective, second: ScriptCollective) -> bool:
     """Return whether shapes differ in a collective that needs equal ones."""
     allows_any_shape = "gather" in first.op or first.op == "broadcast_object_list"
     return first.shape != second.shape and not allows_any_shape
 
 
-def describe_collective(
-    evidence: RunEvidence,
-    event: ScriptCollective,
-) -> str:
+def describe_collective(evidence: RunEvidence, event: ScriptCollective) -> str:
     shape = f" of shape {event.shape}" if event.shape is not None else ""
     return f"{event.op}{shape} at {evidence.location(event.at)}"
 
 
 def unanswered_collective(
-    evidence: RunEvidence,
-    rank: int,
-    event: ScriptCollective,
-    number: int,
+    evidence: RunEvidence, rank: int, event: ScriptCollective, number: int
 ) -> Findings:
     """Find a rank that waits in a collective which the other rank does not reach."""
     peer = 1 - rank

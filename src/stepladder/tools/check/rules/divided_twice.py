@@ -60,10 +60,7 @@ def divided_by_samples(evidence: RunEvidence) -> Findings:
 
 
 def sums_over_samples(
-    evidence: RunEvidence,
-    file: SourceFile,
-    means: BatchMeans,
-    one_pass: LoaderPass,
+    evidence: RunEvidence, file: SourceFile, means: BatchMeans, one_pass: LoaderPass
 ) -> Findings:
     sums = certain_sums(means, evidence.source)
     for quotient in quotients(means.following_nodes()):
@@ -78,10 +75,7 @@ def sums_over_samples(
             return
 
 
-def certain_sums(
-    means: BatchMeans,
-    source: ScriptSource,
-) -> set[str]:
+def certain_sums(means: BatchMeans, source: ScriptSource) -> set[str]:
     """Return the values to which a loss is added that is certainly a mean."""
     node = means.node
     if isinstance(node, ast.ListComp | ast.GeneratorExp):
@@ -91,11 +85,7 @@ def certain_sums(
     return targets & set(means.values)
 
 
-def is_mean_loss(
-    value: ast.expr,
-    loop: ast.AST,
-    source: ScriptSource,
-) -> bool:
+def is_mean_loss(value: ast.expr, loop: ast.AST, source: ScriptSource) -> bool:
     """Return whether a value is a loss of torch over a batch that is certainly a mean."""
     value = own_value(value)
     while isinstance(value, ast.Call) and last_name(value.func) in UNWRAPS:
@@ -111,10 +101,7 @@ def is_mean_loss(
     return bool(values) and all(is_mean_call(part, source) for part in values)
 
 
-def is_mean_call(
-    call: ast.expr,
-    source: ScriptSource,
-) -> bool:
+def is_mean_call(call: ast.expr, source: ScriptSource) -> bool:
     if not isinstance(call, ast.Call):
         return False
     name = last_name(call.func)
@@ -174,11 +161,7 @@ def reduced_twice(evidence: RunEvidence) -> Findings:
                 return
 
 
-def divided_around(
-    evidence: RunEvidence,
-    file: SourceFile,
-    call: ast.Call,
-) -> Finding | None:
+def divided_around(evidence: RunEvidence, file: SourceFile, call: ast.Call) -> Finding | None:
     """Return the finding of a value that is divided by ranks twice around one collective."""
     value = ast.unparse(call.args[0])
     before: list[Quotient] = []
@@ -197,18 +180,10 @@ def divided_around(
     else:
         return None
     line = CodeLine(file.name, (after or before)[0].line)
-    return evidence.finding(
-        "mean-divided-twice",
-        line,
-        text,
-    )
+    return evidence.finding("mean-divided-twice", line, text)
 
 
-def is_stored_in(
-    quotient: Quotient,
-    value: str,
-    file: SourceFile,
-) -> bool:
+def is_stored_in(quotient: Quotient, value: str, file: SourceFile) -> bool:
     """Return whether a quotient is `value /= n`, `value.div_(n)` or `value = ... / n`."""
     node = quotient.node
     is_method = isinstance(node, ast.Call) and last_name(node.func) == "div_"

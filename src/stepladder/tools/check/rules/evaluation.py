@@ -18,11 +18,7 @@ from stepladder.tools.check.rules.evidence import (
     rank_rule,
     run_rule,
 )
-from stepladder.tools.check.rules.samples import (
-    describe_drop_last,
-    have_same_data,
-    unread_samples,
-)
+from stepladder.tools.check.rules.samples import describe_drop_last, have_same_data, unread_samples
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
@@ -173,10 +169,7 @@ def padded_by_hand(evidence: RunEvidence) -> Findings:
             return
 
 
-def first_reduced_values(
-    log: RankLog,
-    event: Sampled,
-) -> dict[int, int]:
+def first_reduced_values(log: RankLog, event: Sampled) -> dict[int, int]:
     """Return the values in the four collectives after an event, by position."""
     collectives = [later for later in log.select(ScriptCollective) if later.n > event.n][:4]
     values = [value for later in collectives for value in later.value]
@@ -184,10 +177,7 @@ def first_reduced_values(
 
 
 def find_reduced_count(
-    evidence: RunEvidence,
-    passes: Passes,
-    padded: int,
-    distinct: int,
+    evidence: RunEvidence, passes: Passes, padded: int, distinct: int
 ) -> ReducedCount:
     """Return which number of samples the ranks added up in a pass and after it."""
     sums: Counter[int] = Counter()
@@ -213,10 +203,7 @@ def find_reduced_count(
     return "unknown"
 
 
-def collectives_of_evaluation(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> list[ScriptCollective]:
+def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ScriptCollective]:
     """Return the collectives in a pass, and those after it before the next pass or training."""
     events = list(one_pass.events)
     for event in log.events[one_pass.index_after : one_pass.index_after + EVENTS_AFTER_PASS]:

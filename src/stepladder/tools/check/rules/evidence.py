@@ -59,10 +59,7 @@ class RunEvidence:
         """Return the lines of the events of these kinds, on all ranks."""
         return {self.location(event.at) for _, event in self.run.select(*kinds)}
 
-    def source_file(
-        self,
-        recorded: CodeLine | None,
-    ) -> SourceFile | None:
+    def source_file(self, recorded: CodeLine | None) -> SourceFile | None:
         """Return the file of a recorded line, if it is one of the script's."""
         return self.source.file(self.location(recorded).file) if recorded else None
 
@@ -77,12 +74,7 @@ class RunEvidence:
         """Return a finding of a rule at a recorded line, on one rank or (-1) on all."""
         line = self.location(recorded)
         location = Location(line.file, line.line, rank if rank >= 0 else None)
-        return CHECK_TEXTS.finding(
-            rule,
-            location,
-            evidence,
-            severity,
-        )
+        return CHECK_TEXTS.finding(rule, location, evidence, severity)
 
     def training_passes(self) -> list[Passes]:
         """Return the training passes in order, each as a tuple with one pass per rank."""

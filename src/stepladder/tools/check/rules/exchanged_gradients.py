@@ -96,10 +96,7 @@ def kind_of_exchange(steps: tuple[ExchangedStep, ...]) -> str:
     return str(next(alone, ""))
 
 
-def are_equal(
-    first: Sums,
-    second: Sums,
-) -> bool:
+def are_equal(first: Sums, second: Sums) -> bool:
     """Return whether sums of gradients are known, and the same but for rounding."""
     if not first or len(first) != len(second):
         return False

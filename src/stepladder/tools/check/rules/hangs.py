@@ -38,11 +38,7 @@ def line_of(frame: Frame) -> CodeLine:
     return CodeLine(frame.file, frame.line, frame.function)
 
 
-def has_left_loop_of(
-    evidence: RunEvidence,
-    rank: int,
-    peer: int,
-) -> bool | None:
+def has_left_loop_of(evidence: RunEvidence, rank: int, peer: int) -> bool | None:
     """Return whether a rank of a deadlock has ended, or left the loop in which a peer waits.
 
     None where there is no deadlock.
@@ -61,10 +57,7 @@ def has_left_loop_of(
     return False
 
 
-def innermost_loop(
-    evidence: RunEvidence,
-    line: CodeLine | None,
-) -> range | None:
+def innermost_loop(evidence: RunEvidence, line: CodeLine | None) -> range | None:
     """Return the lines of the innermost loop around a line; None where the script has none."""
     return next(iter(loops_around(evidence, line)), None)
 
@@ -78,11 +71,7 @@ def loops_around(evidence: RunEvidence, line: CodeLine | None) -> list[range]:
     return sorted((lines for lines in map(lines_of, nodes) if line.line in lines), key=len)
 
 
-def is_in_lines(
-    status: RankStatus,
-    peer_frame: Frame,
-    lines: range,
-) -> bool:
+def is_in_lines(status: RankStatus, peer_frame: Frame, lines: range) -> bool:
     """Return whether a rank is in these lines of the function in which its peer is."""
     return any(
         frame.file == peer_frame.file

@@ -6,12 +6,7 @@ from collections.abc import Hashable, Sequence
 from operator import and_
 
 from stepladder.tools.check.recording import LoaderPass
-from stepladder.tools.check.rules.evidence import (
-    Findings,
-    RunEvidence,
-    are_complete,
-    rank_rule,
-)
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, are_complete, rank_rule
 
 MIN_LEAKED_SAMPLES = 2
 MIN_LEAKED_SHARE = 0.05
@@ -44,10 +39,7 @@ def leaked_split(evidence: RunEvidence) -> Findings:
                 return
 
 
-def samples_of(
-    passes: Sequence[LoaderPass],
-    like: LoaderPass,
-) -> Samples:
+def samples_of(passes: Sequence[LoaderPass], like: LoaderPass) -> Samples:
     """Return the samples of passes; an empty set where they cannot be told apart.
 
     Args:

@@ -49,10 +49,7 @@ def names_of_local_rank(source: ScriptSource) -> dict[str, str]:
     return names
 
 
-def meaning_of(
-    value: ast.expr,
-    names: dict[str, str],
-) -> str:
+def meaning_of(value: ast.expr, names: dict[str, str]) -> str:
     """Return "local_rank" or "local_rank == 0" if a value is that, else nothing."""
     text = ast.unparse(value).lower()
     if IS_LOCAL_RANK.fullmatch(text):
@@ -62,10 +59,7 @@ def meaning_of(
     return ""
 
 
-def chooses_local_rank_0(
-    test: ast.expr,
-    names: dict[str, str],
-) -> bool:
+def chooses_local_rank_0(test: ast.expr, names: dict[str, str]) -> bool:
     """Return whether the test of an `if` is true for local rank 0 alone."""
     text = ast.unparse(test).lower()
     for name, meaning in names.items():
@@ -73,17 +67,11 @@ def chooses_local_rank_0(
     return CHOOSES_LOCAL_RANK_0.search(text) is not None
 
 
-def locations_of(
-    file: SourceFile,
-    node: ast.stmt,
-) -> set[Location]:
+def locations_of(file: SourceFile, node: ast.stmt) -> set[Location]:
     return {Location(file.name, line) for line in lines_of(node)}
 
 
-def called_functions(
-    source: ScriptSource,
-    statement: ast.stmt,
-) -> Iterator[set[Location]]:
+def called_functions(source: ScriptSource, statement: ast.stmt) -> Iterator[set[Location]]:
     """Yield the lines of the script's functions that a statement calls, also through others."""
     known: set[str] = set()
     nodes: list[ast.AST] = [statement]

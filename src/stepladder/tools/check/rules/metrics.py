@@ -15,10 +15,7 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.batch_means import (
-    averages_of_batch_means,
-    line_divided_by_length,
-)
+from stepladder.tools.check.rules.batch_means import averages_of_batch_means, line_divided_by_length
 from stepladder.tools.check.rules.evidence import (
     Findings,
     Passes,
@@ -81,10 +78,7 @@ def batch_means(evidence: RunEvidence) -> Findings:
             return
 
 
-def line_that_averages(
-    evidence: RunEvidence,
-    recorded: CodeLine | None,
-) -> CodeLine | None:
+def line_that_averages(evidence: RunEvidence, recorded: CodeLine | None) -> CodeLine | None:
     """Return the line that averages the means of batches which a recorded loop adds up."""
     loop = evidence.location(recorded)
     file = evidence.source_file(recorded)
@@ -116,10 +110,7 @@ def reduced_shares(evidence: RunEvidence) -> Findings:
             return
 
 
-def count_evaluated_rows(
-    log: RankLog,
-    collective: ScriptCollective,
-) -> int:
+def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
     """Return how many rows models evaluated between the last training and a collective."""
     calls = [call.n for one_pass in log.evaluation_passes for call in one_pass.evaluated_calls]
     evaluated = set(calls)
@@ -185,11 +176,7 @@ def sums_by_local_counts(evidence: RunEvidence) -> Findings:
     for file in evidence.source.files:
         for reduction_line, line, text in local_quotients(file):
             if Location(file.name, reduction_line) in lines:
-                yield evidence.finding(
-                    "local-count",
-                    CodeLine(file.name, line),
-                    text,
-                )
+                yield evidence.finding("local-count", CodeLine(file.name, line), text)
                 return
 
 
@@ -214,12 +201,7 @@ def evaluated_shares(evidence: RunEvidence) -> Findings:
             line, shown = line_that_shows_share(evidence, passes)
         if line is not None:
             text = f"{describe_share(passes)}, {shown}"
-            yield evidence.finding(
-                "one-rank-metric",
-                line,
-                text,
-                0,
-            )
+            yield evidence.finding("one-rank-metric", line, text, 0)
             return
 
 
@@ -228,10 +210,7 @@ def evaluations_of_shares(evidence: RunEvidence) -> list[Passes]:
     return [p for p in evidence.evaluation_passes() if are_complete(p) and are_shares(p)]
 
 
-def line_that_shows_share(
-    evidence: RunEvidence,
-    passes: Passes,
-) -> tuple[CodeLine | None, str]:
+def line_that_shows_share(evidence: RunEvidence, passes: Passes) -> tuple[CodeLine | None, str]:
     """Return the line that shows the metric of a share as that of all, and how it is shown."""
     prints = list(map(first_print_after, evidence.ranks, passes))
     line = line_divided_by_all(evidence, passes[0])
@@ -251,10 +230,7 @@ def describe_share(passes: Passes) -> str:
     return f"rank 0 evaluates {counts[0]} of {sum(counts)} samples"
 
 
-def line_divided_by_all(
-    evidence: RunEvidence,
-    one_pass: LoaderPass,
-) -> CodeLine | None:
+def line_divided_by_all(evidence: RunEvidence, one_pass: LoaderPass) -> CodeLine | None:
     """Return the line after an evaluation that divides by the length of the whole data set."""
     loop = one_pass.line
     file = evidence.source_file(loop)
@@ -279,10 +255,7 @@ def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
     return any(event.op not in without_result for event in collectives)
 
 
-def first_print_after(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> Print | None:
+def first_print_after(log: RankLog, one_pass: LoaderPass) -> Print | None:
     """Return what is printed first after a pass, or logged with a number in it."""
     prints = (e for e in log.events_until_training(one_pass) if isinstance(e, Print))
     return next((e for e in prints if not e.logged or any(printed_numbers(e))), None)
@@ -334,10 +307,7 @@ def count_calls_per_step(log: RankLog, schedule: int) -> int:
 
 
 def wrongly_sized_schedule(
-    evidence: RunEvidence,
-    log: RankLog,
-    calls: list[ScheduleStep],
-    steps: int,
+    evidence: RunEvidence, log: RankLog, calls: list[ScheduleStep], steps: int
 ) -> Findings:
     """Compare the calls of a schedule with its horizon, the number of steps it is sized for.
 

@@ -22,14 +22,7 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, 
 from stepladder.tools.check.rules.exchanged_gradients import are_equal
 from stepladder.tools.findings.finding import Finding
 
-OTHER_PARALLELISMS = (
-    "horovod",
-    "deepspeed",
-    "fully_shard",
-    "pipeline",
-    "DTensor",
-    "torchft",
-)
+OTHER_PARALLELISMS = ("horovod", "deepspeed", "fully_shard", "pipeline", "DTensor", "torchft")
 StepKey = tuple[int, int]  # an optimizer's number, in the order of first use, and its step
 S = TypeVar("S", BeforeStep, OptimizerStep)
 T = TypeVar("T")
@@ -122,11 +115,7 @@ def not_wrapped(evidence: RunEvidence) -> Findings:
         text += "; a wrapper was built, and the model is not called through it"
     if not has_group:
         text += "; the ranks never met in a process group"
-    yield evidence.finding(
-        "not-wrapped",
-        steps[key][0].at,
-        text,
-    )
+    yield evidence.finding("not-wrapped", steps[key][0].at, text)
 
 
 def describe_gradients(first: BeforeStep, second: BeforeStep) -> str:
@@ -176,10 +165,7 @@ def share_gradients(logs: list[RankLog]) -> bool:
 
 
 def find_divergence(
-    evidence: RunEvidence,
-    before: Pairs[BeforeStep],
-    after: Pairs[OptimizerStep],
-    key: StepKey,
+    evidence: RunEvidence, before: Pairs[BeforeStep], after: Pairs[OptimizerStep], key: StepKey
 ) -> Finding | None:
     """Return the finding of weights or optimizer states that differ before or after one step."""
     for step, other in [before[key]] if key in before else ():
@@ -189,20 +175,12 @@ def find_divergence(
     if name := first_difference(first.after, second.after):
         cause = describe_cause(before.get(key), after[key], name)
         text = f"{name} differs between rank 0 and rank 1 after step {key[1]}{cause}"
-        return evidence.finding(
-            "replicas-differ",
-            first.at,
-            text,
-        )
+        return evidence.finding("replicas-differ", first.at, text)
     if name := first_difference(first.state, second.state):
         text = (
             f"the optimizer's state of {name} differs between rank 0 and rank 1 after step {key[1]}"
         )
-        return evidence.finding(
-            "replicas-differ",
-            first.at,
-            text,
-        )
+        return evidence.finding("replicas-differ", first.at, text)
     return None
 
 
@@ -268,10 +246,7 @@ def diverged_steps(before: Pairs[BeforeStep]) -> list[StepKey]:
     return [key for key, (first, second) in before.items() if first.before != second.before]
 
 
-def diverged_buffers(
-    evidence: RunEvidence,
-    after: Pairs[OptimizerStep],
-) -> Findings:
+def diverged_buffers(evidence: RunEvidence, after: Pairs[OptimizerStep]) -> Findings:
     """Find buffers that differ because the wrapper does not broadcast them."""
     wrappers = evidence.rank_0.select(WrapperBuilt)
     if not after or not wrappers or wrappers[0].buffers:
@@ -294,10 +269,7 @@ def first_difference(first: Digests, second: Digests) -> str:
 
 
 def diverged_before_step(
-    evidence: RunEvidence,
-    step: BeforeStep,
-    key: StepKey,
-    name: str,
+    evidence: RunEvidence, step: BeforeStep, key: StepKey, name: str
 ) -> Finding:
     """Return the finding of weights that differ before a step, and did not after the one before."""
     if key[1] > 1:
@@ -321,10 +293,7 @@ def diverged_before_step(
     )
 
 
-def wrapper_with_equal_weights(
-    evidence: RunEvidence,
-    name: str,
-) -> WrapperBuilt | None:
+def wrapper_with_equal_weights(evidence: RunEvidence, name: str) -> WrapperBuilt | None:
     """Return the last wrapper of rank 0 if a weight was equal on both ranks when it was built."""
     wrappers = [log.select(WrapperBuilt)[-1:] for log in evidence.first_ranks]
     if not all(wrappers):

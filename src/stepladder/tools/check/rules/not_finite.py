@@ -9,10 +9,7 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rul
 UNWRITTEN = "not-finite.unwritten"
 
 
-@run_rule(
-    "not-finite",
-    UNWRITTEN,
-)
+@run_rule("not-finite", UNWRITTEN)
 def not_finite(evidence: RunEvidence) -> Findings:
     """Find the first loss or gradient that is no finite number, and where it comes from."""
     for log in evidence.ranks:
@@ -25,10 +22,5 @@ def not_finite(evidence: RunEvidence) -> Findings:
                 was_trained = any(step.n < event.n for step in log.select(OptimizerStep))
                 rule = rule if was_trained else UNWRITTEN
                 text += ": an earlier step broke it" if was_trained else ", and no step before it"
-            yield evidence.finding(
-                rule,
-                event.at,
-                text,
-                log.rank,
-            )
+            yield evidence.finding(rule, event.at, text, log.rank)
             return

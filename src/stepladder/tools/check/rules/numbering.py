@@ -7,12 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from stepladder.tools.check.events import Numbering
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
-from stepladder.tools.check.script_source import (
-    ScriptSource,
-    SourceFile,
-    last_name,
-    lines_of,
-)
+from stepladder.tools.check.script_source import ScriptSource, SourceFile, last_name, lines_of
 from stepladder.tools.findings.finding import Location
 
 
@@ -37,10 +32,7 @@ def own_index(evidence: RunEvidence) -> Findings:
             return
 
 
-def first_renumbered_value(
-    first: Numbering,
-    second: Numbering,
-) -> str | None:
+def first_renumbered_value(first: Numbering, second: Numbering) -> str | None:
     """Return the first value that two ranks number differently."""
     second_numbers = number_of_each_value(second)
     for value, number in number_of_each_value(first).items():
@@ -81,11 +73,7 @@ def fills_dict(loop: ast.For, statement: ast.stmt) -> bool:
     return is_numbering(loop.target, target.slice, statement.value)
 
 
-def is_numbering(
-    target: ast.expr,
-    key: ast.expr,
-    value: ast.expr,
-) -> bool:
+def is_numbering(target: ast.expr, key: ast.expr, value: ast.expr) -> bool:
     """Return whether the target is the pair of this value (a number) and this key."""
     if not isinstance(target, ast.Tuple):
         return False

@@ -123,10 +123,7 @@ def shown_values(evidence: RunEvidence) -> list[list[ShownValue]]:
     return list(values.values())
 
 
-def numbers_by_position(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> dict[Position, ShownNumber]:
+def numbers_by_position(log: RankLog, one_pass: LoaderPass) -> dict[Position, ShownNumber]:
     """Return the numbers that a rank shows last after a pass, not saying of which rank."""
     return {
         (event.at, index): number

@@ -142,10 +142,7 @@ def fit_of(log: RankLog, one_pass: LoaderPass) -> LinearFit | None:
     return None
 
 
-def line_of_draws(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> CodeLine | None:
+def line_of_draws(log: RankLog, one_pass: LoaderPass) -> CodeLine | None:
     """Return the last line before a pass that draws numbers; that of the loader if none does."""
     line = one_pass.loader_line
     for event in log.select(Draw):

@@ -41,11 +41,7 @@ def set_epoch(evidence: RunEvidence) -> Findings:
                 break
 
 
-def repeated_order(
-    evidence: RunEvidence,
-    first: LoaderPass,
-    second: LoaderPass,
-) -> Finding:
+def repeated_order(evidence: RunEvidence, first: LoaderPass, second: LoaderPass) -> Finding:
     samplers = {first.start.sampler_id, second.start.sampler_id}
     calls = [event for event in evidence.rank_0.select(SetEpoch) if event.sampler in samplers]
     line = first.line
@@ -113,11 +109,7 @@ def same_samples(evidence: RunEvidence) -> Findings:
     yield from same_inputs(evidence)
 
 
-def compare_shares(
-    evidence: RunEvidence,
-    passes: Passes,
-    shares: list[Share],
-) -> Finding | None:
+def compare_shares(evidence: RunEvidence, passes: Passes, shares: list[Share]) -> Finding | None:
     """Return the finding of two ranks that read the same samples, or of shards that overlap."""
     sets = [set(share) for share in shares]
     sizes = [len(samples) for samples in sets]
@@ -138,10 +130,7 @@ def compare_shares(
     return overlapping_shards(evidence, passes, sets)
 
 
-def describe_sampler_rank(
-    evidence: RunEvidence,
-    passes: Passes,
-) -> str:
+def describe_sampler_rank(evidence: RunEvidence, passes: Passes) -> str:
     """Return that both samplers take the share of one rank, and that it is the local rank."""
     start = passes[0].start
     if not start.distributed or start.sampler_rank != passes[1].start.sampler_rank:
@@ -153,9 +142,7 @@ def describe_sampler_rank(
 
 
 def overlapping_shards(
-    evidence: RunEvidence,
-    passes: Passes,
-    sets: list[set[object]],
+    evidence: RunEvidence, passes: Passes, sets: list[set[object]]
 ) -> Finding | None:
     """Return the finding of samples that two ranks read, while no rank reads some others.
 
@@ -176,11 +163,7 @@ def overlapping_shards(
         text += f", {unread} of {length} are read by none"
     else:
         text += f", of {len(sets[0])} and {len(sets[1])}"
-    return evidence.finding(
-        "overlapping-shards",
-        first.sampler_line,
-        text,
-    )
+    return evidence.finding("overlapping-shards", first.sampler_line, text)
 
 
 def padding_limit(passes: Passes) -> int:
@@ -215,11 +198,7 @@ def same_inputs(evidence: RunEvidence) -> Findings:
     yield from overlapping_inputs(evidence, *map(rows_of_first_epoch, calls[:2]))
 
 
-def overlapping_inputs(
-    evidence: RunEvidence,
-    first: list[str],
-    second: list[str],
-) -> Findings:
+def overlapping_inputs(evidence: RunEvidence, first: list[str], second: list[str]) -> Findings:
     """Find rows that two ranks train in their first epochs, in loops without a loader.
 
     What is common only later may be of the next epoch, with other shares.
@@ -306,11 +285,7 @@ def samples_lost(evidence: RunEvidence) -> Findings:
         )
 
 
-def can_miss_by_chance(
-    count: int,
-    length: int,
-    unread_counts: list[int],
-) -> bool:
+def can_miss_by_chance(count: int, length: int, unread_counts: list[int]) -> bool:
     """Return whether passes in random order may all leave out the same samples.
 
     Args:
@@ -328,10 +303,7 @@ def can_miss_by_chance(
     return 1 - fewer > MIN_CHANCE  # of as many samples or more, by the distribution of Poisson
 
 
-def samples_lost_by_epoch(
-    evidence: RunEvidence,
-    passes: Passes,
-) -> Findings:
+def samples_lost_by_epoch(evidence: RunEvidence, passes: Passes) -> Findings:
     """Find a shuffled remainder that is dropped: other samples in each pass."""
     unread = unread_samples(passes, evidence.evaluation_passes())
     if unread:
@@ -351,10 +323,7 @@ def describe_drop_last(one_pass: LoaderPass) -> str:
     return f"; {' and '.join(owners)} has drop_last" if owners else ""
 
 
-def unread_samples(
-    passes: Passes,
-    evaluations: list[Passes],
-) -> set[object] | None:
+def unread_samples(passes: Passes, evaluations: list[Passes]) -> set[object] | None:
     """Return the indices that no rank has read; None where that is not known.
 
     Those of an evaluation without a sample of this pass are held out, as in cross-validation.

@@ -31,8 +31,7 @@ NAMES_RANK = re.compile(r"rank|gpu|cuda|device|worker|process|node|local|shard|r
 
 
 def passes_with_numbers(
-    log: RankLog,
-    passes: Iterable[LoaderPass],
+    log: RankLog, passes: Iterable[LoaderPass]
 ) -> Iterator[tuple[BatchSeries, ShownNumber]]:
     """Yield the series of each complete pass, with each number that is shown after it."""
     for one_pass in passes:
@@ -43,29 +42,18 @@ def passes_with_numbers(
                     yield series, number
 
 
-def first_certain(
-    evidence: RunEvidence,
-    rule: str,
-    recognized: Iterable[Recognized],
-) -> Findings:
+def first_certain(evidence: RunEvidence, rule: str, recognized: Iterable[Recognized]) -> Findings:
     """Find the first number by which a mistake is no coincidence."""
     numbers: list[ShownNumber] = []
     for number, text in recognized:
         numbers.append(number)
         if are_no_coincidence(numbers):
             line = line_that_shows(evidence, number.event)
-            yield evidence.finding(
-                rule,
-                line,
-                f"{number.value:.6g} is {text}",
-            )
+            yield evidence.finding(rule, line, f"{number.value:.6g} is {text}")
             return
 
 
-def shown_means_of_means(
-    evidence: RunEvidence,
-    is_training: bool,
-) -> Iterator[Recognized]:
+def shown_means_of_means(evidence: RunEvidence, is_training: bool) -> Iterator[Recognized]:
     """Yield the numbers that are the mean of the means of batches that differ in size.
 
     Args:
@@ -175,9 +163,7 @@ def sums_by_line(log: RankLog) -> dict[CodeLine | None, list[ScriptCollective]]:
 
 
 def are_means(
-    evidence: RunEvidence,
-    calls: tuple[ScriptCollective, ...],
-    values: tuple[float, ...],
+    evidence: RunEvidence, calls: tuple[ScriptCollective, ...], values: tuple[float, ...]
 ) -> bool:
     """Return whether each rank's value is a mean that it has computed shortly before."""
     return all(
@@ -187,8 +173,7 @@ def are_means(
 
 
 def line_that_shows(
-    evidence: RunEvidence,
-    shown: Print | ScriptCollective | None,
+    evidence: RunEvidence, shown: Print | ScriptCollective | None
 ) -> CodeLine | None:
     """Return the line that shows a number, or that calls a function which only prints it."""
     line = shown.at if shown else None
@@ -217,20 +202,14 @@ def print_of_share(log: RankLog, one_pass: LoaderPass) -> Print | None:
     return None
 
 
-def unnamed_prints(
-    log: RankLog,
-    one_pass: LoaderPass,
-) -> Iterator[Print]:
+def unnamed_prints(log: RankLog, one_pass: LoaderPass) -> Iterator[Print]:
     """Yield what is shown after a pass, until training goes on, that does not name the rank."""
     for event in log.events_until_training(one_pass):
         if isinstance(event, Print) and not names_rank(event, log.rank):
             yield event
 
 
-def names_rank(
-    shown: Print,
-    rank: int,
-) -> bool:
+def names_rank(shown: Print, rank: int) -> bool:
     """Return whether a text says of which rank it is."""
     is_first = shown.text.lstrip(" [(<#").startswith(str(rank))
     return is_first or NAMES_RANK.search(shown.text) is not None

@@ -43,17 +43,8 @@ class ShownNumber:
     event: Print | ScriptCollective | None
 
     @classmethod
-    def exact(
-        cls,
-        value: float,
-        event: ScriptCollective | None = None,
-    ) -> ShownNumber:
-        return cls(
-            value,
-            ROUNDING_OF_SUMS * abs(value),
-            EXACT_DIGITS,
-            event,
-        )
+    def exact(cls, value: float, event: ScriptCollective | None = None) -> ShownNumber:
+        return cls(value, ROUNDING_OF_SUMS * abs(value), EXACT_DIGITS, event)
 
     def is_equal(self, value: float) -> bool:
         return abs(self.value - value) <= self.tolerance
@@ -88,12 +79,7 @@ def printed_numbers(shown: Print) -> Iterator[ShownNumber]:
         _, digits, exponent = Decimal(text).as_tuple()
         half_of_last_digit = 0.51 * 10.0 ** int(exponent)
         tolerance = max(half_of_last_digit, ROUNDING_OF_SUMS * abs(value))
-        yield ShownNumber(
-            value,
-            tolerance,
-            min(len(digits), EXACT_DIGITS),
-            shown,
-        )
+        yield ShownNumber(value, tolerance, min(len(digits), EXACT_DIGITS), shown)
 
 
 def are_no_coincidence(numbers: list[ShownNumber]) -> bool:
@@ -180,29 +166,17 @@ def reduced_series(one_pass: LoaderPass) -> list[BatchSeries]:
     return series_of(one_pass, values)
 
 
-def series_of(
-    one_pass: LoaderPass,
-    values: Numbers,
-) -> list[BatchSeries]:
+def series_of(one_pass: LoaderPass, values: Numbers) -> list[BatchSeries]:
     """Return the series of those numbers of which each batch of a pass has one."""
     sizes = [batch.size for batch in one_pass.batches]
     return [
-        BatchSeries(
-            numbers,
-            sizes,
-            are_means,
-            one_pass.start.length or 0,
-            line,
-        )
+        BatchSeries(numbers, sizes, are_means, one_pass.start.length or 0, line)
         for (line, _, are_means), numbers in values.items()
         if len(numbers) == len(sizes) and all(sizes)
     ]
 
 
-def known_means(
-    log: RankLog,
-    collective: ScriptCollective,
-) -> Iterator[float]:
+def known_means(log: RankLog, collective: ScriptCollective) -> Iterator[float]:
     """Yield the means that a rank has computed shortly before a collective."""
     before = [event for event in log.select(Statistic) if event.n < collective.n]
     for event in before[-RECENT_STATISTICS:]:
@@ -215,10 +189,7 @@ def known_means(
             yield series.mean_of_samples
 
 
-def numbers_after(
-    log: RankLog,
-    calls: list[ScriptCollective],
-) -> Iterator[list[ShownNumber]]:
+def numbers_after(log: RankLog, calls: list[ScriptCollective]) -> Iterator[list[ShownNumber]]:
     """Yield what is shown after each of some collectives, until the next of them."""
     positions = {event.n: index for index, event in enumerate(log.events)}
     starts = [positions[call.n] + 1 for call in calls]

@@ -175,11 +175,7 @@ def name_of_function(file: SourceFile, line: int) -> str:
     return name
 
 
-def is_called_in_lines(
-    event: ScriptCollective,
-    function: str,
-    lines: range,
-) -> bool:
+def is_called_in_lines(event: ScriptCollective, function: str, lines: range) -> bool:
     """Return whether a collective was called, also through others, in these lines of a function."""
     return any(name == function and line in lines for name, line in frames_of(event))
 

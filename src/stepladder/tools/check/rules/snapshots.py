@@ -69,11 +69,7 @@ def many_writers(evidence: RunEvidence) -> Findings:
     yield from found or files_of_several(evidence, others, "note")
 
 
-def files_of_several(
-    evidence: RunEvidence,
-    writers: Writers,
-    severity: Severity,
-) -> Findings:
+def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity) -> Findings:
     """Find the first file that several ranks write."""
     for path, events in writers.items():
         if path and len(events) > 1 and not path.startswith("/dev/"):
@@ -84,19 +80,11 @@ def files_of_several(
                 if is_of_one_node_script(evidence, events[ranks[0]]):
                     text += ", and the script is for one node, where one of them would write"
                     severity = "note"
-            yield evidence.finding(
-                "many-writers",
-                events[ranks[0]].at,
-                text,
-                severity=severity,
-            )
+            yield evidence.finding("many-writers", events[ranks[0]].at, text, severity=severity)
             return
 
 
-def is_of_one_node_script(
-    evidence: RunEvidence,
-    written: ProbeEvent,
-) -> bool:
+def is_of_one_node_script(evidence: RunEvidence, written: ProbeEvent) -> bool:
     """Return whether local rank 0 alone writes, and the script never asks for another rank.
 
     Such a script is meant for one node. Started on several it is wrong as well.
@@ -117,11 +105,7 @@ def resumed_in_run(evidence: RunEvidence) -> Findings:
         are_all_different = len({str(rows) for rows in epochs}) == len(epochs)
         if len(epochs) < 2 or not all(epochs) or not are_all_different:
             continue
-        resumed = first_trained_rows(
-            log,
-            load.n,
-            next_save(log, load.n),
-        )
+        resumed = first_trained_rows(log, load.n, next_save(log, load.n))
         if resumed == epochs[-1]:
             yield evidence.finding(
                 "resume-epoch",
@@ -153,11 +137,7 @@ def next_save(log: RankLog, number: int) -> int:
     return min((save.n for save in log.select(Save) if save.n > number), default=1 << 60)
 
 
-def first_trained_rows(
-    log: RankLog,
-    after: int,
-    before: int,
-) -> list[str]:
+def first_trained_rows(log: RankLog, after: int, before: int) -> list[str]:
     """Return the hashes of the first batch that is trained between two numbers of events."""
     for event in log.select(Forward):
         if event.grad and after < event.n < before:
@@ -175,12 +155,7 @@ def in_place(evidence: RunEvidence) -> Findings:
             was_there = is_older_than_all_saves(logs, path)
             text = "" if is_temporary else describe_overwriting(log, saves, was_there)
             if text:
-                yield evidence.finding(
-                    "in-place-snapshot",
-                    saves[0].at,
-                    text,
-                    log.rank,
-                )
+                yield evidence.finding("in-place-snapshot", saves[0].at, text, log.rank)
                 return
 
 
@@ -203,11 +178,7 @@ def is_older_than_all_saves(logs: list[RankLog], path: str) -> bool:
     return all(any(found) for found in found_by_rank.values() if found)
 
 
-def describe_overwriting(
-    log: RankLog,
-    saves: list[Save],
-    was_there: bool,
-) -> str:
+def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> str:
     """Return how these saves of one path endanger the only copy; empty where they do not.
 
     Args:
@@ -270,11 +241,7 @@ def incomplete(evidence: RunEvidence) -> Findings:
                 return
 
 
-def missing_parts(
-    evidence: RunEvidence,
-    log: RankLog,
-    saves: list[Save],
-) -> Finding | None:
+def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Save]) -> Finding | None:
     """Return the finding of one snapshot, which consists of these saves, that misses a part."""
     models = [event for event in saves if event.model]
     if not models:
@@ -305,10 +272,7 @@ def missing_parts(
     )
 
 
-def misses_other_parts(
-    evidence: RunEvidence,
-    saves: list[Save],
-) -> bool:
+def misses_other_parts(evidence: RunEvidence, saves: list[Save]) -> bool:
     """Return whether one rank alone saves an optimizer of sharded weights, so only its own part.
 
     FSDP gives the states of complete weights names. Without sharding the weights are equal.
@@ -384,11 +348,7 @@ def unsafe_load(evidence: RunEvidence) -> Findings:
         if name in PICKLE_LOADS:
             line = CodeLine(file.name, call.lineno)
             text = f"{name} of what {file_name(pickled[0])} holds: weights"
-            yield evidence.finding(
-                "unsafe-load",
-                line,
-                text,
-            )
+            yield evidence.finding("unsafe-load", line, text)
             return
     for rank, event in evidence.run.select(Load):
         if event.weights_only == "False" and event.at:

@@ -24,10 +24,7 @@ READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 
-def line_that_keeps_loss(
-    file: SourceFile,
-    line: int,
-) -> int | None:
+def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
     """Return the line that stores a loss with its graph; None where there is none.
 
     Args:
@@ -41,18 +38,11 @@ def line_that_keeps_loss(
     loss = ast.unparse(backward.func.value)
     for node in ast.walk(file.enclosing_function(backward)):
         if keeps_loss(node, loss):
-            return getattr(
-                node,
-                "lineno",
-                None,
-            )
+            return getattr(node, "lineno", None)
     return None
 
 
-def keeps_loss(
-    node: ast.AST,
-    loss: str,
-) -> bool:
+def keeps_loss(node: ast.AST, loss: str) -> bool:
     """Return whether a loss is added to a sum, or appended to a list, without being detached."""
     if isinstance(node, ast.AugAssign):
         return has_name(node.value, loss) and not is_detached(node.value)
@@ -65,10 +55,7 @@ def keeps_loss(
     return False
 
 
-def is_running_sum(
-    node: ast.Assign,
-    loss: str,
-) -> bool:
+def is_running_sum(node: ast.Assign, loss: str) -> bool:
     """Return whether a statement is `total = total + loss`."""
     if not isinstance(node.value, ast.BinOp):
         return False
@@ -78,10 +65,7 @@ def is_running_sum(
     return has_name(node.value, loss) and has_name(node.value, total)
 
 
-def has_name(
-    node: ast.AST,
-    name: str,
-) -> bool:
+def has_name(node: ast.AST, name: str) -> bool:
     """Return whether a name, such as `loss` or `self.loss`, is in an expression."""
     for part in ast.walk(node):
         is_name = isinstance(part, ast.Name | ast.Attribute)
@@ -107,10 +91,7 @@ def dividend_of(division: ast.BinOp) -> str:
     return ast.unparse(division.left).removesuffix(".item()")
 
 
-def assignments(
-    node: ast.AST,
-    name: str,
-) -> Iterator[ast.Assign]:
+def assignments(node: ast.AST, name: str) -> Iterator[ast.Assign]:
     """Yield the statements within a node that assign to a name."""
     for statement in find_nodes(node, ast.Assign):
         targets = [ast.unparse(target) for target in statement.targets]
@@ -118,10 +99,7 @@ def assignments(
             yield statement
 
 
-def is_trained_on(
-    file: SourceFile,
-    line: int,
-) -> bool:
+def is_trained_on(file: SourceFile, line: int) -> bool:
     """Return whether a function may train on what one of its lines assigns.
 
     It is also True where that cannot be seen, as in a function without a backward pass.
@@ -134,10 +112,7 @@ def is_trained_on(
     return True
 
 
-def variables_of_training(
-    file: SourceFile,
-    scope: ast.AST,
-) -> set[str]:
+def variables_of_training(file: SourceFile, scope: ast.AST) -> set[str]:
     """Return the variables on which the backward pass of a function may depend."""
     calls = [call for call in file.calls("backward") if file.enclosing_function(call) is scope]
     variables: set[str] = set()
@@ -173,10 +148,7 @@ def variables_in(*nodes: ast.AST) -> set[str]:
     return variables
 
 
-def names_of(
-    scope: ast.AST,
-    value: str,
-) -> Iterator[str]:
+def names_of(scope: ast.AST, value: str) -> Iterator[str]:
     """Yield the names that a scope sets to a value, and to no other: `size = len(data)`."""
     for statement in find_nodes(scope, ast.Assign):
         name = ast.unparse(statement.targets[0])
@@ -206,11 +178,7 @@ def local_quotients(file: SourceFile) -> Iterator[tuple[int, int, str]]:
     """
     reductions = [call for call in file.calls("all_reduce") if call.args]
     reduced = [ast.unparse(call.args[0]) for call in reductions]
-    for call, total in zip(
-        reductions,
-        reduced,
-        strict=True,
-    ):
+    for call, total in zip(reductions, reduced, strict=True):
         if not total or any(word in ast.unparse(call) for word in REDUCES_NO_SUM):
             continue
         function = file.enclosing_function(call)
@@ -246,10 +214,7 @@ def row_counts(loop: ast.For) -> Iterator[str]:
                 yield ast.unparse(node.target)
 
 
-def prints_its_arguments(
-    file: SourceFile,
-    line: int,
-) -> bool:
+def prints_its_arguments(file: SourceFile, line: int) -> bool:
     """Return whether a line prints nothing but arguments of its function, and perhaps a rank."""
     for call in find_nodes(file.tree, ast.Call):
         function = file.enclosing_function(call)
@@ -262,10 +227,7 @@ def prints_its_arguments(
     return False
 
 
-def returns_quotient(
-    call: ast.Call,
-    module: ast.Module,
-) -> bool:
+def returns_quotient(call: ast.Call, module: ast.Module) -> bool:
     """Return whether a call is of a function of the same file that always returns a quotient."""
     name = last_name(call.func)
     returned: list[ast.expr | None] = []
@@ -276,11 +238,7 @@ def returns_quotient(
     return bool(returned) and all(map(is_division, returned))
 
 
-def is_quotient(
-    value: ast.expr,
-    function: ast.AST,
-    module: ast.Module,
-) -> bool:
+def is_quotient(value: ast.expr, function: ast.AST, module: ast.Module) -> bool:
     """Return whether a value is a quotient, or a tensor that is made of one.
 
     For example `tensor(total / count)`, or `tensor(mean)` after `mean = total / count`.

@@ -21,21 +21,9 @@ from stepladder.tools.findings.finding import Finding, Location
 DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
 
 PICKLE_LOADERS = ("pickle.load", "cPickle.load", "dill.load", "joblib.load")
-SNAPSHOT_NAMES = (
-    "snapshot",
-    "checkpoint",
-    "ckpt",
-    "resume",
-    "load_state_dict",
-    "state_dict",
-)
+SNAPSHOT_NAMES = ("snapshot", "checkpoint", "ckpt", "resume", "load_state_dict", "state_dict")
 CHOOSES_DEVICES = ("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning")
-HAS_SEVERAL_RANKS = (
-    "init_process_group",
-    "RANK",
-    "DistributedDataParallel",
-    "mp.spawn",
-)
+HAS_SEVERAL_RANKS = ("init_process_group", "RANK", "DistributedDataParallel", "mp.spawn")
 RUNS_WITHOUT_GPUS = (
     "is_available",
     "gloo",
@@ -49,25 +37,12 @@ RUNS_WITHOUT_GPUS = (
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
-def finding_at(
-    rule: str,
-    file: SourceFile,
-    node: ast.AST,
-    evidence: str,
-) -> Finding:
+def finding_at(rule: str, file: SourceFile, node: ast.AST, evidence: str) -> Finding:
     location = Location(file.name, getattr(node, "lineno", 1))
-    return CHECK_TEXTS.finding(
-        rule,
-        location,
-        evidence,
-    )
+    return CHECK_TEXTS.finding(rule, location, evidence)
 
 
-def argument(
-    call: ast.Call,
-    index: int,
-    name: str,
-) -> ast.expr | None:
+def argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
     """Return an argument of a call that is passed by keyword or by position."""
     by_position = call.args[index] if len(call.args) > index else None
     return keyword_value(call, name) or by_position
@@ -125,10 +100,7 @@ def port_of_update(call: ast.Call) -> ast.expr | None:
     return keyword_value(call, "MASTER_PORT")
 
 
-def resolve(
-    file: SourceFile,
-    node: ast.expr | None,
-) -> ast.expr | None:
+def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
     """Return the constant behind `str(...)`, an f-string, or a name set at the top of the file."""
     if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
         node = node.args[0]
@@ -149,12 +121,7 @@ def unsafe_load(source: ScriptSource) -> Findings:
         name = dotted_name(call.func)
         weights_only = constant_value(keyword_value(call, "weights_only"))
         if name == "torch.load" and weights_only is False:
-            yield finding_at(
-                "unsafe-load",
-                file,
-                call,
-                "torch.load with weights_only=False",
-            )
+            yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
         elif name in PICKLE_LOADERS and is_of_snapshot(file, call):
             yield finding_at("unsafe-load", file, call, f"{name} of a snapshot")
 

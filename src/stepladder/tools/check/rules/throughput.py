@@ -94,12 +94,7 @@ def is_product(node: ast.AST | None) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div))
 
 
-def expand(
-    node: ast.expr,
-    scope: ast.AST,
-    fraction: Fraction,
-    depth: int = 0,
-) -> None:
+def expand(node: ast.expr, scope: ast.AST, fraction: Fraction, depth: int = 0) -> None:
     """Add the factors of an expression to a fraction, with names as what a scope sets them to."""
     if isinstance(node, ast.BinOp) and is_product(node):
         expand(node.left, scope, fraction, depth)

@@ -15,22 +15,12 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.probe_settings import NO_LOGARITHM
 from stepladder.tools.check.recording import RankLog, group_events
-from stepladder.tools.check.rules.evidence import (
-    Findings,
-    RunEvidence,
-    align,
-    rank_rule,
-    run_rule,
-)
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients, is_sharded
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.probe.events import CodeLine
 
-SYNCHRONIZES_BATCH_NORM = (
-    "SyncBatchNorm",
-    "sync_batchnorm",
-    "SyncBN",
-)  # on GPUs, perhaps
+SYNCHRONIZES_BATCH_NORM = ("SyncBatchNorm", "sync_batchnorm", "SyncBN")  # on GPUs, perhaps
 SMALL_BATCH = 16
 MIN_DEAD_STEPS = 6
 MIN_UNUSED_BACKWARDS = 5
@@ -154,11 +144,7 @@ def learns_nothing(evidence: RunEvidence) -> Findings:
         if has_constant_loss:
             text += f"; the loss is {with_loss[0].loss:.4g} in all of them"
         first = with_loss[0] if with_loss else before_steps[0]
-        yield evidence.finding(
-            "learns-nothing",
-            first.at,
-            text,
-        )
+        yield evidence.finding("learns-nothing", first.at, text)
     elif len(with_loss) >= 5 and has_constant_loss:
         yield evidence.finding(
             "learns-nothing",
@@ -295,9 +281,7 @@ def activation_twice(evidence: RunEvidence) -> Findings:
     else:
         text += ", and the loss includes one"
     yield evidence.finding(
-        rule,
-        first.at,
-        f"in {len(twice)} of {len(backwards)} backward passes {text}",
+        rule, first.at, f"in {len(twice)} of {len(backwards)} backward passes {text}"
     )
 
 
@@ -319,8 +303,7 @@ def graph_kept(evidence: RunEvidence) -> Findings:
 
 
 def recorded_line_that_keeps_loss(
-    evidence: RunEvidence,
-    backward: CodeLine | None,
+    evidence: RunEvidence, backward: CodeLine | None
 ) -> CodeLine | None:
     """Return the line that keeps the loss of this backward pass, or None."""
     file = evidence.source_file(backward)
@@ -362,8 +345,5 @@ def clip_by_part(evidence: RunEvidence) -> Findings:
         )
 
 
-def sums_gradients(
-    collective: ScriptCollective,
-    clip: Clipping,
-) -> bool:
+def sums_gradients(collective: ScriptCollective, clip: Clipping) -> bool:
     return collective.op == "all_reduce" and collective.ptr in clip.ptrs

@@ -42,9 +42,7 @@ def uneven_steps(evidence: RunEvidence) -> Findings:
         if complete_counts and max(counts) > min(complete_counts):
             text = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             yield evidence.finding(
-                "uneven-steps",
-                present[0].line,
-                f"batches in pass {present[0].number}: {text}",
+                "uneven-steps", present[0].line, f"batches in pass {present[0].number}: {text}"
             )
             return
 
@@ -131,19 +129,13 @@ def stands_still(evidence: RunEvidence) -> bool:
     return evidence.run.has_stalled and not evidence.run.has_raised
 
 
-def is_at_collective_of_one_rank(
-    evidence: RunEvidence,
-    log: RankLog,
-) -> bool:
+def is_at_collective_of_one_rank(evidence: RunEvidence, log: RankLog) -> bool:
     """Return whether the last collective of a rank is one that only some ranks call."""
     collectives = log.select(ScriptCollective)
     return any(test_of_rank(evidence, event) for event in collectives[-1:])
 
 
-def test_of_rank(
-    evidence: RunEvidence,
-    event: PassStart | ScriptCollective,
-) -> str:
+def test_of_rank(evidence: RunEvidence, event: PassStart | ScriptCollective) -> str:
     """Return the `if` of the source that lets only some ranks come to an event, if any."""
     for file, _, line in source_frames_of(evidence, event):
         for node in find_nodes(file.tree, ast.If):
@@ -153,11 +145,7 @@ def test_of_rank(
     return ""
 
 
-def has_left_pass(
-    evidence: RunEvidence,
-    log: RankLog,
-    last_pass: LoaderPass,
-) -> bool | None:
+def has_left_pass(evidence: RunEvidence, log: RankLog, last_pass: LoaderPass) -> bool | None:
     """Return whether a rank has left the loop over a pass, as far as its collectives tell."""
     line = last_pass.line
     loop = innermost_loop(evidence, line)
@@ -166,22 +154,14 @@ def has_left_pass(
 
 
 def has_left_loop_around(
-    evidence: RunEvidence,
-    log: RankLog,
-    after: int,
-    line: CodeLine | None,
+    evidence: RunEvidence, log: RankLog, after: int, line: CodeLine | None
 ) -> bool | None:
     """Return whether a rank has left the loop around a line, as far as its collectives tell."""
     loop = innermost_loop(evidence, line)
     return has_left_lines(log, after, line.function, loop) if line and loop else None
 
 
-def has_left_lines(
-    log: RankLog,
-    after: int,
-    function: str,
-    lines: range,
-) -> bool | None:
+def has_left_lines(log: RankLog, after: int, function: str, lines: range) -> bool | None:
     """Return whether a rank has left a loop, as far as its last collective tells.
 
     What it has recorded does not depend on the moment at which ranks are inspected.
@@ -199,11 +179,7 @@ def has_left_lines(
     if not collectives:
         return None
     last = collectives[-1]
-    if not is_called_in_lines(
-        last,
-        function,
-        lines,
-    ):
+    if not is_called_in_lines(last, function, lines):
         return True
     if any(event.n > last.n for event in log.select(Returned)):
         return None

@@ -67,9 +67,7 @@ def unscaled_batch(source: ScriptSource) -> Findings:
     )
 
 
-def steps_by_hand(
-    source: ScriptSource,
-) -> Iterator[tuple[SourceFile, int, list[ast.expr]]]:
+def steps_by_hand(source: ScriptSource) -> Iterator[tuple[SourceFile, int, list[ast.expr]]]:
     """Yield steps without an optimizer, such as `w -= lr * grad`.
 
     Each is the file, the line, and the factors by which the gradient is multiplied.
@@ -178,11 +176,7 @@ def world_size_names(source: ScriptSource) -> Names:
     return names
 
 
-def dependent_parameters(
-    function: ast.FunctionDef,
-    call: ast.Call,
-    names: Names,
-) -> Names:
+def dependent_parameters(function: ast.FunctionDef, call: ast.Call, names: Names) -> Names:
     """Return the parameters of a function that a call gives dependent values."""
     parameters = [p.arg for p in function.args.args if p.arg != "self"]
     values = zip(parameters, call.args, strict=False)
@@ -202,10 +196,7 @@ def new_names(node: ast.AST, names: Names) -> Names:
     return set()
 
 
-def assigned_names(
-    node: ast.Assign | ast.AnnAssign | ast.AugAssign,
-    names: Names,
-) -> Names:
+def assigned_names(node: ast.Assign | ast.AnnAssign | ast.AugAssign, names: Names) -> Names:
     value = node.value
     if isinstance(value, ast.Call):
         is_dependent = is_dependent_call(value, names)

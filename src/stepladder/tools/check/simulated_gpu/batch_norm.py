@@ -16,11 +16,7 @@ class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over the ranks of a group, and of its gradient likewise."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        group: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         original_all_reduce(total, group=group)
@@ -37,11 +33,7 @@ def sum_over_ranks(tensor: Tensor, group: Any) -> Any:
     return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
-def synchronize_on_cpu(
-    _original: Any,
-    layer: Any,
-    input: Tensor,
-) -> Any:
+def synchronize_on_cpu(_original: Any, layer: Any, input: Tensor) -> Any:
     """Stand in for `SyncBatchNorm.forward`: exchange the statistics between CPU ranks."""
     group = None
     if layer.training and dist.is_initialized():
@@ -51,11 +43,7 @@ def synchronize_on_cpu(
     return normalize(layer, input, group)
 
 
-def normalize(
-    layer: Any,
-    samples: Tensor,
-    group: Any,
-) -> Any:
+def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
     """Return samples that are normalized by the mean and variance over all ranks."""
     layer._check_input_dim(samples)
     has_few_digits = samples.dtype in (torch.float16, torch.bfloat16)
@@ -67,12 +55,7 @@ def normalize(
     centered = rows - mean
     variance = sum_over_ranks(centered.square().sum(0), group) / count
     if layer.track_running_stats:
-        update_running_statistics(
-            layer,
-            mean.detach(),
-            variance.detach(),
-            float(count),
-        )
+        update_running_statistics(layer, mean.detach(), variance.detach(), float(count))
     normalized = centered * torch.rsqrt(variance + layer.eps)
     if layer.weight is not None:
         normalized = normalized * layer.weight
@@ -82,12 +65,7 @@ def normalize(
     return result.to(samples.dtype).contiguous()
 
 
-def update_running_statistics(
-    layer: Any,
-    mean: Tensor,
-    variance: Tensor,
-    count: float,
-) -> None:
+def update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count: float) -> None:
     layer.num_batches_tracked.add_(1)
     momentum = layer.momentum
     if momentum is None:  # the mean over all batches

@@ -111,11 +111,7 @@ def compare_by_count(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def gather_unequal(
-    original: Any,
-    tensor_list: Any,
-    tensor: Any,
-    group: Any = None,
-    async_op: bool = False,
+    original: Any, tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
 ) -> Any:
     """Stand in for `all_gather`, with a tensor of another size from each rank, as NCCL does."""
     if len({output.numel() for output in tensor_list}) == 1:
@@ -159,10 +155,7 @@ def reduce_to_mean(
 
 
 def without_device_ids(
-    original: Any,
-    group: Any = None,
-    async_op: bool = False,
-    device_ids: Any = None,
+    original: Any, group: Any = None, async_op: bool = False, device_ids: Any = None
 ) -> Any:
     """Stand in for `barrier`, without devices."""
     return original(group, async_op)

@@ -198,10 +198,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return defaultdict(int, dict.fromkeys([*counted, *SINGLE_FIGURES], 0))
 
 
-def simulated_functions(
-    gpus: int,
-    is_available: bool,
-) -> dict[str, Any]:
+def simulated_functions(gpus: int, is_available: bool) -> dict[str, Any]:
     """Return the functions and classes that replace those of torch.cuda, by name."""
     functions: dict[str, Any] = {name: make_function(None) for name in WITHOUT_EFFECT}
     functions |= {name: make_function(0) for name in RETURN_ZERO}
@@ -253,11 +250,7 @@ def nvtx_functions() -> dict[str, Any]:
 
 def profiler_functions() -> dict[str, Any]:
     """Return the functions that replace those of torch.cuda.profiler."""
-    return {
-        "start": make_function(None),
-        "stop": make_function(None),
-        "profile": empty_context,
-    }
+    return {"start": make_function(None), "stop": make_function(None), "profile": empty_context}
 
 
 def nccl_functions() -> dict[str, Any]:

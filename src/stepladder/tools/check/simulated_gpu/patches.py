@@ -137,11 +137,7 @@ def leave_uncompiled(eval_frame: ModuleType) -> None:
         eval_frame.skip_code(code)
 
 
-def replace(
-    owner: Any,
-    name: str,
-    value: Any,
-) -> None:
+def replace(owner: Any, name: str, value: Any) -> None:
     """Replace what an owner has under a name, if it has something there."""
     if not hasattr(owner, name):
         return
@@ -150,11 +146,7 @@ def replace(
     setattr(owner, name, value)
 
 
-def wrap(
-    owner: Any,
-    name: str,
-    around: Function,
-) -> None:
+def wrap(owner: Any, name: str, around: Function) -> None:
     """Replace a function by a call of `around(original, *args, **kwargs)`, if the owner has it."""
     original = getattr(owner, name, None)
     if original is None:
@@ -169,12 +161,7 @@ def wrap(
     replace(owner, name, wrapper)
 
 
-def wrap_both(
-    owner: Any,
-    second_owner: Any,
-    name: str,
-    around: Function,
-) -> None:
+def wrap_both(owner: Any, second_owner: Any, name: str, around: Function) -> None:
     """Wrap a function that two modules know. It stays one function: the probe looks for it."""
     wrap(owner, name, around)
     replace(second_owner, name, getattr(owner, name, None))

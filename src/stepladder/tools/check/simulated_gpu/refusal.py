@@ -22,10 +22,7 @@ class SimulatedObject:
         raise NotSimulated(f"{type(self).__name__} has no {name}: it is not simulated")
 
 
-def make_unsupported_function(
-    name: str,
-    original: Function,
-) -> Function:
+def make_unsupported_function(name: str, original: Function) -> Function:
     """Return a function in place of the one of this name, which says that it is not simulated."""
 
     @functools.wraps(original)  # torch 2.15 looks for what torch's own function wraps

@@ -37,12 +37,7 @@ class TorchFinder:
     def __init__(self) -> None:
         self.is_searching = False
 
-    def find_spec(
-        self,
-        name: str,
-        path: Any = None,
-        target: Any = None,
-    ) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch" or self.is_searching:
             return None
         self.is_searching = True
