@@ -192,6 +192,21 @@ def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> Non
     torch.testing.assert_close(results, [param.grad for param in model.parameters()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_a_model_of_one_type_that_is_not_float32_has_a_bucket_of_the_loss_alone(
+    dtype: torch.dtype,
+) -> None:
+    model = nn.Linear(4, 2).to(dtype)
+    sync = ExactSync(model, alone(), 1)
+    sync.begin(0, 2, 2)
+    for _ in range(2):
+        sync.backward(model(torch.ones(3, 4, dtype=dtype)).abs().sum(), 3, torch.ones(1))
+    result = sync.finish(6, [])
+    assert result.extra == torch.tensor([2.0])
+    assert {param.grad.dtype for param in model.parameters()} == {dtype}
+    sync.close()
+
+
 # -- whole runs ------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,8 @@ class TreeBucket:
             The parameters that had a gradient.
         """
         # The usual case first, without a list of parts: no gradient was copied during backward.
-        if len(self.missing) == len(self.params):
+        # A bucket without parameters holds extra values only.
+        if self.params and len(self.missing) == len(self.params):
             all_grads = [param.grad for param in self.params if param.grad is not None]
             if len(all_grads) == len(self.params):
                 torch._foreach_copy_(self.leaf_views, all_grads)
