@@ -1,5 +1,6 @@
 # Each target first creates .venv if need be and works inside it: nothing has to be activated.
-# Another Python than python3:  make demo PYTHON=python3.12
+# Another Python than python3:  make demo PYTHON=python3.12. Where .venv has another one, it gets an
+# environment of its own.
 # Another torch than that of constraints.txt, in an environment of its own:  make test TORCH=2.15.0
 
 PYTHON ?= python3
@@ -10,7 +11,11 @@ SHAKESPEARE ?= data/shakespeare
 DEVICE ?= cuda
 SEED ?= 1
 MINUTES ?= 10
-VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+VERSION := -c 'import sys; print("-python-%d.%d" % sys.version_info[:2])' 2>/dev/null || echo -python-none
+ifneq ($(origin PYTHON),file)  # a second line is the version of PYTHON, which is not that of .venv
+OTHER := $(shell [ ! -x .venv/bin/python ] || { .venv/bin/python $(VERSION); $(PYTHON) $(VERSION); } | uniq | sed -n 2p)
+endif
+VENV := .venv$(OTHER)$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
@@ -132,5 +137,5 @@ images: $(INSTALLED)
 	$(BIN)/python -m pytest docker
 
 clean:
-	rm -rf .venv .venv-torch-* build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find src tests benchmarks docs -name __pycache__ -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """python benchmarks/table.py [--write]
 
-Every figure that has a bar, in one table: made of the reports under benchmarks/results/, and kept
-in benchmarks/README.md. The figures of the project's README are taken from the same reports.
+The figures that are worth comparing, and every figure that has a bar, in two tables: made of the
+reports under benchmarks/results/, and kept in benchmarks/README.md. The sentences with figures in
+the project's README are made of the same reports.
 
 In a report, a line `- PASS: WHAT: FOUND (bar: BAR)` or `- FAIL: ...` is a bar; a list's line
 without either is about the bar above it, and says what the limit is."""
@@ -40,22 +41,33 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
 }
 
 
-# Rows of the front page's table: {report: pattern} is what the pattern's group matches there, {range:
-# figure} the lowest and highest of its rows in repeats.md, [report] a link to a report.
+# Sentences of the project's README and rows of the first table: {report: pattern} is what the
+# pattern's group matches there, {range: figure} the lowest and highest of its rows in repeats.md,
+# [report] a link to a report.
+SENTENCES = (
+    "After `kill -9` of a [rank](docs/glossary.md#rank), the others take their next step after a"
+    " median of {range: kill} s; torchrun, which restarts all ranks, needs {range: restart} s.",
+    "{chaos: with the weights of the unbroken run: (.*)} runs that were killed at random moments"
+    " ended with the weights of the unbroken run, to the bit.",
+    "A step of `--sync exact` takes {range: exact} times as long as a step of `--sync ddp` with the"
+    " same microbatches.",
+    "A range is the lowest and the highest of several measurements; the"
+    " [tables](benchmarks/README.md#figures) have the workloads, other tools and higher costs.",
+)
 FIGURES = (
-    "from `kill -9` of a [rank](docs/glossary.md#rank) to the next step, median | **{range: kill} s**;"
+    "from `kill -9` of a [rank](../docs/glossary.md#rank) to the next step, median | **{range: kill} s**;"
     " {repeats: kill, busy: .* ([0-9.]+) [|]} s beside ten other programs a core |"
     " torchrun, restarting: {range: restart} s | MLP, 3 processes, 12 to 36 kills each |"
     " [chaos_in_place], [launch_time], [repeats]",
     "runs killed at random moments that end with the weights of the unbroken run, to the bit |"
     " **{chaos: with the weights of the unbroken run: (.*)}** | | MLP; 26 kills of a rank, 12 inside of a snapshot,"
     " 12 double | [chaos]",
-    "time that goes into steps that count, a process killed every 5 s | **{goodput: continue [|] .*? [|] (.*?) [|]} %** |"
-    " torchft: {goodput: torchft [|] .*? [|] (.*?) [|]} %; torchrun: {goodput: torchrun [|] .*? [|] (.*?) [|]} % |"
-    " MLP 64-1024-1, 3 processes, three turns; above 100: the machine's pace drifts | [goodput]",
-    "bare DDP's time for a step, to ours | **{range: exchange}x** | DDP on gloo | MLP 20-64-1, batch of 128, 2 processes of"
-    " one machine | [exchange], [repeats]",
-    "cost of `--sync exact`: its time for a step, to that of `--sync ddp` |"
+    "share of the time that goes into steps that count, with a kill every 5 s |"
+    " **{goodput: continue [|] (.*?) [|]}** | torchft: {goodput: torchft [|] (.*?) [|]}; torchrun:"
+    " {goodput: torchrun [|] (.*?) [|]} | MLP 64-1024-1, 3 processes, mean of three turns | [goodput]",
+    "step time of DDP on gloo, relative to `--sync ddp` | **{range: exchange}x** | DDP on gloo |"
+    " MLP 20-64-1, batch of 128, 2 processes of one machine | [exchange], [repeats]",
+    "step time of `--sync exact`, relative to `--sync ddp` |"
     " **{range: exact}x** with the same microbatches; {range: exact, classic}x with one pass a process,"
     " {range: exact, small}x for a small net | `--sync ddp` | two convolutional nets for MNIST, microbatches of 16,"
     " 2 processes | [exact_overhead], [repeats]",
@@ -89,7 +101,12 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def text() -> str:
-    """The table, of all reports."""
+    """Return what benchmarks/README.md has of the reports: both tables."""
+    return f"{figures()}\n## All bars\n\nWhat stands under *limit* is the report's own reason why not more can be had, or what else was\nmeasured.\n\n{bars()}"
+
+
+def bars() -> str:
+    """Return the table of all bars, of all reports."""
     rows = [row for path in sorted(RESULTS.glob("*.md")) for row in rows_of(path)]
     lines = [
         "| report | beside | found | bar | met | limit |",
@@ -118,20 +135,30 @@ def read_range(figure: str) -> str:
     return f"{min(ratios, key=float)} to {max(ratios, key=float)}"
 
 
+def read_figure(match: re.Match[str]) -> str:
+    """Return the figure that a template names in braces."""
+    if match[1] == "range":
+        return read_range(match[2])
+    report = (RESULTS / f"{match[1]}.md").read_text(encoding="utf-8")
+    figure = re.search(match[2], report)
+    assert figure is not None, f"{match[1]}.md has no {match[2]}"
+    return figure[1].strip()
+
+
+def fill(template: str) -> str:
+    """Return a sentence or a row with the figures of the reports."""
+    return re.sub(r"\{(\w+): (.*?)\}", read_figure, template)
+
+
 def figures() -> str:
-    """Return the front page's table, with the figures of the reports."""
+    """Return the table of the figures that are worth comparing."""
+    rows = [re.sub(r"\[(\w+)\](?!\()", r"[\1](results/\1.md)", fill(row)) for row in FIGURES]
+    return "\n".join([HEAD, *(f"| {row} |" for row in rows), ""])
 
-    def read_figure(match: re.Match[str]) -> str:
-        if match[1] == "range":
-            return read_range(match[2])
-        report = (RESULTS / f"{match[1]}.md").read_text(encoding="utf-8")
-        figure = re.search(match[2], report)
-        assert figure is not None, f"{match[1]}.md has no {match[2]}"
-        return figure[1].strip()
 
-    lines = [re.sub(r"\{(\w+): (.*?)\}", read_figure, row) for row in FIGURES]
-    linked = [re.sub(r"\[(\w+)\](?!\()", r"[\1](benchmarks/results/\1.md)", line) for line in lines]
-    return "\n".join([HEAD, *(f"| {line} |" for line in linked)])
+def sentences() -> str:
+    """Return the sentences of the project's README."""
+    return " ".join(map(fill, SENTENCES)) + "\n"
 
 
 def page(path: Path, made: str) -> str:
@@ -143,7 +170,7 @@ def page(path: Path, made: str) -> str:
 def write() -> None:
     """Bring both pages up to date."""
     README.write_text(page(README, text()), encoding="utf-8")
-    FRONT.write_text(page(FRONT, figures() + "\n"), encoding="utf-8")
+    FRONT.write_text(page(FRONT, sentences()), encoding="utf-8")
 
 
 def main() -> None:

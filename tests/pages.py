@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 JSON = REPOSITORY / "docs" / "json.md"
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
     REPOSITORY / "CHANGELOG.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     *sorted((REPOSITORY / "docs/reference").glob("*.md")),

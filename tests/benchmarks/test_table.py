@@ -38,18 +38,18 @@ def table() -> Iterator[ModuleType]:
 
 
 def test_it_is_up_to_date(table: ModuleType) -> None:
-    pages = {table.README: table.text(), table.FRONT: table.figures() + "\n"}
+    pages = {table.README: table.text(), table.FRONT: table.sentences()}
     for path, made in pages.items():
         assert path.read_text() == table.page(path, made), "python benchmarks/table.py --write"
 
 
-def test_the_front_page_has_the_figures_of_the_reports(table: ModuleType) -> None:
-    front = table.FRONT.read_text()
+def test_the_first_table_has_the_figures_of_the_reports(table: ModuleType) -> None:
+    made = table.figures()
     reports = Path(table.RESULTS)
     killed = "- PASS: killed, with the weights of the unbroken run: 50 of 50"
-    assert killed in (reports / "chaos.md").read_text() and "| **50 of 50** |" in front
-    assert "{" not in table.figures()
-    linked = set(re.findall(r"\(benchmarks/results/(\w+\.md)\)", table.figures()))
+    assert killed in (reports / "chaos.md").read_text() and "| **50 of 50** |" in made
+    assert "{" not in made + table.sentences()
+    linked = set(re.findall(r"\(results/(\w+\.md)\)", made))
     assert len(linked) == 7 and all((reports / name).is_file() for name in linked)
 
 
@@ -57,6 +57,19 @@ def test_a_ratio_that_was_measured_several_times_is_a_range(table: ModuleType) -
     rows = (Path(table.RESULTS) / "repeats.md").read_text().splitlines()
     ratios = [float(row.split("|")[-2]) for row in rows if row.startswith("| exchange: ")]
     assert f"**{min(ratios)} to {max(ratios)}x**" in table.figures() and len(ratios) > 2
+
+
+def test_the_front_page_has_no_figure_that_the_table_has_not(table: ModuleType) -> None:
+    figures = re.findall(r"\d[\d.]* (?:to|of) [\d.]+\d", table.sentences())
+    assert len(figures) == 4
+    assert not [figure for figure in figures if figure not in table.figures()]
+    compared = re.findall(r"[\d.]+ (?:times|x) ", table.FRONT.read_text())
+    assert len(compared) == 1, "each comparison is made of the reports"
+
+
+def test_no_share_is_above_all(table: ModuleType) -> None:
+    shares = re.findall(r"([\d.]+) %", table.figures() + table.FRONT.read_text())
+    assert shares and max(map(float, shares)) <= 100
 
 
 def test_a_report_s_bars_are_found_with_their_limits(table: ModuleType, tmp_path: Path) -> None:
@@ -86,9 +99,11 @@ def test_it_is_written_beside_the_other_text(
     front.write_text(f"{table.BEGIN}old\n{table.END}")
     monkeypatch.setattr(table, "FRONT", front)
     monkeypatch.setattr(table, "FIGURES", ("one | **{steps: process: (.*)x [(]}x** | [steps]",))
+    monkeypatch.setattr(table, "SENTENCES", ("One takes {steps: process: (.*)x [(]} times.",))
     table.write()
-    assert "| one | **1.01x** | [steps](benchmarks/results/steps.md) |" in front.read_text()
+    assert "\nOne takes 1.01 times.\n" in front.read_text()
     found = page.read_text()
+    assert "| one | **1.01x** | [steps](results/steps.md) |" in found
     assert (
         found.startswith("# Before\n")
         and found.endswith(f"{table.END}\n\n## After\n")

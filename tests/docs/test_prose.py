@@ -13,6 +13,7 @@ DOCS = REPOSITORY / "docs"
 # The log keeps the words of its time.
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
     REPOSITORY / "CHANGELOG.md",
     *(page for page in sorted(DOCS.glob("*.md")) if page.name != "log.md"),
     DOCS / "reference" / "python.md",

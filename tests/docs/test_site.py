@@ -290,7 +290,8 @@ def test_every_text_can_be_read_in_light_and_dark(rendered_pages: Pages) -> None
 def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
     """So that a successful build says something."""
     (tmp_path / "copy").mkdir()
-    files = ("mkdocs.yml", "README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff")
+    files = ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    files += ("SECURITY.md", "LICENSE", "CITATION.cff")
     for name in (*files, "docs", "lessons", "benchmarks", "src", "tests"):
         path = REPOSITORY / name
         if path.is_dir():
