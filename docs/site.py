@@ -22,6 +22,10 @@ PICTURES = (".svg", ".png")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 # A paragraph that is a link to the front page: on the site, the part that begins with its text.
 INCLUDED = re.compile(r"^\[([^\]\n]+)\]\(\.\./README\.md[^)\n]*\)$", re.MULTILINE)
+# A pipe in the code of a table's row, which Markdown on a repository's page needs escaped; Python's
+# Markdown would show the backslash.
+ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FENCE = "`" * 8
 LANGUAGES = {
@@ -220,7 +224,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     texts = INCLUDED.split(markdown)
     texts[::2] = [relink(text, path.parent, depth) for text in texts[::2]]
     texts[1::2] = [relink(find_part(name), REPOSITORY, depth) for name in texts[1::2]]
-    return "".join(texts)
+    return ROW.sub(unescape_pipes, "".join(texts))
+
+
+def unescape_pipes(row: re.Match[str]) -> str:
+    """Return the row of a table without backslashes before the pipes of its code."""
+    return CODE.sub(lambda code: code.group().replace("\\|", "|"), row.group())
 
 
 def find_part(name: str) -> str:

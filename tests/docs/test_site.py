@@ -259,6 +259,18 @@ def test_the_landing_page_has_what_the_doors_of_the_readme_print(site: Path) -> 
     assert not missing
 
 
+def test_the_code_in_a_table_has_no_backslash_before_a_pipe(site: Path) -> None:
+    """Markdown on a repository's page needs one there, and shows none."""
+    code = {
+        page.relative_to(site): re.findall(r"<code>[^<]*\\\|[^<]*</code>", page.read_text())
+        for page in site.rglob("*.html")
+    }
+    assert not {page: found for page, found in code.items() if found}
+    assert "<code>--nproc N|A:B|auto|gpu|cpu</code>" in (
+        (site / "docs/reference/commands/index.html").read_text()
+    )
+
+
 def test_nothing_comes_from_elsewhere(rendered_pages: Pages) -> None:
     here = origin(rendered_pages)
     foreign = {
