@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import (
     BLOCK_BYTES,
     JsonlReader,
     append_record,
+    format_line,
     is_count,
     is_finite_number,
     read_last_lines,
@@ -28,6 +33,19 @@ def test_a_line_goes_on_no_half_line(tmp_path: Path) -> None:
     lines = JsonlReader(path)
     assert list(lines.read_new()) == [{"step": 1}, {"step": 3}]
     assert list(lines.describe_damage()) == [f"line 2 of {path} is damaged, and left out"]
+
+
+def test_a_line_has_plain_numbers_and_null_for_those_that_json_does_not_have() -> None:
+    values = [1, 0.1, torch.tensor(0.5), np.float64(0.25), np.int64(3), math.nan, np.inf, "text"]
+    line = format_line({str(number): value for number, value in enumerate(values)})
+    assert line.endswith("}\n")
+    parsed = json.loads(line, parse_constant=pytest.fail)
+    assert list(parsed.values()) == [1, 0.1, 0.5, 0.25, 3, None, None, "text"]
+    for value in ({1, 2}, object()):
+        with pytest.raises(TypeError):
+            format_line({"value": value})
+    with pytest.raises(ValueError, match="JSON"):
+        format_line({"value": [math.nan]})
 
 
 def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:

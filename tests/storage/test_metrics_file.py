@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from stepladder import InputError
 from stepladder.core.jsonl import BLOCK_BYTES
 from stepladder.storage.metrics_file import (
     LINES_PER_PARSE,
     read_last_step,
+    read_step_lines,
     truncate_metrics,
     truncate_recent_metrics,
 )
@@ -70,6 +72,22 @@ def test_an_end_that_is_no_line_goes(truncate: Truncate, end: str, tmp_path: Pat
     path = write(tmp_path, *LINES[:5], end)
     truncate(tmp_path, 8, PER_EPOCH, nothing)
     assert path.read_text() == "".join(LINES[:5])
+
+
+@pytest.mark.parametrize("damaged", ['{"step": 3, "loss": 0.5, "lr": tensor(0.1)}\n', "\0\n"])
+def test_a_damaged_line_before_lines_that_remain_is_an_error_and_nothing_is_cut(
+    damaged: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, *LINES[:2], damaged, *LINES[3:])
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=rf"^line 3 of {path} is damaged.* HINT: sed -n 3p {path}"):
+        truncate_metrics(tmp_path, 6, PER_EPOCH, nothing)
+    with pytest.raises(InputError, match=f"^line 3 of {path} is damaged"):
+        list(read_step_lines(tmp_path))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [METRICS_FILE]
+    truncate_metrics(tmp_path, 2, PER_EPOCH, nothing)  # then the damaged line goes as well
+    assert path.read_text() == "".join(LINES[:2])
 
 
 @both_ways

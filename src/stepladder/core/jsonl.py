@@ -7,6 +7,7 @@ leaves out lines that are not what a writer would have written, and can tell whi
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,26 @@ def open_for_append(path: Path) -> int:
     return file
 
 
+def format_line(line: Line) -> str:
+    """Return the text of a line, with its end.
+
+    A number of torch or NumPy becomes a plain number. NaN and the infinities, which JSON does not
+    have, become null.
+
+    Raises:
+        TypeError: A value is none that JSON has.
+        ValueError: A NaN or an infinity is in a list or an object within the line.
+    """
+    values = {name: to_json_value(value) for name, value in line.items()}
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def to_json_value(value: Any) -> Any:
+    """Return a plain number for a number of torch or NumPy; None for NaN and the infinities."""
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
 def append_record(path: Path, line: Line) -> None:
     """Append a line in one write.
 
@@ -59,7 +80,7 @@ def append_record(path: Path, line: Line) -> None:
     """
     file = open_for_append(path)
     try:
-        os.write(file, f"{json.dumps(line)}\n".encode())
+        os.write(file, format_line(line).encode())
     finally:
         os.close(file)
 
@@ -70,11 +91,16 @@ class JsonlReader:
     Args:
         path: The file.
         is_valid: Tells whether an object is as a writer would have written it.
+        is_strict: Whether a damaged line is an error, instead of being left out. Half a last line
+            is none.
     """
 
-    def __init__(self, path: Path, is_valid: Callable[[Line], bool] = lambda _: True) -> None:
+    def __init__(
+        self, path: Path, is_valid: Callable[[Line], bool] = lambda _: True, is_strict: bool = False
+    ) -> None:
         self.path = path
         self.is_valid = is_valid
+        self.is_strict = is_strict
         # How many lines were left out.
         self.damaged_lines = 0
         # The number of the first of them, from 1; 0 if there is none.
@@ -106,7 +132,8 @@ class JsonlReader:
         """Yield the valid lines that were added since the last call; none without the file.
 
         Raises:
-            InputError: What has the file's name cannot be read.
+            InputError: What has the file's name cannot be read, or has a damaged line and the
+                reader is strict.
         """
         try:
             with open_to_read(self.path) as file:
@@ -156,9 +183,20 @@ class JsonlReader:
             self._line_number += 1
             if type(value) is dict and self.is_valid(value):
                 yield value
+            elif self.is_strict:
+                raise make_damage_error(self.path, self._line_number)
             else:
                 self.damaged_lines += 1
                 self.first_damaged = self.first_damaged or self._line_number
+
+
+def make_damage_error(path: Path, line_number: int) -> InputError:
+    """Return the error for a damaged line that has valid lines after it."""
+    return InputError(
+        f"line {line_number} of {path} is damaged, and not the end of the file",
+        f"sed -n {line_number}p {path} shows it: repair the line, or mv {path} {path}.damaged to go"
+        " on without the lines",
+    )
 
 
 def read_last_lines(path: Path, max_bytes: int = BLOCK_BYTES) -> list[Line]:

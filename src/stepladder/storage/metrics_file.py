@@ -7,15 +7,39 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import name_file_in_errors
-from stepladder.core.jsonl import BLOCK_BYTES, is_count, parse_line, parse_lines
+from stepladder.core.jsonl import (
+    BLOCK_BYTES,
+    JsonlReader,
+    Line,
+    is_count,
+    is_finite_number,
+    make_damage_error,
+    parse_line,
+    parse_lines,
+)
 from stepladder.core.safe_open import open_without_links
 from stepladder.storage.run_files import METRICS_FILE
 
 LINES_PER_PARSE = 1000
+
+
+def is_metrics_line(line: Line) -> bool:
+    """Return whether the line has the values of a step or of an evaluation."""
+    if not is_count(line.get("step")):
+        return False
+    if "lr" not in line:
+        return True
+    return is_finite_number(line["lr"]) and is_finite_number(line.get("loss"))
+
+
+def read_step_lines(run_dir: Path) -> Iterator[Line]:
+    """Yield the line of each step in metrics.jsonl; a damaged line is an InputError."""
+    for line in JsonlReader(run_dir / METRICS_FILE, is_metrics_line, is_strict=True).read_new():
+        if "lr" in line:
+            yield line
 
 
 def read_last_step(run_dir: Path) -> int:
@@ -33,7 +57,7 @@ def read_last_step(run_dir: Path) -> int:
 def truncate_metrics(
     run_dir: Path, step: int, steps_per_epoch: int, validate_ownership: Callable[[], None]
 ) -> None:
-    """Remove the lines after `step` and a torn last line, by rewriting the whole file.
+    """Remove the lines after `step` and a torn end, by rewriting the whole file.
 
     Evaluations in the middle of an epoch are removed too: they were made because the run stopped
     there, and a run that is not interrupted does not have them.
@@ -44,6 +68,9 @@ def truncate_metrics(
         steps_per_epoch: Optimizer steps in an epoch.
         validate_ownership: Called before the new file replaces the old one; it raises if another
             run has taken over the directory.
+
+    Raises:
+        InputError: A line that cannot be read has one after it that is to remain.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
@@ -54,7 +81,7 @@ def truncate_metrics(
         durable.replace_file(path) as temporary,
         os.fdopen(open_without_links(temporary, os.O_WRONLY), "w", encoding="utf-8") as new,
     ):
-        new.writelines(select_lines(file, step, steps_per_epoch))
+        new.writelines(select_lines(path, file, step, steps_per_epoch))
         new.flush()
         validate_ownership()
 
@@ -85,30 +112,39 @@ def truncate_recent_metrics(
         file.seek(max(0, end - BLOCK_BYTES))
         for text in reversed(file.read().splitlines(keepends=True)):
             line = parse_line(text.decode(errors="replace"))
-            is_complete = text.endswith(b"\n") and is_up_to(step, line)
-            if is_complete and is_permanent_line(line, steps_per_epoch):
+            is_valid = isinstance(line, dict) and is_metrics_line(line) and text.endswith(b"\n")
+            if is_valid and line["step"] <= step and is_permanent_line(line, steps_per_epoch):
                 break
             end -= len(text)
         validate_ownership()
         file.truncate(end)
 
 
-def select_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
-    """Yield the lines of metrics.jsonl that remain when a run continues from `step`."""
+def select_lines(path: Path, file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
+    """Yield the lines of metrics.jsonl that remain when a run continues from `step`.
+
+    Damaged lines at the end are left out.
+
+    Raises:
+        make_damage_error: A damaged line has a line after it that remains.
+    """
+    first_damaged = 0
     lines = iter(file)
+    number = 0
     while texts := list(islice(lines, LINES_PER_PARSE)):
         for text, line in zip(texts, parse_lines(texts), strict=True):
-            if not (text.endswith("\n") and is_up_to(step, line)):
+            number += 1
+            if not (text.endswith("\n") and isinstance(line, dict) and is_metrics_line(line)):
+                first_damaged = first_damaged or number
+                continue
+            if line["step"] > step:
                 return
+            if first_damaged:
+                raise make_damage_error(path, first_damaged)
             if is_permanent_line(line, steps_per_epoch):
                 yield text
 
 
-def is_up_to(step: int, line: Any) -> bool:
-    """Return whether a line of metrics.jsonl is valid and not of a later step."""
-    return isinstance(line, dict) and is_count(line.get("step")) and line["step"] <= step
-
-
-def is_permanent_line(line: dict[str, Any], steps_per_epoch: int) -> bool:
+def is_permanent_line(line: Line, steps_per_epoch: int) -> bool:
     """Return whether a line is of a training step, or of an evaluation at the end of an epoch."""
     return "lr" in line or line["step"] % steps_per_epoch == 0

@@ -8,14 +8,13 @@ record cannot be written, nothing is recorded, and the user is asked.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.core.folders import get_state_folder, validate_ownership
-from stepladder.core.jsonl import append_record, read_last_lines
+from stepladder.core.jsonl import append_record, format_line, read_last_lines
 from stepladder.core.typed_file import hash_file
 
 MAX_RECORDED_JOBS = 1000
@@ -37,7 +36,7 @@ def record_trained_job(job_file: Path) -> None:
             append_record(record, entry)
         else:
             newest = [*entries[-MAX_RECORDED_JOBS // 2 :], entry]
-            durable.write(record, "".join(f"{json.dumps(line)}\n" for line in newest))
+            durable.write(record, "".join(map(format_line, newest)))
 
 
 def was_trained_before(job_file: Path) -> bool:

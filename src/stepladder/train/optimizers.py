@@ -10,6 +10,7 @@ import torch
 
 from stepladder.core.errors import InputError
 
+Rate = torch.Tensor | float
 # Optimizers of torch.optim. What a step of them does to an element depends on that element alone.
 ELEMENTWISE_OPTIMIZERS = [
     "SGD",
@@ -112,6 +113,12 @@ class Optimizers(torch.optim.Optimizer):
 def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that an `Optimizers` consists of, or any other optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def read_rates(optimizer: torch.optim.Optimizer) -> list[Rate]:
+    """Return the learning rate of each group, as it is now: a schedule writes into a tensor."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
 def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:

@@ -6,7 +6,6 @@ and times are added over ranks in one all-reduce. The ranks vote on when to flus
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor
 
 from stepladder.core.errors import InputError, name_file_in_errors
-from stepladder.core.jsonl import open_for_append
+from stepladder.core.jsonl import format_line, open_for_append
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import make_timing_line
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.run_files import METRICS_FILE, TIMING_FILE
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
+from stepladder.train.optimizers import Rate
 from stepladder.train.progress_bar import ProgressBar
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
@@ -40,7 +40,7 @@ Loss = Tensor | float | None
 # One step that is not yet written: step, epoch, loss (a sum of this rank, or of all ranks), what
 # the loss counts, learning rate, norm of the gradient. A plain tuple, since one is made in every
 # step.
-Row = tuple[int, int, Loss, float, float, Tensor | None]
+Row = tuple[int, int, Loss, float, Rate, Tensor | None]
 
 
 class Recorder:
@@ -129,7 +129,7 @@ class Recorder:
             self.ledger.flush()
 
     def record_step(
-        self, loss: Loss, count: float, learning_rate: float, norm: Tensor | None = None
+        self, loss: Loss, count: float, learning_rate: Rate, norm: Tensor | None = None
     ) -> None:
         """Record a step as done.
 
@@ -137,7 +137,7 @@ class Recorder:
             loss: The sum over the samples of all ranks, shape (). On a GPU with one pass per rank,
                 the sum over this rank's samples.
             count: What the loss counts, over all ranks.
-            learning_rate: Of the first group of parameters.
+            learning_rate: Of the first group of parameters. A tensor is one that nobody changes.
             norm: Of the gradient, shape ().
         """
         epoch = self.spec.plan.epoch_of_step(self.state.step)
@@ -181,7 +181,7 @@ class Recorder:
             durable: Whether the ledger must be on disk afterwards.
 
         Raises:
-            InputError: At the first loss that is not finite.
+            InputError: At the first loss or learning rate that is not finite.
         """
         self.last_flush_time = perf_counter()
         if self.rows:
@@ -189,25 +189,29 @@ class Recorder:
         self.ledger.flush(fsync=durable)
 
     def _write_rows(self) -> None:
-        steps, epochs, losses, counts, rates, norms = zip(*self.rows, strict=True)
+        steps, epochs, losses, counts, stored_rates, norms = zip(*self.rows, strict=True)
         self.rows.clear()
+        rates = list(map(float, stored_rates))
         loss_sums, seconds = self._sum_over_ranks(losses)
         self.state.add_to_epoch(loss_sums.tolist(), counts)
         means = loss_sums / np.where(np.array(counts) > 0, counts, np.nan)
-        num_finite = int(np.isfinite(means).cumprod().sum())  # before the first that is not finite
+        is_finite = np.isfinite(means) & np.isfinite(rates)
+        num_finite = int(is_finite.cumprod().sum())  # before the first that is not finite
         if self.comm.world.is_first:
             norm_values = read_norms(norms)
             lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
             self._append(METRICS_FILE, lines)
             timing = make_timing_line(steps[-1], len(steps), seconds)
-            self._append(TIMING_FILE, json.dumps(timing) + "\n")
+            self._append(TIMING_FILE, format_line(timing))
             self._log_scalars(float(means.mean()), rates[-1], norm_values[-1])
             done = sum(counts)
             if self.spec.job.unit == "samples":
                 done = len(steps) * self.spec.plan.global_batch
             self.progress_bar.update(steps[-1], float(means[-1]), done)
         if num_finite < len(steps):
-            raise loss_error(steps[num_finite], means[num_finite], counts[num_finite])
+            raise loss_error(
+                steps[num_finite], means[num_finite], counts[num_finite], rates[num_finite]
+            )
 
     def _sum_over_ranks(self, losses: Sequence[Loss]) -> tuple[np.ndarray, np.ndarray]:
         """Return losses and times of all ranks, added in one all-reduce.
@@ -248,7 +252,7 @@ class Recorder:
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
             line = {"step": state.step, "epoch": epoch, **values}
-            self._append(METRICS_FILE, json.dumps(line) + "\n")
+            self._append(METRICS_FILE, format_line(line))
             self._log({f"eval/{name}": value for name, value in state.metrics.items()})
             self.progress_bar.show_evaluation(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:
@@ -308,8 +312,12 @@ def step_lines(
     return "".join(lines)
 
 
-def loss_error(step: int, mean: float, count: float) -> InputError:
-    """Return the error for a step whose mean loss is not a finite number."""
+def loss_error(step: int, mean: float, count: float, rate: float) -> InputError:
+    """Return the error for a step whose mean loss or learning rate is not a finite number."""
+    if not math.isfinite(rate):
+        return InputError(
+            f"the learning rate of step {step} is {rate}", "a schedule that returns finite rates"
+        )
     if not count > 0:
         return InputError(
             f"the loss of step {step} counts {count:g}, over all ranks",

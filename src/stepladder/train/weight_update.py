@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from stepladder.train.optimizers import Rate, read_rates
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.sync.base import Sync
@@ -29,7 +30,7 @@ class WeightUpdate:
         self.scales_loss = state.scaler.is_enabled()
         self.sync = sync
 
-    def apply(self) -> tuple[float, torch.Tensor | None]:
+    def apply(self) -> tuple[Rate, torch.Tensor | None]:
         """Update the weights and clear the gradients.
 
         Returns:
@@ -44,7 +45,7 @@ class WeightUpdate:
         if self.state.step < self.warmup_steps:
             learning_rate, is_stepped = self._step_warming_up()
         else:
-            learning_rate = self.optimizer.param_groups[0]["lr"]
+            learning_rate = read_rates(self.optimizer)[0]
             is_stepped = self.layout.step(self.state.scaler)
         for param in self.sync.params:
             param.grad = None
@@ -52,7 +53,7 @@ class WeightUpdate:
             self._step_schedules(is_stepped)
         return learning_rate, norm
 
-    def _step_warming_up(self) -> tuple[float, bool]:
+    def _step_warming_up(self) -> tuple[Rate, bool]:
         """Step the optimizer with rates that grow linearly to their full values.
 
         Returns:
@@ -62,7 +63,7 @@ class WeightUpdate:
         full_rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, full_rates, strict=True):
             group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
-        learning_rate: float = groups[0]["lr"]
+        learning_rate = read_rates(self.optimizer)[0]
         is_stepped = self.layout.step(self.state.scaler)
         for group, rate in zip(groups, full_rates, strict=True):
             group["lr"] = rate

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import JsonlReader, Line
+from stepladder.core.jsonl import Line
 from stepladder.core.plan import Plan
 from stepladder.core.typed_file import convert
 from stepladder.storage.audit import (
@@ -18,9 +18,10 @@ from stepladder.storage.audit import (
     read_snapshot_chains,
     verify_ledgers,
 )
+from stepladder.storage.metrics_file import read_step_lines
 from stepladder.storage.run_config import open_config
 from stepladder.storage.run_files import METRICS_FILE
-from stepladder.tools.report.record import StoredConfig, is_metrics_line
+from stepladder.tools.report.record import StoredConfig
 
 LOSS_TOLERANCE = 1e-5  # relative; in exact mode all bits must be equal
 
@@ -85,12 +86,6 @@ class RecordedRun:
                     total = differences[mismatch.step] + mismatch.digest_difference
                     differences[mismatch.step] = total % (1 << 64)
         return differences
-
-
-def read_step_lines(run_dir: Path) -> Iterator[Line]:
-    """Yield the line of each step in the metrics file."""
-    lines = JsonlReader(run_dir / METRICS_FILE, is_metrics_line).read_new()
-    return (line for line in lines if "lr" in line)
 
 
 def pair_by_step(first: Iterator[Line], second: Iterator[Line]) -> Iterator[tuple[Line, Line]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from stepladder.storage.metrics_file import read_step_lines
 from stepladder.storage.run_files import find_snapshots
 from stepladder.tools.diff import step_events
 from stepladder.tools.diff.record_comparison import (
@@ -14,7 +15,7 @@ from stepladder.tools.diff.record_comparison import (
     RecordComparison,
     compare_tensors,
 )
-from stepladder.tools.diff.recorded_run import RecordedRun, pair_by_step, read_step_lines
+from stepladder.tools.diff.recorded_run import RecordedRun, pair_by_step
 from stepladder.tools.diff.rerun import Rerun, StepRange, find_start, rerun_steps
 from stepladder.tools.diff.step_events import Event, EventPair, find_first_difference
 from stepladder.tools.diff.verdict import Cause, DiffVerdict, explain_without_rerun

@@ -7,7 +7,6 @@ of steps by rank, and the folder log/ has what each rank printed.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import socket
@@ -21,7 +20,7 @@ from typing import Any
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
-from stepladder.core.jsonl import JsonlReader, Line, open_for_append
+from stepladder.core.jsonl import JsonlReader, Line, format_line, open_for_append
 from stepladder.core.masking import mask_command
 from stepladder.core.typed_file import convert, open_to_read
 from stepladder.storage.run_dir_access import validate_run_dir_writable
@@ -114,7 +113,7 @@ def announce_earlier_launches(run_dir: Path) -> None:
 
 
 def write_line(file: int, line: dict[str, Any]) -> None:
-    os.write(file, f"{json.dumps(line)}\n".encode())
+    os.write(file, format_line(line).encode())
 
 
 def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:

@@ -23,6 +23,7 @@ from stepladder.rank.timing import get_timing_rows, is_timing_line
 from stepladder.storage.ledger_attempts import parse_header
 from stepladder.storage.ledger_rank_reader import MAX_LEDGER_LINE_BYTES
 from stepladder.storage.lock import is_locked
+from stepladder.storage.metrics_file import is_metrics_line
 from stepladder.storage.run_config import open_config
 from stepladder.storage.run_files import (
     CONFIG_FILE,
@@ -213,15 +214,6 @@ def get_last_write(path: Path) -> float:
 def read_run(run_dir: Path) -> RunRecord:
     """Return the run as it is now. Raises InputError if there is none, or it is damaged."""
     return RunReader(run_dir).read()
-
-
-def is_metrics_line(line: Line) -> bool:
-    """Return whether the line has the values of a step or of an evaluation."""
-    if not is_count(line.get("step")):
-        return False
-    if "lr" not in line:
-        return True
-    return is_finite_number(line["lr"]) and is_finite_number(line.get("loss"))
 
 
 def get_metric_values(evaluation: Line) -> dict[str, float]:

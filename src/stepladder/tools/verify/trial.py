@@ -16,7 +16,8 @@ from stepladder.core import durable
 from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
 from stepladder.storage.audit import audit
-from stepladder.storage.run_files import METRICS_FILE, RESULT_FILE, find_snapshots
+from stepladder.storage.metrics_file import read_step_lines
+from stepladder.storage.run_files import RESULT_FILE, find_snapshots
 from stepladder.storage.snapshot import Snapshot, read_snapshot
 from stepladder.tools.trial.training import open_training
 from stepladder.train.fingerprints import fingerprint
@@ -82,9 +83,7 @@ class Trial:
 
     def read_losses(self) -> dict[int, float]:
         """Return the loss of each step."""
-        lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        return {record["step"]: record["loss"] for record in records if "lr" in record}
+        return {line["step"]: line["loss"] for line in read_step_lines(self.folder)}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from stepladder.train.job import Job
 from stepladder.train.layout.base import Holders, StateLayout
 from stepladder.train.layout.pieces import ShardPiece, slices_of_rank
 from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
+from stepladder.train.optimizers import read_rates
 
 REPLICA_COUNT = 2
 NO_GROUP = (-1, -1, -1)
@@ -77,7 +78,7 @@ class Replicated(Zero1):
     def step(self, scaler: torch.amp.GradScaler) -> bool:
         """Step this rank's slices, and keep the gradients and learning rates of the step."""
         is_stepped = super().step(scaler)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = read_rates(self.optimizer)
         gradients = [param.grad for param in self.optimizer_slices.params]
         self.unfinished_step = StepRecord(is_stepped, rates, gradients)
         return is_stepped
