@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,129 @@ def test_a_rate_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> 
 
 def rate_of_step(step: int) -> float:
     return 1.0 if step < 3 else float("inf")
+
+
+def fit_with_stops(run_dir: Path, make: Callable[[], Job]) -> list[dict[str, Any]]:
+    """Train to step 7, then to step 10, which is the end of the second epoch, then to the end."""
+    fit(run_dir, make(), epochs=3, steps=7)
+    fit(run_dir, make(), epochs=3, steps=10)
+    return fit(run_dir, make(), epochs=3)
+
+
+def halve_on_plateau(mode: Any = "min", threshold: float = 0.9) -> MakeSchedule:
+    return lambda it: lr_scheduler.ReduceLROnPlateau(
+        it, mode, factor=0.5, patience=0, threshold=threshold
+    )
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_a_plateau_of_the_training_loss_halves_the_rate_after_an_epoch_without_progress(
+    per: str, tmp_path: Path
+) -> None:
+    def make() -> Job:
+        return make_job(1e-4, halve_on_plateau(), schedule_per=per)
+
+    lines = fit(tmp_path / "whole", make(), epochs=3)
+    rates = [line["lr"] for line in lines if "lr" in line]
+    assert rates == [1e-4] * 10 + [5e-5] * 5
+    assert fit_with_stops(tmp_path / "stopped", make) == lines
+
+
+def test_a_plateau_follows_the_best_metric_that_the_job_names(tmp_path: Path) -> None:
+    def make() -> Job:
+        evaluation = torch.zeros(3, 4)
+        parts = {
+            "eval_data": evaluation,
+            "metrics": lambda model, x: {"same": (torch.ones(()), len(x))},
+            "best": ("same", "max"),
+        }
+        return make_job(1e-4, halve_on_plateau("max", 0.0), **parts)
+
+    lines = fit(tmp_path / "whole", make(), epochs=3)
+    assert [line["lr"] for line in lines if "lr" in line] == [1e-4] * 10 + [5e-5] * 5
+    assert fit_with_stops(tmp_path / "stopped", make) == lines
+
+
+class WantsAnEpoch:
+    def step(self, epoch: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make_schedule", "parts", "message"),
+    [
+        (halve_on_plateau("max"), {}, 'mode="max".* watches the training loss, whose best is its'),
+        (halve_on_plateau(), {"best": ("error", "min")}, "watches error, but .* evaluates nothing"),
+        (lambda _: WantsAnEpoch(), {}, "a step of WantsAnEpoch wants epoch"),
+    ],
+)
+def test_a_schedule_that_cannot_be_stepped_is_refused_before_anything_is_written(
+    make_schedule: MakeSchedule, parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=f"{message}.* HINT: "):
+        fit(tmp_path / "run", make_job(0.1, make_schedule, **parts))
+    assert not (tmp_path / "run").exists()
+
+
+class CountsSteps(torch.optim.SGD):
+    """Keeps its state where state_dict does not find it, but for `stored`."""
+
+    counter = 0
+    moments: dict[Any, torch.Tensor] = {}  # noqa: RUF012
+    stored = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counter += 1
+        super().step()
+
+
+class KeepsMoments(CountsSteps):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.moments = {param: torch.zeros_like(param) for param in self.param_groups[0]["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param, moment in self.moments.items():
+            moment.add_(param.grad)
+        torch.optim.SGD.step(self)
+
+
+class StoresCounter(CountsSteps):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counter": self.counter}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counter = state_dict.pop("counter")
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"), [(CountsSteps, "counter"), (KeepsMoments, "moments")]
+)
+def test_an_optimizer_that_keeps_state_in_an_attribute_is_refused_in_the_first_step(
+    kind: Any, attribute: str, tmp_path: Path
+) -> None:
+    job = make_job(0.1)
+    optimizer = kind(job.model.parameters(), lr=0.1)
+    message = f"^a step changes the attribute {attribute} of {kind.__name__}, .* HINT: keep it"
+    with pytest.raises(InputError, match=message):
+        fit(tmp_path, replace(job, optimizer=optimizer))
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_an_optimizer_that_stores_its_attribute_is_not_refused(tmp_path: Path) -> None:
+    job = make_job(0.1)
+    optimizer = StoresCounter(job.model.parameters(), lr=0.1)
+    fit(tmp_path, replace(job, optimizer=optimizer))
+    assert optimizer.counter == 10
+
+
+def test_a_function_of_a_schedule_that_changes_what_it_encloses_is_refused(tmp_path: Path) -> None:
+    calls = []
+
+    def rate(step: int) -> float:
+        calls.append(step)
+        return 0.9 ** len(calls)
+
+    job = make_job(0.1, lambda it: lr_scheduler.LambdaLR(it, rate))
+    with pytest.raises(InputError, match=r"^a step changes the variable calls of .*rate, which no"):
+        fit(tmp_path, job)

@@ -37,6 +37,8 @@ class Job:
             gradients. One function returns all metrics, so that they share the forward pass.
         schedule: A learning-rate scheduler, or a tuple of several.
         schedule_per: Whether schedules are stepped after each optimizer step or once per epoch.
+            ReduceLROnPlateau is stepped once per epoch in any case, with the metric of `best`; with
+            the mean training loss of the epoch if the job has no `best`.
         clip_norm: Largest norm of the whole gradient, or None. The norm of each step is logged;
             math.inf clips nothing.
         best: (metric, "max" | "min"): the snapshot with the best value of the metric is kept.

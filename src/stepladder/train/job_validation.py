@@ -12,7 +12,7 @@ from torch import nn
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.train.build_errors import validate_unwrapped
 from stepladder.train.job import Job
-from stepladder.train.optimizers import list_optimizers
+from stepladder.train.optimizers import is_plateau, list_optimizers
 
 
 class PartRule(NamedTuple):
@@ -94,13 +94,22 @@ def validate_parameters(job: Job) -> None:
     The gradients of other parameters would not be synchronized.
 
     Raises:
-        InputError: All parameters are frozen, or the optimizer has some that are not the model's.
+        InputError: All parameters are frozen, the model's state_dict leaves a trained one out, or
+            the optimizer has some that are not the model's.
     """
     if not any(param.requires_grad for param in job.model.parameters()):
         raise InputError(
             "no parameter of the model has requires_grad, so there is nothing to train",
             "parameter.requires_grad_(True) for the layers that are to be trained",
         )
+    stored = {id(value) for value in job.model.state_dict(keep_vars=True).values()}
+    for name, param in job.model.named_parameters():
+        if param.requires_grad and id(param) not in stored:
+            raise InputError(
+                f"state_dict of the model has no {name}, which is trained: no snapshot would have"
+                " it",
+                "remove the hook or the method that leaves it out",
+            )
     model_parameters = {id(param) for param in job.model.parameters()}
     foreign = [
         param for param in _parameters_of(job.optimizer) if id(param) not in model_parameters
@@ -128,9 +137,50 @@ def validate_closures(job: Job) -> None:
             )
 
 
-def validate_adafactor(job: Job) -> None:
-    """Raise InputError if Adafactor has a weight without elements: it divides by their number."""
+def validate_schedules(job: Job) -> None:
+    """Check that each schedule can be stepped.
+
+    Raises:
+        InputError: A step wants what only the job knows, or ReduceLROnPlateau has no metric.
+    """
+    for schedule in job.schedules:
+        if is_plateau(schedule):
+            validate_plateau(schedule, job)
+            continue
+        wanted = inspect.signature(schedule.step).parameters.values()
+        if any(
+            param.default is param.empty and param.kind < param.VAR_POSITIONAL for param in wanted
+        ):
+            raise InputError(
+                f"a step of {type(schedule).__name__} wants {', '.join(map(str, wanted))}",
+                "a schedule whose step() wants nothing, or ReduceLROnPlateau",
+            )
+
+
+def validate_plateau(schedule: Any, job: Job) -> None:
+    """Raise InputError if ReduceLROnPlateau would watch no metric, or the wrong direction of it."""
+    name, mode = job.best or ("the training loss", "min")
+    if job.best is not None and (job.metrics is None or job.eval_data is None):
+        raise InputError(
+            f"ReduceLROnPlateau watches {name}, but the job evaluates nothing",
+            "Job(eval_data=, metrics=), or leave best out: then it watches the training loss",
+        )
+    if schedule.mode != mode:
+        raise InputError(
+            f'ReduceLROnPlateau(mode="{schedule.mode}") watches {name}, whose best is its {mode}',
+            f'ReduceLROnPlateau(optimizer, mode="{mode}")',
+        )
+
+
+def validate_gradients_fit(job: Job) -> None:
+    """Raise InputError if the optimizer cannot step the gradients that its weights will have."""
+    has_sparse = any(getattr(module, "sparse", False) for module in job.model.modules())
     for optimizer in list_optimizers(job.optimizer):
+        if isinstance(optimizer, torch.optim.SparseAdam) and not has_sparse:
+            raise InputError(
+                "SparseAdam steps sparse gradients only, and no module of the model has any",
+                "torch.optim.Adam(model.parameters(), lr=1e-3)",
+            )
         if not isinstance(optimizer, torch.optim.Adafactor):
             continue
         for param in _parameters_of(optimizer):

@@ -39,12 +39,25 @@ def find_blocks(job: Job) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))
 
 
+def validate_unhooked(model: nn.Module) -> None:
+    """Raise InputError if a weight has a gradient hook, which fully_shard would never call."""
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise InputError(
+                f"--shard full: the weight {name} has a hook for its gradient, which would not be"
+                " called",
+                "register_full_backward_hook of its module, or --shard optimizer",
+            )
+
+
 def validate_fully_shardable(job: Job) -> None:
     """Check that fully_shard accepts all weights of the model.
 
     Raises:
-        InputError: A weight is a single number, is not stored row by row, or is used in two blocks.
+        InputError: A weight is a single number, is not stored row by row, has a gradient hook, or
+            is used in two blocks.
     """
+    validate_unhooked(job.model)
     block_of_module = {
         id(module): index
         for index, block in enumerate(find_blocks(job))

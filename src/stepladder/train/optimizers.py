@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError
+from stepladder.rank.torch_fixes import BareStep
 
 Rate = torch.Tensor | float
 # Optimizers of torch.optim. What a step of them does to an element depends on that element alone.
@@ -121,6 +122,11 @@ def read_rates(optimizer: torch.optim.Optimizer) -> list[Rate]:
     return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
+def is_plateau(schedule: Any) -> bool:
+    """Tell whether a schedule follows a metric: ReduceLROnPlateau, or a class made of it."""
+    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
 def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
     """Return the parameters that can be cut anywhere."""
     return {
@@ -132,6 +138,17 @@ def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[torch.nn.Pa
     }
 
 
+def validate_unobserved(optimizer: torch.optim.Optimizer, shard: str) -> None:
+    """Raise InputError if a hook would see the slices that an optimizer steps with --shard."""
+    for member in (optimizer, *list_optimizers(optimizer)):
+        if BareStep(member).is_observed:
+            raise InputError(
+                f"--shard {shard}: a hook of {type(member).__name__}'s step, or a function in place"
+                " of it, would see slices of the weights",
+                "leave --shard out, or do without the hook",
+            )
+
+
 def validate_optimizer(optimizer: torch.optim.Optimizer, known: list[str], shard: str) -> None:
     """Check that the step of an optimizer stays the same when its parameters are cut.
 
@@ -141,8 +158,9 @@ def validate_optimizer(optimizer: torch.optim.Optimizer, known: list[str], shard
         shard: The value of --shard.
 
     Raises:
-        InputError: The optimizer is none of these.
+        InputError: The optimizer is none of these, or something observes its steps.
     """
+    validate_unobserved(optimizer, shard)
     for kind in map(type, list_optimizers(optimizer)):
         is_from_torch = f"{kind.__module__}.".startswith("torch.optim.")
         if not is_from_torch or kind.__name__ not in known:

@@ -24,10 +24,11 @@ from stepladder.train.cuda_graphs import validate_capturable
 from stepladder.train.determinism import describe_machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_validation import (
-    validate_adafactor,
     validate_closures,
+    validate_gradients_fit,
     validate_parameters,
     validate_parts,
+    validate_schedules,
 )
 from stepladder.train.layout import find_layout
 from stepladder.train.rank_consistency import validate_equal_settings
@@ -115,7 +116,8 @@ class RunSpec:
         validate_parts(job)
         validate_parameters(job)
         validate_closures(job)
-        validate_adafactor(job)
+        validate_gradients_fit(job)
+        validate_schedules(job)
         find_layout(settings).validate(job)
         if settings.checkpoint_blocks:
             validate_checkpointable(job)

@@ -152,6 +152,13 @@ class TrainState:
         return self._sign * self.metrics[name]
 
     @property
+    def epoch_value(self) -> float:
+        """What the schedules on a plateau watch: the job's best metric, else the training loss."""
+        if self.job.best is None:
+            return self.train_loss
+        return self.metrics.get(self.job.best[0], math.nan)
+
+    @property
     def manifest_entries(self) -> dict[str, Any]:
         """What the manifest of a snapshot holds: the metrics, and the score of its own weights."""
         entries: dict[str, Any] = {"metrics": self.metrics}

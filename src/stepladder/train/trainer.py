@@ -59,6 +59,7 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
 from stepladder.train.train_result import TrainResult
+from stepladder.train.unsaved_state import UnsavedState
 from stepladder.train.weight_update import WeightUpdate
 
 
@@ -195,6 +196,8 @@ class TrainingLoop:
             listeners.append(self.session.journal)
         if self.state.average is not None:
             listeners.append(self.state.average)
+        if (unsaved := UnsavedState(self.job)).can_exist:
+            listeners.append(unsaved)
         return listeners
 
     def __enter__(self) -> TrainingLoop:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from stepladder.train.optimizers import Rate, read_rates
+from stepladder.train.optimizers import Rate, is_plateau, read_rates
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.sync.base import Sync
@@ -20,10 +22,11 @@ class WeightUpdate:
     """
 
     def __init__(self, spec: RunSpec, state: TrainState, sync: Sync) -> None:
-        self.spec = spec
         self.job = spec.job
         self.optimizer = spec.job.optimizer
-        self.schedules = spec.job.schedules
+        self.schedules = [each for each in spec.job.schedules if not is_plateau(each)]
+        self.plateaus: list[Any] = [each for each in spec.job.schedules if is_plateau(each)]
+        self.steps_per_epoch = spec.plan.steps_per_epoch
         self.warmup_steps = spec.settings.warmup_steps
         self.state = state
         self.layout = state.layout
@@ -38,6 +41,9 @@ class WeightUpdate:
             clipping, shape (). The norm is None if the job has no `clip_norm`.
         """
         norm = None
+        if self.plateaus and self.state.step and not self.state.step % self.steps_per_epoch:
+            for plateau in self.plateaus:  # now, since the last epoch's value is known only now
+                plateau.step(self.state.epoch_value)
         if self.scales_loss:
             self.state.scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
@@ -73,7 +79,7 @@ class WeightUpdate:
         if self.job.schedule_per == "step":
             is_due = is_stepped
         else:
-            is_due = (self.state.step + 1) % self.spec.plan.steps_per_epoch == 0
+            is_due = (self.state.step + 1) % self.steps_per_epoch == 0
         if is_due:
             for schedule in self.schedules:
                 schedule.step()

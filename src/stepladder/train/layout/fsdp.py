@@ -79,6 +79,10 @@ class FullyShardedLayout(StateLayout):
         self.params: dict[str, Any] = dict(job.model.named_parameters())
         for group in job.optimizer.param_groups:
             group["params"] = [self.params[names[param]] for param in group["params"]]
+        initial_state: Any = job.optimizer.state  # Adagrad has some before its first step
+        state = {self.params[names[param]]: values for param, values in initial_state.items()}
+        job.optimizer.state = defaultdict(dict, state)
+        self.adopt_state()
 
     def _configure_modules(self) -> None:
         """Have fully_shard compute sums, and on a CPU use the collectives of `comm`."""

@@ -19,6 +19,8 @@ from stepladder.train.layout.base import StateLayout
 from stepladder.train.layout.flat import Flat
 from stepladder.train.layout.fsdp import FullyShardedLayout, distribute_like, is_distributed
 from stepladder.train.layout.pieces import ALIGNMENT, substitute_params
+from stepladder.train.model_blocks import validate_unhooked
+from stepladder.train.optimizers import validate_unobserved
 from stepladder.train.phases import EXCHANGING
 from stepladder.train.sync.base import Sync
 from stepladder.train.sync.fully_sharded import FullyShardedExactSync
@@ -106,6 +108,8 @@ class FullyShardedExactLayout(FullyShardedLayout):
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
         """Give the optimizer this rank's rows in the block, with their gradients and state."""
+        validate_unobserved(self.optimizer, "full")
+        validate_unhooked(self.model)
         distributed_state = self.optimizer.state
         pieces_by_group = [
             [AlignedRows(param) for param in group["params"]]

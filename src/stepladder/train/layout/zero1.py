@@ -41,6 +41,7 @@ from stepladder.train.optimizers import (
     PARAMETERWISE_OPTIMIZERS,
     find_elementwise_params,
     validate_optimizer,
+    validate_unobserved,
 )
 from stepladder.train.phases import WAITING_FOR_RANKS
 from stepladder.train.sync.ddp import make_fixed_buckets
@@ -137,8 +138,9 @@ class OptimizerSlices:
             The function that takes the step.
 
         Raises:
-            InputError: The optimizer has got other parameters since.
+            InputError: The optimizer has got other parameters, or a hook, since.
         """
+        validate_unobserved(self.optimizer, "optimizer")
         num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if num_params != len(self.params):
             raise InputError(

@@ -1,0 +1,105 @@
+"""A check that a step changes nothing of an optimizer or a schedule that no snapshot would have.
+
+torch's own classes keep their state where `state_dict` finds it. A class of the user's may keep a
+counter or its moments in attributes, and the function of a LambdaLR may change a variable.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stepladder.core.errors import InputError
+from stepladder.train.job import Job
+from stepladder.train.optimizers import list_optimizers
+from stepladder.train.step_listener import LoopListener
+
+PLAIN_TYPES = (int, float, complex, str, bytes, type(None))
+# Attributes that torch sets, of which `state_dict` has what counts.
+TORCH_ATTRIBUTES = {
+    *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
+    "_opt_called",
+    "_step_count",
+    "step",
+}
+
+
+class UnsavedState(LoopListener):
+    """Compares, before and after each step, what `state_dict` leaves out."""
+
+    def __init__(self, job: Job) -> None:
+        self.objects = [
+            each for each in list_optimizers(job.optimizer) if not saves_its_state(each)
+        ]
+        self.functions = [
+            function
+            for schedule in job.schedules
+            for part in (schedule, *getattr(schedule, "_schedulers", ()))
+            for function in getattr(part, "lr_lambdas", ())
+            if getattr(function, "__closure__", None)
+        ]
+        self.values = self._read_values()
+
+    @property
+    def can_exist(self) -> bool:
+        """Whether an object is there whose state could be left out."""
+        return bool(self.objects or self.functions)
+
+    def _read_values(self) -> dict[str, Any]:
+        values = {
+            f"attribute {name} of {type(each).__name__}": value
+            for each in self.objects
+            for name, value in vars(each).items()
+            if name not in TORCH_ATTRIBUTES
+        }
+        for function in self.functions:
+            variables = inspect.getclosurevars(function).nonlocals
+            values |= {
+                f"variable {name} of {function.__qualname__}": value
+                for name, value in variables.items()
+            }
+        return {name: tuple(outline(value)) for name, value in values.items()}
+
+    def after_gather(self) -> None:
+        """Compare the values of each step, since a class may change them in some steps only.
+
+        Raises:
+            InputError: A value has changed.
+        """
+        values = self._read_values()
+        for name, value in values.items():
+            if value != self.values.get(name):
+                raise InputError(
+                    f"a step changes the {name}, which no snapshot would have",
+                    "keep it in self.state[param] or self.param_groups of the optimizer, or in an"
+                    " attribute of the schedule",
+                )
+
+
+def saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is torch's, or has a state_dict of its own."""
+    kind = type(optimizer)
+    is_from_torch = kind.__module__.startswith("torch.optim.")
+    return is_from_torch or kind.state_dict is not torch.optim.Optimizer.state_dict
+
+
+def outline(value: Any) -> Iterator[Any]:
+    """Yield what changes with a value: plain values, and torch's counts of writes to tensors.
+
+    Weights and objects of other classes are left out.
+    """
+    if isinstance(value, torch.nn.Parameter):
+        return
+    if isinstance(value, torch.Tensor):
+        yield value.data_ptr(), value._version
+    elif isinstance(value, PLAIN_TYPES):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set)):
+        yield len(value)
+        for item in value:
+            yield from outline(item)
+        if isinstance(value, dict):
+            yield from outline(list(value.values()))
