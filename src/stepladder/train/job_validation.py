@@ -147,12 +147,12 @@ def validate_schedules(job: Job) -> None:
         if is_plateau(schedule):
             validate_plateau(schedule, job)
             continue
-        wanted = inspect.signature(schedule.step).parameters.values()
-        if any(
-            param.default is param.empty and param.kind < param.VAR_POSITIONAL for param in wanted
-        ):
+        parameters = inspect.signature(schedule.step).parameters.values()
+        positional = [param for param in parameters if param.kind < param.VAR_POSITIONAL]
+        wanted = [param.name for param in positional if param.default is param.empty]
+        if wanted:
             raise InputError(
-                f"a step of {type(schedule).__name__} wants {', '.join(map(str, wanted))}",
+                f"a step of {type(schedule).__name__} wants {', '.join(wanted)}",
                 "a schedule whose step() wants nothing, or ReduceLROnPlateau",
             )
 

@@ -17,7 +17,7 @@ from stepladder.train.job import Job
 from stepladder.train.optimizers import list_optimizers
 from stepladder.train.step_listener import LoopListener
 
-PLAIN_TYPES = (int, float, complex, str, bytes, type(None))
+COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
 # Attributes that torch sets, of which `state_dict` has what counts.
 TORCH_ATTRIBUTES = {
     *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
@@ -95,7 +95,7 @@ def outline(value: Any) -> Iterator[Any]:
         return
     if isinstance(value, torch.Tensor):
         yield value.data_ptr(), value._version
-    elif isinstance(value, PLAIN_TYPES):
+    elif isinstance(value, COMPARED_TYPES):
         yield value
     elif isinstance(value, (dict, list, tuple, set)):
         yield len(value)
