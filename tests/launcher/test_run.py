@@ -407,6 +407,7 @@ BAD: list[tuple[tuple[object, ...], str]] = [
         "fe80::1 is a link-local address",
     ),
     (("--nodes", 2, "--rdzv-endpoint", "nowhere", SCRIPT), "'nowhere' is not HOST:PORT"),
+    (("--nodes", 2, "--rdzv-endpoint", "::1", SCRIPT), "--rdzv-endpoint [::1]:29400"),
     (
         ("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1", SCRIPT),
         "no-name.invalid is not known",

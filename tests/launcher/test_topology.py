@@ -132,3 +132,54 @@ def test_a_bad_file_of_grid_engine_is_one_line(
 def test_a_file_of_grid_engine_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = run("train", "mlp", cwd=tmp_path, env={"PE_HOSTFILE": str(tmp_path / "none")})
     refused(done, "cannot be read", "--nodes 1")
+
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+}  # fmt: skip
+ON_NODES = {**STEP, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29400",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("topology", "env", "expected"),
+    [
+        (Topology(), STEP, Topology()),  # each task is a rank
+        (Topology("", "1"), STEP, Topology()),
+        (Topology("", "2"), STEP, Topology()),
+        (Topology("", "1"), ON_NODES, Topology()),
+        (Topology("", "2"), ON_NODES, ("2", "2", "10.0.0.1:20007")),
+        (Topology("2"), ON_NODES, ("2", "", "10.0.0.1:20007")),
+        (Topology("", "2", "b:1"), ON_NODES, ("2", "2", "b:1")),
+        (Topology("2", "2", "b:1"), ON_NODES, Topology("2", "2", "b:1")),
+        (Topology("1:2", "2", "b:1"), ON_NODES, Topology("1:2", "2", "b:1")),
+        (Topology("", "2"), MPI, ("2", "2", "a:29400")),
+        (Topology("", "2"), {**STEP, "RANK": "0"}, Topology("", "2")),
+        (Topology("", "2"), {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, Topology("", "2")),
+        (Topology("", "3"), STEP, None),
+        (Topology("1", "2"), ON_NODES, None),
+        (Topology("1"), STEP, None),
+    ],
+)
+def test_the_tasks_of_a_step_start_one_job_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+    topology: Topology,
+    env: dict[str, str],
+    expected: Topology | tuple[str, str, str] | None,
+) -> None:
+    monkeypatch.setattr("stepladder.core.world.find_first_node_address", lambda nodes: "10.0.0.1")
+    if expected is None:
+        with pytest.raises(InputError, match=r"2 tasks .* none of which knows the others") as error:
+            topology.in_step(env)
+        assert "--independent" in error.value.hint
+        return
+    joined = topology.in_step(env)
+    if isinstance(expected, tuple):
+        assert (joined.nodes, joined.nproc, joined.endpoint) == expected
+        assert bool(joined.note)
+    else:
+        assert joined == expected

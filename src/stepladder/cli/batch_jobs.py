@@ -115,12 +115,12 @@ def submit(
     if lint is not None:
         return show_findings(lint, as_json)
     command = parse_submitted_command(words)
-    rehearsal = make_rehearsal(command, flags, writes) if rehearse else None
     if writes and not rehearse:
         raise InputError(
             "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
         )
     job = make_job(command, nodes, flags)
+    rehearsal = make_rehearsal(command, job, writes) if rehearse else None
     validate_output(Path(job.output))
     cluster = open_cluster(job.cluster)
     if dry_run:
@@ -146,12 +146,12 @@ def show_submitted(number: str, name: str, as_json: bool) -> None:
         echo(f"job {number}: {name}; its output: stepladder logs -f {number}")
 
 
-def make_rehearsal(
-    command: SubmittedCommand, flags: dict[str, Any], writes: tuple[Path, ...]
-) -> Rehearsal:
+def make_rehearsal(command: SubmittedCommand, job: BatchJob, writes: tuple[Path, ...]) -> Rehearsal:
     """Return the rehearsal of the job's script on this machine."""
-    has_gpus = bool(flags["gpus_per_node"])
-    return Rehearsal.from_command(command.kind, command.arguments, has_gpus, writes)
+    has_ranks = job.nodes[1] > 1 or job.nproc != "1"
+    return Rehearsal.from_command(
+        command.kind, command.arguments, bool(job.gpus_per_node), writes, has_ranks
+    )
 
 
 def make_job(command: SubmittedCommand, nodes: str, flags: dict[str, Any]) -> BatchJob:

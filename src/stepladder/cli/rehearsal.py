@@ -24,16 +24,22 @@ class Rehearsal:
         args: Its arguments.
         gpus: The job asks for GPUs.
         writes: Folders that the script writes for real.
+        trains_together: The job has several ranks, which train one model.
     """
 
     script: Path
     args: tuple[str, ...]
     gpus: bool
     writes: tuple[Path, ...] = ()
+    trains_together: bool = False
 
     @staticmethod
     def from_command(
-        kind: str, arguments: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()
+        kind: str,
+        arguments: Sequence[str],
+        gpus: bool,
+        writes: tuple[Path, ...] = (),
+        has_ranks: bool = False,
     ) -> Rehearsal:
         """Return the rehearsal of a submitted command.
 
@@ -42,6 +48,7 @@ class Rehearsal:
             arguments: The arguments after it.
             gpus: The job asks for GPUs.
             writes: Folders that the script writes for real.
+            has_ranks: The job has several ranks.
 
         Raises:
             InputError: It is not a Python script.
@@ -60,13 +67,17 @@ class Rehearsal:
                 "--rehearse with -m or --no-python: a rehearsal is for scripts", "-- SCRIPT.py"
             )
         script = Path(params["script"])
-        return Rehearsal(script, tuple(params["args"]), gpus, writable_folders(writes))
+        together = has_ranks and not params["independent"]
+        return Rehearsal(script, tuple(params["args"]), gpus, writable_folders(writes), together)
 
     def passes_check(self, as_json: bool) -> bool:
         """Check the script, and print the findings.
 
         Returns:
             Whether the script ran, without an error or a warning.
+
+        Raises:
+            InputError: Each rank of the job would train the same.
         """
         from stepladder.cli.check import show_report
         from stepladder.cli.findings import tell_finding
@@ -93,4 +104,10 @@ class Rehearsal:
             )
         elif report.exit_code:
             print_message("the rehearsal has found the problems above: nothing is submitted")
+        elif self.trains_together and report.trains_alone:
+            raise InputError(
+                f"{self.script} forms no process group: each rank of the job would train the same",
+                "init_process_group and DistributedDataParallel, or one rank; or"
+                f" -- run --independent {self.script} if each rank is to train alone",
+            )
         return report.exit_code == 0

@@ -32,6 +32,7 @@ from stepladder.launcher.run import prepare_run
 from stepladder.launcher.script import EXCHANGE_VARIABLE, Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import EndWriter
+from stepladder.rank.separate_training import ONE_TRAINING_VARIABLE
 from stepladder.train.job_source import validate_not_job
 
 FLAGS_WITHOUT_EFFECT = (
@@ -81,6 +82,7 @@ class RunFlags:
         end_after: Seconds without progress after which the ranks are ended, or restarted.
             [default: never]
         exchange: How CPU ranks of one machine exchange tensors: memory that they share, or gloo.
+        independent: Each rank trains a model of its own, without the others.
         pretend_gpus (N): Run a script for CUDA and NCCL on N CPU ranks, without a GPU.
     """
 
@@ -115,6 +117,7 @@ class RunFlags:
     end_after: Wait | None = None
     exchange: Literal["memory", "gloo"] = "memory"
     pretend_gpus: Annotated[Count | None, "--simulate-gpus", "--pretend-gpus"] = None
+    independent: bool = False
     run_path: Annotated[bool, HIDDEN] = False
 
 
@@ -152,6 +155,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     if code is not None:
         return code
     os.environ[EXCHANGE_VARIABLE] = flags["exchange"]
+    os.environ[ONE_TRAINING_VARIABLE] = "" if flags["independent"] else "1"
     if topology.note:
         print_message(topology.note)
     if flags["run_dir"] is None:
@@ -174,11 +178,18 @@ def make_topology(flags: dict[str, Any]) -> Topology:
     if flags["pretend_gpus"]:
         nproc = nproc or str(flags["pretend_gpus"])
     if flags["standalone"] or flags["pretend_gpus"]:
-        return Topology("1", nproc)
-    topology = Topology(
-        flags["nnodes"], nproc, flags["rdzv_endpoint"], flags["local_addr"], hosts=flags["hosts"]
-    )
-    return topology.with_cluster_variables()
+        topology = Topology("1", nproc)
+    else:
+        topology = Topology(
+            flags["nnodes"],
+            nproc,
+            flags["rdzv_endpoint"],
+            flags["local_addr"],
+            hosts=flags["hosts"],
+        ).with_cluster_variables()
+    if flags["independent"] or flags["master_addr"]:
+        return topology
+    return topology.in_step()
 
 
 def simulate_gpus(gpus: int) -> None:

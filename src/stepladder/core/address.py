@@ -37,10 +37,14 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """
     host, _, port_text = text.rpartition(":")
     port = parse_whole_number(port_text, 1, MAX_PORT)
-    if port is None or not re.fullmatch(r"\[[^][\s]+\]|[^][\s]+", host):
-        raise InputError(
-            f"--rdzv-endpoint {text!r} is not HOST:PORT", "--rdzv-endpoint node1:29400"
-        )
+    if (
+        port is None
+        or (":" in host and not host.startswith("["))
+        or not re.fullmatch(r"\[[^][\s]+\]|[^][\s]+", host)
+    ):
+        is_address = text.count(":") > 1
+        example = format_endpoint(text.strip("[]"), 29400) if is_address else "node1:29400"
+        raise InputError(f"--rdzv-endpoint {text!r} is not HOST:PORT", f"--rdzv-endpoint {example}")
     return host.strip("[]"), port
 
 

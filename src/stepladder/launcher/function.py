@@ -31,6 +31,7 @@ from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
 from stepladder.launcher.stdin import END_WITH_STDIN_VARIABLE, end_with_stdin
 from stepladder.rank.open_file import MemoryFile
+from stepladder.rank.separate_training import ONE_TRAINING_VARIABLE, refuse_separate_training
 
 LAUNCHER_CODE = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
 
@@ -78,6 +79,7 @@ class FunctionCall(Script):
     def work(self) -> int:
         """Call the function, and write its value or its exception to the rank's file."""
         self.become_main()
+        refuse_separate_training("launch(..., independent=True)")
         files = CallFiles(**json.loads(self.name))
         result_file = Path(files.results[int(os.environ["RANK"])])
         sys.path[:], call = pickle.loads(Path(files.call).read_bytes())
@@ -101,7 +103,11 @@ def write_failure(path: str, failure: Failure) -> None:
 
 @validate_arguments
 def launch(
-    function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0
+    function: Callable[..., Any],
+    *args: Any,
+    nproc: int | str = 1,
+    timeout: float = 600.0,
+    independent: bool = False,
 ) -> list[Any]:
     """Return the values of `function(*args)` on `nproc` new processes, in rank order.
 
@@ -114,6 +120,7 @@ def launch(
         *args: The arguments of the function.
         nproc: A number of processes, or "auto", "gpu" or "cpu".
         timeout: The number of seconds that a rank may stay stopped.
+        independent: Each rank trains a model of its own, without the others.
 
     Returns:
         The value of each rank; rank 0 comes first.
@@ -129,13 +136,13 @@ def launch(
     call_path, failure_path, *result_paths = [str(file.path) for file in memory_files]
     files = CallFiles(call_path, failure_path, result_paths)
     Path(call_path).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
-    code = run_launcher(files, rank_count, timeout)
+    code = run_launcher(files, rank_count, timeout, independent)
     if code:
         raise read_failure(files, code)
     return [read_pickle(path, (None, None))[0] for path in result_paths]
 
 
-def run_launcher(files: CallFiles, rank_count: int, timeout: float) -> int:
+def run_launcher(files: CallFiles, rank_count: int, timeout: float, independent: bool) -> int:
     """Run the launcher process, print its output, and return its exit code."""
     package_parent = str(Path(__file__).parents[2])
     users_path = os.environ.get("PYTHONPATH", "")
@@ -145,7 +152,12 @@ def run_launcher(files: CallFiles, rank_count: int, timeout: float) -> int:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": path, END_WITH_STDIN_VARIABLE: "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            END_WITH_STDIN_VARIABLE: "1",
+            ONE_TRAINING_VARIABLE: "" if independent else "1",
+        },
         start_new_session=True,
     ) as launcher:
         try:

@@ -23,6 +23,7 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
+from stepladder.rank.separate_training import refuse_separate_training
 from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import keep_stores_of_groups
 
@@ -149,6 +150,7 @@ class Script:
         replaced_entries = 0 if self.safe_path else 1
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
+        refuse_separate_training("stepladder run --independent")
         keep_stores_of_groups()
         name_groups_in_stacks()
         if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:

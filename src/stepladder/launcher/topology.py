@@ -16,7 +16,7 @@ from stepladder.core.address import format_endpoint
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.process_count import parse_process_range, parse_range
-from stepladder.core.world import FIRST_PORT, NUM_PORTS, find_launcher
+from stepladder.core.world import FIRST_PORT, NUM_PORTS, TORCHRUN, World, find_launcher
 
 Range = tuple[int, int]
 CLUSTER_VARIABLE = "STEPLADDER_CLUSTER"  # names another batch system than Slurm
@@ -83,6 +83,43 @@ class Topology:
                     note=f"{topology.nodes} nodes ({topology.note}); --nodes 1 for this one alone",
                 )
         return self
+
+    def in_step(self, env: Mapping[str, str] | None = None) -> Topology:
+        """Return the topology for a task of a launcher's, such as srun's or mpirun's.
+
+        The flags may say that each task is the agent of a node. All tasks start one job together.
+
+        Args:
+            env: The environment, by default that of this process.
+
+        Raises:
+            InputError: Each task would start a job of its own.
+        """
+        env = os.environ if env is None else env
+        launcher = find_launcher(env)
+        if launcher in (None, TORCHRUN) or not (self.nodes or self.nproc):
+            return self
+        is_on_nodes = self.parse_ranges()[0][1] > 1
+        if is_on_nodes and self.endpoint:
+            return self
+        world = World.detect(env)
+        if not self.nodes and self.nproc in ("1", str(world.ranks_per_node)):
+            return replace(self, nproc="")  # each task is a rank
+        tasks = str(world.world_size)
+        nodes = env.get("SLURM_STEP_NUM_NODES", str(world.num_nodes))
+        if tasks == nodes and self.nodes in ("", nodes):
+            endpoint = self.endpoint or format_endpoint(*world.endpoint)
+            return replace(
+                self, nodes=nodes, endpoint=endpoint, note=f"{nodes} nodes ({world.source})"
+            )
+        if is_on_nodes:
+            return self
+        raise InputError(
+            f"{tasks} tasks ({world.source}) on {nodes} {'node' if nodes == '1' else 'nodes'} each"
+            f" start {self.nproc or 1} ranks: {tasks} trainings, none of which knows the others",
+            "one task per node (srun --ntasks-per-node=1); or neither --nproc nor --nodes, and each"
+            " task is a rank; or --independent",
+        )
 
 
 def read_runpod(env: Mapping[str, str]) -> Topology | None:

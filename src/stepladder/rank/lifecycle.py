@@ -51,6 +51,7 @@ from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.
 RANK_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+ERROR_FILE_VARIABLE = "STEPLADDER_ERRORS"  # where a rank records its error for its launcher
 EXIT_TIMEOUT_S = 5.0  # how long the interpreter may take to end after an exception
 EXIT_CALLBACKS: list[Callable[[], None]] = []  # called after the work, when its error is written
 _failure_codes: list[int] = []  # one exit code if a job has failed in this process, else empty
@@ -115,7 +116,7 @@ def run_rank(
         is_script: Whether the work is a user's script, whose errors keep all their frames, as
             Python itself shows them.
     """
-    _become_rank(env)
+    _become_rank({**env, ERROR_FILE_VARIABLE: str(error_file)})
     set_fd_store(shared.fd_store)
     open_control_channel(shared.control)
     map_segment(shared.segment)

@@ -116,14 +116,15 @@ def find_caller() -> Frame | None:
     frame = currentframe()
     while frame is not None:
         code = frame.f_code
-        if _is_users_file(code.co_filename):
+        if is_users_file(code.co_filename):
             return Frame(code.co_name, code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
 @cache
-def _is_users_file(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Return whether a file belongs to neither this package nor a library."""
     return Frame("", file, 0).is_users
 
 

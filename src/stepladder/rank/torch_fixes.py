@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from stepladder.core.after_import import call_after_import
+
 if TYPE_CHECKING:
     import torch
     from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 DYNAMO = "torch._dynamo"
 FD_FOLDER = Path("/proc/self/fd")
+# Modules by which ranks exchange tensors without torch.distributed.
+OTHER_EXCHANGES = {"mpi4py.MPI", "horovod.torch", "byteps.torch"}
 GLOO_TIMEOUT_S = 5.0
 GLOO_POLL_S = 0.001
 GLOO_QUIET_POLLS = 3  # in a row, after which gloo's threads count as idle
@@ -201,6 +205,50 @@ class BareStep:
 def _is_defined_in(file: str | None, function: object) -> bool:
     """Tell whether a function is torch's own, and no wrapper from another file."""
     return getattr(getattr(function, "__code__", None), "co_filename", "") == file
+
+
+# The first step of an optimizer.
+
+
+def call_at_separate_step(
+    may_form_group: Callable[[], bool], callback: Callable[[], object]
+) -> None:
+    """Call a function before the first optimizer step, if this process is in no process group then.
+
+    torch's hook of all optimizers tells of the step. A process that communicates by MPI or Horovod,
+    or that calls functions of other processes by RPC, needs no group.
+
+    Args:
+        may_form_group: Whether the process may yet form a group; then its second step counts.
+        callback: The function, which ends the process.
+    """
+    steps = 0
+
+    def add_hook(optimizers: Any) -> None:
+        def before_step(*_: object) -> None:
+            nonlocal steps
+            steps += 1
+            if _is_alone():
+                if steps > 1 or not may_form_group():
+                    callback()
+            # torch iterates over the hooks meanwhile, so that only the last one may go.
+            elif next(reversed(hooks)) == handle.id:
+                handle.remove()
+
+        hooks = optimizers._global_optimizer_pre_hooks
+        handle = optimizers.register_optimizer_step_pre_hook(before_step)
+
+    call_after_import("torch.optim.optimizer", add_hook)
+
+
+def _is_alone() -> bool:
+    import torch.distributed as dist
+
+    if sys.modules.keys() & OTHER_EXCHANGES:
+        return False
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    has_rpc = rpc is not None and dist.is_available() and rpc._is_current_rpc_agent_set()
+    return not has_rpc and not (dist.is_available() and dist.is_initialized())
 
 
 # gloo's threads and the GIL.

@@ -25,6 +25,33 @@ MAX_REQUEUES = 50
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Fields that the batch script has in quotes, or without control characters in a comment.
 QUOTED_FIELDS = ("job_dir", "made_by", "setup")
+# Options of sbatch that `submit` sets: the short name, and what to type instead, by default the
+# flag of the same name.
+OWN_OPTIONS = {
+    "array": ("a", "submit each: the jobs of an array would have one run directory"),
+    "job-name": ("J", "submit --name"),
+    "partition": ("p", ""),
+    "account": ("A", ""),
+    "qos": ("q", ""),
+    "constraint": ("C", ""),
+    "reservation": ("", ""),
+    "nodes": ("N", ""),
+    "ntasks": ("n", "submit --nodes N --nproc N"),
+    "ntasks-per-node": ("", "submit --nproc N"),
+    "cpus-per-task": ("c", ""),
+    "gpus-per-node": ("", ""),
+    "gpus-per-task": ("", "submit --gpus-per-node N"),
+    "mem": ("", ""),
+    "time": ("t", ""),
+    "output": ("o", ""),
+    "open-mode": ("", "leave it out: the output is appended to"),
+    "signal": ("", "leave it out: SIGTERM comes in time for a snapshot"),
+    "requeue": ("", "submit --max-requeues N"),
+    "no-requeue": ("", "submit --max-requeues 0"),
+    "no-kill": ("k", "submit --nodes A:B"),
+}
+# --name=value or --name value; -Nvalue, after letters that take no value.
+SBATCH_SPELLING = re.compile(r"--([^=\s]+)|-[HOQWhsuv]*(\w)")
 TIME_LIMIT = re.compile(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
 
 
@@ -134,10 +161,20 @@ def _validate_sbatch_option(option: str) -> None:
         raise InputError(
             f"--sbatch-arg {option!r} is not an option of sbatch", "--sbatch-arg=--exclusive"
         )
-    if re.match(r"--array\b|-a", option):
-        raise InputError(
-            f"--sbatch-arg {option}: an array would have one run directory", "submit each"
-        )
+
+
+def _validate_free_option(option: str) -> None:
+    """Raise InputError for an option of sbatch that `submit` sets itself, in any spelling."""
+    match = SBATCH_SPELLING.match(option)
+    if match is None:
+        return
+    typed = match[1] or match[2]
+    for name, (letter, hint) in OWN_OPTIONS.items():
+        # sbatch accepts the beginning of a name.
+        if typed == letter or (len(typed) > 1 and name.startswith(typed)):
+            raise InputError(
+                f"--sbatch-arg {option}: submit sets --{name} itself", hint or f"submit --{name}"
+            )
 
 
 def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any) -> BatchJob:
@@ -155,6 +192,8 @@ def make_batch_job(flags: Mapping[str, Any], site: SiteDefaults, **computed: Any
         InputError: If a flag's value is not valid.
     """
     typed_values = {name: value for name, value in flags.items() if value is not None}
+    for option in typed_values.get("sbatch_args", ()):
+        _validate_free_option(option)
     for name, value in typed_values.items():
         if value == "":
             flag = f"--{name.replace('_', '-')}"

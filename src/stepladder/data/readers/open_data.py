@@ -18,6 +18,7 @@ from stepladder.data.readers.images import IMAGE_SUFFIXES, open_images
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
 from stepladder.data.readers.open_options import OpenOptions, convert_columns, list_names
 from stepladder.data.readers.record_index import INDEX_SUFFIX
+from stepladder.data.shards.shard import H5_SUFFIXES
 from stepladder.data.source import Source
 
 CACHED_PREFIX = "cache-"  # of what Hugging Face's datasets keep beside their files
@@ -170,7 +171,9 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
         problem = "is of no format that is known by its name"
         if format is not None:
             problem = f"cannot be read as {format!r}"
-        raise InputError(f"{paths[0]} {problem}", FORMAT_HINT)
+        is_shard = has_suffix(paths[0], H5_SUFFIXES)
+        hint = f'stepladder.Shards("{paths[0]}")' if is_shard else FORMAT_HINT
+        raise InputError(f"{paths[0]} {problem}", hint)
     file_format = FORMATS[chosen]
     if format is None:
         names = select_names(names, paths, chosen)

@@ -102,6 +102,7 @@ class Report:
         notes: Remarks on how the script was run.
         isolation: What the script tried to change outside of its copy.
         folder: The folder to which the files of findings are relative.
+        trains_alone: Whether the script trains in each process without the others.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     isolation: Isolation | None = None
     folder: Path = Path()
+    trains_alone: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -264,7 +266,12 @@ class Check:
             if note:
                 self.notes.append(note)
         self.add_findings(findings)
-        return Report(not_checked=not_checked, run_summary=summarize_run(run), notes=self.notes)
+        return Report(
+            not_checked=not_checked,
+            run_summary=summarize_run(run),
+            notes=self.notes,
+            trains_alone=run.recording.is_single_process and run.has_trained,
+        )
 
     def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
         """Return how the script is started first."""

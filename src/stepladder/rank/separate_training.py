@@ -1,0 +1,89 @@
+"""Ends a start of several ranks that each train on their own, before anything is trained twice."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from inspect import currentframe
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import NoReturn
+
+from stepladder.core.console import print_message
+from stepladder.core.errors import BAD_INPUT, InputError
+from stepladder.rank.error_record import RankError
+from stepladder.rank.lifecycle import ERROR_FILE_VARIABLE, EXIT_TIMEOUT_S, exit_now
+from stepladder.rank.stacks import find_caller, is_users_file
+from stepladder.rank.torch_fixes import call_at_separate_step
+
+# Set for the ranks of a start that trains one model, so that ranks which train alone are a mistake.
+ONE_TRAINING_VARIABLE = "STEPLADDER_ONE_TRAINING"
+FORMS_GROUP = "init_process_group"
+
+
+def refuse_separate_training(flag: str) -> None:
+    """End this rank at its first optimizer step outside of a process group, if it is one of many.
+
+    Code that is loaded and names the function which forms a group may first make one step, to warm
+    up. A program that is no Python, and an optimizer that is none of torch's, are not seen.
+
+    Args:
+        flag: What says that each rank is meant to train alone.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1 and os.environ.get(ONE_TRAINING_VARIABLE):
+        call_at_separate_step(may_form_group, partial(_end_separate_training, num_ranks, flag))
+
+
+def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
+    step = find_caller()
+    at = f", {Path(step.file).name}:{step.line}" if step else ""
+    end_with_bad_input(
+        InputError(
+            f"each of the {num_ranks} ranks trains on its own, {num_ranks} times the same: there is"
+            f" no process group at the first optimizer step{at}",
+            "init_process_group and DistributedDataParallel, or start one rank; or"
+            f" {flag} if each rank is to train alone",
+        )
+    )
+
+
+def end_with_bad_input(error: InputError) -> NoReturn:
+    """End this rank at once: the code around might catch an exception, or save what it has."""
+    rank = int(os.environ["RANK"])
+    if ERROR_FILE_VARIABLE in os.environ:
+        RankError.from_error(rank, error).write(Path(os.environ[ERROR_FILE_VARIABLE]))
+    elif rank == 0:
+        print_message(str(error))
+    else:  # no launcher reads the error: srun may end the first rank when this one has ended
+        time.sleep(EXIT_TIMEOUT_S)
+    exit_now(BAD_INPUT)
+
+
+def may_form_group() -> bool:
+    """Return whether code of the user's in this process names the function that forms a group."""
+    codes = [*_codes_of_stack(), *_codes_of_modules()]
+    return any(is_users_file(code.co_filename) and _names_function(code) for code in codes)
+
+
+def _codes_of_stack() -> Iterator[CodeType]:
+    frame = currentframe()
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def _codes_of_modules() -> Iterator[CodeType]:
+    for module in list(sys.modules.values()):
+        if is_users_file(getattr(module, "__file__", None) or "<string>"):
+            for value in list(vars(module).values()):
+                if isinstance(value, FunctionType):
+                    yield value.__code__
+
+
+def _names_function(code: CodeType) -> bool:
+    inner_codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return FORMS_GROUP in code.co_names or any(map(_names_function, inner_codes))
