@@ -98,7 +98,8 @@ def test_the_hook_is_gone_after_the_first_step_also_beside_another_one(tmp_path:
 @pytest.mark.slow
 def test_two_nodes_end_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.format(before="", after="pass"))
-    flags = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
+    flags = "--nodes", 2, "--local-addr", "127.0.0.1"
+    flags = *flags, "--rdzv-endpoint", f"127.0.0.1:{find_free_port()}"
     with started("run", *flags, "train.py", cwd=tmp_path) as other:
         done = run("run", *flags, "train.py", cwd=tmp_path)
         codes = {done.returncode, other.end()}
