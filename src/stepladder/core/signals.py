@@ -1,9 +1,10 @@
-"""What a tool does on a signal while other processes work for it."""
+"""What a process does on signals while others work for it, and while it records its end."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,3 +26,27 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
+
+
+def mute_signal_handlers(error: BaseException) -> BaseException:
+    """Let no handler of the job, or of a library, run from now on in this process.
+
+    A handler runs between any two lines of the main thread, and may raise: torch's does when a data
+    loader's worker has ended. The muted signals neither end this process nor change how it gets to
+    know of the end of its children.
+
+    Args:
+        error: The error that ends this process.
+
+    Returns:
+        The error; or what a handler has raised until now, whose context the error is.
+    """
+    while threading.current_thread() is threading.main_thread():
+        try:
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, lambda *_: None)
+            break
+        except BaseException as raised:
+            error = raised
+    return error

@@ -19,6 +19,7 @@ from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.stacks import blocks_signal
 from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
+from stepladder.rank.torch_fixes_loader import report_unsent_batches
 
 WORKER_START_TIMEOUT_S = 30.0
 WORKER_EXIT_TIMEOUT_S = 3.0
@@ -108,6 +109,7 @@ def initialize_worker(worker: int) -> None:
     """
     die_with_parent()
     send_tensors_by_open_socket(quiet=worker > 0)
+    report_unsent_batches()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

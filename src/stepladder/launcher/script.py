@@ -25,6 +25,7 @@ from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
 from stepladder.rank.separate_training import refuse_separate_training
 from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
+from stepladder.rank.torch_fixes_loader import report_unsent_batches
 from stepladder.rank.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
@@ -153,6 +154,7 @@ class Script:
         refuse_separate_training("stepladder run --independent")
         keep_stores_of_groups()
         name_groups_in_stacks()
+        report_unsent_batches()
         if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
             make_groups_by(load_shared_memory_group)
         if self.kind == "module":

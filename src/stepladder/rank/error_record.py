@@ -25,6 +25,7 @@ from stepladder.core.errors import (
 )
 from stepladder.core.machine_limits import NO_MEMORY_TEXT, is_limit_error
 from stepladder.core.tracebacks import fold_traceback, skip_launcher_frames
+from stepladder.rank.failed_worker import name_failed_worker
 from stepladder.rank.progress import append_line
 
 
@@ -42,6 +43,8 @@ class ErrorKind(StrEnum):
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
+    WORKER_KILLED = "worker killed"  # a data loader's
+    SHARED_MEMORY = "shared memory"  # /dev/shm is full
     PORT_IN_USE = "port in use"
     NOT_CONNECTED = "not met"  # the ranks did not connect to each other
     SYS_EXIT = "own end"  # sys.exit() with a code that is no success
@@ -49,9 +52,14 @@ class ErrorKind(StrEnum):
 
 
 # Texts of torch, gloo, NCCL, the kernel and our exchange, for errors without a class of their own.
-# What torch makes of an error in the callback of a future, as of DistributedDataParallel.
+# What torch makes of an error in the callback of a future, as of DistributedDataParallel, and of an
+# error in a data loader's worker.
 IN_CALLBACK = re.compile(
     r"Got the following error when running the callback: \w+: (.*?)\n\nAt:\n.*", re.S
+)
+IN_WORKER = re.compile(
+    r"Caught \w+ (in DataLoader worker process \d+)\.\nOriginal Traceback.*?\n(?=\S)([\w.]+: )?",
+    re.S,
 )
 TIMED_OUT = re.compile(r"timed out", re.I)
 PEER_CLOSED = re.compile(
@@ -61,6 +69,10 @@ PEER_CLOSED = re.compile(
 )
 KIND_TEXTS = {
     ErrorKind.DIFFERENT_CALLS: re.compile(r"calls a different collective here than rank"),
+    ErrorKind.SHARED_MEMORY: re.compile(
+        r"allocate shared memory|unable to resize file </torch|out of shared memory"
+    ),
+    ErrorKind.WORKER_KILLED: re.compile(r"DataLoader worker .*(killed by signal|unexpectedly$)"),
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_CONNECTED: re.compile(
@@ -70,6 +82,13 @@ KIND_TEXTS = {
         re.I | re.S,
     ),
 }
+KINDS_WITHOUT_TRACEBACK = (
+    ErrorKind.CORRUPT,
+    ErrorKind.RANKS_DIFFER,
+    ErrorKind.STORAGE,
+    ErrorKind.WORKER_KILLED,
+    ErrorKind.SHARED_MEMORY,
+)
 # Classes whose kind does not depend on the error's text, the more special ones first.
 KIND_CLASSES: dict[type[BaseException], ErrorKind] = {
     InputError: ErrorKind.BAD_INPUT,
@@ -138,8 +157,8 @@ class RankError:
 
     @property
     def has_useful_traceback(self) -> bool:
-        """Whether the traceback adds something to the text, as it does unless data is the cause."""
-        return self.kind not in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER, ErrorKind.STORAGE)
+        """Whether the traceback adds something to the text: the code may be the cause."""
+        return self.kind not in KINDS_WITHOUT_TRACEBACK
 
     @property
     def full_trace(self) -> str:
@@ -161,8 +180,10 @@ class RankError:
     @staticmethod
     def from_error(rank: int, error: BaseException) -> RankError:
         """Return the record of an exception."""
+        step = getattr(error, "step", None)
+        error = name_failed_worker(error)
         user_error = error.with_traceback(skip_launcher_frames(error.__traceback__))
-        text = IN_CALLBACK.sub(r"\1", get_text(error))
+        text = IN_CALLBACK.sub(r"\1", IN_WORKER.sub(r"\1: ", get_text(error)))
         kind = classify_error(error)
         trace = "".join(traceback.format_exception(user_error))
         if kind is ErrorKind.DIFFERENT_CALLS:  # the text names the lines; these are their callers
@@ -172,7 +193,6 @@ class RankError:
         if isinstance(error, InputError):
             text = error.problem
             hint = error.hint
-        step = getattr(error, "step", None)
         return RankError(
             rank=rank,
             name=type(error).__name__,

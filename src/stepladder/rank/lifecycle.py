@@ -32,9 +32,11 @@ from stepladder.core.errors import (
     get_reason,
     is_failure,
 )
+from stepladder.core.signals import mute_signal_handlers
 from stepladder.core.tracebacks import fold_traceback, skip_launcher_frames
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import choose_end_code, write_end
+from stepladder.rank.failed_worker import name_failed_worker
 from stepladder.rank.fd_store import FdStore, set_fd_store
 from stepladder.rank.membership import get_joining_rank, open_control_channel
 from stepladder.rank.open_file import OpenFile
@@ -125,18 +127,23 @@ def run_rank(
     rank = get_joining_rank() or int(env["RANK"])
     try:
         code = work()
-    except SystemExit as error:
-        code = get_exit_code(error)
-        if is_failure(code):
-            RankError.from_error(rank, error).write(error_file)
-    except BaseException as error:
-        if not is_script:
-            fold_traceback(error)
-        RankError.from_error(rank, error).write(error_file)
-        code = BAD_INPUT if isinstance(error, InputError) else FAILED
+    except BaseException as raised:
+        code = _record_error(rank, mute_signal_handlers(raised), error_file, is_script)
     for callback in EXIT_CALLBACKS:
         callback()
     exit_now(code if isinstance(code, int) else DONE)
+
+
+def _record_error(rank: int, error: BaseException, error_file: Path, is_script: bool) -> int:
+    """Write the error that has ended the work of a rank, and return the exit code."""
+    code = BAD_INPUT if isinstance(error, InputError) else FAILED
+    if isinstance(error, SystemExit):
+        code = get_exit_code(error)
+    elif not is_script:
+        fold_traceback(error)
+    if is_failure(code):
+        RankError.from_error(rank, error).write(error_file)
+    return code
 
 
 def _become_rank(env: dict[str, str]) -> None:
@@ -176,9 +183,10 @@ def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
         code = work(*args)
     except (InputError, KeyboardInterrupt):
         raise
-    except SystemExit as error:
-        code = report_exit_call(error)
-    except BaseException as error:
+    except BaseException as raised:
+        error = name_failed_worker(mute_signal_handlers(raised))
+        if isinstance(error, SystemExit):
+            exit_now(report_exit_call(error))
         if isinstance(error, (RanksDiffer, StorageFault)):  # a traceback would explain nothing more
             print_message(str(error))
         else:

@@ -88,12 +88,19 @@ STATE_CAUSES = {
     ProcessState.ABORTED: ABORTED,
     ProcessState.SILENT: SILENT,
 }
+FULL_SHARED_MEMORY = (
+    "/dev/shm is full. HINT: df -h /dev/shm; docker run --ipc=host, or --shm-size=8g; or fewer"
+    " loading workers (num_workers=0 needs none of it)"
+)
 # The likely cause of an error, with a HINT: what users ask most often.
 ERROR_CAUSES = {
     ErrorKind.DIFFERENT_CALLS: f"{DIFFERENT_ORDER}. HINT: call each collective on every rank, or"
     " on none",
     ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch;"
     " train JOB --dry-run estimates the memory that it needs",
+    ErrorKind.WORKER_KILLED: "out of memory, most often: the kernel has ended the worker. HINT:"
+    " fewer workers, a smaller batch or prefetch_factor; dmesg shows what the kernel has killed",
+    ErrorKind.SHARED_MEMORY: FULL_SHARED_MEMORY,
     ErrorKind.LIMIT: f"a limit of this machine. HINT: {LIMITS_HINT}",
     ErrorKind.IMPORT: "an import. HINT: install what is missing for"
     f" {sys.executable}, which runs the ranks",
@@ -107,8 +114,7 @@ SIGNAL_CAUSES: dict[int, str] = {
     " memory",
     signal.SIGSEGV: "a crash in compiled code. HINT: python -X faulthandler; do all nodes have the"
     " same versions?",
-    signal.SIGBUS: "often /dev/shm is full. HINT: df -h /dev/shm; docker run --ipc=host, or fewer"
-    " loading workers",
+    signal.SIGBUS: f"often {FULL_SHARED_MEMORY}",
     signal.SIGABRT: ABORTED,
     signal.SIGILL: "a package built for another processor. HINT: install it on this machine",
 }

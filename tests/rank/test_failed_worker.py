@@ -1,0 +1,68 @@
+"""Which worker's end made a rank fail is found in whatever error the rank has seen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.context import ForkProcess
+
+import pytest
+import torch  # noqa: F401  (its signal handling is asked)
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
+
+from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.failed_worker import name_failed_worker
+
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
+ENDED = "DataLoader worker (pid(s) 7, 8) exited unexpectedly"
+BUS = (
+    "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's"
+    " workers are out of shared memory. Please try to raise your shared memory limit."
+)
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "kind"),
+    [
+        (RuntimeError(KILLED + " "), KILLED, ErrorKind.WORKER_KILLED),
+        (
+            RuntimeError(f"callback: RuntimeError: {KILLED} \n\nAt:\n x"),
+            KILLED,
+            ErrorKind.WORKER_KILLED,
+        ),
+        (chained(KeyError(3), RuntimeError(KILLED)), KILLED, ErrorKind.WORKER_KILLED),
+        (chained(RuntimeError(ENDED), RuntimeError(KILLED)), KILLED, ErrorKind.WORKER_KILLED),
+        (RuntimeError(ENDED), ENDED, ErrorKind.WORKER_KILLED),
+        (RuntimeError(f"{ENDED} with exit code 3."), f"{ENDED} with exit code 3.", ErrorKind.OTHER),
+        (RuntimeError(BUS), BUS, ErrorKind.SHARED_MEMORY),
+        (ValueError("a label"), "a label", ErrorKind.OTHER),
+        (ConnectionResetError("by peer"), "by peer", ErrorKind.OTHER),
+    ],
+)
+def test_the_error_of_a_rank(error: Exception, text: str, kind: ErrorKind) -> None:
+    record = RankError.from_error(1, error)
+    assert (record.text, record.kind) == (text, kind)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_torch_has_not_noticed_yet_is_found() -> None:
+    worker: ForkProcess = multiprocessing.get_context("fork").Process(target=_die)
+    worker.start()
+    assert worker.pid is not None
+    _set_worker_pids(id(worker), (worker.pid,))  # as a DataLoader's iterator does
+    try:
+        named = name_failed_worker(ConnectionResetError("by peer"))
+    finally:
+        _remove_worker_pids(id(worker))
+        worker.join()
+    assert str(named) == f"DataLoader worker (pid {worker.pid}) is killed by signal: Killed."
+    assert isinstance(named.__cause__, ConnectionResetError)
