@@ -286,7 +286,7 @@ def test_different_calls_on_one_machine_are_named_there_and_end_the_others(tmp_p
     printed, _ = read_all(machines)
     for own, other, length in ((2, 3, 5), (3, 2, 4)):
         assert (
-            f"rank {own}: rank {other} calls a different collective here than rank {own}:"
+            f"rank {own}: rank {other} passes another size here than rank {own}:"
             f" all_reduce sum ({length} float32) in <module>(), different.py:7, where" in printed
         ), printed
     assert len(re.findall("rank [01]: ", printed)) == 2, printed

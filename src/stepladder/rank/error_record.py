@@ -40,6 +40,7 @@ class ErrorKind(StrEnum):
     RANKS_DIFFER = "ranks differ"  # nobody can tell which rank is wrong
     STORAGE = "storage"  # a file could not be used, for a transient reason
     DIFFERENT_CALLS = "different calls"  # ranks have called different collectives
+    DIFFERENT_SIZES = "different sizes"  # the same collective, with tensors of different sizes
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
@@ -69,6 +70,7 @@ PEER_CLOSED = re.compile(
 )
 KIND_TEXTS = {
     ErrorKind.DIFFERENT_CALLS: re.compile(r"calls a different collective here than rank"),
+    ErrorKind.DIFFERENT_SIZES: re.compile(r"passes another size here than rank"),
     ErrorKind.SHARED_MEMORY: re.compile(
         r"allocate shared memory|unable to resize file </torch|out of shared memory"
     ),
@@ -82,6 +84,8 @@ KIND_TEXTS = {
         re.I | re.S,
     ),
 }
+# Errors that all ranks raise, each with its own view of them.
+KINDS_OF_MISMATCH = (ErrorKind.DIFFERENT_CALLS, ErrorKind.DIFFERENT_SIZES)
 KINDS_WITHOUT_TRACEBACK = (
     ErrorKind.CORRUPT,
     ErrorKind.RANKS_DIFFER,
@@ -163,7 +167,7 @@ class RankError:
     @property
     def full_trace(self) -> str:
         """The traceback with the error's text, where nothing else shows that."""
-        if self.kind is ErrorKind.DIFFERENT_CALLS:
+        if self.kind in KINDS_OF_MISMATCH:
             return f"{self.trace}{self.name}: {self.text}\n"
         return self.trace
 
@@ -186,7 +190,7 @@ class RankError:
         text = IN_CALLBACK.sub(r"\1", IN_WORKER.sub(r"\1: ", get_text(error)))
         kind = classify_error(error)
         trace = "".join(traceback.format_exception(user_error))
-        if kind is ErrorKind.DIFFERENT_CALLS:  # the text names the lines; these are their callers
+        if kind in KINDS_OF_MISMATCH:  # the text names the lines; these are their callers
             fold_traceback(user_error, with_note=False)
             trace = "".join(traceback.format_tb(user_error.__traceback__))
         hint = ""

@@ -208,3 +208,22 @@ def test_who_has_left_a_loop_is_read_from_what_ranks_have_recorded(deadlock: Any
 def test_a_rank_that_raised_has_left_no_loop() -> None:
     state = {"text": BREAKS, "has_stalled": True, "has_raised": True}
     assert rules_of(*left_early("train:5"), **state) == []
+
+
+def test_parts_of_different_sizes_are_named_where_the_run_came_no_further() -> None:
+    gathered = COLL | {"op": "all_gather", "way": "main:4", "at": ["train.py", 4, "main"]}
+    sizes = [[gathered | {"shape": [size]}] for size in (53, 52)]
+    statuses = [
+        RankStatus(0, 0, threads=waits_in("all_gather")),
+        RankStatus(1, 0, ProcessState.ABORTED, threads=waits_in("all_gather")),
+    ]
+    later = [gathered, gathered]  # rank 0 may have come further than the rank that gloo ended
+    for more in ([], [gathered | {"shape": [53]}]):
+        (finding,) = apply_rules(
+            evidence_of(
+                [*sizes[0], *more], sizes[1], has_finished=False, deadlock=explain_hang(statuses)
+            )
+        )
+        assert finding.rule == "collective-order" and "pad the tensors" in finding.fix
+        assert "of shape [53]" in finding.evidence and "of shape [52]" in finding.evidence
+    assert rules_of([*sizes[0], *later], [*sizes[1], *later]) == []  # as NCCL can

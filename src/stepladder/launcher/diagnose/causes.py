@@ -44,7 +44,8 @@ DIFFERENT_ORDER = (
     " parameters that only some ranks used"
 )
 DIFFERENT_SHAPES = (
-    "tensors of different shapes: a model, a vocabulary or a last batch that differs by rank"
+    "tensors of different shapes: a model, a vocabulary, a share of the data or a last batch that"
+    " differs by rank. HINT: pad them to one size, all_gather_object, or equal shares"
 )
 SKIPPED_BLOCK = (
     "a block of --shard full that not all ranks call, as where layers are dropped at random. Call"
@@ -96,6 +97,7 @@ FULL_SHARED_MEMORY = (
 ERROR_CAUSES = {
     ErrorKind.DIFFERENT_CALLS: f"{DIFFERENT_ORDER}. HINT: call each collective on every rank, or"
     " on none",
+    ErrorKind.DIFFERENT_SIZES: DIFFERENT_SHAPES,
     ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch;"
     " train JOB --dry-run estimates the memory that it needs",
     ErrorKind.WORKER_KILLED: "out of memory, most often: the kernel has ended the worker. HINT:"

@@ -126,7 +126,8 @@ def _find_abort(statuses: Sequence[RankStatus]) -> Explanation | None:
     different = next((peer for peer in peers if peer.describe_position() != position), None)
     if different is not None:
         sentence += f", while {different} was {different.describe_position()}"
-        cause = causes.DIFFERENT_ORDER
+        # gloo aborts where sizes differ, in the call of one line too: then the other rank is later.
+        cause = f"{causes.DIFFERENT_ORDER}; or {causes.DIFFERENT_SHAPES}"
     elif peers:
         sentence += f", where {peers[0]} was too"
         cause = causes.DIFFERENT_SHAPES

@@ -23,7 +23,7 @@ from stepladder.launcher.local.outcome import (
     Unrecoverable,
     signal_name,
 )
-from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.error_record import KINDS_OF_MISMATCH, ErrorKind, RankError
 
 STOP_TIMED_OUT = "asked to stop, the ranks did not reach the end of a step in time, and were ended"
 
@@ -135,7 +135,12 @@ def find_exception(evidence: Evidence) -> Outcome | None:
     ]
     if not causes:
         return None
-    return Raised(min(causes, key=lambda error: error.time))
+    first = min(causes, key=lambda error: error.time)
+    if first.kind in KINDS_OF_MISMATCH:  # the same rank's view in each run
+        first = min(
+            (error for error in causes if error.kind is first.kind), key=lambda error: error.rank
+        )
+    return Raised(first)
 
 
 def find_early_end(evidence: Evidence) -> Outcome | None:

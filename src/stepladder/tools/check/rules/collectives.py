@@ -90,7 +90,7 @@ def lone_evaluation(evidence: RunEvidence) -> Findings:
                 return
 
 
-@rank_rule("collective-order")
+@rank_rule("collective-order", "collective-order.sizes")
 def collective_order(evidence: RunEvidence) -> Findings:
     """Compare the collectives of two ranks call by call, as far as both ranks have come.
 
@@ -107,9 +107,11 @@ def collective_order(evidence: RunEvidence) -> Findings:
             rank = 0 if second is None else 1
             yield from unanswered_collective(evidence, rank, first or second, number)
             return
-        if first.op != second.op or have_different_shapes(first, second):
+        is_last = not evidence.run.has_finished and number == min(map(len, calls))
+        if first.op != second.op or have_different_shapes(first, second, is_last):
+            is_one_call = first.op == second.op and first.at == second.at
             yield evidence.finding(
-                "collective-order",
+                "collective-order.sizes" if is_one_call else "collective-order",
                 first.at,
                 f"collective {number} is {describe_collective(evidence, first)} on rank 0 and "
                 f"{describe_collective(evidence, second)} on rank 1",
@@ -120,9 +122,13 @@ def collective_order(evidence: RunEvidence) -> Findings:
         yield from unanswered_backward(evidence)
 
 
-def have_different_shapes(first: ScriptCollective, second: ScriptCollective) -> bool:
-    """Return whether shapes differ in a collective that needs equal ones."""
-    allows_any_shape = "gather" in first.op or first.op == "broadcast_object_list"
+def have_different_shapes(first: ScriptCollective, second: ScriptCollective, is_last: bool) -> bool:
+    """Return whether shapes differ in a collective that needs equal ones.
+
+    NCCL gathers tensors of different shapes, and gloo does not: the run comes no further.
+    """
+    allows_any_shape = "gather" in first.op and not is_last
+    allows_any_shape |= first.op == "broadcast_object_list"
     return first.shape != second.shape and not allows_any_shape
 
 
