@@ -16,6 +16,7 @@ from stepladder.rank.failed_worker import name_failed_worker
 
 KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
 ENDED = "DataLoader worker (pid(s) 7, 8) exited unexpectedly"
+EXITED = "DataLoader worker (pid 7) exited unexpectedly with exit code 3."
 BUS = (
     "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's"
     " workers are out of shared memory. Please try to raise your shared memory limit."
@@ -38,8 +39,12 @@ def chained(error: Exception, cause: Exception) -> Exception:
         ),
         (chained(KeyError(3), RuntimeError(KILLED)), KILLED, ErrorKind.WORKER_KILLED),
         (chained(RuntimeError(ENDED), RuntimeError(KILLED)), KILLED, ErrorKind.WORKER_KILLED),
-        (RuntimeError(ENDED), ENDED, ErrorKind.WORKER_KILLED),
-        (RuntimeError(f"{ENDED} with exit code 3."), f"{ENDED} with exit code 3.", ErrorKind.OTHER),
+        (RuntimeError(ENDED), ENDED, ErrorKind.OTHER),
+        (
+            chained(RuntimeError(ENDED), RuntimeError(f"{EXITED} Details")),
+            f"{EXITED} Details",
+            ErrorKind.OTHER,
+        ),
         (RuntimeError(BUS), BUS, ErrorKind.SHARED_MEMORY),
         (ValueError("a label"), "a label", ErrorKind.OTHER),
         (ConnectionResetError("by peer"), "by peer", ErrorKind.OTHER),

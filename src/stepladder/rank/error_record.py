@@ -74,7 +74,7 @@ KIND_TEXTS = {
     ErrorKind.SHARED_MEMORY: re.compile(
         r"allocate shared memory|unable to resize file </torch|out of shared memory"
     ),
-    ErrorKind.WORKER_KILLED: re.compile(r"DataLoader worker .*(killed by signal|unexpectedly$)"),
+    ErrorKind.WORKER_KILLED: re.compile(r"DataLoader worker .*killed by signal"),
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY_TEXT,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_CONNECTED: re.compile(

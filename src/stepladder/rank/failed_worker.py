@@ -10,7 +10,7 @@ from multiprocessing import active_children
 
 SIGNAL_HANDLING = "torch.utils.data._utils.signal_handling"
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: .*")
-WORKER_ENDED = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly.*")
+WORKER_ENDED = re.compile(r"DataLoader worker \(pid\S* [\d, ]+\) exited unexpectedly.*")
 # Between the moment that the kernel closes a process's sockets and the end of the process.
 WORKER_END_TIMEOUT_S = 0.5
 WORKER_END_POLL_S = 0.01
