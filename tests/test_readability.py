@@ -27,6 +27,7 @@ ATTRIBUTES_OF_OTHERS = 80
 # What is set from outside of its object, each with its reason.
 SET_FROM_OUTSIDE = {
     "BatchIterator.__next__": "the iterator of a user's DataLoader, timed from outside",
+    "Queue._on_queue_feeder_error": "a patch of multiprocessing",
     "_syscall.argtypes": "ctypes declares a C function so",
     "_syscall.restype": "the same",
     "block.forward": "a block of the user's model, whose activations are recomputed",
@@ -60,6 +61,8 @@ SET_FROM_OUTSIDE = {
     "sharer._address": "multiprocessing has no public name for it",
     "source.num_workers": "a recomputed batch is read without workers",
     "spec.loader.exec_module": "the import system calls it",
+    "storage._new_using_fd_cpu": "a patch of torch",
+    "storage._share_fd_cpu_": "a patch of torch",
     "table.bytes_read": "a reader reports its position",
     "timer.daemon": "threading.Timer takes no such argument",
     "work.has_result": "in each exchange: a method call would cost",

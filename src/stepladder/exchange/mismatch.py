@@ -18,7 +18,7 @@ from stepladder.rank.stacks import Frame
 
 MAX_ANSWER_S = 10.0  # a rank that is stopped does not answer
 MAX_MESSAGES_NAMED = 3
-SIZE = re.compile(r"(?<=\()\d+ ")  # of a call in words
+CALL_SIZE = re.compile(r"(?<=\()\d+ ")  # of a call in words
 TEXT_OFFSET = 8 * (CALL_WORD + 1)  # bytes from the beginning of a slot
 MAX_CALL_BYTES = 8 * WORDS_PER_SLOT - TEXT_OFFSET
 
@@ -68,7 +68,7 @@ def compare_calls(waiter: PeerWaiter, peer: int, count: int, call: str) -> CallM
     peer_name = waiter.names[peer]
     text = f"rank {peer_name} calls a different collective here than rank {own_name}"
     answer = _await_call(waiter, peer, count)
-    if SIZE.sub("", answer) == SIZE.sub("", call):
+    if CALL_SIZE.sub("", answer) == CALL_SIZE.sub("", call):
         text = f"rank {peer_name} passes another size here than rank {own_name}"
     if answer:
         return CallMismatch(peer, f"{text}: {answer}, where rank {own_name} calls {call}")

@@ -9,8 +9,8 @@ import traceback
 from multiprocessing import active_children
 
 SIGNAL_HANDLING = "torch.utils.data._utils.signal_handling"
-WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: .*")
-WORKER_ENDED = re.compile(r"DataLoader worker \(pid\S* [\d, ]+\) exited unexpectedly.*")
+LOADER_WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: .*")
+LOADER_WORKER_ENDED = re.compile(r"DataLoader worker \(pid\S* [\d, ]+\) exited unexpectedly.*")
 # Between the moment that the kernel closes a process's sockets and the end of the process.
 WORKER_END_TIMEOUT_S = 0.5
 WORKER_END_POLL_S = 0.01
@@ -24,7 +24,7 @@ def name_failed_worker(error: BaseException) -> BaseException:
     socket before torch notices.
     """
     text = "".join(traceback.format_exception(error))
-    match = WORKER_KILLED.search(text) or WORKER_ENDED.search(text)
+    match = LOADER_WORKER_KILLED.search(text) or LOADER_WORKER_ENDED.search(text)
     message = match[0] if match else _ask_torch(error)
     if message is None:
         return error
