@@ -149,19 +149,22 @@ def lab_up(
                 lab.lab("down")
 
 
+# It waits for the end of its input, which this process has, or for the end of this process: one that
+# it forked may hold the input open for longer.
 GUARD = """
 exec 3<&0
-(cat <&3 > /dev/null; if [ -e "$1/stepladder/lab" ]; then shift; "$@" lab down; fi; rm -rf "$XDG_STATE_HOME") &
+(
+  cat <&3 > /dev/null & tail -s 0.5 --pid "$2" -f /dev/null & wait -n; kill $(jobs -p)
+  if [ -e "$1/stepladder/lab" ]; then shift 2; "$@" lab down; fi; rm -rf "$XDG_STATE_HOME"
+) &
 """
 
 
 @contextmanager
 def guarding(lab: TestLab, state: Path) -> Iterator[None]:
-    """A process takes the lab down if this one does not, because it was killed: it reads from us to
-    the end.
-    """
+    """A process takes the lab down if this one does not, because it was killed."""
     guard = subprocess.Popen(
-        ["sh", "-c", GUARD, "guard", state, *lab.command],
+        ["bash", "-c", GUARD, "guard", state, str(os.getpid()), *lab.command],
         env={**os.environ, "XDG_STATE_HOME": str(state)},
         cwd="/",
         start_new_session=True,

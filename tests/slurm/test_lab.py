@@ -194,6 +194,41 @@ def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: P
         assert not processes_with(str(lab.folder))
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from labs import lab_up
+with lab_up("--nodes", 1) as lab:
+    if os.fork() == 0:
+        signal.pause()
+    print(lab.folder, flush=True)
+    signal.pause()
+"""
+
+
+@needs_lab
+@pytest.mark.slow
+def test_a_killed_test_run_leaves_no_daemon() -> None:
+    """Nor does one that has forked processes which live longer."""
+    tests = Path(__file__).parents[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tests], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().decode().strip())
+        daemons = json.loads((folder / "lab.json").read_text())["daemons"]
+        processes = [psutil.Process(daemon["pid"]) for daemon in daemons.values()]
+        assert len(processes) == 3
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(map(is_alive, processes)))
+        wait_until(lambda: not folder.parents[1].exists())
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # and what it has forked
+        process.wait()
+
+
 def network_parts(bridge: str) -> set[tuple[str, int]]:
     """A lab's namespaces and devices, with what tells them from another lab's, which may take the
     names.
