@@ -221,10 +221,10 @@ def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_
     folder: Path,
 ) -> None:
     with pytest.raises(
-        TypeError, match="state state/not storable is a function, which cannot be read back safely"
+        InputError, match="state state/not storable is a function, which cannot be read back safely"
     ):
         Snapshots(folder).save(3, model_of(3), {"not storable": lambda: None})
-    with pytest.raises(TypeError, match="state state/named is a Named, which cannot be read back"):
+    with pytest.raises(InputError, match="state state/named is a Named, which cannot be read back"):
         Snapshots(folder).save(3, model_of(3), {"named": Named(1, torch.ones(2))})
     assert whole_steps(folder) == [1, 2]
 

@@ -126,7 +126,7 @@ def make_job(kind: str) -> Job:
 
 
 def read_table() -> dict[str, dict[str, str]]:
-    """The rows of the table on the page: hook -> column -> cell."""
+    """The table on the page: hook -> column -> cell."""
     section = PAGE.read_text(encoding="utf-8").split("## Hooks")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -134,7 +134,24 @@ def read_table() -> dict[str, dict[str, str]]:
         if line.startswith("|")
     ]
     header, _, *body = rows
-    return {hook: dict(zip(header[1:], cells, strict=True)) for hook, *cells in body}
+    return {
+        hook: dict(zip(header[1:], cells, strict=True))
+        for names, *cells in body
+        for hook in split_hooks(names)
+    }
+
+
+def split_hooks(names: str) -> list[str]:
+    """The keys of HOOKS in a cell such as "`a`, `b` of a module, `c` of a weight"."""
+    hooks = []
+    waiting: list[str] = []
+    for name in names.split(", "):
+        waiting.append(name)
+        if not name.endswith("`") or name.startswith("a function"):
+            owner = name.split("` ", 1)[1] if not name.startswith("a function") else ""
+            hooks += [each if " " in each else f"{each} {owner}" for each in waiting]
+            waiting = []
+    return hooks
 
 
 def test_the_page_has_a_row_for_each_hook_and_a_column_for_each_layout() -> None:

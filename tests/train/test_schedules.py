@@ -115,8 +115,14 @@ def test_a_plateau_follows_the_best_metric_that_the_job_names(tmp_path: Path) ->
     assert fit_with_stops(tmp_path / "stopped", make) == lines
 
 
+class StoresNothing:
+    def step(self) -> None: ...
+
+
 class WantsAnEpoch:
     def step(self, epoch: int) -> None: ...
+    def state_dict(self) -> None: ...
+    def load_state_dict(self, state: None) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -125,6 +131,7 @@ class WantsAnEpoch:
         (halve_on_plateau("max"), {}, 'mode="max".* watches the training loss, whose best is its'),
         (halve_on_plateau(), {"best": ("error", "min")}, "watches error, but .* evaluates nothing"),
         (lambda _: WantsAnEpoch(), {}, "a step of WantsAnEpoch wants epoch"),
+        (lambda _: StoresNothing(), {}, "schedule of the Job is <.*StoresNothing"),
     ],
 )
 def test_a_schedule_that_cannot_be_stepped_is_refused_before_anything_is_written(
@@ -198,3 +205,66 @@ def test_a_function_of_a_schedule_that_changes_what_it_encloses_is_refused(tmp_p
     job = make_job(0.1, lambda it: lr_scheduler.LambdaLR(it, rate))
     with pytest.raises(InputError, match=r"^a step changes the variable calls of .*rate, which no"):
         fit(tmp_path, job)
+
+
+def change_rate(job: Job) -> None:
+    job.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def add_group(job: Job) -> None:
+    assert isinstance(job.model, nn.Linear)
+    bias = job.optimizer.param_groups[0]["params"].pop()
+    job.optimizer.add_param_group({"params": [bias]})
+
+
+def freeze(job: Job) -> None:
+    next(job.model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (change_rate, "lr"),
+        (add_group, "the number of groups"),
+        (freeze, "requires_grad of weights"),
+    ],
+)
+def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
+    change: Callable[[Job], None], name: str, tmp_path: Path
+) -> None:
+    job = make_job(0.1)
+    calls = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        calls.append(x)
+        result = job.loss(model, x)
+        if len(calls) == 10:
+            change(job)
+        return result  # type: ignore[return-value]
+
+    message = f"^{name} of the optimizer changed outside of its step and its schedule.* HINT: rates"
+    with pytest.raises(InputError, match=message):
+        fit(tmp_path, replace(job, loss=loss), microbatch=2)
+    assert len(calls) == 12  # the third step of four microbatches
+
+
+def test_a_schedule_whose_state_no_snapshot_can_have_is_refused_by_name(tmp_path: Path) -> None:
+    class Own(lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.function = lambda step: 0.9**step
+            super().__init__(optimizer)
+
+        def get_lr(self) -> Any:
+            return [rate * self.function(self.last_epoch) for rate in self.base_lrs]
+
+    with pytest.raises(
+        InputError, match=r"^state state/schedule/function is a function, .* HINT: "
+    ):
+        fit(tmp_path, make_job(0.1, Own))
+
+
+def test_steps_that_are_to_be_differentiated_are_refused(tmp_path: Path) -> None:
+    job = make_job(0.1)
+    optimizer = torch.optim.AdamW(job.model.parameters(), differentiable=True)
+    with pytest.raises(InputError, match=r"^AdamW has differentiable=True.* HINT: leave"):
+        fit(tmp_path / "run", replace(job, optimizer=optimizer))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepladder.core.errors import InputError
 from stepladder.core.process_count import count_cores
 
 # What torch.load reads with weights_only=True.
@@ -54,9 +55,10 @@ class HostBuffers:
             return tree.item()
         if tree is None or isinstance(tree, SAFE_TYPES):
             return tree
-        raise TypeError(
+        raise InputError(
             f"state {'/'.join(map(str, keys))} is a {type(tree).__name__},"
-            " which cannot be read back safely"
+            " which cannot be read back safely",
+            "leave it out of state_dict; numbers, texts, lists, dicts and tensors can be stored",
         )
 
     def _copy_tensor(self, tensor: Tensor, keys: Keys) -> Tensor:

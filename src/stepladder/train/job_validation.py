@@ -28,7 +28,8 @@ def is_optional_function(value: Any) -> bool:
 
 def is_schedule(value: Any) -> bool:
     schedules = value if isinstance(value, tuple) else (value,)
-    return value is None or all(hasattr(schedule, "step") for schedule in schedules)
+    methods = ("step", "state_dict", "load_state_dict")
+    return value is None or all(hasattr(each, name) for each in schedules for name in methods)
 
 
 def is_ema_decay(value: Any) -> bool:
@@ -180,6 +181,11 @@ def validate_gradients_fit(job: Job) -> None:
             raise InputError(
                 "SparseAdam steps sparse gradients only, and no module of the model has any",
                 "torch.optim.Adam(model.parameters(), lr=1e-3)",
+            )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise InputError(
+                f"{type(optimizer).__name__} has differentiable=True, for gradients of its steps",
+                "leave differentiable out",
             )
         if not isinstance(optimizer, torch.optim.Adafactor):
             continue

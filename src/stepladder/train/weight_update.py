@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stepladder.core.errors import InputError
 from stepladder.train.optimizers import Rate, is_plateau, read_rates
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
@@ -32,6 +33,34 @@ class WeightUpdate:
         self.layout = state.layout
         self.scales_loss = state.scaler.is_enabled()
         self.sync = sync
+        self.params = list(spec.job.model.parameters())
+        # As they were after the last step, since nothing but a step may change them.
+        self.groups: list[dict[str, Any]] = []
+        self.are_trained: list[bool] = []
+        self._record_settings()
+
+    def _record_settings(self) -> None:
+        self.groups = list(map(dict, self.optimizer.param_groups))
+        self.are_trained = [param.requires_grad for param in self.params]
+
+    def _validate_settings(self) -> None:
+        """Raise InputError if the job has changed settings, which each rank does by its passes."""
+        groups = self.optimizer.param_groups
+        changed = set()
+        if self.are_trained != [param.requires_grad for param in self.params]:
+            changed.add("requires_grad of weights")
+        if len(groups) != len(self.groups):
+            changed.add("the number of groups")
+        for group, before in zip(groups, self.groups, strict=False):
+            if group != before:
+                changed.update(name for name in group if group[name] != before.get(name))
+        if changed:
+            raise InputError(
+                f"{', '.join(sorted(changed))} of the optimizer changed outside of its step and its"
+                " schedule, where ranks and a resume differ",
+                "rates in Job(schedule=LambdaLR(optimizer, function)); groups and frozen weights in"
+                " build",
+            )
 
     def apply(self) -> tuple[Rate, torch.Tensor | None]:
         """Update the weights and clear the gradients.
@@ -41,6 +70,7 @@ class WeightUpdate:
             clipping, shape (). The norm is None if the job has no `clip_norm`.
         """
         norm = None
+        self._validate_settings()
         if self.plateaus and self.state.step and not self.state.step % self.steps_per_epoch:
             for plateau in self.plateaus:  # now, since the last epoch's value is known only now
                 plateau.step(self.state.epoch_value)
@@ -57,6 +87,7 @@ class WeightUpdate:
             param.grad = None
         if self.schedules:
             self._step_schedules(is_stepped)
+        self._record_settings()
         return learning_rate, norm
 
     def _step_warming_up(self) -> tuple[Rate, bool]:
