@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from inspect import currentframe
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import NoReturn
 
 from stepladder.core.console import print_message
@@ -27,8 +25,8 @@ FORMS_GROUP = "init_process_group"
 def refuse_separate_training(flag: str) -> None:
     """End this rank at its first optimizer step outside of a process group, if it is one of many.
 
-    Code that is loaded and names the function which forms a group may first make one step, to warm
-    up. A program that is no Python, and an optimizer that is none of torch's, are not seen.
+    A script that names the function which forms a group may first make one step, to warm up. A
+    program that is no Python, and an optimizer that is none of torch's, are not seen.
 
     Args:
         flag: What says that each rank is meant to train alone.
@@ -64,24 +62,14 @@ def end_with_bad_input(error: InputError) -> NoReturn:
 
 
 def may_form_group() -> bool:
-    """Return whether code of the user's in this process names the function that forms a group."""
-    codes = [*_codes_of_stack(), *_codes_of_modules()]
-    return any(is_users_file(code.co_filename) and _names_function(code) for code in codes)
-
-
-def _codes_of_stack() -> Iterator[CodeType]:
+    """Return whether the user's code that runs now names the function that forms a group."""
     frame = currentframe()
     while frame is not None:
-        yield frame.f_code
+        code = frame.f_code
+        if is_users_file(code.co_filename) and _names_function(code):
+            return True
         frame = frame.f_back
-
-
-def _codes_of_modules() -> Iterator[CodeType]:
-    for module in list(sys.modules.values()):
-        if is_users_file(getattr(module, "__file__", None) or "<string>"):
-            for value in list(vars(module).values()):
-                if isinstance(value, FunctionType):
-                    yield value.__code__
+    return False
 
 
 def _names_function(code: CodeType) -> bool:

@@ -1,7 +1,8 @@
 """Mistakes in batch scripts that Slurm accepts: `stepladder submit --lint FILE`.
 
-The rules search the text of the script. What a shell does not expand (single quotes, comments) is
-no command and is left out. A rule that is not certain reports nothing.
+The rules read the script as a shell runs it: which commands run in the batch step, which in the
+tasks of srun, and who gets the job's signal. What a shell does not expand (single quotes, comments)
+is no command and is left out. A rule that is not certain reports nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,9 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import parse_whole_number
 from stepladder.tools.findings.finding import Catalogue, Finding, Location
 
-AGENT_COMMAND = (
-    r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch"
-    r"|stepladder\s+(?:train|run))\b"
-)
+TORCH_AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch)\b"
+AGENT_COMMAND = rf"(?:{TORCH_AGENT}|\bstepladder\s+(?:train|run)\b)"
+PROGRAM = re.compile(rf"{AGENT_COMMAND}|\b(?:python3?|bash|sh)\b")
 MAX_SPLIT_LENGTH = 1 << 14  # characters; shlex takes quadratic time
 LONG_NAMES = {
     "-N": "--nodes",
@@ -29,6 +31,9 @@ LONG_NAMES = {
     "-c": "--cpus-per-task",
     "-t": "--time",
     "-p": "--partition",
+    "-o": "--output",
+    "-e": "--error",
+    "-D": "--chdir",
 }
 # Escaped characters, quoted texts, comments, and here-documents whose end is quoted. Of a text in
 # double quotes a shell leaves only the escaped characters unexpanded.
@@ -37,7 +42,35 @@ UNEXPANDED = re.compile(
     r"""|<<-?\s*(['"])(\w+)\1.*?^\s*\2$""",
     re.MULTILINE | re.DOTALL,
 )
+# What hides the end of a command: an escaped character, a text in double quotes, and the lines of a
+# here-document.
+HIDES_END = re.compile(
+    r"""\\.|"(?:[^"\\]|\\.)*"|(?<=<<)-?\s*(\w+)[^\n]*\n.*?^\s*\1$""", re.MULTILINE | re.DOTALL
+)
+OWN_ADDRESS = re.compile(
+    r"""MASTER_ADDR=["']?(?:\$\(hostname|\$\{?(?:HOSTNAME|SLURMD_NODENAME)|localhost|127\.)"""
+)
+COMMAND = re.compile(r"(?:[<>]&|&>|[^\n;&|])+")
 LINT_TEXTS = Catalogue("stepladder.tools.lint")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a script, with its continuation lines.
+
+    Args:
+        text: The command, with blanks for what no shell expands.
+        line: Its line.
+        step: What srun runs in its tasks, after its options; None in the batch step.
+        options: The options of srun.
+        in_background: Whether the shell goes on at once.
+    """
+
+    text: str
+    line: int
+    step: str | None
+    options: dict[str, str]
+    in_background: bool
 
 
 class BatchScript:
@@ -50,12 +83,34 @@ class BatchScript:
         # The line and the value of each option of the #SBATCH lines, by its long name.
         self.options: dict[str, tuple[int, str]] = {}
         for number, line in enumerate(text.splitlines(), 1):
+            if re.match(r"#SBATCH\s+(?:het|pack)job", line):
+                break  # the options of another part of the job follow
             if line.startswith("#SBATCH"):
                 for name, value in parse_options(line.removeprefix("#SBATCH")):
                     self.options[name] = (number, value)
-        # Each command with its continuation lines, as a match in `code`.
-        matches = re.finditer(r"(?:[^\n\\]|\\.|\\\n)+", self.code)
-        self.commands = [match for match in matches if match[0].strip()]
+        self.commands = list(self._find_commands())
+        # Where a relative path may lead to: where the script is submitted is not known.
+        self.bases = [Path.cwd() / self.get_option("--chdir"), path.parent]
+
+    def _find_commands(self) -> Iterator[Command]:
+        joined = self.code.replace("\\\n", "  ")
+        ends = HIDES_END.sub(lambda match: "_" * len(match[0]), joined)
+        for match in COMMAND.finditer(ends):
+            words = match[0].split()
+            if not words:
+                continue
+            start, end = match.span()
+            is_text = words[0] in ("echo", "printf", "cat")
+            srun = None if is_text else re.search(r"\bsrun\b", match[0])
+            program = PROGRAM.search(self.text, start + srun.end() if srun else end, end)
+            step_start = program.start() if program else end
+            yield Command(
+                "" if is_text else joined[start:end],
+                self.find_line(start + len(match[0]) - len(match[0].lstrip())),
+                self.text[step_start:end] if srun else None,
+                dict(parse_options(joined[start + srun.end() : step_start])) if srun else {},
+                re.match("&(?!&)", ends[end:]) is not None,
+            )
 
     def find_line(self, offset: int) -> int:
         """Return the line number of an offset in the text."""
@@ -64,6 +119,14 @@ class BatchScript:
     def make_finding(self, rule: str, line: int, **values: Any) -> Finding:
         """Return the finding of a rule on a line."""
         return LINT_TEXTS.finding(rule, Location(str(self.path), line), values=values)
+
+    def get_nodes(self, command: Command) -> str:
+        """Return the number of nodes of a command of srun, or else of the job."""
+        return command.options.get("--nodes") or self.get_option("--nodes") or "1"
+
+    def is_on_nodes(self, command: Command) -> bool:
+        """Return whether a command runs on several nodes, in the batch step if it starts them."""
+        return self.get_nodes(command) not in ("1", "1-1")
 
     def get_option(self, name: str) -> str:
         """Return the value of an #SBATCH option, "" if there is none."""
@@ -145,8 +208,7 @@ def check_comments(script: BatchScript) -> Iterator[Finding]:
             yield script.make_finding("comment", number, text=line.strip())
     if not script.commands:
         return
-    command = script.commands[0]
-    first_line = script.find_line(command.end() - len(command[0].lstrip()))
+    first_line = script.commands[0].line
     for name, (number, _) in script.options.items():
         if number > first_line:  # Slurm reads no option after the first command
             yield script.make_finding("too late", number, option=name, first=first_line)
@@ -178,7 +240,7 @@ def check_node_counts(script: BatchScript) -> Iterator[Finding]:
     line, count = script.options["--nodes"]
     pattern = (
         r"--(?:nnodes|num_machines)[ =](\d+)|\bNNODES=(\d+)"
-        r"|\b(?:srun|stepladder)\b[^\n;|&]*?\s(?:--nodes[ =]|-N\s?)(\d+)"
+        rf"|\b(?:srun|stepladder)\b[^\n;|&]*?\s(?:--nodes[ =]|-N\s?)({re.escape(count)})\b"
     )
     for match in re.finditer(pattern, script.code.replace("\\\n", "  ")):
         second_count = next(filter(None, match.groups()))
@@ -202,35 +264,81 @@ def check_signal_and_requeue(script: BatchScript) -> Iterator[Finding]:
 def check_agents(script: BatchScript) -> Iterator[Finding]:
     """Find agents (torchrun and the like) that run too seldom or too often."""
     for command in script.commands:
-        agent = re.search(AGENT_COMMAND, command[0])
+        agent = re.search(AGENT_COMMAND, command.text)
         if agent is not None:
-            yield from _check_agent(script, command, agent)
+            yield from _check_agent(script, command, agent.group())
 
 
-def _check_agent(
-    script: BatchScript, command: re.Match[str], agent: re.Match[str]
-) -> Iterator[Finding]:
-    line = script.find_line(command.start() + agent.start())
-    nodes = script.get_option("--nodes") or "1"
-    srun = re.search(r"\bsrun\b", command[0][: agent.start()])
-    if srun is None:
-        if nodes not in ("1", "1-1"):
-            yield script.make_finding("no srun", line, agent=agent.group())
+def _check_agent(script: BatchScript, command: Command, agent: str) -> Iterator[Finding]:
+    find = partial(script.make_finding, line=command.line)
+    is_ours = agent.startswith("stepladder")
+    if command.step is None:
+        if script.is_on_nodes(command) and not is_ours:  # ours starts itself on all nodes
+            yield find("no srun", agent=agent)
         return
-    is_training = re.search(r"\bstepladder\s+train\b", agent.group())
-    if is_training and "--nproc" not in command[0]:
+    if is_ours and "--nproc" not in command.text:
         return  # each task is a rank, without agents
-    options = dict(parse_options(command[0][srun.end() : agent.start()]))
-    per_node = options.get("--ntasks-per-node") or script.get_option("--ntasks-per-node")
-    total = options.get("--ntasks") or script.get_option("--ntasks")
+    total = command.options.get("--ntasks") or script.get_option("--ntasks")
+    per_node = command.options.get("--ntasks-per-node")
+    if not per_node and "--ntasks" not in command.options:
+        per_node = script.get_option("--ntasks-per-node")
     if per_node:
         tasks = f"{per_node} tasks per node"
         has_too_many = (parse_whole_number(per_node) or 0) > 1
     else:
         tasks = f"{total} tasks"
-        has_too_many = (parse_whole_number(total) or 0) > (parse_whole_number(nodes) or 1)
+        nodes = parse_whole_number(script.get_nodes(command)) or 1
+        has_too_many = (parse_whole_number(total) or 0) > nodes
     if has_too_many:
-        yield script.make_finding("tasks and agents", line, tasks=tasks)
+        yield find("tasks and agents", tasks=tasks)
+    elif agent.endswith("train") and script.is_on_nodes(command) and "--nodes" not in command.step:
+        yield find("ranks and tasks")
+
+
+def check_signal(script: BatchScript) -> Iterator[Finding]:
+    """Find a warning signal that ends a job, or that nothing sees in time."""
+    line, value = script.options.get("--signal", (1, ""))
+    target, _, name = value.partition("@")[0].replace("SIG", "").rpartition(":")
+    programs = [command for command in script.commands if PROGRAM.search(command.text)]
+    is_replaced = any(command.text.lstrip().startswith("exec ") for command in programs)
+    if is_replaced or not programs or not name.isalnum() or name.isdigit():
+        return
+    last = programs[-1]
+    if "B" not in target:
+        has_steps = any(command.step is not None for command in programs)
+        may_start_steps = re.search(r"\b(?:bash|sh)\s|\./|mpi|submitit", script.code)
+        if not has_steps and not may_start_steps and not script.is_on_nodes(last):
+            yield script.make_finding("unseen signal", line, signal=name)
+        for command in programs:
+            is_agent = re.search(TORCH_AGENT, command.step or "")
+            if name.startswith("USR") and is_agent and "--signals-to" not in command.text:
+                yield script.make_finding("deadly signal", command.line, signal=name)
+    elif not re.search(rf"\btrap\b.*\b(?:SIG)?{name}\b", script.text):
+        yield script.make_finding("no trap", line, signal=name)
+    elif not any(command.in_background for command in script.commands):
+        yield script.make_finding("late trap", last.line, signal=name)
+
+
+def check_master_address(script: BatchScript) -> Iterator[Finding]:
+    """Find tasks of several nodes that each take their own node for the first one."""
+    for command in script.commands:
+        if script.is_on_nodes(command) and OWN_ADDRESS.search(command.step or ""):
+            yield script.make_finding("own master", command.line)
+
+
+def check_batch_file(script: BatchScript) -> Iterator[Finding]:
+    """Find what sbatch refuses, and folders that Slurm does not make."""
+    if not script.text.startswith("#!"):
+        yield script.make_finding("no shell", 1)
+    if "\r" in script.text:
+        yield script.make_finding("line ends", 1)
+    for name in ("--output", "--error"):
+        line, value = script.options.get(name, (0, ""))
+        folder = Path(value).parent
+        if "%" not in str(folder) and not any(
+            base.joinpath(folder).is_dir() for base in script.bases
+        ):
+            yield script.make_finding("no folder", line, option=name, folder=folder)
 
 
 def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
@@ -252,33 +360,29 @@ def check_processors(script: BatchScript) -> Iterator[Finding]:
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
     for command in script.commands:
-        srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command[0])
-        has_flag = "--cpus-per-task" in command[0] or re.search(r"\s-c\s?\S", command[0])
-        if srun and not has_flag:
-            yield script.make_finding(
-                "one processor", script.find_line(command.start() + srun.end() - 1)
-            )
+        has_flag = "--cpus-per-task" in command.text or re.search(r"\s-c\s?\S", command.text)
+        if command.step is not None and not has_flag:
+            yield script.make_finding("one processor", command.line)
 
 
 def check_missing_files(script: BatchScript) -> Iterator[Finding]:
     """Find Python and shell scripts that are run and do not exist."""
-    folders = [Path.cwd(), script.path.parent]
+    folders = script.bases
     for command in script.commands:
-        change = re.match(r"\s*cd\s+(\S+)", command[0])
+        change = re.match(r"\s*cd\s+(\S+)", command.text)
         if change:
             if re.search(r"[$`~]", change[1]):
                 return  # the folder is not known before the job runs
             folders = [folder / change[1].strip("\"'") for folder in folders]
-        for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command[0]):
+        for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command.text):
             name = match[1]
             # It follows python, a shell, `source`, `.` or an agent, perhaps after options.
             is_run = re.search(
                 rf"(?:\b(?:python3?|bash|sh|source)|{AGENT_COMMAND}|\s\.)\s(?:[^;&|]*\s)?$",
-                f" {command[0][: match.start()]}",
+                f" {command.text[: match.start()]}",
             )
             if is_run and not any((folder / name).exists() for folder in folders):
-                line = script.find_line(command.start() + match.start(1))
-                yield script.make_finding("no file", line, name=name, folder=folders[0])
+                yield script.make_finding("no file", command.line, name=name, folder=folders[0])
                 break
 
 
@@ -289,6 +393,9 @@ LINT_RULES = (
     check_node_counts,
     check_signal_and_requeue,
     check_agents,
+    check_signal,
+    check_master_address,
+    check_batch_file,
     check_hidden_gpus,
     check_processors,
     check_missing_files,
