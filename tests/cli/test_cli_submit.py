@@ -121,16 +121,19 @@ def test_slurm_s_commands_are_there_and_not_the_user_s_to_execute(
         ),
         (
             ["--sbatch-arg=--array=1-5", "--", "train", "mlp"],
-            ["--array itself", "an array would have one run"],
+            ["--array itself", "each job of an array"],
         ),
         (
             ["--sbatch-arg=-N2", "--", "train", "mlp"],
-            ["-N2: submit sets --nodes", "submit --nodes"],
+            ["-N2: submit sets --nodes", "submit has --nodes"],
         ),
-        (["--sbatch-arg=-Hn 4", "--", "train", "mlp"], ["sets --ntasks itself", "--nproc N"]),
+        (["--sbatch-arg=-Hn 4", "--", "train", "mlp"], ["sets --ntasks itself", "--nproc"]),
         (["--sbatch-arg=--sig=B:USR1@60", "--", "train", "mlp"], ["sets --signal itself"]),
         (["--sbatch-arg=--signal USR1@60", "--", "train", "mlp"], ["sets --signal itself"]),
-        (["--sbatch-arg=--no-requeue", "--", "train", "mlp"], ["--max-requeues 0"]),
+        (
+            ["--sbatch-arg=--no-requeue", "--", "train", "mlp"],
+            ["--no-requeue: submit sets", "--max-requeues"],
+        ),
         (
             ["--output", "logs/%j.out", "--", "train", "mlp"],
             ["there is no such folder", "mkdir -p logs"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ for _ in range(70):
     time.sleep(1)
 print("no signal", flush=True)
 """
+PLAIN = """\
+import torch
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(1, 1)).backward()
+optimizer.step()
+print("trained")
+"""
 ABOUT = f"{JOBS / 'script.py'} about"
 # For each name: the signal, the nodes, the script, its findings, texts of the output, texts that
 # are not in it.
@@ -49,7 +58,7 @@ JOBS_BY_NAME: dict[str, tuple[str, int, str, list[str], list[str], list[str]]] =
         ['"WORLD_SIZE": "2"'], ["error"],
     ),
     "tasks and agents": (
-        "TERM@60", 1, f"srun -n 2 --ntasks-per-node=2 stepladder run --nproc 3 {ABOUT}",
+        "TERM@60", 1, f"#SBATCH --ntasks-per-node=2\nsrun stepladder run --nproc 3 {ABOUT}",
         ["tasks and agents"], ["none of which knows the others"], ["WORLD_SIZE"],
     ),
     "ranks and tasks": (
@@ -65,8 +74,8 @@ JOBS_BY_NAME: dict[str, tuple[str, int, str, list[str], list[str], list[str]]] =
     "exec": ("B:USR1@60", 1, "exec srun python sleep.py", [], ["got SIGUSR1"], ["no signal"]),
     "a signal in time": ("TERM@60", 1, "srun python sleep.py", [], ["got SIGTERM"], ["no signal"]),
     "deadly signal": (
-        "USR1@60", 1, "srun torchrun --standalone sleep.py", ["deadly signal"], [],
-        ["no signal", "got SIGUSR1"],
+        "USR1@60", 1, "srun torchrun --standalone sleep.py", ["deadly signal"],
+        ["User defined signal 1"], ["no signal"],
     ),
 }  # fmt: skip
 
@@ -94,4 +103,22 @@ def test_a_job_without_its_folder_ends_without_a_word(lab: TestLab, tmp_path: Pa
     script.write_text(HEADER.format(output="gone/out", signal="TERM@60", nodes=1) + "srun true\n")
     assert "no folder" in [finding.rule for finding in lint_script(script)]
     job = lab.slurm("sbatch", "--parsable", script, cwd=tmp_path).strip()
-    assert lab.await_job(job, "FAILED")["Reason"] in ("NonZeroExitCode", "RaisedSignal:53")
+    assert lab.await_job(job, "FAILED")["Reason"] == "JobLaunchFailure"
+
+
+def test_a_script_of_one_process_is_not_trained_on_each_node(lab: TestLab, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    jobs = {}
+    for name, command in {
+        "one": ("train.py",),
+        "own": ("run", "--independent", "train.py"),
+    }.items():
+        flags = "--nodes", 2, "--output", f"{name}.out", "--json"
+        line = lab.slurm("stepladder", "submit", *flags, "--", *command, cwd=tmp_path)
+        jobs[name] = str(json.loads(line.splitlines()[-1])["job_id"])
+    job = lab.await_job(jobs["one"], "FAILED", "COMPLETED")
+    output = (tmp_path / "one.out").read_text()
+    assert (job["JobState"], job["Restarts"]) == ("FAILED", "0"), output
+    assert "2 times the same" in output
+    assert lab.await_job(jobs["own"], "FAILED", "COMPLETED")["JobState"] == "COMPLETED"
+    assert (tmp_path / "own.out").read_text().count("trained") == 2

@@ -25,31 +25,16 @@ MAX_REQUEUES = 50
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Fields that the batch script has in quotes, or without control characters in a comment.
 QUOTED_FIELDS = ("job_dir", "made_by", "setup")
-# Options of sbatch that `submit` sets: the short name, and what to type instead, by default the
-# flag of the same name.
-OWN_OPTIONS = {
-    "array": ("a", "submit each: the jobs of an array would have one run directory"),
-    "job-name": ("J", "submit --name"),
-    "partition": ("p", ""),
-    "account": ("A", ""),
-    "qos": ("q", ""),
-    "constraint": ("C", ""),
-    "reservation": ("", ""),
-    "nodes": ("N", ""),
-    "ntasks": ("n", "submit --nodes N --nproc N"),
-    "ntasks-per-node": ("", "submit --nproc N"),
-    "cpus-per-task": ("c", ""),
-    "gpus-per-node": ("", ""),
-    "gpus-per-task": ("", "submit --gpus-per-node N"),
-    "mem": ("", ""),
-    "time": ("t", ""),
-    "output": ("o", ""),
-    "open-mode": ("", "leave it out: the output is appended to"),
-    "signal": ("", "leave it out: SIGTERM comes in time for a snapshot"),
-    "requeue": ("", "submit --max-requeues N"),
-    "no-requeue": ("", "submit --max-requeues 0"),
-    "no-kill": ("k", "submit --nodes A:B"),
-}
+# Options of sbatch that `submit` sets itself; those with a letter begin with it.
+OWN_OPTIONS = (
+    "a array, J job-name, p partition, A account, q qos, C constraint, N nodes, n ntasks, t time,"
+    " c cpus-per-task, o output, k no-kill, reservation, ntasks-per-node, gpus-per-node,"
+    " gpus-per-task, mem, open-mode, signal, requeue, no-requeue"
+)
+OWN_OPTIONS_HINT = (
+    "leave it out; submit has --nodes, --nproc, --gpus-per-node, --time, --max-requeues and more"
+    " for it, sends SIGTERM in time, and is typed once for each job of an array"
+)
 # --name=value or --name value; -Nvalue, after letters that take no value.
 SBATCH_SPELLING = re.compile(r"--([^=\s]+)|-[HOQWhsuv]*(\w)")
 TIME_LIMIT = re.compile(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
@@ -169,11 +154,12 @@ def _validate_free_option(option: str) -> None:
     if match is None:
         return
     typed = match[1] or match[2]
-    for name, (letter, hint) in OWN_OPTIONS.items():
+    for spellings in OWN_OPTIONS.split(", "):
+        letter, _, name = spellings.rpartition(" ")
         # sbatch accepts the beginning of a name.
         if typed == letter or (len(typed) > 1 and name.startswith(typed)):
             raise InputError(
-                f"--sbatch-arg {option}: submit sets --{name} itself", hint or f"submit --{name}"
+                f"--sbatch-arg {option}: submit sets --{name} itself", OWN_OPTIONS_HINT
             )
 
 
